@@ -1,0 +1,85 @@
+# make help: what there is. Variables: PYTHON (the interpreter the environment is made from), VENV,
+# TEST_EXTRAS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS.
+
+PYTHON      ?= python3
+VENV        ?= .venv
+TEST_EXTRAS ?= test,transformers
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+BENCH_ARGS  ?=
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PY   := "$(VENV)/bin/python"
+PIP  := $(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+DEPS := pyproject.toml constraints.txt
+
+# One stamp for each set of extras. Nothing is installed, and no network needed, while a stamp is newer
+# than the two files that decide what is installed.
+comma := ,
+BASE_STAMP := $(VENV)/.stamp-base
+DEMO_STAMP := $(VENV)/.stamp-transformers
+TEST_STAMP := $(VENV)/.stamp-$(subst $(comma),-,$(TEST_EXTRAS))
+DEV_STAMP  := $(VENV)/.stamp-dev
+
+.PHONY: help demo test lint format bench install clean
+
+help:
+	@echo "make demo     save a prompt's KV cache, load it in a new process (CPU is enough)"
+	echo "make test     all tests                       (PYTEST_ARGS='-k name')"
+	echo "make lint     ruff and mypy"
+	echo "make format   let ruff rewrite the files"
+	echo "make bench    tools/bench.py                  (BENCH_ARGS=...)"
+	echo "make install  the environment for all of these, in $(VENV)"
+	echo "make clean    remove $(VENV), caches and build outputs"
+
+# The build backend is installed from the same pins, so that building the package asks the network for nothing.
+$(BASE_STAMP): $(DEPS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else "kvfs needs Python 3.10 to 3.13; PYTHON=$(PYTHON) is %d.%d" % v[:2])'
+	test -x $(PY) || $(PYTHON) -m venv "$(VENV)"
+	$(PIP) hatchling editables
+	touch "$@"
+
+$(DEMO_STAMP): $(BASE_STAMP)
+	@echo "installing kvfs[transformers] into $(VENV)"
+	$(PIP) --no-build-isolation -e ".[transformers]"
+	touch "$@"
+
+$(TEST_STAMP): $(BASE_STAMP)
+	@echo "installing kvfs[$(TEST_EXTRAS)] into $(VENV)"
+	$(PIP) --no-build-isolation -e ".[$(TEST_EXTRAS)]"
+	touch "$@"
+
+$(DEV_STAMP): $(BASE_STAMP)
+	@echo "installing kvfs[dev] into $(VENV)"
+	$(PIP) --no-build-isolation -e ".[dev]"
+	touch "$@"
+
+install: $(DEMO_STAMP) $(TEST_STAMP) $(DEV_STAMP)
+
+demo: $(DEMO_STAMP)
+	@$(PY) -m tools.demo $(DEMO_ARGS)
+
+test: $(TEST_STAMP)
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	@$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict kvfs
+
+format: $(DEV_STAMP)
+	@$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(DEMO_STAMP)
+	@$(PY) tools/bench.py $(BENCH_ARGS)
+
+clean:
+	@if [ -e "$(BASE_STAMP)" ] || [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf -- "$(VENV)"; fi
+	rm -rf -- build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find kvfs tests tools -name __pycache__ -type d -prune -exec rm -rf -- {} +

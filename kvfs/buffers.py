@@ -1,0 +1,40 @@
+"""The caller's memory as bytes: bytes-like objects, numpy arrays, contiguous CPU torch tensors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvfs.errors import ConfigError
+
+
+def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
+    """The memory of ``data`` as a flat view of bytes, without a copy. ConfigError if that cannot be."""
+    if type(data).__module__.partition(".")[0] == "torch" and hasattr(data, "data_ptr"):
+        data = _tensor_bytes(data, what)
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise ConfigError(
+            f"{what} is {type(data).__name__}: pass a bytes-like object, a numpy array or a CPU tensor"
+        ) from None
+    if not view.c_contiguous:
+        raise ConfigError(f"{what} is not contiguous: make it so first (numpy.ascontiguousarray, tensor.contiguous())")
+    if writable and view.readonly:
+        raise ConfigError(f"{what} is read-only: pass a writable buffer such as a bytearray")
+    return view.cast("B") if view.format != "B" or view.ndim != 1 else view
+
+
+def _tensor_bytes(tensor: Any, what: str) -> Any:
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"{what} lies on {tensor.device}: attach the device (ns.attach) or copy it with .cpu()")
+    if not tensor.is_contiguous():
+        raise ConfigError(f"{what} is not contiguous: make it so with .contiguous()")
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    try:
+        return flat.numpy()
+    except RuntimeError:  # torch without numpy
+        import ctypes
+
+        return (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())

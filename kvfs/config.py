@@ -1,0 +1,188 @@
+"""Settings that belong to a store (``kvfs.toml``): every process that opens it sees the same limits."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfs.errors import ConfigError, NoSpaceError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+CAPACITY_MIN = 16 * MIB
+SEGMENT_MIN, SEGMENT_MAX = 256 * KIB, 4 * GIB
+INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
+#: Small files of the directory: super, settings, stamps, liveness, LMDB's second file.
+OVERHEAD_BYTES = 1 * MIB
+TOML_BYTES_MAX = 256 * KIB
+SYNC_LEVELS = ("cache", "batch", "sync")
+MODES = ("cache", "staging", "memory")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*\Z", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|m|h|d|w)?\s*\Z", re.IGNORECASE)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def parse_size(value: int | str, what: str = "size") -> int:
+    """Bytes of ``200G``, ``1.5TiB``, ``8388608``: decimal without the i, binary with it."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{what} is {value!r}: give bytes or a text like '200GiB'")
+    match = _SIZE.match(str(value))
+    if match is None:
+        raise ConfigError(f"{what} is {value!r}: give bytes or a text like '200GiB', '1.5T'")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match[2] else int(float(match[1]))
+
+
+def parse_duration(value: float | str, what: str = "duration") -> float:
+    """Seconds of ``30d``, ``12h``, ``90``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f"{what} is {value!r}: give seconds or a text like '12h', '30d'")
+    match = _DURATION.match(str(value))
+    if match is None or not 0 <= float(match[1]) < 1e9:
+        raise ConfigError(f"{what} is {value!r}: give seconds or a text like '12h', '30d'")
+    return float(match[1]) * _SECONDS[(match[2] or "").lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of one class of pages. A namespace belongs to the class that bears its name, or its salt's."""
+
+    guaranteed_bytes: int = 0
+    cap_bytes: int | None = None
+    ttl_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What kvfs.toml says. Sizes in bytes."""
+
+    capacity_bytes: int
+    segment_bytes: int
+    index_bytes: int
+    sync: str = "cache"
+    mode: str = "cache"
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+
+    @property
+    def segments_bytes_max(self) -> int:
+        """What segments may have allocated in sum: the capacity less index and small files."""
+        return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Standing reserve that only eviction may use, to carry pages forward."""
+        return 2 * self.segment_bytes
+
+
+def make_settings(
+    capacity: int | str,
+    *,
+    segment: int | str | None = None,
+    index: int | str | None = None,
+    sync: str = "cache",
+    mode: str = "cache",
+    quotas: Mapping[str, Quota] | None = None,
+) -> Settings:
+    """Settings with defaults filled in and everything checked."""
+    total = parse_size(capacity, "capacity")
+    if total < CAPACITY_MIN:
+        raise NoSpaceError(f"capacity is {total} bytes: a store needs at least {CAPACITY_MIN} (16MiB)")
+    if segment is None:
+        segment_bytes = min(256 * MIB, max(SEGMENT_MIN, 1 << (total // 64).bit_length() - 1))
+    else:
+        segment_bytes = parse_size(segment, "segment_bytes")
+    index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 40)) if index is None else parse_size(index, "index_bytes")
+    segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
+    if not SEGMENT_MIN <= segment_bytes <= SEGMENT_MAX:
+        raise ConfigError(f"segment_bytes is {segment_bytes}: choose between {SEGMENT_MIN} and {SEGMENT_MAX}")
+    if not INDEX_MIN <= index_bytes <= INDEX_MAX:
+        raise ConfigError(f"index_bytes is {index_bytes}: choose between {INDEX_MIN} and {INDEX_MAX}")
+    if total - index_bytes - OVERHEAD_BYTES < 8 * segment_bytes:
+        raise NoSpaceError(
+            f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight must fit beside the "
+            f"index ({index_bytes}); raise capacity or lower segment_bytes"
+        )
+    if sync not in SYNC_LEVELS:
+        raise ConfigError(f"sync is {sync!r}: choose one of {', '.join(SYNC_LEVELS)}")
+    if mode not in MODES:
+        raise ConfigError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
+    quotas = dict(quotas or {})
+    guaranteed = sum(q.guaranteed_bytes for q in quotas.values())
+    if guaranteed > total // 2:
+        raise ConfigError(f"quotas guarantee {guaranteed} bytes in sum: at most half the capacity ({total // 2}) can be promised")
+    return Settings(total, segment_bytes, index_bytes, sync, mode, quotas)
+
+
+def parse_toml(data: bytes, path: str) -> Settings:
+    """Settings of a kvfs.toml; ConfigError names the line or key."""
+    try:
+        document = tomllib.loads(data.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ConfigError(f"{path}: {exc}; correct the file") from None
+    known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "quota"}
+    unknown = sorted(set(document) - known)
+    if unknown:
+        raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    if "capacity" not in document:
+        raise ConfigError(f"{path}: capacity is missing; add capacity = \"200GiB\"")
+    return make_settings(
+        document["capacity"],
+        segment=document.get("segment_bytes"),
+        index=document.get("index_bytes"),
+        sync=_text(document, "sync", path),
+        mode=_text(document, "mode", path),
+        quotas=_parse_quotas(document.get("quota", {}), path),
+    )
+
+
+def _text(document: Mapping[str, Any], key: str, path: str) -> str:
+    value = document.get(key, "cache")
+    if not isinstance(value, str):
+        raise ConfigError(f"{path}: {key} is {value!r}, not a text")
+    return value
+
+
+def _parse_quotas(table: Any, path: str) -> dict[str, Quota]:
+    if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
+        raise ConfigError(f'{path}: quota must hold tables like [quota."name"]')
+    quotas = {}
+    for name, entry in table.items():
+        unknown = sorted(set(entry) - {"guaranteed", "cap", "ttl"})
+        if unknown:
+            raise ConfigError(f'{path}: quota "{name}" has unknown key {unknown[0]!r}; known are guaranteed, cap, ttl')
+        quotas[name] = Quota(
+            parse_size(entry.get("guaranteed", 0), f'quota "{name}" guaranteed'),
+            parse_size(entry["cap"], f'quota "{name}" cap') if "cap" in entry else None,
+            parse_duration(entry["ttl"], f'quota "{name}" ttl') if "ttl" in entry else None,
+        )
+    return quotas
+
+
+def to_toml(settings: Settings) -> bytes:
+    """The settings as the text of a kvfs.toml."""
+    lines = [
+        "# Settings of this kvfs store; every process that opens it obeys them. Sizes in bytes or like \"200GiB\".",
+        f"capacity = {settings.capacity_bytes}",
+        f"segment_bytes = {settings.segment_bytes}",
+        f"index_bytes = {settings.index_bytes}",
+        f'sync = "{settings.sync}"    # cache: leave it to the kernel; batch: fdatasync in the background; sync: before put returns',
+        f'mode = "{settings.mode}"',
+    ]
+    for name, quota in sorted(settings.quotas.items()):
+        lines += ["", f"[quota.{_quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
+        if quota.cap_bytes is not None:
+            lines.append(f"cap = {quota.cap_bytes}")
+        if quota.ttl_seconds is not None:
+            lines.append(f"ttl = {quota.ttl_seconds:g}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'

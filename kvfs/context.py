@@ -1,0 +1,62 @@
+"""What the parts of one open store share."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfs.config import Settings
+from kvfs.directory import Directory
+from kvfs.files import Files
+from kvfs.index.environment import Index
+from kvfs.liveness import Liveness
+from kvfs.recency import Recency
+from kvfs.segment_files import SegmentFiles
+from kvfs.types import Verify
+
+#: Index calls of lookups and of writers give up after this long; the engine recomputes.
+LOOKUP_SECONDS = 0.25
+COMMIT_SECONDS = 2.0
+
+
+class Counters:
+    """Monotonic counts of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, n: int = 1) -> None:
+        if n:
+            with self._lock:
+                self._counts[name] += n
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+
+@dataclass
+class Context:
+    """One open store of one process, below its public face."""
+
+    directory: Directory
+    files: Files
+    settings: Settings
+    store_id: bytes
+    index: Index
+    liveness: Liveness | None  # None: read-only
+    recency: Recency
+    segments: SegmentFiles
+    verify: Verify
+    threads: int
+    counters: Counters = field(default_factory=Counters)
+    holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
+
+    @property
+    def owner(self) -> bytes:
+        assert self.liveness is not None, "a read-only store owns nothing"
+        return self.liveness.owner

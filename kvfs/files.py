@@ -1,0 +1,227 @@
+"""Every file-system call and every clock that kvfs uses, in one object.
+
+A store receives a :class:`Files`; tests hand it one that fails, shortens or delays the n-th call
+(``kvfs.testing.FaultyFiles``). Nothing else in the package may call ``os`` for I/O or ``time`` for the clock:
+``tests/unit/test_architecture.py`` looks.
+
+Calls raise ``OSError`` like the functions that they wrap. Full reads and writes are loops here, because
+a short read or write is not an error to the kernel; running out of file is reported as ``EIO``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import stat
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+IOV_MAX = 1024
+Mapping: TypeAlias = mmap.mmap
+_FALLOC_FL_KEEP_SIZE = 1
+_CACHESTAT = 451
+_MADV_POPULATE_READ = 22
+
+
+class Files:
+    """The real file system and the real clocks."""
+
+    # -- clocks and randomness ---------------------------------------------------------------
+
+    def monotonic(self) -> float:
+        """Seconds, for deadlines."""
+        return time.monotonic()
+
+    def now_us(self) -> int:
+        """Microseconds since 1970, for stamps that other processes and later boots read."""
+        return time.time_ns() // 1000
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def random(self, nbytes: int) -> bytes:
+        return os.urandom(nbytes)
+
+    # -- directories and names ---------------------------------------------------------------
+
+    def open_root(self, path: str) -> int:
+        """Open a directory by path, following symlinks in the path itself (the user named it)."""
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def open(self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int) -> int:
+        """Open below a directory; symlinks and fifos are never followed or waited for."""
+        fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)
+        if not flags & os.O_DIRECTORY and not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        return fd
+
+    def create(self, name: str, mode: int, *, dir_fd: int) -> int:
+        """Create a new file with exactly ``mode`` (the umask would eat group bits)."""
+        fd = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
+        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+            os.fchmod(fd, mode)
+        return fd
+
+    def mkdir(self, name: str, mode: int, *, dir_fd: int | None = None) -> None:
+        os.mkdir(name, mode & 0o777, dir_fd=dir_fd)
+        if dir_fd is None:
+            os.chmod(name, mode)
+        else:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+            try:
+                os.fchmod(fd, mode)
+            finally:
+                os.close(fd)
+
+    def listdir(self, dir_fd: int) -> list[str]:
+        return os.listdir(dir_fd)
+
+    def rename(self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    def unlink(self, name: str, *, dir_fd: int) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+    def rmdir(self, name: str, *, dir_fd: int) -> None:
+        os.rmdir(name, dir_fd=dir_fd)
+
+    def stat(self, name: str, *, dir_fd: int) -> os.stat_result:
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    # -- data --------------------------------------------------------------------------------
+
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from ``offset``; EIO if the file ends first."""
+        done, total = 0, len(buffer)
+        while done < total:
+            n = self.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+            if n <= 0:
+                raise OSError(errno.EIO, f"file ends {total - done} bytes short")
+            done += n
+
+    def read(self, fd: int, nbytes: int, offset: int) -> bytes:
+        buffer = bytearray(nbytes)
+        self.read_into(fd, memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def write_all(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        """Write all buffers one behind the other; returns the bytes written."""
+        start = offset
+        for first in range(0, len(buffers), IOV_MAX):
+            batch: list[Any] = [memoryview(b) for b in buffers[first : first + IOV_MAX]]
+            while batch:
+                n = self.pwritev(fd, batch, offset)
+                if n <= 0:
+                    raise OSError(errno.EIO, "write made no progress")
+                offset += n
+                while batch and n >= len(batch[0]):
+                    n -= len(batch.pop(0))
+                if n:
+                    batch[0] = batch[0][n:]
+        return offset - start
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int, *, keep_size: bool = False) -> None:
+        """Allocate blocks; a file system without the call gets a sparse file of that size instead."""
+        if nbytes <= 0:
+            return
+        try:
+            _fallocate(fd, _FALLOC_FL_KEEP_SIZE if keep_size else 0, offset, nbytes)
+        except OSError as exc:
+            if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+            if not keep_size and os.fstat(fd).st_size < offset + nbytes:
+                os.ftruncate(fd, offset + nbytes)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def map(self, fd: int, length: int, offset: int) -> Mapping:
+        """A shared read-only map. Python's map keeps a duplicate of ``fd``, so a flock lives as long as it."""
+        return mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
+
+    def populate(self, mapping: Mapping) -> None:
+        """Read the whole map in; a bad sector is an ``OSError`` here and would be SIGBUS later."""
+        try:
+            mapping.madvise(_MADV_POPULATE_READ)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:  # kernels before 5.14 do not know the advice
+                raise
+
+    # -- locks and the page cache --------------------------------------------------------------
+
+    def flock(self, fd: int, operation: int) -> bool:
+        """``flock`` without waiting; False if somebody else holds it."""
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def readahead(self, fd: int, offset: int, nbytes: int) -> None:
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
+        """Bytes of the range that are in the page cache, or None if the kernel does not say."""
+        return _cachestat(fd, offset, nbytes)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
+    call = _libc().fallocate64 if hasattr(_libc(), "fallocate64") else _libc().fallocate
+    while call(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
+    """cachestat(2), kernel 6.5: pages of a range that are in the page cache, without mapping it."""
+    wanted = (ctypes.c_uint64 * 2)(offset, nbytes)
+    found = (ctypes.c_uint64 * 5)()
+    if _libc().syscall(_CACHESTAT, fd, wanted, found, 0) != 0:
+        return None
+    return min(nbytes, int(found[0]) * mmap.PAGESIZE)
+
+
+#: Read by code that needs native struct packing of a boot id etc.; kept here so that ``os`` stays out of L2.
+def boot_id(files: Files) -> str:
+    """The kernel's id of this boot: two stores dirty under different boot ids never share an index."""
+    fd = os.open("/proc/sys/kernel/random/boot_id", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 64).decode("ascii").strip()
+    finally:
+        os.close(fd)
+
+
+def pack_u64(values: Sequence[int]) -> bytes:
+    """Little-endian u64 values, for stamps."""
+    return struct.pack(f"<{len(values)}Q", *values)

@@ -1,0 +1,128 @@
+"""Reclaiming space: choosing victims, carrying hot pages forward, and the last steps of a segment's life.
+
+One evictor at a time per store (``flock run/gc``). A victim is doomed in one commit, so its pages are misses;
+then its file is renamed into ``doomed/``, and unlinked once an exclusive flock says that nobody holds it. Until
+then it stays charged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+
+from kvfs import space
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import IndexUnavailableError
+from kvfs.index.environment import FULL
+from kvfs.index.runs import sweep
+from kvfs.index.session import Session
+from kvfs.index.tables import DOOMED, SegmentRow
+from kvfs.segment import file_name
+
+SWEEP_ROWS = 256
+BACKGROUND_FROM, BACKGROUND_TO = 0.95, 0.90
+
+
+class Reclaimer:
+    """Finishes doomed segments and sweeps rows that point to dropped ones."""
+
+    def __init__(self, context: Context) -> None:
+        self._c = context
+        self._sweep_at: bytes | None = None
+        self._sweep_dropped = 0
+
+    def drop(self, number: int) -> None:
+        """Doom a segment and free its space if nobody holds it."""
+        row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner), COMMIT_SECONDS)
+        if row is not None:
+            self.finish(number, row)
+
+    def finish(self, number: int, row: SegmentRow) -> bool:
+        """Unlink a doomed segment; True if its bytes are free now."""
+        name = file_name(row.segment_id)
+        files, segments, doomed = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
+        with contextlib.suppress(FileNotFoundError):
+            files.rename(name, name, src_dir_fd=segments, dst_dir_fd=doomed)
+        try:
+            fd = files.open(name, os.O_RDONLY, dir_fd=doomed)
+        except FileNotFoundError:
+            fd = -1
+        if fd >= 0:
+            try:
+                if not files.flock(fd, fcntl.LOCK_EX):
+                    return False
+                files.unlink(name, dir_fd=doomed)
+            finally:
+                files.close(fd)
+        self._c.recency.forget(row.segment_id)
+        self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
+        self._c.counters.add("segments_reclaimed")
+        return True
+
+    def finish_doomed(self) -> int:
+        """Finish what can be finished, whoever doomed it; bytes freed."""
+        freed = 0
+        for number, row in self._c.index.read(lambda s: s.segments_in(DOOMED), COMMIT_SECONDS):
+            if self.finish(number, row):
+                freed += row.allocated
+        return freed
+
+    def sweep_step(self, slices: int = 4) -> None:
+        """Clean some page rows, if segments were dropped since the last full round."""
+        for _ in range(slices):
+            if self._sweep_at is None:
+                dropped = self._c.index.read(lambda s: s.ledger().dropped, COMMIT_SECONDS)
+                if not dropped:
+                    return
+                self._sweep_at, self._sweep_dropped = b"\0", dropped
+            start = self._sweep_at
+            following, changed = self._c.index.write(lambda s: sweep(s, start, SWEEP_ROWS), COMMIT_SECONDS)
+            self._c.counters.add("rows_swept", changed)
+            if following is None:
+                done = self._sweep_dropped
+                self._c.index.write(lambda s: s.swept(done), COMMIT_SECONDS)
+            self._sweep_at = following
+
+    def sweep_all(self) -> None:
+        """A full round, for an index that is short of room."""
+        self._sweep_at = None
+        for _ in range(1_000_000):
+            self.sweep_step(1)
+            if self._sweep_at is None:
+                return
+
+
+class GcLock:
+    """``flock run/gc``: one evictor at a time, among processes and among threads."""
+
+    def __init__(self, context: Context) -> None:
+        self._c = context
+        self._thread = threading.Lock()
+
+    @contextlib.contextmanager
+    def hold(self, deadline: float) -> Iterator[bool]:
+        """Yields whether the lock was had before ``deadline`` (monotonic seconds)."""
+        files = self._c.files
+        if not self._thread.acquire(timeout=max(0.0, deadline - files.monotonic())):
+            yield False
+            return
+        try:
+            fd = files.open("gc", os.O_RDWR, dir_fd=self._c.directory.sub("run"))
+            try:
+                while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
+                    files.sleep(0.002)
+                yield got
+            finally:
+                files.close(fd)
+        finally:
+            self._thread.release()
+
+
+def index_is_full(session: Session, index_bytes: int) -> bool:
+    return session.used_bytes() > FULL * index_bytes
+
+
+__all__ = ["BACKGROUND_FROM", "BACKGROUND_TO", "GcLock", "IndexUnavailableError", "Reclaimer", "index_is_full"]

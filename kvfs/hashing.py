@@ -1,0 +1,129 @@
+"""Chunk hashes and checksums: the only place that decides how bytes are named and checked.
+
+Chain (engine-independent; equal hash = equal whole prefix)::
+
+    h[-1] = SHA-256("kvfs chain 1\\n" + tenant salt)
+    h[i]  = SHA-256(h[i-1] + tokens of chunk i as u32 little endian [+ extra key of chunk i])
+
+PageKey = BLAKE2b-256(namespace digest, group name, h[i]). Checksums: XXH3-64 per leaf, XXH3-128 over the leaf
+table as the root of a part. XXH3 guards against faults, not against people: names of content are SHA-256 and
+BLAKE2b only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from typing import Any
+
+import xxhash
+
+from kvfs.errors import ConfigError
+from kvfs.types import ExtraKeys, TokensLike
+
+HASH_BYTES = 32
+LEAF_BYTES = 8
+ROOT_BYTES = 16
+TOKEN_BYTES = 4
+
+checksum = xxhash.xxh3_64_intdigest
+root_of = xxhash.xxh3_128_digest
+
+
+def tenant_seed(salt: str) -> bytes:
+    """First parent of a chain. Without the salt nobody can compute, so nobody can probe, a tenant's keys."""
+    return hashlib.sha256(b"kvfs chain 1\n" + salt.encode("utf-8")).digest()
+
+
+def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None) -> list[bytes]:
+    """Hashes of the full chunks of ``tokens`` (u32 little endian); a tail shorter than a chunk is left out."""
+    step = page_tokens * TOKEN_BYTES
+    sha, parent = hashlib.sha256, seed
+    hashes: list[bytes] = []
+    append = hashes.append
+    if not extra:
+        for start in range(0, len(tokens) - step + 1, step):
+            parent = sha(parent + tokens[start : start + step]).digest()
+            append(parent)
+        return hashes
+    for number, start in enumerate(range(0, len(tokens) - step + 1, step)):
+        parent = sha(parent + tokens[start : start + step] + extra.get(number, b"")).digest()
+        append(parent)
+    return hashes
+
+
+def chunk_of_key(key: bytes, seed: bytes) -> bytes:
+    """Chunk hash of an engine's opaque key."""
+    return hashlib.sha256(b"kvfs key 1\n" + seed + key).digest()
+
+
+def page_key(namespace_digest: bytes, group: str, chunk_hash: bytes) -> bytes:
+    """BLAKE2b-256 over (namespace digest, length-prefixed group name, chunk hash)."""
+    name = group.encode("ascii")
+    return hashlib.blake2b(
+        namespace_digest + len(name).to_bytes(1, "little") + name + chunk_hash, digest_size=32
+    ).digest()
+
+
+def leaf_table(payload: Any, leaf_bytes: int) -> bytes:
+    """XXH3-64 of each ``leaf_bytes`` long piece of ``payload``, little endian, one behind the other."""
+    view = memoryview(payload)
+    digest = xxhash.xxh3_64_digest
+    # xxhash gives digests big endian; the table is little endian like everything else on disk
+    packed = array("Q", b"".join([digest(view[i : i + leaf_bytes]) for i in range(0, len(view), leaf_bytes)]))
+    if sys.byteorder == "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def token_bytes(token_ids: TokensLike) -> bytes:
+    """Token ids as u32 little endian bytes.
+
+    Accepts int sequences, 1-D integer buffers, numpy arrays and CPU torch tensors; the latter three without
+    making Python objects of the ids. Raises ConfigError for text, floats, negative or too large ids.
+    """
+    if isinstance(token_ids, (str, bytes, bytearray)):
+        raise ConfigError(
+            f"token_ids is {type(token_ids).__name__}: pass the integer ids that your tokenizer gives for it"
+        )
+    source = token_ids
+    if type(source).__module__.partition(".")[0] == "torch":
+        source = source.detach().cpu().numpy() if "numpy" in sys.modules else source.tolist()
+    try:
+        view = memoryview(source)
+    except TypeError:
+        return _from_sequence(source)
+    if view.ndim != 1:
+        raise ConfigError(f"token_ids has {view.ndim} dimensions {view.shape}: pass one prompt as a 1-D sequence")
+    return _from_buffer(view)
+
+
+def _from_sequence(token_ids: Any) -> bytes:
+    try:
+        ids = array("I", token_ids)
+    except (TypeError, OverflowError, ValueError) as exc:
+        raise ConfigError(
+            f"token_ids holds something that is no integer in [0, 2**32): {exc}; pass a flat sequence of token ids"
+        ) from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def _from_buffer(view: memoryview) -> bytes:
+    kind = view.format.lstrip("@=<")
+    if kind not in ("b", "B", "h", "H", "i", "I", "l", "L", "q", "Q") or sys.byteorder != "little":
+        return _from_sequence(view.tolist())
+    raw = view.tobytes()
+    signed, size = kind.islower(), view.itemsize
+    if size == 8:
+        words = memoryview(raw).cast("I")
+        if any(words[1::2].tobytes()):
+            raise ConfigError("token_ids holds a value outside [0, 2**32): negative or too large ids are no tokens")
+        return words[0::2].tobytes()
+    if size == 4:
+        if signed and raw and min(memoryview(raw).cast("i")) < 0:
+            raise ConfigError(f"token_ids holds {min(memoryview(raw).cast('i'))}: ids must not be negative")
+        return raw
+    return _from_sequence(view.tolist())

@@ -1,0 +1,372 @@
+"""Generations of the index: which one is current, whether it may be trusted, transactions on it.
+
+``index/<generation>/`` holds an LMDB environment and a file ``users``, on which every process that works with
+this generation holds a shared flock. ``index/CURRENT`` names the generation. ``state`` at the root says for
+which boot, device and inode it was made dirty, durably before the first commit.
+
+A generation is trusted if it was closed cleanly, or if it is dirty, of this boot, on the same device and inode,
+and somebody else holds ``users`` now. Otherwise it is removed, and calls get IndexUnavailableError("rebuilding")
+until ``install`` puts a new one in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import lmdb
+
+from kvfs.directory import Directory
+from kvfs.errors import IndexUnavailableError
+from kvfs.files import boot_id
+from kvfs.index.gate import Gate
+from kvfs.index.session import Session, Tables
+from kvfs.index.worker import Worker
+
+T = TypeVar("T")
+PROBE_SECONDS = 0.1  # the breaker lets one call through per this time
+SLACK_BYTES = 8 << 20  # preallocated in the index file, so that eviction can commit on a full disk
+FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
+_NAME = re.compile(rb"[0-9a-f]{16}\Z")
+_DATABASES = (b"pages", b"segments", b"namespaces", b"meta")
+
+
+class State(NamedTuple):
+    """Content of the file ``state``."""
+
+    generation: str
+    boot: str
+    device: int
+    inode: int
+    clean: bool
+
+
+def open_environment(path: str, map_size: int, mode: int, *, read_only: bool = False) -> lmdb.Environment:
+    """LMDB as kvfs uses it everywhere: no locking of its own, no writable map, no sync in the commit."""
+    return lmdb.open(
+        path, map_size=map_size, subdir=True, readonly=read_only, metasync=False, sync=False, mode=mode,
+        create=False, readahead=False, writemap=False, max_dbs=len(_DATABASES), max_spare_txns=1, lock=False,
+        lib_version=0,
+    )  # fmt: skip
+
+
+def open_tables(env: lmdb.Environment, *, create: bool) -> Tables:
+    """Handles of the named databases; the exclusive gate is held, or nobody else knows the environment."""
+    return Tables(*(env.open_db(name, create=create) for name in _DATABASES))
+
+
+class Index:
+    """The index of one open store. All methods may be called from any thread.
+
+    ``read`` and ``write`` run a callable with a :class:`Session`, in a transaction under the gate; what the
+    callable raises aborts the transaction and comes out here. They raise IndexUnavailableError when the answer
+    cannot be had in time.
+    """
+
+    def __init__(self, directory: Directory, map_size: int, *, private_path: str | None = None) -> None:
+        self._directory = directory
+        self._files = directory.files
+        self._map_size = map_size
+        self._private = private_path
+        self._read_only = directory.read_only and private_path is None
+        self._boot = boot_id(self._files)
+        self._gate = Gate(directory)
+        self._worker = Worker("kvfs-index")
+        self._env: lmdb.Environment | None = None
+        self._tables: Tables | None = None
+        self._users = -1
+        self._current: tuple[int, ...] | None = None
+        self._broken_until = 0.0
+        self._breaker_open = False
+        self.generation = ""
+        self.timeouts = 0
+        self.errors = 0
+
+    # -- transactions ------------------------------------------------------------------------
+
+    def read(self, function: Callable[[Session], T], timeout: float) -> T:
+        return self._submit(function, timeout, write=False)
+
+    def write(self, function: Callable[[Session], T], timeout: float) -> T:
+        return self._submit(function, timeout, write=True)
+
+    def _submit(self, function: Callable[[Session], T], timeout: float, *, write: bool) -> T:
+        now = self._files.monotonic()
+        if self._breaker_open:
+            if now < self._broken_until:
+                raise IndexUnavailableError("timeout")
+            self._broken_until = now + PROBE_SECONDS
+            timeout = min(timeout, PROBE_SECONDS)
+        try:
+            result = self._worker.call(lambda: self._transact(function, now + timeout, write), timeout)
+        except TimeoutError:
+            self._trip()
+            raise IndexUnavailableError("timeout") from None
+        except IndexUnavailableError as exc:
+            if str(exc) == "timeout":
+                self._trip()
+            raise
+        self._breaker_open = False
+        return result
+
+    def _trip(self) -> None:
+        self.timeouts += 1
+        self._broken_until = self._files.monotonic() + PROBE_SECONDS
+        self._breaker_open = True
+
+    def _transact(self, function: Callable[[Session], T], deadline: float, write: bool) -> T:
+        if self._private is None:
+            self._gate.acquire(exclusive=write, deadline=deadline)
+        try:
+            if self._private is None and not self._is_current():
+                if not write:
+                    self._gate.release()
+                    self._gate.acquire(exclusive=True, deadline=deadline)
+                self._open_current()
+            return self._in_transaction(function, write)
+        finally:
+            if self._private is None and self._gate.held:
+                self._gate.release()
+
+    def _in_transaction(self, function: Callable[[Session], T], write: bool) -> T:
+        assert self._env is not None and self._tables is not None
+        now_s = self._files.now_us() // 1_000_000
+        try:
+            with self._env.begin(write=write) as txn:
+                return function(Session(txn, self._tables, self.generation, now_s))
+        except lmdb.MapFullError:
+            raise IndexUnavailableError("index full") from None
+        except lmdb.Error as exc:
+            self.errors += 1
+            self._retire(write)
+            raise IndexUnavailableError(f"index error: {exc}") from None
+
+    # -- generations -------------------------------------------------------------------------
+
+    def _is_current(self) -> bool:
+        return self._env is not None and self._current == self._stat_current()
+
+    def _stat_current(self) -> tuple[int, ...] | None:
+        try:
+            st = self._files.stat("CURRENT", dir_fd=self._directory.sub("index"))
+        except OSError:
+            return None
+        return st.st_dev, st.st_ino, st.st_mtime_ns, st.st_ctime_ns
+
+    def _open_current(self) -> None:
+        """Open the current generation; the exclusive gate is held."""
+        self._close_environment()
+        stamp = self._stat_current()
+        name = self._read_current()
+        if stamp is None or name is None:
+            raise IndexUnavailableError("rebuilding")
+        index = self._directory.sub("index")
+        try:
+            folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
+        except OSError:
+            self._discard_current(name)
+            raise IndexUnavailableError("rebuilding") from None
+        try:
+            self._open_in(folder, name)
+        except (OSError, lmdb.Error):
+            self._close_environment()
+            self._discard_current(name)
+            raise IndexUnavailableError("rebuilding") from None
+        finally:
+            self._files.close(folder)
+        self._current, self.generation = stamp, name
+
+    def _open_in(self, folder: int, name: str) -> None:
+        self._users = self._files.open("users", os.O_RDONLY, dir_fd=folder)
+        alone = self._files.flock(self._users, fcntl.LOCK_EX)
+        data = self._files.stat("data.mdb", dir_fd=folder)
+        state = read_state(self._directory)
+        same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
+        if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
+            raise OSError("dirty index of another boot or of dead processes")
+        if not self._files.flock(self._users, fcntl.LOCK_SH):
+            raise OSError("users file is locked by somebody without the gate")
+        if not self._read_only and (state.clean or alone):
+            write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=False))
+        path = os.path.join(self._directory.path, "index", name)
+        self._env = open_environment(path, self._map_size, self._directory.file_mode, read_only=self._read_only)
+        self._tables = open_tables(self._env, create=False)
+
+    def _read_current(self) -> str | None:
+        try:
+            data = self._directory.read_small("CURRENT", 64, sub="index")
+        except Exception:
+            return None
+        return data.decode() if data is not None and _NAME.match(data) else None
+
+    def _discard_current(self, name: str) -> None:
+        """Remove what must not be trusted; everybody then sees no CURRENT. The exclusive gate is held."""
+        if self._read_only:
+            return
+        with contextlib.suppress(OSError):
+            self._directory.remove("CURRENT", sub="index")
+        shutil.rmtree(os.path.join(self._directory.path, "index", name), ignore_errors=True)
+
+    def _retire(self, exclusive: bool) -> None:
+        """After an LMDB error: nobody may use this generation again."""
+        name = self.generation
+        self._close_environment()
+        if not exclusive and self._private is None:
+            with contextlib.suppress(IndexUnavailableError):
+                self._gate.release()
+                self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + PROBE_SECONDS)
+        if self._private is None and self._gate.held and self._read_current() == name:
+            self._discard_current(name)
+
+    def install(self, name: str, timeout: float) -> None:
+        """Make a freshly built generation current; it lies complete and closed in ``index/<name>``."""
+
+        def swap() -> None:
+            self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
+            try:
+                self._close_environment()
+                old = self._read_current()
+                index = self._directory.sub("index")
+                folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
+                try:
+                    data = self._files.stat("data.mdb", dir_fd=folder)
+                finally:
+                    self._files.close(folder)
+                # complete and synced: whoever opens it first under the gate marks it dirty
+                write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=True))
+                self._directory.write_small("CURRENT", name.encode(), sub="index")
+                if old is not None and old != name:
+                    shutil.rmtree(os.path.join(self._directory.path, "index", old), ignore_errors=True)
+                self._open_current()
+            finally:
+                self._gate.release()
+
+        self._worker.call(swap, timeout)
+
+    def open_private(self) -> None:
+        """Open the private generation of a reader that may not write the store."""
+        assert self._private is not None
+        path = self._private
+
+        def do() -> None:
+            self._env = open_environment(path, self._map_size, 0o600)
+            self._tables = open_tables(self._env, create=False)
+            self.generation = "private"
+
+        self._worker.call(do, 5.0)
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    @property
+    def map_size(self) -> int:
+        return self._map_size
+
+    def keep_slack(self) -> None:
+        """Allocate blocks ahead of the index file's end, so that a commit does not need the disk's last ones."""
+        name = self.generation
+        if not name or self._read_only or self._private is not None:
+            return
+        with contextlib.suppress(OSError):
+            index = self._directory.sub("index")
+            folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
+            try:
+                fd = self._files.open("data.mdb", os.O_RDWR, dir_fd=folder)
+            finally:
+                self._files.close(folder)
+            try:
+                st = self._files.fstat(fd)
+                wanted = min(self._map_size, st.st_size + SLACK_BYTES)
+                if st.st_blocks * 512 < min(wanted, st.st_size + SLACK_BYTES // 2):
+                    self._files.fallocate(fd, 0, wanted, keep_size=True)
+            finally:
+                self._files.close(fd)
+
+    def _close_environment(self) -> None:
+        env, self._env, self._tables, self._current = self._env, None, None, None
+        if env is not None:
+            env.close()
+        if self._users >= 0:
+            with contextlib.suppress(OSError):
+                self._files.close(self._users)
+            self._users = -1
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Close; the last user leaves the index clean, so that the next one need not rebuild it."""
+        with contextlib.suppress(TimeoutError, IndexUnavailableError, OSError, lmdb.Error):
+            self._worker.call(lambda: self._close_clean(timeout), timeout)
+        self._worker.stop()
+        with contextlib.suppress(OSError):
+            self._gate.close()
+
+    def _close_clean(self, timeout: float) -> None:
+        if self._private is not None or self._env is None or self._read_only:
+            self._close_environment()
+            return
+        self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
+        try:
+            state = read_state(self._directory)
+            if self._is_current() and state is not None and self._files.flock(self._users, fcntl.LOCK_EX):
+                self._env.sync(True)
+                self._close_environment()
+                write_state(self._directory, state._replace(clean=True))
+        finally:
+            self._close_environment()
+            self._gate.release()
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited, without touching the parent's locks."""
+        env, self._env = self._env, None
+        if env is not None:
+            with contextlib.suppress(Exception):
+                env.close()
+        for fd in (self._users,):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        with contextlib.suppress(OSError):
+            self._gate.close()
+
+    def quiesce(self, timeout: float) -> Callable[[], None]:
+        """Before a fork: make sure that the index thread is between requests; call the result afterwards."""
+        import threading
+
+        reached, resume = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            reached.set()
+            resume.wait(timeout)
+
+        thread = threading.Thread(target=lambda: self._try_call(stand_still, timeout), daemon=True)
+        thread.start()
+        reached.wait(timeout)
+        return resume.set
+
+    def _try_call(self, function: Callable[[], Any], timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._worker.call(function, timeout)
+
+
+# -- the state file --------------------------------------------------------------------------
+
+
+def read_state(directory: Directory) -> State | None:
+    try:
+        data = directory.read_small("state", 4096)
+        if data is None:
+            return None
+        body = json.loads(data)
+        state = State(*(body[name] for name in State._fields))
+    except Exception:  # damaged state means: do not trust the index
+        return None
+    kinds = (str, str, int, int, bool)
+    return state if all(type(v) is k for v, k in zip(state, kinds, strict=True)) else None
+
+
+def write_state(directory: Directory, state: State) -> None:
+    directory.write_small("state", json.dumps(state._asdict()).encode() + b"\n")

@@ -1,0 +1,219 @@
+"""Changing page rows inside a write transaction: claiming, publishing, moving, sweeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
+from kvfs.index.session import Session
+
+Places = dict[int, Place]
+
+
+class Target(NamedTuple):
+    """A chunk and the row that it goes to: ``head`` is the chunk hash that keys the row."""
+
+    chunk: int  # number in the prompt
+    slot: int  # chunk of the run
+    chunk_hash: bytes
+    head: bytes
+
+
+class RunKeys(NamedTuple):
+    """One run of a prompt, for one part: its hashes and how a hash becomes a row key."""
+
+    first: int  # number of the run's first chunk in the prompt
+    hashes: Sequence[bytes]  # of all chunks of the run that the prompt has
+    key: Callable[[bytes], bytes]
+    leaves: int
+
+
+def load(session: Session, key: bytes) -> Places:
+    row = parse_row(key, session.txn.get(key, db=session.db.pages))
+    return dict(row.places()) if row is not None else {}
+
+
+def save(session: Session, key: bytes, places: Places, leaves: int) -> None:
+    """Write a row back without the chunks whose segments are gone."""
+    kept = {j: p for j, p in places.items() if session.segment_alive(p.segment)}
+    if kept:
+        session.put_row(key, pack_row(key, kept, leaves))
+    else:
+        session.delete_row(key)
+
+
+def is_live(session: Session, place: Place) -> bool:
+    if place.flags & CLAIM or (place.expires and place.expires <= session.now_s):
+        return False
+    return session.segment_alive(place.segment)
+
+
+def claim_holds(session: Session, place: Place) -> bool:
+    """Whether somebody is writing the chunk. A claim is never longer than CLAIM_SECONDS, whatever it says."""
+    if not place.flags & CLAIM or not session.now_s < place.expires <= session.now_s + CLAIM_SECONDS:
+        return False
+    return session.segment_alive(place.segment)
+
+
+class Claims(NamedTuple):
+    """What ``claim_run`` decided about the chunks asked for."""
+
+    targets: list[Target]  # claimed for the caller
+    skipped: int  # there already
+    in_flight: int  # somebody else is writing them
+
+
+def claim_run(session: Session, run: RunKeys, slots: Iterable[int], segment: int) -> Claims:
+    """Claim what is neither present nor claimed, and decide which row each chunk goes to."""
+    rows = _own_rows(session, run)
+    changed: set[bytes] = set()
+    targets: list[Target] = []
+    skipped = in_flight = 0
+    expires = session.now_s + CLAIM_SECONDS
+    for j in slots:
+        wanted = run.hashes[j]
+        head = None
+        for candidate, places in rows.items():
+            place = places.get(j)
+            if place is None or place.chunk_hash != wanted:
+                continue
+            head = candidate
+            if is_live(session, place):
+                skipped += 1
+                break
+            if claim_holds(session, place):
+                in_flight += 1
+                break
+        else:
+            head = head if head is not None else _free_row(rows, j, run, session)
+            rows.setdefault(head, {})[j] = claim(wanted, segment, expires)
+            changed.add(head)
+            targets.append(Target(run.first + j, j, wanted, head))
+    for head in changed:
+        save(session, run.key(head), rows[head], run.leaves)
+    return Claims(targets, skipped, in_flight)
+
+
+def _own_rows(session: Session, run: RunKeys) -> dict[bytes, Places]:
+    """Rows that a lookup of this run would read up to the first gap, by head, in its order."""
+    rows: dict[bytes, Places] = {}
+    seen = 0
+    for j, head in enumerate(run.hashes):
+        if seen >> j & 1 or (j and not seen >> (j - 1) & 1):
+            continue
+        places = load(session, run.key(head))
+        if places:
+            rows[head] = places
+            for slot, place in places.items():
+                if slot < len(run.hashes) and place.chunk_hash == run.hashes[slot] and is_live(session, place):
+                    seen |= 1 << slot
+    return rows
+
+
+def _free_row(rows: dict[bytes, Places], slot: int, run: RunKeys, session: Session) -> bytes:
+    """A row of this chain with nothing at ``slot``: a fork before the run's first row, else the chunk's own."""
+    for head in reversed(rows):
+        place = rows[head].get(slot)
+        if place is None or not (is_live(session, place) or claim_holds(session, place)):
+            return head
+    return run.hashes[0] if not rows else run.hashes[slot]
+
+
+class Publish(NamedTuple):
+    """A record that lies in a segment and is to be named by the index."""
+
+    head: bytes
+    slot: int
+    place: Place
+
+
+def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, records: Iterable[Publish]) -> int:
+    """Name records; the first of two equal ones stays. Returns how many were named by this call."""
+    rows: dict[bytes, Places] = {}
+    named = 0
+    for head, slot, place in records:
+        places = rows.get(head)
+        if places is None:
+            places = rows[head] = load(session, run_key(head))
+        old = places.get(slot)
+        if old is not None and old.chunk_hash != place.chunk_hash and (is_live(session, old) or claim_holds(session, old)):
+            head = place.chunk_hash  # the slot went to another continuation meanwhile
+            places = rows.setdefault(head, load(session, run_key(head)))
+            old = places.get(slot)
+        if old is not None and old.chunk_hash == place.chunk_hash and is_live(session, old):
+            continue
+        places[slot] = place
+        named += 1
+    for head, places in rows.items():
+        save(session, run_key(head), places, leaves)
+    return named
+
+
+def move(
+    session: Session, run_key: Callable[[bytes], bytes], leaves: int, source: int,
+    moves: Iterable[tuple[int, Publish]],
+) -> int:  # fmt: skip
+    """Point rows from (segment ``source``, record seq) to a copy; what the index no longer names stays unnamed."""
+    moved = 0
+    for seq, (head, slot, place) in moves:
+        key = run_key(head)
+        places = load(session, key)
+        old = places.get(slot)
+        if old is None or (old.segment, old.seq, old.chunk_hash) != (source, seq, place.chunk_hash) or old.flags & CLAIM:
+            continue
+        places[slot] = place
+        save(session, key, places, leaves)
+        moved += 1
+    return moved
+
+
+def forget_place(session: Session, keys: Iterable[bytes], wrong: set[tuple[int, int]]) -> int:
+    """Remove records (segment, seq), found to be bad, from the rows ``keys``; returns how many."""
+    removed = 0
+    for key in keys:
+        row = parse_row(key, session.txn.get(key, db=session.db.pages))
+        if row is None:
+            continue
+        places = dict(row.places())
+        bad = [j for j, p in places.items() if (p.segment, p.seq) in wrong and not p.flags & CLAIM]
+        for j in bad:
+            del places[j]
+        if bad:
+            removed += len(bad)
+            save(session, key, places, row.leaves)
+    return removed
+
+
+def sweep(session: Session, start: bytes, rows_max: int) -> tuple[bytes | None, int]:
+    """Clean up to ``rows_max`` page rows from key ``start`` on; (next key or None at the end, rows changed)."""
+    changed: list[tuple[bytes, Places, int]] = []
+    following: bytes | None = None
+    with session.txn.cursor(db=session.db.pages) as cursor:
+        found = cursor.set_range(start)
+        for _ in range(rows_max):
+            if not found:
+                break
+            key, value = cursor.item()
+            row = parse_row(key, value)
+            if row is None:
+                changed.append((key, {}, 0))
+            elif not all(_keep(session, e.segment, e.expires) for e in row.extents):
+                kept = {j: p for j, p in row.places() if _keep(session, p.segment, p.expires)}
+                changed.append((key, kept, row.leaves))
+            found = cursor.next()
+        if found:
+            following = cursor.key()
+    for key, places, leaves in changed:
+        if places:
+            session.put_row(key, pack_row(key, places, leaves))
+        else:
+            session.delete_row(key)
+    return following, len(changed)
+
+
+def _keep(session: Session, segment: int, expires: int) -> bool:
+    return session.segment_alive(segment) and not (expires and expires <= session.now_s)
+
+
+assert RUN <= 32, "the presence mask of a row has 32 bits"

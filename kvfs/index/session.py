@@ -1,0 +1,175 @@
+"""One transaction on the index, as the callables that run under the gate see it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvfs.index import tables
+from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
+from kvfs.index.tables import DOOMED, Ledger, SegmentRow
+
+PAGE = 4096
+PARTS_MAX = 256  # shapes of parts that a namespace's group may have
+
+
+class Tables(NamedTuple):
+    """Handles of the named databases."""
+
+    pages: Any
+    segments: Any
+    namespaces: Any
+    meta: Any
+
+
+class Session:
+    """A transaction and what it has looked up so far. Lives for milliseconds; results must be copies."""
+
+    __slots__ = ("_alive", "db", "generation", "now_s", "txn")
+
+    def __init__(self, txn: Any, db: Tables, generation: str, now_s: int) -> None:
+        self.txn = txn
+        self.db = db
+        self.generation = generation
+        self.now_s = now_s
+        self._alive: dict[int, bytes | None] = {}
+
+    # -- page rows ---------------------------------------------------------------------------
+
+    def row(self, key: bytes) -> Row | None:
+        return parse_row(key, self.txn.get(key, db=self.db.pages))
+
+    def put_row(self, key: bytes, value: bytes) -> None:
+        self.txn.put(key, value, db=self.db.pages)
+
+    def delete_row(self, key: bytes) -> None:
+        self.txn.delete(key, db=self.db.pages)
+
+    def is_live(self, extent: Extent) -> bool:
+        """Whether the chunks of an extent may be read: published, not expired, segment not dropped."""
+        if extent.flags & CLAIM or (extent.expires and extent.expires <= self.now_s):
+            return False
+        return self.segment_alive(extent.segment)
+
+    def claim_holds(self, extent: Extent) -> bool:
+        """Whether a claim still keeps others from writing: not expired, and its writer's segment is there."""
+        fresh = self.now_s < extent.expires <= self.now_s + CLAIM_SECONDS
+        return fresh and self.segment_alive(extent.segment)
+
+    def segment_alive(self, number: int) -> bool:
+        return self.segment_id(number) is not None
+
+    def segment_id(self, number: int) -> bytes | None:
+        """Id of a segment whose pages may be read; None if it was dropped."""
+        if number not in self._alive:
+            row = self.segment(number)
+            self._alive[number] = None if row is None or row.state == DOOMED else row.segment_id
+        return self._alive[number]
+
+    # -- segments and the ledger ---------------------------------------------------------------
+
+    def segment(self, number: int) -> SegmentRow | None:
+        return tables.get_segment(self.txn, self.db.segments, number)
+
+    def segments(self) -> list[tuple[int, SegmentRow]]:
+        return list(tables.iter_segments(self.txn, self.db.segments))
+
+    def segments_in(self, state: int) -> list[tuple[int, SegmentRow]]:
+        """The segments in state ACTIVE or DOOMED, which are few, without walking all of them."""
+        numbers = tables.listed_segments(self.txn, self.db.meta, state)
+        found = [(number, self.segment(number)) for number in numbers]
+        return [(number, row) for number, row in found if row is not None and row.state == state]
+
+    def ledger(self) -> Ledger:
+        return tables.get_ledger(self.txn, self.db.meta)
+
+    def add_segment(self, row: SegmentRow) -> int:
+        """Insert a new segment, charge it, and return its number. Numbers are never used twice."""
+        ledger = self.ledger()
+        number = ledger.next_segment
+        tables.put_segment(self.txn, self.db.segments, number, row)
+        tables.list_segment(self.txn, self.db.meta, number, row.state)
+        self._set_ledger(ledger._replace(used=ledger.used + row.allocated, next_segment=number + 1))
+        return number
+
+    def set_segment(self, number: int, old: SegmentRow, new: SegmentRow) -> None:
+        tables.put_segment(self.txn, self.db.segments, number, new)
+        if new.state != old.state:
+            tables.unlist_segment(self.txn, self.db.meta, number, old.state)
+            tables.list_segment(self.txn, self.db.meta, number, new.state)
+        doomed = (new.state == DOOMED) - (old.state == DOOMED)
+        if new.allocated != old.allocated or doomed:
+            ledger = self.ledger()
+            self._set_ledger(
+                ledger._replace(
+                    used=ledger.used + new.allocated - old.allocated,
+                    doomed=ledger.doomed + doomed,
+                    dropped=ledger.dropped + (doomed > 0),
+                )
+            )
+        self._alive.pop(number, None)
+
+    def delete_segment(self, number: int, row: SegmentRow) -> None:
+        """The last step of a segment's life: its bytes are free."""
+        self.txn.delete(tables.segment_key(number), db=self.db.segments)
+        tables.unlist_segment(self.txn, self.db.meta, number, row.state)
+        ledger = self.ledger()
+        gone = row.state == DOOMED
+        self._set_ledger(ledger._replace(used=ledger.used - row.allocated, doomed=ledger.doomed - gone))
+        self._alive.pop(number, None)
+
+    def forget_segment(self, number: int) -> None:
+        """Its file could not be made."""
+        row = self.segment(number)
+        if row is not None:
+            self.delete_segment(number, row)
+
+    # -- namespaces --------------------------------------------------------------------------
+
+    def put_namespace(self, digest: bytes, descriptor: bytes, group: int, part: bytes) -> None:
+        """Make a namespace and a part shape of it known."""
+        if self.txn.get(digest, db=self.db.namespaces) is None:
+            self.txn.put(digest, descriptor, db=self.db.namespaces)
+        key = digest + group.to_bytes(2, "big") + part
+        if self.txn.get(key, db=self.db.namespaces) is None:
+            self.txn.put(key, b"", db=self.db.namespaces)
+
+    def parts(self, digest: bytes, group: int) -> list[bytes]:
+        """Packed part shapes that were ever stored of a group."""
+        prefix = digest + group.to_bytes(2, "big")
+        found: list[bytes] = []
+        with self.txn.cursor(db=self.db.namespaces) as cursor:
+            if cursor.set_range(prefix):
+                for key in cursor.iternext(keys=True, values=False):
+                    if not key.startswith(prefix) or len(found) >= PARTS_MAX:
+                        break
+                    found.append(key[len(prefix) :])
+        return found
+
+    def namespaces(self) -> list[tuple[bytes, bytes]]:
+        """(digest, descriptor) of all namespaces."""
+        with self.txn.cursor(db=self.db.namespaces) as cursor:
+            return [(key, value) for key, value in cursor if len(key) == 32]
+
+    def swept(self, dropped: int) -> None:
+        """A full sweep that began when ``dropped`` segments were counted has ended."""
+        ledger = self.ledger()
+        self._set_ledger(ledger._replace(dropped=max(0, ledger.dropped - dropped)))
+
+    def _set_ledger(self, ledger: Ledger) -> None:
+        tables.put_ledger(self.txn, self.db.meta, ledger)
+
+    def used_bytes(self) -> int:
+        """Bytes of index pages in use (free pages left out)."""
+        total = 0
+        for db in self.db:
+            stat = self.txn.stat(db)
+            total += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        return int(total) * PAGE
+
+    def check_ledger(self) -> bool:
+        """Recount: the ledger's sum equals its parts."""
+        rows = [row for _, row in self.segments()]
+        ledger = self.ledger()
+        return ledger.used == sum(r.allocated for r in rows) and ledger.doomed == sum(
+            r.state == DOOMED for r in rows
+        )

@@ -1,0 +1,116 @@
+"""Rows of the small tables of the index: segments, namespaces, and the ledger.
+
+The segment rows are the ledger of the store's space: ``used`` in the ledger row is their sum, changed in the
+same transaction, and ``check_ledger`` recounts it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvfs.hashing import checksum
+
+_SEGMENT = struct.Struct("<16s16s16sIIIIQQQI")
+_LEDGER = struct.Struct("<QIIQ")
+_NUMBER = struct.Struct(">I")  # big endian: cursor order is creation order
+_CHECK = struct.Struct("<Q")
+LEDGER_KEY = b"ledger"
+
+ACTIVE, SEALED, DOOMED = 1, 2, 3
+STATE_NAMES = {ACTIVE: "active", SEALED: "sealed", DOOMED: "doomed"}
+
+
+class SegmentRow(NamedTuple):
+    """One segment. ``allocated`` is what it is charged with, reserved before the file grows."""
+
+    segment_id: bytes
+    owner: bytes  # liveness name of the process that appends; zero if nobody does
+    class_id: bytes
+    state: int
+    flags: int  # format.FLAG_*
+    epoch: int
+    records: int  # entries published so far, chain entries included
+    allocated: int  # bytes
+    tail: int  # end of what is published
+    table: int  # offset of the table block that takes the next entry
+    expires: int  # unix seconds when the last record expires, 0 = some never do
+
+
+class Ledger(NamedTuple):
+    used: int  # bytes that segments are charged with, all states
+    next_segment: int
+    doomed: int  # segments in state DOOMED
+    dropped: int  # segments dropped since the last full sweep of stale page rows
+
+
+def _pack(body: bytes) -> bytes:
+    return body + _CHECK.pack(checksum(body))
+
+
+def _unpack(packer: struct.Struct, data: bytes | None) -> tuple[Any, ...] | None:
+    if data is None or len(data) != packer.size + 8:
+        return None
+    body = data[: packer.size]
+    return packer.unpack(body) if _CHECK.unpack(data[packer.size :])[0] == checksum(body) else None
+
+
+def segment_key(number: int) -> bytes:
+    return _NUMBER.pack(number)
+
+
+def get_segment(txn: Any, db: Any, number: int) -> SegmentRow | None:
+    fields = _unpack(_SEGMENT, txn.get(_NUMBER.pack(number), db=db))
+    return SegmentRow(*fields) if fields else None
+
+
+def put_segment(txn: Any, db: Any, number: int, row: SegmentRow) -> None:
+    txn.put(_NUMBER.pack(number), _pack(_SEGMENT.pack(*row)), db=db)
+
+
+def iter_segments(txn: Any, db: Any) -> Iterator[tuple[int, SegmentRow]]:
+    """All segments in order of creation. A damaged row is skipped; rebuild finds it again."""
+    with txn.cursor(db=db) as cursor:
+        for key, value in cursor:
+            fields = _unpack(_SEGMENT, value)
+            if fields and len(key) == 4:
+                yield _NUMBER.unpack(key)[0], SegmentRow(*fields)
+
+
+def get_ledger(txn: Any, db: Any) -> Ledger:
+    fields = _unpack(_LEDGER, txn.get(LEDGER_KEY, db=db))
+    return Ledger(*fields) if fields else Ledger(0, 1, 0, 0)
+
+
+def put_ledger(txn: Any, db: Any, ledger: Ledger) -> None:
+    assert ledger.used >= 0, ledger
+    txn.put(LEDGER_KEY, _pack(_LEDGER.pack(*ledger)), db=db)
+
+
+# Active and doomed segments are listed once more in ``meta``, so that nobody walks all segments for them.
+
+
+def list_segment(txn: Any, db: Any, number: int, state: int) -> None:
+    if state in (ACTIVE, DOOMED):
+        txn.put(_listed(state) + _NUMBER.pack(number), b"", db=db)
+
+
+def unlist_segment(txn: Any, db: Any, number: int, state: int) -> None:
+    if state in (ACTIVE, DOOMED):
+        txn.delete(_listed(state) + _NUMBER.pack(number), db=db)
+
+
+def listed_segments(txn: Any, db: Any, state: int) -> list[int]:
+    prefix, found = _listed(state), []
+    with txn.cursor(db=db) as cursor:
+        if cursor.set_range(prefix):
+            for key in cursor.iternext(keys=True, values=False):
+                if not key.startswith(prefix):
+                    break
+                found.append(_NUMBER.unpack(key[len(prefix) :])[0])
+    return found
+
+
+def _listed(state: int) -> bytes:
+    return STATE_NAMES[state].encode() + b"/"

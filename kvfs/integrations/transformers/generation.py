@@ -1,0 +1,115 @@
+"""``generate``: restore, generate, save."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+from kvfs.errors import ConfigError
+from kvfs.integrations.transformers.cache import PrefixCache, namespace_for
+from kvfs.integrations.transformers.prompts import Row, rows_of
+from kvfs.types import PutResult
+
+if TYPE_CHECKING:
+    from kvfs.store import Store
+
+#: Option -> the values with which the rows of the cache stay those of the prompts.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "hybrid"),  # "hybrid": left in old checkpoints, ignored by transformers
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "use_mtp": (None, False),
+    "token_healing": (None, False),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+}
+#: Arguments of ``model.generate`` that are no options: they replace the input or the method.
+_REFUSED = frozenset({"inputs", "assistant_model", "custom_generate", "past_key_values"})
+
+
+class Generated(NamedTuple):
+    """What ``generate`` did."""
+
+    output: Any  #: what ``model.generate`` returned
+    restored: int  #: prompt tokens that were restored, of all rows, padding not counted
+    saved: PutResult
+
+
+def generate(model: Any, cache: PrefixCache | Store, input_ids: Any, **kwargs: Any) -> Generated:
+    """``model.generate(input_ids, **kwargs)``, computing only the part of the prompts that is not stored.
+
+    ``cache``: made by ``namespace_for``, or a store (then the weights are read on the first call, to name them).
+    ``input_ids``: [n] or [batch, n] integers, batches padded on the left with ``attention_mask`` among
+    ``kwargs``; without it, padding is inferred from pad_token_id just as transformers does.
+
+    ConfigError for whatever makes KV depend on more than the tokens, or mixes rows: beams, several sequences per
+    prompt, assistants, another cache, inputs other than tokens. UnsupportedModelError as ``namespace_for``.
+    """
+    if not isinstance(cache, PrefixCache):
+        cache = namespace_for(cache, model)
+    if cache.model is not model:
+        raise ConfigError(
+            "this cache belongs to another model object: make one with namespace_for(store, model)"
+        )
+    mask = kwargs.pop("attention_mask", None)
+    _check(model, kwargs)
+    ids = torch.as_tensor(input_ids, device=model.device)
+    ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
+    mask = _inferred_mask(model, kwargs, ids) if mask is None else torch.as_tensor(mask, device=model.device)
+    mask = mask.unsqueeze(0) if mask.dim() == 1 else mask
+    past, columns = cache.load(ids, mask)
+    restored = sum(max(0, columns - row.pad) for row in rows_of(ids, mask))
+    output = model.generate(ids, attention_mask=mask, past_key_values=past, **kwargs)
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    rows = [
+        _trimmed(row, ids.shape[1], _option(model, kwargs, "pad_token_id"))
+        for row in rows_of(sequences, mask)
+    ]
+    return Generated(output, restored, cache.save_rows(rows, past))
+
+
+def _check(model: Any, kwargs: dict[str, Any]) -> None:
+    known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters} - _REFUSED
+    for name in kwargs:
+        if name not in known and kwargs[name] is not None:
+            raise ConfigError(
+                f"{name}: KV may depend on it, and the store knows tokens only; call model.generate"
+            )
+    for name, plain in _PLAIN.items():
+        value = _option(model, kwargs, name)
+        if value not in plain:
+            raise ConfigError(
+                f"{name} is {value!r:.80}: pass {plain[-1]!r}, or call model.generate without a store"
+            )
+
+
+def _option(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """An option of generation, from where transformers takes it."""
+    for holder in (kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)):
+        value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _inferred_mask(model: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    """All ones, unless there is padding that cannot be the end of a text."""
+    pad, end = _option(model, kwargs, "pad_token_id"), _option(model, kwargs, "eos_token_id")
+    ends = end if isinstance(end, (list, tuple)) else [end]
+    return torch.ones_like(ids) if pad is None or pad in ends else (ids != pad).long()
+
+
+def _trimmed(row: Row, columns: int, pad: int | None) -> Row:
+    """Without the padding that transformers appends to rows that ended before others: nobody asks for it."""
+    end, prompt = len(row.tokens), columns - row.pad
+    while pad is not None and end > prompt and int(row.tokens[end - 1]) == pad:
+        end -= 1
+    return Row(row.tokens[:end], row.pad)

@@ -1,0 +1,200 @@
+"""What a model's KV depends on: the layout of its cache and the identity of its namespace.
+
+Never a guess: whatever would let KV differ for equal tokens is in the identity, or the model is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvfs.errors import ConfigError, UnsupportedModelError
+from kvfs.hf_config import rope_identity
+from kvfs.layout import Group, PageLayout
+
+DIGEST_THREADS = 8
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+#: Fields of a config that cannot change KV, or that stand elsewhere in the identity.
+_NEUTRAL = frozenset(
+    "_name_or_path transformers_version architectures dtype torch_dtype use_cache return_dict problem_type id2label "
+    "label2id output_hidden_states output_attentions pad_token_id bos_token_id eos_token_id initializer_range".split()
+)
+_digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the origin of KV. ``fingerprint`` is None where the caller vouches for the weights."""
+
+    model: Any
+    layout: PageLayout
+    revision: str
+    rope: dict[str, Any]
+    adapter: str
+    extra: dict[str, str]
+    fingerprint: object = field(repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return next(
+            dtype for dtype, name in _SHORT.items() if _encoding(self.layout.groups[0]).startswith(name)
+        )
+
+    def changed(self) -> str:
+        """Why the model no longer makes the KV that the identity promises; "" if it does."""
+        if self.model.training:
+            return "the model is in training mode, dropout changes KV: call model.eval()"
+        if has_adapters(self.model) and not self.adapter:
+            return "an adapter was attached to the model: make a namespace with adapter="
+        if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
+            return "the weights changed or moved: make a new namespace"
+        return ""
+
+    def devices(self) -> list[torch.device]:
+        """Where each model layer keeps its KV, asked now, since a model may move."""
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        count = 1 + max(layer for group in self.layout.groups for layer in group.layers)
+        blocks = getattr(decoder, "layers", None)
+        if blocks is None or len(blocks) != count:
+            return [self.model.device] * count
+        return [next((p.device for p in block.parameters()), self.model.device) for block in blocks]
+
+
+def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) -> Source:
+    """Identity of ``model``. UnsupportedModelError or ConfigError where its KV must not be reused."""
+    _check(model, adapter)
+    layout = layout_of(model.config, model.dtype, page_tokens)
+    extra = _rotary_precision(model)
+    seen = None
+    if revision is None:
+        commit = getattr(model.config, "_commit_hash", None)
+        revision = commit or f"weights-{weights_digest(model)}"
+        seen = fingerprint(model)
+        # options given to from_pretrained change KV without changing commit or weights
+        extra["config"] = config_digest(model.config)
+    return Source(model, layout, revision, rope_identity(model.config), adapter, extra, seen)
+
+
+def _check(model: Any, adapter: str) -> None:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise ConfigError(f"model is {type(model).__name__}: pass a model of transformers")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None):
+        _refuse("its weights are quantised, and KV depends on the kernels and options of that")
+    if config.get_text_config(decoder=True) is not config:
+        _refuse("it takes more than text, and KV behind an image is no function of the token ids")
+    if getattr(model, "tp_size", None) not in (None, 1):
+        _refuse("it is split over processes, so that each holds some of the heads only")
+    if any(tensor.device.type == "meta" for _, tensor in _tensors(model)):
+        _refuse("weights are offloaded (device meta)")
+    if has_adapters(model) and not adapter:
+        _refuse("adapters are attached; pass adapter= a digest of the content of the active ones")
+    if model.training:
+        raise ConfigError("the model is in training mode, dropout changes KV: call model.eval()")
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT has changed the model, by its integration or by wrapping."""
+    marked = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
+    return bool(marked) or any(type(m).__module__.partition(".")[0] == "peft" for m in model.modules())
+
+
+def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
+    """Pages of what ``DynamicCache(config=config)`` holds. UnsupportedModelError if that is not understood."""
+    layout = PageLayout.from_hf_config(config, page_tokens, dtype=dtype)
+    cache = DynamicCache(config=config).layers
+    known = {layer for group in layout.groups for layer in group.layers}
+    if known != set(range(len(cache))):
+        _refuse(f"transformers keeps {len(cache)} layers of cache, its config describes {len(known)}")
+    for group in layout.groups:
+        dim = head_dim(group, dtype)
+        if _encoding(group) != f"{_SHORT[dtype]} k{dim}+v{dim}":
+            _refuse(f"cells are {_encoding(group)!r}, transformers keeps keys and values of all heads")
+        if group.need.kind == "window" and group.need.window < 2:
+            _refuse("a window of one token keeps no cache")
+        for layer in group.layers:
+            if not fits(cache[layer], group, strict=True):
+                _refuse(
+                    f"layer {layer} keeps a {type(cache[layer]).__name__}, its config describes {group.need}"
+                )
+    return layout
+
+
+def fits(layer: Any, group: Group, *, strict: bool = False) -> bool:
+    """Whether ``layer`` of a cache is of a kind that holds the KV of ``group``, history beyond a window allowed."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return bool(group.need.kind == "window" and layer.sliding_window == group.need.window)
+    return type(layer) is DynamicLayer and (group.need.kind == "all" or not strict)
+
+
+def head_dim(group: Group, dtype: torch.dtype) -> int:
+    """Numbers in the key, and as many in the value, of one cell."""
+    return group.cell.nbytes // (2 * dtype.itemsize)
+
+
+def weights_digest(model: Any) -> str:
+    """BLAKE2b over name, shape, dtype and bytes of every parameter and buffer; 64 hex digits.
+
+    Reads all weights once per model object and change: about a second per GB and core, up to eight cores. Equal
+    on all devices and in all processes. Changes made behind the back of autograd (``tensor.data``) are not seen
+    until the next process.
+    """
+    seen = fingerprint(model)
+    known = _digests.get(model)
+    if known is None or known[0] != seen:
+        with ThreadPoolExecutor(min(DIGEST_THREADS, os.cpu_count() or 1)) as pool:
+            parts = list(pool.map(_tensor_digest, sorted(_tensors(model), key=lambda item: item[0])))
+        known = (seen, hashlib.blake2b(b"".join(parts), digest_size=32).hexdigest())
+        _digests[model] = known
+    return known[1]
+
+
+def _tensor_digest(item: tuple[str, torch.Tensor]) -> bytes:
+    name, tensor = item
+    head = json.dumps([name, list(tensor.shape), str(tensor.dtype)])
+    digest = hashlib.blake2b(head.encode() + b"\n", digest_size=32)
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()  # RoPE frequencies among them: model.to(bfloat16) rounds these
+
+
+def fingerprint(model: Any) -> object:
+    """Changes whenever a tensor of the model is replaced or written through autograd; costs microseconds each."""
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in _tensors(model))
+
+
+def config_digest(config: Any) -> str:
+    """32 hex digits over all fields of a config that may change KV."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _rotary_precision(model: Any) -> dict[str, str]:
+    """RoPE frequencies are float32 after from_pretrained; ``model.to(dtype)`` rounds them, which changes keys."""
+    kinds = {str(b.dtype) for name, b in model.named_buffers() if name.endswith("inv_freq")}
+    other = sorted(kinds - {"torch.float32"})
+    return {"inv_freq": ",".join(other)} if other else {}
+
+
+def _encoding(group: Group) -> str:
+    return group.cell.encoding
+
+
+def _refuse(why: str) -> NoReturn:
+    raise UnsupportedModelError(f"this model cannot use a store: {why}")

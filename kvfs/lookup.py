@@ -1,0 +1,267 @@
+"""Walking the index along a prompt: which chunks are there, for which lengths that is enough.
+
+Sets of chunks are Python ints: bit i = chunk i. So a hybrid model's restorable lengths are a few shifts and ANDs
+over all lengths at once, and covering a reader's rectangle by the parts that several ranks wrote is an AND over
+elementary rectangles of an OR over parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from kvfs.hashing import page_key
+from kvfs.index.rows import CLAIM, RUN, Row
+from kvfs.index.session import Session
+from kvfs.layout import Group, Part
+
+
+#: Rows read in one hold of the gate (notes: no hold beyond about 1 ms).
+ROWS_PER_HOLD = 256
+PARTS_MAX = 256
+
+
+class Hit(NamedTuple):
+    """Chunks of one row that are live: ``bits`` relative to chunk ``run * RUN``."""
+
+    run: int
+    part: Part
+    key: bytes
+    value: bytes
+    bits: int
+
+
+@dataclass
+class Found:
+    """What the index holds of one group along a prompt."""
+
+    present: int = 0  # chunks whose parts cover the wanted rectangle
+    claimed: int = 0  # chunks that somebody is writing
+    hits: dict[int, list[Hit]] = field(default_factory=dict)  # by run
+
+    def add(self, run: int, run_length: int, found: RunFound) -> None:
+        self.present |= found.covered << run * run_length
+        self.claimed |= found.claimed << run * run_length
+        self.hits[run] = found.hits
+
+
+class RunFound(NamedTuple):
+    covered: int
+    claimed: int
+    hits: list[Hit]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Chunk hashes of a prompt in one namespace. ``run_length`` is 1 for opaque keys: they have no order."""
+
+    digest: bytes
+    hashes: Sequence[bytes]
+    run_length: int = RUN
+
+    def key(self, group: Group, part: Part, chunk: int) -> bytes:
+        """Row key: PageKey of the chunk, then the part."""
+        return page_key(self.digest, group.name, self.hashes[chunk]) + part.pack()
+
+    def runs(self) -> int:
+        return -(-len(self.hashes) // self.run_length)
+
+    def run(self, number: int) -> tuple[int, int]:
+        """(first chunk, count) of a run."""
+        first = number * self.run_length
+        return first, min(self.run_length, len(self.hashes) - first)
+
+
+class GroupLookup:
+    """Looks one group of a prompt up for a reader who wants the rectangle ``want``."""
+
+    def __init__(self, prompt: Prompt, group: Group, want: Part) -> None:
+        self.prompt = prompt
+        self.group = group
+        self.want = want
+        self.found = Found()
+        self.rows_read = 0
+        self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
+        self.parts: list[Part] = []
+        self._cells: list[list[int]] = []
+
+    def use_parts(self, known: Sequence[Part]) -> None:
+        """Tell which parts the namespace has; those that help are read, the most useful first."""
+        useful = [p for p in known if p.intersect(self.want) is not None]
+        useful.sort(key=lambda p: (p != self.want, not p.contains(self.want), p.heads * p.layers, p.pack()))
+        self.parts = useful[:PARTS_MAX]
+        self._cells = _elementary(self.want, self.parts)
+
+    def read_run(self, session: Session, run: int, *, stop_at_gap: bool) -> RunFound:
+        """Look one run up in all useful parts, until they cover it."""
+        first, count = self.prompt.run(run)
+        wanted = b"".join(self.prompt.hashes[first : first + count])
+        whole = (1 << count) - 1
+        live: list[int] = []
+        claimed, covered = 0, 0
+        hits: list[Hit] = []
+        for part in self.parts:
+            bits, claims, new = self._read_rows(session, part, run, wanted, stop_at_gap)
+            live.append(bits)
+            claimed |= claims
+            hits += new
+            covered = self._cover(live, whole)
+            if covered == whole:
+                break
+        result = RunFound(covered, claimed, hits)
+        self.found.add(run, self.prompt.run_length, result)
+        return result
+
+    def _read_rows(
+        self, session: Session, part: Part, run: int, wanted: bytes, stop_at_gap: bool
+    ) -> tuple[int, int, list[Hit]]:
+        """Live and claimed chunks of one part in the rows of a run; follows forks."""
+        first, count = self.prompt.run(run)
+        live = claimed = seen = 0
+        hits = []
+        for j in range(count):
+            if seen >> j & 1:
+                continue
+            key = self.prompt.key(self.group, part, first + j)
+            self.rows_read += 1
+            row = session.row(key)
+            if row is not None:
+                matched = row.matches(wanted, count)
+                new_live, new_claimed = self._judge(session, row, matched & ~live)
+                if new_live:
+                    hits.append(Hit(run, part, key, row.value, new_live))
+                live |= new_live
+                claimed |= new_claimed & ~live
+                seen |= live | claimed
+            if not seen >> j & 1 and stop_at_gap:
+                break
+        return live, claimed, hits
+
+    def _judge(self, session: Session, row: Row, matched: int) -> tuple[int, int]:
+        live = claimed = 0
+        for e in row.extents:
+            bits = ((1 << e.chunks) - 1 << e.first) & matched
+            if not bits:
+                continue
+            if session.is_live(e):
+                live |= bits
+                self.segments[e.segment] = session.segment_id(e.segment) or b""
+            elif e.flags & CLAIM and session.claim_holds(e):
+                claimed |= bits
+        return live, claimed
+
+    def _cover(self, live: Sequence[int], whole: int) -> int:
+        """Chunks whose every elementary rectangle lies in some live part."""
+        if self.parts and self.parts[0].contains(self.want) and live[0] == whole:
+            return whole
+        covered = whole
+        for parts in self._cells:
+            union = 0
+            for index in parts:
+                if index < len(live):
+                    union |= live[index]
+            covered &= union
+        return covered if self._cells else 0
+
+
+def _elementary(want: Part, parts: Sequence[Part]) -> list[list[int]]:
+    """For each cell of the grid that the parts' edges cut ``want`` into: the parts that contain it."""
+    clipped = [p.intersect(want) for p in parts]
+    heads = {want.head, want.head + want.heads}
+    layers = {want.layer, want.layer + want.layers}
+    for c in clipped:
+        assert c is not None
+        heads |= {c.head, c.head + c.heads}
+        layers |= {c.layer, c.layer + c.layers}
+    grid = []
+    for h0, h1 in pairwise(sorted(heads)):
+        for l0, l1 in pairwise(sorted(layers)):
+            cell = Part(h0, h1 - h0, l0, l1 - l0)
+            grid.append([i for i, p in enumerate(parts) if p.contains(cell)])
+    return grid
+
+
+def prefix_length(bits: int) -> int:
+    """Number of consecutive one bits from bit 0."""
+    return (~bits & bits + 1).bit_length() - 1
+
+
+def valid_lengths(present: int, chunks: int | None, lengths: int) -> int:
+    """Set of lengths (bit L, 0 <= L <= ``lengths``) for which the last ``chunks`` chunks are present; None: all."""
+    everything = (1 << lengths + 1) - 1
+    if chunks is None:
+        return everything & (1 << prefix_length(present) + 1) - 1
+    shifted = present << chunks | (1 << chunks) - 1  # chunks before the first count as present
+    span = 1
+    while span < chunks:
+        step = min(span, chunks - span)
+        shifted &= shifted >> step
+        span += step
+    return shifted & everything
+
+
+def search(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
+    """Longest restorable length in chunks, at most ``lengths``; fills ``found`` of each lookup on the way.
+
+    ``read(function)`` runs ``function(session) -> bool`` under the gate; it is called until the function says
+    that nothing is left to do, ROWS_PER_HOLD rows at a time.
+    """
+    full = [x for x in lookups if x.group.need.kind == "all"]
+    others = [x for x in lookups if x.group.need.kind != "all"]
+    best = lengths
+    for lookup in full:
+        best = min(best, _walk_forward(lookup, best, read))
+        if not best:
+            return 0
+    return _walk_back(others, page_tokens, best, read) if others else best
+
+
+def _walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool]) -> int:
+    run_length = lookup.prompt.run_length
+    runs = -(-lengths // run_length)
+    position = 0
+
+    def step(session: Session) -> bool:
+        nonlocal position
+        budget = lookup.rows_read + ROWS_PER_HOLD
+        while position < runs and lookup.rows_read < budget:
+            found = lookup.read_run(session, position, stop_at_gap=True)
+            position += 1
+            if found.covered != (1 << lookup.prompt.run(position - 1)[1]) - 1:
+                return True
+        return position >= runs
+
+    while not read(step):
+        pass
+    return min(lengths, prefix_length(lookup.found.present))
+
+
+def _walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
+    """Windows and snapshots: only what lies just before a candidate length is read, longest candidate first."""
+    run_length = lookups[0].prompt.run_length
+    needs = [x.group.need.chunks(page_tokens) or 1 for x in lookups]
+    run = (lengths - 1) // run_length
+    best = 0
+
+    def step(session: Session) -> bool:
+        nonlocal run, best
+        budget = sum(x.rows_read for x in lookups) + ROWS_PER_HOLD
+        while run >= 0 and sum(x.rows_read for x in lookups) < budget:
+            for lookup in lookups:
+                lookup.read_run(session, run, stop_at_gap=False)
+            valid = (1 << lengths + 1) - 1
+            for lookup, chunks in zip(lookups, needs, strict=True):
+                valid &= valid_lengths(lookup.found.present, chunks, lengths)
+            # lengths whose windows reach below this run are not decided yet, but all of them are shorter
+            decided = valid >> run * run_length + max(needs) << run * run_length + max(needs)
+            if decided or run == 0:
+                best = (decided or valid).bit_length() - 1
+                return True
+            run -= 1
+        return False
+
+    while not read(step):
+        pass
+    return best

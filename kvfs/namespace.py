@@ -1,0 +1,409 @@
+"""Namespace: the public face for one model's pages. Thin: lookups, puts and loads live below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvfs import hashing
+from kvfs.buffers import byte_view
+from kvfs.config import Quota, parse_duration
+from kvfs.context import LOOKUP_SECONDS, Context
+from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError, StoreReadOnlyError
+from kvfs.format import FIRST_PAYLOAD
+from kvfs.identity import Identity, salt_digest
+from kvfs.index.rows import RUN
+from kvfs.index.session import Session
+from kvfs.layout import Group, PageLayout, Part
+from kvfs.lookup import GroupLookup, Prompt, search
+from kvfs.match import HOLD_SECONDS, GroupMatch, Hold, PrefixMatch
+from kvfs.reader import Reader
+from kvfs.segment import SegmentWriter
+from kvfs.segment_files import Held
+from kvfs.types import BufferLike, ExtraKeys, PutResult, TokensLike
+from kvfs.writer import Appender, Job, Outcome, SegmentClass
+
+TOKENS_MAX = 1 << 24  # of one prompt
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Which pages of a prompt are worth saving. Picklable."""
+
+    chunks: int
+    hashes: tuple[bytes, ...]
+    missing: Mapping[str, tuple[int, ...]]  # group name -> chunk numbers, ascending
+
+    def __bool__(self) -> bool:
+        return any(self.missing.values())
+
+
+class _Put(NamedTuple):
+    number: int
+    group: Group
+    part: Part
+    start: int
+    data: memoryview
+    pages: int
+
+
+class Namespace:
+    """Pages of one identity in one store. Made by ``Store.namespace``; any thread may use it."""
+
+    def __init__(self, context: Context, appender: Appender, reader: Reader, identity: Identity) -> None:
+        self._c = context
+        self._appender = appender
+        self._reader = reader
+        self.identity = identity
+        self.layout: PageLayout = identity.layout
+        self._descriptor = identity.descriptor_bytes()
+        for group in self.layout.groups:
+            need = SegmentWriter.need(group.page_bytes, hashing.LEAF_BYTES * group.leaves(group.full), 1)
+            if FIRST_PAYLOAD + need + 4096 > context.settings.segment_bytes:
+                raise NoSpaceError(
+                    f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store holds "
+                    f"{context.settings.segment_bytes}: use a smaller page_tokens or a store with larger segment_bytes"
+                )
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    # -- lookups -----------------------------------------------------------------------------
+
+    def match(
+        self, token_ids: TokensLike, leave: int = 0, *, extra: ExtraKeys | None = None,
+        part: Part | Mapping[str, Part] | None = None,
+    ) -> PrefixMatch:  # fmt: skip
+        """Longest prefix of ``token_ids`` that can be restored, leaving at least ``leave`` tokens to compute.
+
+        ``extra`` gives extra key bytes for single chunks, ``part`` the rectangle that this reader wants (a TP or
+        PP rank; default: whole pages). A store that cannot answer in time answers 0 tokens.
+        """
+        tokens = self._tokens(token_ids)
+        if type(leave) is not int or leave < 0:
+            raise ConfigError(f"leave is {leave!r}: pass the number of tokens to compute, 0 or more")
+        usable = max(0, len(tokens) // hashing.TOKEN_BYTES - leave) // self.layout.page_tokens
+        hashes = self._chain(tokens[: usable * self.layout.page_tokens * hashing.TOKEN_BYTES], extra)
+        return self._match(Prompt(self.identity.digest, hashes), part)
+
+    def match_keys(self, keys: Sequence[bytes], *, part: Part | None = None) -> PrefixMatch:
+        """Leading keys that are present; for engines that have opaque keys in place of tokens."""
+        return self._match(self._key_prompt(keys), part)
+
+    def _match(self, prompt: Prompt, part: Part | Mapping[str, Part] | None) -> PrefixMatch:
+        lookups = [
+            GroupLookup(prompt, group, self._part(group, part)) for group in self.layout.groups
+        ]
+        chunks = 0
+        generation = ""
+        if prompt.hashes:
+            try:
+                generation = self._use_parts(lookups)
+                chunks = search(lookups, self.layout.page_tokens, len(prompt.hashes), self._read)
+            except IndexUnavailableError as exc:
+                self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
+        self._c.counters.add("lookups")
+        self._c.counters.add("tokens_queried", len(prompt.hashes) * self.layout.page_tokens)
+        return self._hold(lookups, chunks, generation)
+
+    def _use_parts(self, lookups: Sequence[GroupLookup]) -> str:
+        def known(session: Session) -> tuple[str, list[list[bytes]]]:
+            digest = self.identity.digest
+            return session.generation, [session.parts(digest, n) for n in range(len(lookups))]
+
+        generation, parts = self._read(known)
+        for lookup, packed in zip(lookups, parts, strict=True):
+            lookup.use_parts([p for p in map(_unpack_part, packed) if p is not None])
+        return generation
+
+    def _read(self, function: Any) -> Any:
+        return self._c.index.read(function, LOOKUP_SECONDS)
+
+    def _hold(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
+        """Lock the segments of what was found; where one is gone meanwhile, shorten."""
+        match = self._assemble(lookups, chunks, generation)
+        held: dict[int, Held] = {}
+        for number, segment_id in match.segments.items():
+            one = self._c.segments.acquire(number, segment_id, generation)
+            if one is not None:
+                held[number] = one
+        hold = Hold(self._c.segments, held, self._c.files.monotonic() + HOLD_SECONDS)
+        if len(held) < len(match.segments):
+            match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
+        match.hold, match._tiers = hold, self._reader.tiers
+        self._c.holds.add(hold)
+        self._c.counters.add("tokens_matched", match.tokens)
+        return match
+
+    def _assemble(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
+        groups = []
+        segments: dict[int, bytes] = {}
+        for number, lookup in enumerate(lookups):
+            need = lookup.group.need.chunks(self.layout.page_tokens)
+            first = 0 if need is None else max(0, chunks - need)
+            length = lookup.prompt.run_length
+            runs = range(first // length, -(-chunks // length)) if chunks else range(0)
+            hits = tuple(hit for run in runs for hit in lookup.found.hits.get(run, ()))
+            groups.append(
+                GroupMatch(number, lookup.group.name, lookup.want, need, lookup.group.part_bytes(lookup.want),
+                           first, chunks - first, hits, length)
+            )  # fmt: skip
+            if chunks:
+                segments.update(lookup.segments)
+        return PrefixMatch(
+            chunks * self.layout.page_tokens, self.layout.page_tokens, self.identity.digest, generation,
+            tuple(groups), segments,
+        )  # fmt: skip
+
+    # -- loads -------------------------------------------------------------------------------
+
+    def get(self, match: PrefixMatch, out: BufferLike | Mapping[str, BufferLike]) -> int:
+        """Load the pages of ``match``; returns how many leading chunks are verified and now in ``out``.
+
+        ``out``: a writable buffer of ``match.group(name).nbytes`` bytes or more; for layouts of several groups
+        a mapping from group name to buffer. What lies behind the returned length is undefined.
+        """
+        self._own(match)
+        outs = []
+        for gm in match.groups:
+            buffer = out[gm.name] if isinstance(out, Mapping) else out
+            if not isinstance(out, Mapping) and len(match.groups) > 1:
+                raise ConfigError(f"out must map each of the groups {[g.name for g in match.groups]} to a buffer")
+            view = byte_view(buffer, f"out of group {gm.name}", writable=True)
+            if len(view) < gm.nbytes:
+                raise ConfigError(f"out of group {gm.name} has {len(view)} bytes, {gm.nbytes} are needed ({gm.count} pages)")
+            outs.append(view)
+        if not match.tokens:
+            return 0
+        return self._reader.load(match, self.layout.groups, outs)
+
+    def view(self, match: PrefixMatch, group: str | None = None) -> list[memoryview]:
+        """Read-only buffers over the page cache, one per leading page that verifies; no copy.
+
+        A view stays valid as long as the caller keeps it, also after eviction. Pages that were written in other
+        parts than the match asks for end the list.
+        """
+        self._own(match)
+        if group is None and len(match.groups) > 1:
+            raise ConfigError(f"name one of the groups {[g.name for g in match.groups]}")
+        gm = match.groups[0] if group is None else match.group(group)
+        return self._reader.view(match, gm, self.layout.groups[gm.number]) if match.tokens else []
+
+    def _own(self, match: PrefixMatch) -> None:
+        if not isinstance(match, PrefixMatch) or match.namespace != self.identity.digest:
+            raise ConfigError("this match is of another namespace: use the one that made it")
+
+    # -- saves -------------------------------------------------------------------------------
+
+    def put(
+        self, token_ids: TokensLike, pages: BufferLike | Mapping[str, BufferLike], start: int | Mapping[str, int] = 0, *,
+        extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None,
+        ttl: float | str | None = None, attempt: bytes = bytes(8),
+    ) -> PutResult:  # fmt: skip
+        """Store whole pages of a prompt, in canonical order, from chunk ``start`` on.
+
+        ``pages``: one buffer, or a mapping from group name to buffer; ``start`` likewise. Pages that are there
+        already are skipped, pages that somebody else is writing are counted ``in_flight``. In a group of full
+        attention nothing is stored whose predecessor is missing, and the first decline ends the put.
+        Disks that misbehave decline; only bad arguments raise.
+        """
+        tokens = self._tokens(token_ids)
+        hashes = self._chain(tokens, extra)
+        return self._put(Prompt(self.identity.digest, hashes), pages, start, part, ttl, attempt)
+
+    def put_keys(
+        self, keys: Sequence[bytes], pages: BufferLike, *, ttl: float | str | None = None
+    ) -> PutResult:
+        """Store one page per opaque key (namespaces of kind ``opaque``)."""
+        return self._put(self._key_prompt(keys), pages, 0, None, ttl, bytes(8))
+
+    def plan_save(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None) -> SavePlan:
+        """Which full chunks of a prompt are not stored (nor being written) yet, per group."""
+        hashes = self._chain(self._tokens(token_ids), extra)
+        prompt = Prompt(self.identity.digest, hashes)
+        missing = {}
+        for number, group in enumerate(self.layout.groups):
+            have = self._present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
+            missing[group.name] = tuple(c for c in range(len(hashes)) if not have >> c & 1)
+        return SavePlan(len(hashes), tuple(hashes), missing)
+
+    def _put(
+        self, prompt: Prompt, pages: Any, start: Any, part: Any, ttl: float | str | None, attempt: bytes
+    ) -> PutResult:
+        puts = [self._check_put(prompt, n, g, pages, start, part) for n, g in enumerate(self.layout.groups)]
+        expires, segment_class = self._retention(ttl)
+        if len(attempt) != 8:
+            raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
+        if self._c.liveness is None:
+            raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to put")
+        total = Outcome()
+        limit = len(prompt.hashes)
+        for put in sorted((p for p in puts if p is not None), key=lambda p: p.group.need.kind != "all"):
+            done, limit = self._store(prompt, put, limit, expires, segment_class, attempt)
+            for name in ("stored", "skipped", "in_flight", "declined"):
+                setattr(total, name, getattr(total, name) + getattr(done, name))
+            total.reason = total.reason or done.reason
+        return PutResult(total.stored, total.skipped, total.declined, total.in_flight, total.reason)
+
+    def _store(
+        self, prompt: Prompt, put: _Put, limit: int, expires: int, segment_class: SegmentClass, attempt: bytes
+    ) -> tuple[Outcome, int]:
+        """Store one group; (outcome, chunks up to which other groups' pages can be of use)."""
+        number, group, part, start, data, pages = put
+        end = min(start + pages, limit)
+        size = group.part_bytes(part)
+        chain = group.need.kind == "all" and prompt.run_length > 1
+        first = start - 1 if chain and start else start
+        present = self._present(prompt, number, group, part, first, end, whole=False)
+        if chain and start and not present >> (start - 1) & 1:
+            return Outcome(declined=pages, reason="gap"), min(limit, start - 1)
+        missing = [c for c in range(start, end) if not present >> c & 1]
+        job = Job(
+            self.identity, self._descriptor, number, group, part, prompt,
+            lambda chunk: data[(chunk - start) * size : (chunk - start + 1) * size],
+            expires, attempt, segment_class,
+        )  # fmt: skip
+        outcome = self._appender.store(job, missing) if missing else Outcome()
+        outcome.skipped += end - start - len(missing)
+        outcome.declined += start + pages - end
+        if chain and outcome.declined:
+            limit = min(limit, end - outcome.declined)
+        return outcome, limit
+
+    def _present(
+        self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool
+    ) -> int:
+        """Chunks in [first, end) that are stored or being written. Unless ``whole``, ends at the first gap."""
+        lookup = GroupLookup(prompt, group, part)
+        run, last = first // prompt.run_length, -(-end // prompt.run_length)
+
+        def step(session: Session) -> bool:
+            nonlocal run
+            lookup.use_parts(
+                [p for p in map(_unpack_part, session.parts(self.identity.digest, number)) if p is not None]
+            )
+            budget = lookup.rows_read + 256
+            while run < last and lookup.rows_read < budget:
+                found = lookup.read_run(session, run, stop_at_gap=False)
+                run += 1
+                begin, count = prompt.run(run - 1)
+                wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
+                if not whole and wanted & ~(found.covered | found.claimed):
+                    return True
+            return run >= last
+
+        try:
+            while run < last and not self._read(step):
+                pass
+        except IndexUnavailableError:
+            pass  # claiming looks again
+        return lookup.found.present | lookup.found.claimed
+
+    def _check_put(self, prompt: Prompt, number: int, group: Group, pages: Any, start: Any, part: Any) -> _Put | None:
+        if isinstance(pages, Mapping):
+            unknown = set(pages) - {g.name for g in self.layout.groups}
+            if unknown:
+                raise ConfigError(f"pages names group {sorted(unknown)[0]!r}; the layout has {[g.name for g in self.layout.groups]}")
+            if group.name not in pages:
+                return None
+            data = pages[group.name]
+        elif len(self.layout.groups) > 1:
+            raise ConfigError(f"pages must map each of the groups {[g.name for g in self.layout.groups]} to a buffer")
+        else:
+            data = pages
+        first = start.get(group.name, 0) if isinstance(start, Mapping) else start
+        if type(first) is not int or first < 0:
+            raise ConfigError(f"start is {first!r}: pass the number of the first chunk, 0 or more")
+        mine = self._part(group, part)
+        size = group.part_bytes(mine)
+        view = byte_view(data, f"pages of group {group.name}")
+        count, rest = divmod(len(view), size)
+        if rest:
+            raise ConfigError(
+                f"pages of group {group.name} has {len(view)} bytes, no multiple of a page ({size} bytes for "
+                f"{self.layout.page_tokens} tokens): pass whole pages of this layout"
+            )
+        if first + count > len(prompt.hashes):
+            raise ConfigError(
+                f"pages of group {group.name} holds chunks {first} to {first + count - 1}, the tokens make "
+                f"{len(prompt.hashes)} full chunks: pass one page per full chunk"
+            )
+        return _Put(number, group, mine, first, view, count) if count else None
+
+    def _retention(self, ttl: float | str | None) -> tuple[int, SegmentClass]:
+        """(expiry in unix seconds, class of segments) of a put."""
+        quota_name, quota = self._quota()
+        seconds = quota.ttl_seconds if ttl is None else parse_duration(ttl, "ttl")
+        quota_id = hashing.checksum(quota_name.encode()).to_bytes(8, "little") if quota_name else bytes(8)
+        if seconds is None:
+            return 0, SegmentClass(quota_id + bytes(8))
+        now = self._c.files.now_us() // 1_000_000
+        expires = min(0xFFFF_FFFF, now + max(1, int(seconds)))
+        # records that expire about together share segments, so that whole segments expire
+        width = 1 << max(4, (int(seconds) // 4).bit_length())
+        return expires, SegmentClass(quota_id + (-(-expires // width) * width).to_bytes(8, "little"))
+
+    def _quota(self) -> tuple[str, Quota]:
+        quotas = self._c.settings.quotas
+        for name in (f"salt:{salt_digest(self.identity.salt)}" if self.identity.salt else "", self.identity.name):
+            if name and name in quotas:
+                return name, quotas[name]
+        return "", Quota()
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _tokens(self, token_ids: TokensLike) -> bytes:
+        if self.layout.kind == "opaque":
+            raise ConfigError("this namespace holds opaque pages: use match_keys and put_keys")
+        tokens = hashing.token_bytes(token_ids)
+        if len(tokens) > TOKENS_MAX * hashing.TOKEN_BYTES:
+            raise ConfigError(f"{len(tokens) // hashing.TOKEN_BYTES} token ids: at most {TOKENS_MAX} in one prompt")
+        return tokens
+
+    def _chain(self, tokens: bytes, extra: ExtraKeys | None) -> list[bytes]:
+        for chunk, key in (extra or {}).items():
+            if type(chunk) is not int or chunk < 0 or not isinstance(key, bytes):
+                raise ConfigError(f"extra maps {chunk!r} to {type(key).__name__}: map chunk numbers to bytes")
+        return hashing.chain(tokens, self.layout.page_tokens, self.identity.seed, extra)
+
+    def _key_prompt(self, keys: Sequence[bytes]) -> Prompt:
+        if self.layout.kind != "opaque":
+            raise ConfigError("opaque keys need a namespace with PageLayout.opaque(...)")
+        if isinstance(keys, (bytes, str)) or not all(isinstance(k, bytes) and k for k in keys):
+            raise ConfigError("keys must be a sequence of non-empty bytes objects, one per page")
+        hashes = [hashing.chunk_of_key(key, self.identity.seed) for key in keys]
+        return Prompt(self.identity.digest, hashes, run_length=1)
+
+    @staticmethod
+    def _part(group: Group, part: Part | Mapping[str, Part] | None) -> Part:
+        mine = part.get(group.name) if isinstance(part, Mapping) else part
+        if mine is None:
+            return group.full
+        if not isinstance(mine, Part):
+            raise ConfigError(f"part is {type(mine).__name__}: pass a kvfs.Part or a mapping from group name to one")
+        group.leaves(mine)  # refuses a rectangle outside the group
+        return mine
+
+
+def _unpack_part(packed: bytes) -> Part | None:
+    try:
+        return Part.unpack(packed)
+    except ConfigError:
+        return None
+
+
+def _good(match: PrefixMatch, held: Mapping[int, Held]) -> dict[str, int]:
+    """Chunks of a match whose segments are all held, as bits."""
+    good = {}
+    for gm in match.groups:
+        bits = 0
+        for chunk, sources in gm.sources().items():
+            if all(s.place.segment in held for s in sources):
+                bits |= 1 << chunk
+        good[gm.name] = bits
+    return good
+
+
+assert RUN == 32

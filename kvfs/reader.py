@@ -1,0 +1,357 @@
+"""Loading: from segments into the caller's memory, or as views of the page cache; verified."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from kvfs import format as fmt
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import IndexUnavailableError
+from kvfs.hashing import LEAF_BYTES, checksum, leaf_table, root_of
+from kvfs.index.rows import Place, parse_row
+from kvfs.index.runs import forget_place
+from kvfs.layout import Group, Part
+from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source
+from kvfs.segment_files import Held
+from kvfs.types import Tier, Verify
+
+T = TypeVar("T")
+READ_BYTES = 4 << 20  # one preadv
+VIEW_BYTES = 256 << 20  # one map
+VERIFIED_MAX = 1 << 20  # remembered pages of policy "first"
+
+
+class Page(NamedTuple):
+    """One page to load: where it goes, and where its parts lie."""
+
+    chunk: int
+    out: int  # offset in the caller's buffer
+    sources: list[Source]
+
+
+class Job(NamedTuple):
+    """Pages that lie one behind the other in a segment, and go one behind the other to the buffer."""
+
+    held: Held
+    offset: int
+    pages: list[Page]
+
+
+class Reader:
+    """Reads the pages of matches. Thread-safe; nothing here raises for a disk that misbehaves."""
+
+    def __init__(self, context: Context) -> None:
+        self._c = context
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._verified: set[tuple[bytes, int]] = set()
+
+    # -- get ---------------------------------------------------------------------------------
+
+    def load(self, match: PrefixMatch, groups: Sequence[Group], outs: Sequence[memoryview]) -> int:
+        """Fill the buffers; leading chunks that are restorable from what verified."""
+        with self._held(match) as held:
+            good = {}
+            for gm, out in zip(match.groups, outs, strict=True):
+                good[gm.name] = self._load_group(match, gm, groups[gm.number], out, held)
+            chunks = match.restorable(good) if match.groups else 0
+            self._c.counters.add("tokens_loaded", chunks * match.page_tokens)
+            return chunks
+
+    def _load_group(
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
+    ) -> int:
+        """Set (as bits) of the chunks that are now in ``out``, verified."""
+        direct, assembled = _pages(gm)
+        jobs = list(_merge(direct, gm.part_bytes, held))
+        bad: list[tuple[Page, Source]] = []
+        good = 0
+        for bits, faults in self._map(lambda job: self._read_job(job, gm, group, out), jobs):
+            good |= bits
+            bad += faults
+        for page in assembled:
+            if self._assemble(page, gm, group, out, held, bad):
+                good |= 1 << page.chunk
+        self._stamp(gm, good, held)
+        self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
+        self._forget(match, gm, group, bad)
+        return good
+
+    def _map(self, function: Callable[[Job], T], jobs: list[Job]) -> Iterable[T]:
+        if len(jobs) < 2 or self._c.threads < 2:
+            return map(function, jobs)
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._c.threads, thread_name_prefix="kvfs-read")
+        return self._pool.map(function, jobs)
+
+    def _read_job(
+        self, job: Job, gm: GroupMatch, group: Group, out: memoryview
+    ) -> tuple[int, list[tuple[Page, Source]]]:
+        size, first = gm.part_bytes, job.pages[0].out
+        try:
+            self._c.files.read_into(job.held.fd, out[first : first + size * len(job.pages)], job.offset)
+        except OSError:
+            return self._read_singly(job, gm, group, out)
+        good, bad = 0, []
+        for page in job.pages:
+            source = page.sources[0]
+            if self._check(job.held, source.place, out[page.out : page.out + size], group.leaf_bytes(gm.want)):
+                good |= 1 << page.chunk
+            else:
+                bad.append((page, source))
+        return good, bad
+
+    def _read_singly(
+        self, job: Job, gm: GroupMatch, group: Group, out: memoryview
+    ) -> tuple[int, list[tuple[Page, Source]]]:
+        """One of the pages cannot be read: find out which."""
+        self._c.counters.add("read_errors")
+        good, bad = 0, []
+        for page in job.pages:
+            source = page.sources[0]
+            target = out[page.out : page.out + gm.part_bytes]
+            try:
+                self._c.files.read_into(job.held.fd, target, source.place.block * fmt.BLOCK)
+                fine = self._check(job.held, source.place, target, group.leaf_bytes(gm.want))
+            except OSError:
+                fine = False
+            if fine:
+                good |= 1 << page.chunk
+            else:
+                bad.append((page, source))
+        return good, bad
+
+    def _check(self, held: Held, place: Place, data: memoryview, leaf_bytes: int) -> bool:
+        """Whether the bytes are the ones that the index vouches for."""
+        policy = self._c.verify
+        if policy is Verify.OFF:
+            return True
+        key = (held.segment_id, place.seq)
+        if policy is Verify.FIRST and key in self._verified:
+            return True
+        if root_of(leaf_table(data, leaf_bytes)) != place.root:
+            self._c.counters.add("pages_corrupt")
+            return False
+        if policy is Verify.FIRST:
+            if len(self._verified) >= VERIFIED_MAX:
+                self._verified.clear()
+            self._verified.add(key)
+        return True
+
+    # -- pages that were written in other parts than the reader wants -----------------------------
+
+    def _assemble(
+        self, page: Page, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held],
+        bad: list[tuple[Page, Source]],
+    ) -> bool:  # fmt: skip
+        target = out[page.out : page.out + gm.part_bytes]
+        missing = {(h, x) for h in range(gm.want.heads) for x in range(gm.want.layers)}
+        for source in page.sources:
+            shared = source.part.intersect(gm.want)
+            if shared is None or not missing:
+                continue
+            file = held.get(source.place.segment)
+            if file is None or source.place.codec != fmt.CODEC_RAW:
+                continue
+            if not self._copy_part(file, source, shared, gm, group, target):
+                bad.append((page, source))
+                continue
+            h0, l0 = shared.head - gm.want.head, shared.layer - gm.want.layer
+            missing -= {(h0 + h, l0 + x) for h in range(shared.heads) for x in range(shared.layers)}
+        return not missing
+
+    def _copy_part(
+        self, held: Held, source: Source, shared: Part, gm: GroupMatch, group: Group, target: memoryview
+    ) -> bool:
+        """Copy the shared rectangle of one stored part; whole leaves are read and checked first."""
+        part, place = source
+        leaf, want_leaf = group.leaf_bytes(part), group.leaf_bytes(gm.want)
+        try:
+            table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), place.leaf * LEAF_BYTES)
+            if root_of(table) != place.root:
+                self._c.counters.add("pages_corrupt")
+                return False
+            cell_run = group.granule_states * group.cell.nbytes  # one head of one layer of one granule
+            scratch = memoryview(bytearray(leaf * shared.layers))
+            for granule in range(group.granules):
+                first = granule * part.layers + shared.layer - part.layer
+                self._c.files.read_into(held.fd, scratch, place.block * fmt.BLOCK + first * leaf)
+                for layer in range(shared.layers):
+                    data = scratch[layer * leaf : (layer + 1) * leaf]
+                    at = (first + layer) * LEAF_BYTES
+                    if checksum(data) != int.from_bytes(table[at : at + LEAF_BYTES], "little"):
+                        self._c.counters.add("pages_corrupt")
+                        return False
+                    row = granule * gm.want.layers + shared.layer + layer - gm.want.layer
+                    to = row * want_leaf + (shared.head - gm.want.head) * cell_run
+                    begin = (shared.head - part.head) * cell_run
+                    target[to : to + shared.heads * cell_run] = data[begin : begin + shared.heads * cell_run]
+        except OSError:
+            self._c.counters.add("read_errors")
+            return False
+        return True
+
+    # -- views -------------------------------------------------------------------------------
+
+    def view(self, match: PrefixMatch, gm: GroupMatch, group: Group) -> list[memoryview]:
+        """Read-only buffers of the leading pages that verify, over shared maps of the segments.
+
+        Each map keeps its segment's blocks; a view stays valid after eviction.
+        """
+        views: list[memoryview] = []
+        with self._held(match) as held:
+            direct, _ = _pages(gm)
+            good = 0
+            for job in _merge(direct, gm.part_bytes, held, VIEW_BYTES):
+                if job.pages[0].chunk != gm.first + len(views):
+                    break
+                new = self._map_job(job, gm, group)
+                views += new
+                good |= (1 << len(new)) - 1 << job.pages[0].chunk
+                if len(new) < len(job.pages):
+                    break
+            self._stamp(gm, good, held)
+        return views
+
+    def _map_job(self, job: Job, gm: GroupMatch, group: Group) -> list[memoryview]:
+        size = gm.part_bytes
+        try:
+            mapping = self._c.files.map(job.held.fd, size * len(job.pages), job.offset)
+            self._c.files.populate(mapping)
+        except (OSError, ValueError):
+            self._c.counters.add("read_errors")
+            return []
+        whole = memoryview(mapping).toreadonly()
+        views = []
+        for i, page in enumerate(job.pages):
+            data = whole[i * size : (i + 1) * size]
+            if not self._check(job.held, page.sources[0].place, data, group.leaf_bytes(gm.want)):
+                break
+            views.append(data)
+        return views
+
+    # -- tiers, stamps, faults -----------------------------------------------------------------
+
+    def tiers(self, match: PrefixMatch) -> list[PageRef]:
+        """Tier of every page of a match: HOST if the page cache has all of it."""
+        refs = []
+        with self._held(match) as held:
+            for gm in match.groups:
+                sources = gm.sources()
+                for chunk in range(gm.first, gm.first + gm.count):
+                    warm = all(self._in_cache(held, s.place) for s in sources.get(chunk, []))
+                    refs.append(PageRef(gm.name, chunk, Tier.HOST if warm else Tier.DISK))
+        return refs
+
+    def _in_cache(self, held: dict[int, Held], place: Place) -> bool:
+        file = held.get(place.segment)
+        if file is None:
+            return False
+        cached = self._c.files.cached_bytes(file.fd, place.block * fmt.BLOCK, place.stored_bytes)
+        return cached is not None and cached >= place.stored_bytes
+
+    def _stamp(self, gm: GroupMatch, good: int, held: dict[int, Held]) -> None:
+        """Note the use of the records of good chunks; neighbours in one pwrite."""
+        ranges: list[list[int]] = []
+        for hit in gm.hits:
+            bits = hit.bits & good >> hit.run * gm.run_length
+            row = parse_row(hit.key, hit.value) if bits else None
+            for e in row.extents if row is not None else ():
+                used = bits >> e.first & (1 << e.chunks) - 1
+                if not used:
+                    continue
+                if ranges and ranges[-1][0] == e.segment and ranges[-1][1] + ranges[-1][2] == e.seq:
+                    ranges[-1][2] += e.chunks
+                else:
+                    ranges.append([e.segment, e.seq, e.chunks])
+        for segment, seq, count in ranges:
+            if segment in held:
+                self._c.recency.stamp(held[segment].segment_id, seq, count)
+
+    def _forget(
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, bad: Sequence[tuple[Page, Source]]
+    ) -> None:
+        """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""
+        if not bad or self._c.liveness is None:
+            return
+        wrong = {(source.place.segment, source.place.seq) for _, source in bad}
+        keys = {hit.key for hit in gm.hits}
+        with contextlib.suppress(IndexUnavailableError):
+            self._c.index.write(
+                lambda s: forget_place(s, keys, wrong) if s.generation == match.generation else 0, COMMIT_SECONDS
+            )
+
+    @contextlib.contextmanager
+    def _held(self, match: PrefixMatch) -> Iterator[dict[int, Held]]:
+        """The open segments of a match, by number; reopened if the match came from elsewhere or has expired."""
+        hold = match.hold
+        if hold is None or not hold.enter():
+            held = {}
+            for number, segment_id in match.segments.items():
+                one = self._c.segments.acquire(number, segment_id, match.generation)
+                if one is not None:
+                    held[number] = one
+            hold = Hold(self._c.segments, held, 0.0)
+            hold.enter()
+            hold.release()
+        try:
+            yield hold.held
+        finally:
+            hold.leave()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def abandon(self) -> None:
+        """In a forked child: the parent's threads are not here."""
+        self._pool = None
+        self._lock = threading.Lock()
+
+
+def _pages(gm: GroupMatch) -> tuple[list[Page], list[Page]]:
+    """Pages that can be read as they lie, and pages that must be put together from parts."""
+    direct, assembled = [], []
+    sources = gm.sources()
+    for chunk in range(gm.first, gm.first + gm.count):
+        out = (chunk - gm.first) * gm.part_bytes
+        found = sources.get(chunk, [])
+        whole = [s for s in found if s.part == gm.want and s.place.stored_bytes == gm.part_bytes and not s.place.codec]
+        if whole:
+            direct.append(Page(chunk, out, whole[:1]))
+        else:
+            assembled.append(Page(chunk, out, found))
+    return direct, assembled
+
+
+def _merge(
+    pages: Sequence[Page], size: int, held: dict[int, Held], limit: int = READ_BYTES
+) -> Iterator[Job]:
+    """Runs of pages that one call can move. Pages of segments that are gone are left out."""
+    job: Job | None = None
+    for page in pages:
+        place = page.sources[0].place
+        file = held.get(place.segment)
+        if file is None:
+            continue
+        offset = place.block * fmt.BLOCK
+        if (
+            job is not None
+            and job.held is file
+            and job.offset + size * len(job.pages) == offset
+            and job.pages[-1].out + size == page.out
+            and size * len(job.pages) < limit
+        ):
+            job.pages.append(page)
+            continue
+        if job is not None:
+            yield job
+        job = Job(file, offset, [page])
+    if job is not None:
+        yield job

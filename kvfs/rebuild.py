@@ -1,0 +1,267 @@
+"""Building a new generation of the index from the segments, which are the truth.
+
+Works beside everything else: as long as there is no current generation, lookups miss and saves decline. Only
+tables are read; payloads are verified when they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvfs import format as fmt
+from kvfs import space
+from kvfs.config import Settings
+from kvfs.directory import Directory
+from kvfs.files import Files
+from kvfs.format import Entry
+from kvfs.hashing import page_key
+from kvfs.identity import Described, parse_descriptor
+from kvfs.index.environment import Index, open_environment, open_tables
+from kvfs.index.rows import Place
+from kvfs.index.runs import Publish, publish
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.layout import Group, Part
+from kvfs.liveness import NOBODY
+from kvfs.index.rows import RUN
+from kvfs.errors import ConfigError
+from kvfs.segment import Scan, read_descriptor, scan_segment
+
+_SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
+_GENERATION = re.compile(r"[0-9a-f]{16}\Z")
+ENTRIES_PER_COMMIT = 20_000
+
+
+@dataclass
+class Report:
+    """What a rebuild found."""
+
+    segments: int = 0
+    pages: int = 0
+    duplicates: int = 0
+    damaged_segments: int = 0
+    unreadable_segments: int = 0
+    skipped_entries: int = 0
+    expired: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if len(self.problems) < 100:
+            self.problems.append(text)
+
+
+class _Opened(NamedTuple):
+    name: str
+    folder: str
+    fd: int
+    created_us: int
+
+
+def rebuild(directory: Directory, index: Index, settings: Settings, store_id: bytes, *, alone: bool) -> Report | None:
+    """Build and install a generation; None if another process is at it.
+
+    ``alone``: no other process has the store open, so unsealed segments may be appended to again.
+    """
+    files = directory.files
+    run = directory.sub("run")
+    try:
+        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
+        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
+    try:
+        if not files.flock(lock, fcntl.LOCK_EX):
+            return None
+        _remove_stale_generations(directory)
+        name = files.random(8).hex()
+        files.mkdir(name, directory.dir_mode, dir_fd=directory.sub("index"))
+        path = os.path.join(directory.path, "index", name)
+        try:
+            report = build(directory, path, settings, store_id, alone=alone)
+            index.install(name, timeout=5.0)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        return report
+    finally:
+        files.close(lock)
+
+
+def _remove_stale_generations(directory: Directory) -> None:
+    """Left by rebuilds that died. The current one, if any, is kept."""
+    current = directory.read_small("CURRENT", 64, sub="index")
+    for name in directory.files.listdir(directory.sub("index")):
+        if _GENERATION.match(name) and name.encode() != current:
+            shutil.rmtree(os.path.join(directory.path, "index", name), ignore_errors=True)
+
+
+def build(directory: Directory, path: str, settings: Settings, store_id: bytes, *, alone: bool) -> Report:
+    """Fill the empty directory ``path`` with a complete, synced generation."""
+    files, report = directory.files, Report()
+    env = open_environment(path, settings.index_bytes, directory.file_mode)
+    try:
+        tables = open_tables(env, create=True)
+        now_s = files.now_us() // 1_000_000
+        # newest first: of two records of one page, the first that is published stays
+        for opened in sorted(_open_all(directory, report), key=lambda o: -o.created_us):
+            builder = _SegmentBuilder(directory, opened, settings, store_id, alone, report, now_s)
+            try:
+                for step in builder.steps():
+                    with env.begin(write=True) as txn:
+                        step(Session(txn, tables, "", now_s))
+            finally:
+                files.close(opened.fd)
+        env.sync(True)
+    finally:
+        env.close()
+    for entry in os.scandir(path):
+        if entry.is_file():
+            os.chmod(entry.path, directory.file_mode)
+    fd = os.open(os.path.join(path, "users"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, directory.file_mode)
+    os.fchmod(fd, directory.file_mode)
+    os.close(fd)
+    return report
+
+
+def _open_all(directory: Directory, report: Report) -> Iterator[_Opened]:
+    files = directory.files
+    for folder in ("segments", "doomed"):
+        for name in files.listdir(directory.sub(folder)):
+            if not _SEGMENT_NAME.match(name):
+                report.note(f"{folder}/{name}: not a segment's name, left alone")
+                continue
+            try:
+                fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(folder))
+            except OSError as exc:
+                report.unreadable_segments += 1
+                report.note(f"{folder}/{name}: {exc.strerror}")
+                continue
+            try:
+                header = fmt.parse_header(files.read(fd, fmt.BLOCK, 0))
+            except OSError:
+                header = None
+            yield _Opened(name, folder, fd, header.created_us if header else 0)
+
+
+class _SegmentBuilder:
+    """Index rows of one segment, in steps of bounded size."""
+
+    def __init__(
+        self, directory: Directory, opened: _Opened, settings: Settings, store_id: bytes, alone: bool,
+        report: Report, now_s: int,
+    ) -> None:  # fmt: skip
+        self._files: Files = directory.files
+        self._opened = opened
+        self._settings = settings
+        self._store_id = store_id
+        self._alone = alone
+        self._report = report
+        self._now_s = now_s
+        self._namespaces: dict[int, Described] = {}
+        self._descriptors: dict[bytes, bytes] = {}
+        self._number = 0
+
+    def steps(self) -> Iterator[Callable[[Session], None]]:
+        """Callables that each take a Session."""
+        scan = None
+        try:
+            scan = scan_segment(self._opened.fd, self._files)
+            unreadable = False
+        except OSError as exc:
+            unreadable = True
+            self._report.unreadable_segments += 1
+            self._report.note(f"segments/{self._opened.name}: {exc.strerror}")
+        segment_id = bytes.fromhex(self._opened.name[:32])
+        foreign = scan is not None and (scan.header.segment_id, scan.header.store_id) != (segment_id, self._store_id)
+        dead = self._opened.folder == "doomed" or ((scan is None or foreign) and not unreadable)
+        if dead and self._opened.folder == "segments":
+            self._report.damaged_segments += 1
+            self._report.note(f"segments/{self._opened.name}: no valid header of this store, dropped")
+        row = self._row(segment_id, scan if not foreign else None, dead)
+
+        def add(session: Session) -> None:
+            self._number = session.add_segment(row)
+
+        yield add
+        if scan is None or dead:
+            return
+        self._report.segments += 1
+        self._read_namespaces(scan)
+        entries = list(scan.parts())
+        for first in range(0, len(entries), ENTRIES_PER_COMMIT):
+            batch = entries[first : first + ENTRIES_PER_COMMIT]
+            yield lambda session, batch=batch: self._publish(session, batch)
+
+    def _row(self, segment_id: bytes, scan: Scan | None, dead: bool) -> SegmentRow:
+        size = self._files.fstat(self._opened.fd).st_blocks * 512
+        if scan is None:
+            return SegmentRow(
+                segment_id, NOBODY, space.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
+                space.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
+            )  # fmt: skip
+        open_end = scan.seal is None and self._alone and not dead
+        expiries = [e.expires for e in scan.parts()]
+        return SegmentRow(
+            segment_id, NOBODY, scan.header.class_id, DOOMED if dead else ACTIVE if open_end else SEALED,
+            scan.header.flags, scan.entries[-1].epoch if scan.entries else 1, len(scan.entries),
+            space.charge(size, len(scan.entries)), scan.end, scan.table,
+            max(expiries) if expiries and all(expiries) else 0,
+        )  # fmt: skip
+
+    def _read_namespaces(self, scan: Scan) -> None:
+        for entry in scan.entries:
+            if entry.kind == fmt.KIND_NAMESPACE:
+                with contextlib.suppress(OSError):
+                    data = read_descriptor(self._opened.fd, self._files, entry)
+                    described = parse_descriptor(data) if data is not None else None
+                    if data is not None and described is not None and described.digest == entry.chunk_hash:
+                        self._namespaces[entry.seq] = described
+                        self._descriptors[described.digest] = data
+
+    def _publish(self, session: Session, entries: list[Entry]) -> None:
+        by_shape: dict[tuple[int, int, bytes], list[Publish]] = {}
+        for entry in entries:
+            if entry.expires and entry.expires <= self._now_s:
+                self._report.expired += 1
+                continue
+            place = Place(entry.chunk_hash, entry.root, entry.codec, 0, self._number, entry.payload // fmt.BLOCK,
+                          entry.stored_bytes, entry.leaves // 8, entry.seq, entry.expires)  # fmt: skip
+            slot = entry.chunk % RUN
+            by_shape.setdefault((entry.ns_seq, entry.group, entry.part), []).append(Publish(entry.run_hash, slot, place))
+        for (ns_seq, number, packed), records in by_shape.items():
+            described = self._namespaces.get(ns_seq)
+            shape = _shape(described, number, packed)
+            if described is None or shape is None:
+                self._report.skipped_entries += len(records)
+                continue
+            group, leaves, raw_bytes = shape
+            fitting = [r for r in records if r.place.codec != fmt.CODEC_RAW or r.place.stored_bytes == raw_bytes]
+            self._report.skipped_entries += len(records) - len(fitting)
+            records = fitting
+            if described.layout.kind == "opaque":
+                records = [r._replace(slot=0) for r in records]
+            session.put_namespace(described.digest, self._descriptors[described.digest], number, packed)
+            named = publish(
+                session, lambda h, d=described, g=group, p=packed: page_key(d.digest, g.name, h) + p, leaves, records
+            )
+            self._report.pages += named
+            self._report.duplicates += len(records) - named
+
+
+def _shape(described: Described | None, number: int, packed: bytes) -> tuple[Group, int, int] | None:
+    """(group, leaves, bytes) of a part, if the namespace's layout has it."""
+    if described is None or number >= len(described.layout.groups):
+        return None
+    try:
+        group, part = described.layout.groups[number], Part.unpack(packed)
+        return group, group.leaves(part), group.part_bytes(part)
+    except ConfigError:
+        return None

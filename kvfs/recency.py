@@ -1,0 +1,102 @@
+"""When records were last used: one small file of stamps per segment, shared by all processes.
+
+``run/use/<segment id>`` holds a u64 (microseconds since 1970) per record, by its seq. A reader stamps with a
+pwrite and touches no index; two who race write nearly the same number. The file is advice: absent, short or
+damaged stamps fall back to the time of writing, and times in the future are clamped. It is never mapped
+(a full disk would be SIGBUS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from kvfs.directory import Directory
+from kvfs.files import pack_u64
+
+STAMP_BYTES = 8
+_OPEN_MAX = 64
+
+
+class Recency:
+    """Stamps uses, reads stamps. Never raises for a file system that misbehaves: recency is advice."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._files = directory.files
+        self._lock = threading.Lock()
+        self._open: OrderedDict[bytes, int] = OrderedDict()
+
+    def stamp(self, segment_id: bytes, first: int, count: int) -> None:
+        """Records [first, first+count) of a segment were used now."""
+        if self._directory.read_only:
+            return
+        now = self._files.now_us()
+        with self._lock, contextlib.suppress(OSError):
+            fd = self._fd(segment_id)
+            self._files.write_all(fd, [pack_u64([now]) * count], first * STAMP_BYTES)
+
+    def _fd(self, segment_id: bytes) -> int:
+        fd = self._open.pop(segment_id, -1)
+        if fd < 0:
+            run = self._directory.sub("run/use")
+            try:
+                fd = self._files.open(segment_id.hex(), os.O_RDWR, dir_fd=run)
+            except FileNotFoundError:
+                try:
+                    fd = self._files.create(segment_id.hex(), self._directory.file_mode, dir_fd=run)
+                except FileExistsError:
+                    fd = self._files.open(segment_id.hex(), os.O_RDWR, dir_fd=run)
+        self._open[segment_id] = fd
+        if len(self._open) > _OPEN_MAX:
+            self._files.close(self._open.popitem(last=False)[1])
+        return fd
+
+    def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
+        """Last use of each record, given the times at which they were written."""
+        now = self._files.now_us()
+        stamps = array("Q")
+        with contextlib.suppress(OSError):
+            fd = self._files.open(segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
+            try:
+                size = min(self._files.fstat(fd).st_size, 1 << 26) // STAMP_BYTES * STAMP_BYTES
+                stamps.frombytes(self._files.read(fd, size, 0))
+            finally:
+                self._files.close(fd)
+        used = list(written_us)
+        for i, stamp in enumerate(stamps[: len(used)]):
+            if used[i] < stamp <= now:
+                used[i] = stamp
+        return used
+
+    def forget(self, segment_id: bytes) -> None:
+        """The segment is gone."""
+        with self._lock, contextlib.suppress(OSError):
+            fd = self._open.pop(segment_id, -1)
+            if fd >= 0:
+                self._files.close(fd)
+            self._files.unlink(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
+
+    def sweep(self, known: set[bytes]) -> None:
+        """Remove the stamps of segments that no longer exist."""
+        with contextlib.suppress(OSError):
+            run = self._directory.sub("run/use")
+            for name in self._files.listdir(run):
+                if len(name) != 32 or bytes.fromhex(name) not in known:
+                    self._files.unlink(name, dir_fd=run)
+
+    def close(self) -> None:
+        with self._lock:
+            for fd in self._open.values():
+                with contextlib.suppress(OSError):
+                    self._files.close(fd)
+            self._open.clear()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+        self.close()

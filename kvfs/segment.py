@@ -1,0 +1,343 @@
+"""Segment files: appending records, sealing, scanning, and holding them open.
+
+Invariants. A payload is written before its table entry, a table entry before the index names it. Nothing below
+``tail`` is ever written again, apart from table slots that were never used. Nobody but the owner writes. Every
+descriptor that stays open carries a shared flock, so that whoever unlinks a segment can tell whether its blocks
+are free; a map of a segment keeps a duplicate of the locked descriptor and thereby the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvfs import format as fmt
+from kvfs.directory import Directory
+from kvfs.files import Files
+from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
+from kvfs.hashing import root_of
+
+
+def file_name(segment_id: bytes) -> str:
+    return f"{segment_id.hex()}.kvs"
+
+
+class Record(NamedTuple):
+    """One part of one page on its way into a segment."""
+
+    payload: Any  # buffer of ``stored_bytes`` bytes
+    leaves: bytes  # leaf table
+    root: bytes
+    raw_bytes: int
+    group: int
+    chunk: int
+    part: bytes
+    chunk_hash: bytes
+    run_hash: bytes
+    expires: int
+    codec: int = fmt.CODEC_RAW
+
+
+class Placed(NamedTuple):
+    """Where a record came to lie."""
+
+    payload: int
+    leaves: int
+    seq: int
+
+
+class SegmentWriter:
+    """The active segment of one process: appends records at ``tail`` and entries to the chained tables.
+
+    Not thread-safe. The caller reserves ``allocated`` in the index before it grows the file. After an
+    OSError the segment takes no more records (``dead``).
+    """
+
+    def __init__(
+        self, fd: int, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
+        records: int, allocated: int,
+    ) -> None:  # fmt: skip
+        self.fd = fd
+        self.segment_id = segment_id
+        self.number = number
+        self.epoch = epoch
+        self.tail = tail
+        self.table = table
+        self.records = records
+        self.allocated = allocated
+        self.dead = False
+        self._files = files
+        self._seed = fmt.segment_seed(segment_id)
+        self._namespaces: dict[bytes, int] = {}
+        self._slot = 0
+
+    @classmethod
+    def create(
+        cls, directory: Directory, header: Header, number: int, allocated: int
+    ) -> SegmentWriter:
+        """Make the file with its header page and ``allocated`` bytes of blocks."""
+        files, name = directory.files, file_name(header.segment_id)
+        fd = files.create(name, directory.file_mode, dir_fd=directory.sub("segments"))
+        try:
+            files.flock(fd, fcntl.LOCK_SH)
+            files.fallocate(fd, 0, allocated)
+            files.write_all(fd, [fmt.pack_header(header)], 0)
+        except OSError:
+            files.close(fd)
+            with contextlib.suppress(OSError):
+                files.unlink(name, dir_fd=directory.sub("segments"))
+            raise
+        return cls(
+            fd, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
+            records=0, allocated=allocated,
+        )  # fmt: skip
+
+    @classmethod
+    def adopt(
+        cls, directory: Directory, segment_id: bytes, number: int, *, epoch: int, tail: int, records: int,
+        allocated: int,
+    ) -> SegmentWriter:  # fmt: skip
+        """Go on where a dead process stopped, behind the last published record. OSError if the file disagrees."""
+        files = directory.files
+        fd = files.open(file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
+        try:
+            if not files.flock(fd, fcntl.LOCK_SH):
+                raise OSError(errno.EBUSY, "segment is being removed")
+            scan = scan_segment(fd, files, records_max=records)
+            if scan is None or scan.header.segment_id != segment_id or len(scan.entries) != records or scan.seal:
+                raise OSError(errno.EIO, "the table does not hold what was published")
+            files.fallocate(fd, 0, allocated)
+        except OSError:
+            files.close(fd)
+            raise
+        writer = cls(
+            fd, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
+            allocated=allocated,
+        )  # fmt: skip
+        writer._slot = scan.slot
+        return writer
+
+    # -- sizes -------------------------------------------------------------------------------
+
+    def knows(self, digest: bytes) -> bool:
+        return digest in self._namespaces
+
+    @staticmethod
+    def need(payload_bytes: int, leaf_bytes: int, pages: int) -> int:
+        """Bytes that an append of ``pages`` equal records may take at most, namespace and tables included."""
+        tables = 1 + pages // (fmt.slots_of_table(False) - 2)
+        return pages * align(payload_bytes) + align(pages * leaf_bytes + 8) + align(fmt.DESCRIPTOR_BYTES_MAX) + tables * fmt.TABLE_BYTES
+
+    def room(self, segment_bytes: int) -> int:
+        """Bytes that can still be appended before the segment must be sealed."""
+        return segment_bytes - BLOCK - self.tail
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def grow(self, allocated: int) -> None:
+        """Allocate blocks up to ``allocated``, which the index has reserved."""
+        try:
+            self._files.fallocate(self.fd, 0, allocated)
+        except OSError:
+            self.dead = True
+            raise
+        self.allocated = allocated
+
+    def append(
+        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes
+    ) -> list[Placed]:
+        """Write records and their entries. On return they lie in the file; nothing names them yet."""
+        assert not self.dead, "append to a dead segment"
+        try:
+            return self._append(records, digest, descriptor, attempt)
+        except OSError:
+            self.dead = True
+            raise
+
+    def _append(
+        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes
+    ) -> list[Placed]:
+        now, start = self._files.now_us(), self.tail
+        buffers: list[Any] = []
+        offset = start
+        entries: list[Entry] = []
+        if digest not in self._namespaces:
+            blank = bytes(8), bytes(8)
+            entries.append(
+                Entry(fmt.KIND_NAMESPACE, 0, 0, 0, self.epoch, 0, 0, 0, blank[0], offset, len(descriptor), len(descriptor),
+                      0, now, digest, bytes(32), root_of(descriptor), blank[1])
+            )  # fmt: skip
+            offset += _push(buffers, descriptor)
+        payloads = []
+        for r in records:
+            payloads.append(offset)
+            offset += _push(buffers, r.payload)
+        leaves_at = offset
+        leaf_blob = b"".join([r.leaves for r in records])
+        offset += _push(buffers, leaf_blob)
+        for r, payload in zip(records, payloads, strict=True):
+            entries.append(
+                Entry(fmt.KIND_PART, r.codec, r.group, 0, self.epoch, 0, r.chunk, r.expires, r.part, payload,
+                      len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash, r.root, attempt)
+            )  # fmt: skip
+            leaves_at += len(r.leaves)
+        assert offset - start <= self.allocated - start, "append beyond what was reserved"
+        self._files.write_all(self.fd, buffers, start)
+        placed = self._write_entries(entries, offset, digest)
+        return placed[len(placed) - len(records) :]
+
+    def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:
+        """Number the entries, write them into the tables (chaining new ones at ``end``), move the tail."""
+        blocks: list[tuple[int, int, list[bytes]]] = [(self.table, self._slot, [])]
+        seq, placed = self.records, []
+        ns_seq = self._namespaces.get(digest, -1)
+        for entry in entries:
+            table, slot, packed = blocks[-1]
+            if slot + len(packed) == fmt.slots_of_table(table == fmt.FIRST_TABLE) - 1:
+                chain = Entry(fmt.KIND_CHAIN, 0, 0, seq, self.epoch, 0, 0, 0, bytes(8), end, 0, 0, 0, 0,
+                              bytes(32), bytes(32), bytes(16), bytes(8))  # fmt: skip
+                packed.append(fmt.pack_entry(chain, self._seed))
+                seq += 1
+                blocks.append((end, 0, []))
+                end += fmt.TABLE_BYTES
+            if entry.kind == fmt.KIND_NAMESPACE:
+                ns_seq = seq
+            entry = entry._replace(seq=seq, ns_seq=ns_seq)
+            blocks[-1][2].append(fmt.pack_entry(entry, self._seed))
+            placed.append(Placed(entry.payload, entry.leaves, seq))
+            seq += 1
+        assert end <= self.allocated, "table beyond what was reserved"
+        for table, _, _ in blocks[1:]:
+            # a taken-over tail may hold a dead process's scribbles
+            self._files.write_all(self.fd, [bytes(fmt.TABLE_BYTES)], table)
+        for table, slot, packed in blocks:
+            self._files.write_all(self.fd, [b"".join(packed)], table + slot * ENTRY_BYTES)
+        self.table, self._slot = blocks[-1][0], blocks[-1][1] + len(blocks[-1][2])
+        self.records, self.tail = seq, end
+        self._namespaces[digest] = ns_seq
+        return placed
+
+    def seal(self) -> int:
+        """Write the seal page, cut the unused tail off; returns the file's final size."""
+        scan = scan_segment(self.fd, self._files, records_max=self.records)
+        if scan is None or len(scan.entries) != self.records:
+            self.dead = True
+            raise OSError(errno.EIO, "the table does not hold what was written")
+        seal = Seal(self.segment_id, self.records, self.tail, self._files.now_us(), scan.table_root)
+        end = self.tail + BLOCK
+        self._files.write_all(self.fd, [fmt.pack_seal(seal)], self.tail)
+        self._files.truncate(self.fd, end)
+        self.allocated = end
+        return end
+
+    def trim(self) -> int:
+        """Give back blocks behind the tail, which were never published."""
+        end = align(self.tail)
+        self._files.truncate(self.fd, end)
+        self.allocated = end
+        return end
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._files.close(self.fd)
+
+
+def _push(buffers: list[Any], data: Any) -> int:
+    """Queue a buffer, padded to the next block; returns the bytes it takes."""
+    size = len(memoryview(data))
+    pad = align(size) - size
+    buffers.append(data)
+    if pad:
+        buffers.append(_ZEROS[:pad])
+    return size + pad
+
+
+_ZEROS = memoryview(bytes(BLOCK))
+
+
+# -- scanning --------------------------------------------------------------------------------
+
+
+@dataclass
+class Scan:
+    """What a segment's own tables say, up to the first entry that is not valid."""
+
+    header: Header
+    entries: list[Entry]
+    seal: Seal | None
+    table: int  # table block and slot that take the next entry
+    slot: int
+    end: int  # end of what the entries cover
+    size: int
+    table_root: bytes
+
+    def parts(self) -> Iterator[Entry]:
+        return (e for e in self.entries if e.kind == fmt.KIND_PART)
+
+
+def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Scan | None:
+    """Read the tables of a segment (untrusted bytes); None if it has no valid header. OSError as it comes."""
+    size = files.fstat(fd).st_size
+    if size < fmt.FIRST_PAYLOAD:
+        return None
+    header = fmt.parse_header(files.read(fd, BLOCK, 0))
+    if header is None:
+        return None
+    seed, table, slot, epoch = fmt.segment_seed(header.segment_id), fmt.FIRST_TABLE, 0, 0
+    entries: list[Entry] = []
+    checks: list[bytes] = []
+    end = fmt.FIRST_PAYLOAD
+    block = files.read(fd, fmt.FIRST_TABLE_BYTES, table)
+    slots = fmt.slots_of_table(True)
+    while records_max is None or len(entries) < records_max:
+        raw = memoryview(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
+        entry = fmt.parse_entry(raw, seed)
+        if entry is None or entry.seq != len(entries) or entry.epoch < epoch or not _inside(entry, size, end, slot == slots - 1):
+            break
+        epoch = entry.epoch
+        entries.append(entry)
+        checks.append(fmt.entry_check(raw))
+        slot += 1
+        if entry.kind == fmt.KIND_CHAIN:
+            table, slot, slots = entry.payload, 0, fmt.slots_of_table(False)
+            block = files.read(fd, fmt.TABLE_BYTES, table)
+            end = max(end, table + fmt.TABLE_BYTES)
+        else:
+            end = max(end, align(entry.payload + entry.stored_bytes))
+            if entry.leaves:
+                end = max(end, align(entry.leaves + 8))
+    root = root_of(b"".join(checks))
+    seal = _read_seal(fd, files, size, header.segment_id, len(entries), root)
+    return Scan(header, entries, seal, table, slot, end, size, root)
+
+
+def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
+    """Whether an entry points into the file; chain entries stand in the last slot and lead forward."""
+    if entry.payload % BLOCK or entry.payload < fmt.FIRST_PAYLOAD or entry.payload + entry.stored_bytes > size:
+        return False
+    if entry.kind == fmt.KIND_CHAIN:
+        return last_slot and entry.payload >= end and entry.payload + fmt.TABLE_BYTES <= size
+    return not last_slot and entry.leaves % 8 == 0 and entry.leaves <= size
+
+
+def _read_seal(fd: int, files: Files, size: int, segment_id: bytes, records: int, root: bytes) -> Seal | None:
+    if size % BLOCK:
+        return None
+    seal = fmt.parse_seal(files.read(fd, BLOCK, size - BLOCK))
+    if seal is None or seal.segment_id != segment_id or seal.tail != size - BLOCK:
+        return None
+    return seal if (seal.records, seal.table_root) == (records, root) else None
+
+
+def read_descriptor(fd: int, files: Files, entry: Entry) -> bytes | None:
+    """Namespace descriptor that a KIND_NAMESPACE entry points to, or None if its bytes do not verify."""
+    if entry.stored_bytes > fmt.DESCRIPTOR_BYTES_MAX:
+        return None
+    data = files.read(fd, entry.stored_bytes, entry.payload)
+    return data if root_of(data) == entry.root else None
+

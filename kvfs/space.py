@@ -1,0 +1,142 @@
+"""The ledger: what each step of a segment's life does to the index, inside one write transaction.
+
+    active(owner) -> sealed -> doomed -> gone
+
+A segment is charged in its row before its file grows, and until nobody holds its unlinked blocks any more.
+``used`` is the sum of all rows; normal writers may fill the limit less the standing reserve, eviction all of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvfs import format as fmt
+from kvfs.config import Settings
+from kvfs.errors import IndexUnavailableError
+from kvfs.index.environment import FULL
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.liveness import NOBODY
+from kvfs.recency import STAMP_BYTES
+
+ANY_CLASS = bytes(16)
+
+
+class NeedSpaceError(Exception):
+    """The ledger does not allow the growth; ``missing`` bytes must be freed first."""
+
+    def __init__(self, missing: int) -> None:
+        super().__init__(f"{missing} bytes missing")
+        self.missing = missing
+
+
+class StaleWriterError(Exception):
+    """The index was replaced or the segment taken away: the writer must be dropped."""
+
+
+class Budget(NamedTuple):
+    """Who asks for space: ``limit`` bytes may be used in all, ``index_limit`` of the index."""
+
+    limit: int
+    index_limit: int
+
+
+def budget(settings: Settings, *, evictor: bool = False) -> Budget:
+    limit = settings.segments_bytes_max - (0 if evictor else settings.reserve_bytes)
+    return Budget(limit, int(settings.index_bytes * (1.0 if evictor else FULL)))
+
+
+def charge(file_bytes: int, records: int) -> int:
+    """What a segment costs: its file, its stamps, and a block for what a file system needs per file."""
+    return file_bytes + fmt.align(records * STAMP_BYTES + 1) + fmt.BLOCK
+
+
+def new_segment(
+    session: Session, segment_id: bytes, owner: bytes, class_id: bytes, flags: int, allocated: int, limits: Budget
+) -> int:
+    """Charge and insert a new active segment; its number. NeedSpaceError before anything changes."""
+    cost = charge(allocated, 0)
+    _check(session, cost, limits)
+    row = SegmentRow(
+        segment_id, owner, class_id, ACTIVE, flags, 1, 0, cost, fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0
+    )
+    return session.add_segment(row)
+
+
+def own_segment(session: Session, number: int, owner: bytes, generation: str) -> SegmentRow:
+    """The row of an active segment of ``owner``, or StaleWriterError."""
+    row = session.segment(number)
+    if session.generation != generation or row is None or row.owner != owner or row.state != ACTIVE:
+        raise StaleWriterError
+    return row
+
+
+def reserve(session: Session, number: int, row: SegmentRow, allocated: int, records: int, limits: Budget) -> SegmentRow:
+    """Charge the growth of an active segment to ``allocated`` file bytes and ``records`` records."""
+    cost = max(row.allocated, charge(allocated, records))
+    _check(session, cost - row.allocated, limits)
+    grown = row._replace(allocated=cost)
+    if grown != row:
+        session.set_segment(number, row, grown)
+    return grown
+
+
+def _check(session: Session, growth: int, limits: Budget) -> None:
+    used = session.ledger().used
+    if growth > 0 and used + growth > limits.limit:
+        raise NeedSpaceError(used + growth - limits.limit)
+    if session.used_bytes() > limits.index_limit:
+        raise IndexUnavailableError("index full")
+
+
+def adopt(session: Session, number: int, seen: SegmentRow, owner: bytes) -> SegmentRow | None:
+    """Take over a dead owner's active segment, if it still is as it was seen."""
+    row = session.segment(number)
+    if row != seen:
+        return None
+    taken = seen._replace(owner=owner, epoch=seen.epoch + 1)
+    session.set_segment(number, seen, taken)
+    return taken
+
+
+def shrink(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
+    """Blocks behind the tail were given back."""
+    row = own_segment(session, number, owner, generation)
+    session.set_segment(number, row, row._replace(allocated=charge(file_bytes, row.records)))
+
+
+def retire(session: Session, number: int, owner: bytes, charged: int | None) -> None:
+    """No more appends to a segment that failed; its published pages stay. The charge stays, too, unless given."""
+    row = session.segment(number)
+    if row is not None and row.owner == owner and row.state == ACTIVE:
+        allocated = row.allocated if charged is None else charged
+        session.set_segment(number, row, row._replace(state=SEALED, owner=NOBODY, allocated=allocated))
+
+
+def let_go(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
+    """Leave an active segment to whoever wants to go on with it."""
+    row = own_segment(session, number, owner, generation)
+    session.set_segment(number, row, row._replace(owner=NOBODY, allocated=charge(file_bytes, row.records)))
+
+
+def seal(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
+    """The file has its seal page and its final size."""
+    row = own_segment(session, number, owner, generation)
+    session.set_segment(number, row, row._replace(state=SEALED, owner=NOBODY, allocated=charge(file_bytes, row.records)))
+
+
+def doom(session: Session, number: int, owner: bytes) -> SegmentRow | None:
+    """From this commit on every page of the segment is a miss. Its bytes stay charged."""
+    row = session.segment(number)
+    if row is None or row.state == DOOMED:
+        return row
+    doomed = row._replace(state=DOOMED, owner=owner)
+    session.set_segment(number, row, doomed)
+    return doomed
+
+
+def gone(session: Session, number: int) -> None:
+    """Nobody holds the unlinked file: its bytes are free."""
+    row = session.segment(number)
+    if row is not None and row.state == DOOMED:
+        session.delete_segment(number, row)

@@ -1,0 +1,52 @@
+"""Settings and fixtures of all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# "ci", the default: the same examples on every run, and no deadline on a loaded machine.
+# HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile(
+    "explore", max_examples=2000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    """Where a test may create a store; nothing is there yet."""
+    return tmp_path / "store"
+
+
+def _why(marker: pytest.Mark) -> str:
+    if len(marker.args) != 1 or not isinstance(marker.args[0], str):
+        pytest.fail(f"@pytest.mark.{marker.name} takes one argument, the reason", pytrace=False)
+    return marker.args[0]
+
+
+def _no_gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    root = os.geteuid() == 0
+    for marker in item.iter_markers("needs_root"):
+        why = _why(marker)
+        if not root:
+            pytest.skip(f"only as root: {why}")
+    for marker in item.iter_markers("not_as_root"):
+        why = _why(marker)
+        if root:
+            pytest.skip(f"not as root: {why}")
+    if item.get_closest_marker("gpu") is not None and (missing := _no_gpu()) is not None:
+        pytest.skip(f"needs a GPU: {missing}")

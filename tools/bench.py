@@ -1,0 +1,137 @@
+"""Benchmarks of a store against the bare system calls: host, match, procs.
+
+Each runs in a directory of its own below --path (the default is the system's temporary directory), removed at the
+end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. ``--help`` of a command
+says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python tools/bench.py` from anywhere
+
+from tools.benchmarks import host as host_bench  # noqa: E402
+from tools.benchmarks import match as match_bench  # noqa: E402
+from tools.benchmarks import procs as procs_bench  # noqa: E402
+from tools.benchmarks.case import Case, Size, size_text  # noqa: E402
+from tools.benchmarks.measure import BenchError  # noqa: E402
+from tools.benchmarks.report import Report, Value  # noqa: E402
+from tools.benchmarks.workspace import file_system, workspace  # noqa: E402
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+class Many(click.ParamType):
+    """Values of one type, separated by commas."""
+
+    def __init__(self, one: click.ParamType) -> None:
+        self._one = one
+        self.name = f"{one.name},..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._one.convert(item.strip(), param, ctx) for item in str(value).split(","))
+
+
+COUNTS = Many(click.IntRange(min=1))
+
+
+def common(command: Command) -> Command:
+    """Options that every benchmark has."""
+    for option in (
+        click.option("--seed", default=1, show_default=True, help="Of token ids and bytes."),
+        click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write FILE."),
+        click.option(
+            "--path", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+            default=lambda: Path(tempfile.gettempdir()), show_default="temporary directory",
+            help="Where to write: the file system to measure.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@contextmanager
+def session(command: str, path: Path, need_bytes: int, json_path: Path | None, **options: Value) -> Iterator[Any]:
+    """(report, directory) of one run; what fails is told in one line."""
+    with workspace(path, need_bytes) as folder:
+        report = Report(command, {**options, "file system": file_system(folder)}, json_path)
+        try:
+            yield report, folder
+        except BenchError as exc:
+            raise click.ClickException(str(exc)) from exc
+        finally:
+            report.save()
+
+
+@click.group(help=__doc__, invoke_without_command=True)
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@main.command(help=host_bench.__doc__)
+@click.option("--size", type=Size(), default="2GiB", show_default=True, help="Bytes per page size and side.")
+@click.option("--page", "pages", type=Many(Size()), default="256KiB,2MiB,8MiB", show_default=True)
+@click.option("--call", "call_bytes", type=Size(), default="64MiB", show_default=True, help="Bytes per call.")
+@click.option("--threads", type=click.IntRange(1, 256), default=min(8, os.cpu_count() or 1), show_default="cores, up to 8")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@common
+def host(
+    size: int, pages: tuple[int, ...], call_bytes: int, threads: int, rounds: int, path: Path,
+    json_path: Path | None, seed: int,
+) -> None:  # fmt: skip
+    cases = [Case.of(size, page, call_bytes, threads, seed) for page in pages]
+    need = max(2 * case.size_bytes + 4 * case.segment_bytes for case in cases)
+    with session("host", path, need, json_path, size=size_text(size), threads=threads, rounds=rounds, seed=seed) as s:
+        host_bench.run(*s, cases, rounds)
+
+
+@main.command(help=match_bench.__doc__)
+@click.option("--tokens", type=click.IntRange(min=1024), default=131072, show_default=True, help="Of one prompt.")
+@click.option("--pages", "page_tokens", type=COUNTS, default="16,64", show_default=True, help="Tokens per page.")
+@click.option("--index-pages", type=COUNTS, default="10000,1000000", show_default=True, help="Pages in the index.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Per phase.")
+@common
+def match(
+    tokens: int, page_tokens: tuple[int, ...], index_pages: tuple[int, ...], rounds: int, seconds: float,
+    path: Path, json_path: Path | None, seed: int,
+) -> None:  # fmt: skip
+    plan = match_bench.Plan(tokens, page_tokens, index_pages, rounds, seconds, seed)
+    with session("match", path, plan.need_bytes, json_path, tokens=tokens, rounds=rounds, seconds=seconds, seed=seed) as s:
+        match_bench.run(*s, plan)
+
+
+@main.command(help=procs_bench.__doc__)
+@click.option("--procs", type=COUNTS, default="1,2,4,8", show_default=True)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="Per number.")
+@click.option("--size", type=Size(), default="4GiB", show_default=True, help="Most bytes put per number.")
+@click.option("--page", type=Size(), default="256KiB", show_default=True)
+@click.option("--call", "call_bytes", type=Size(), default="8MiB", show_default=True, help="Bytes per call.")
+@click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="Of each process.")
+@common
+def procs(
+    procs: tuple[int, ...], seconds: float, size: int, page: int, call_bytes: int, threads: int, path: Path,
+    json_path: Path | None, seed: int,
+) -> None:  # fmt: skip
+    case = Case.of(size, page, call_bytes, threads, seed)
+    plan = procs_bench.Plan(case, procs, seconds)
+    need = 2 * case.size_bytes + 2 * (max(procs) + 2) * case.segment_bytes
+    with session("procs", path, need, json_path, seconds=seconds, size=size_text(size), threads=threads, seed=seed) as s:
+        procs_bench.run(*s, plan)
+
+
+if __name__ == "__main__":
+    main()

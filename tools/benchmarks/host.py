@@ -1,0 +1,220 @@
+"""host: how near put, get and view come to the bare system calls on this machine.
+
+Per page size: ``put`` against a bare loop of gathered ``pwritev``; ``get`` from the page cache against ``preadv``
+with and without the same checksums; ``get`` from the disk against the fastest of eight bare ways to read cold;
+``view`` against a bare map, every byte touched. Bare and ours take turns within each round, on one file system,
+with equal files, equal bytes per call and one buffer; each ratio is taken within a round. Every prompt is
+compared with what was put once, beside the clock. A ``get`` is timed with its ``match``. Files are made anew for
+each round of writing and removed after it. Cold: the files are written back, then their own pages dropped; a disk
+that the machine's host caches stays warm below that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.benchmarks import bare, ours
+from tools.benchmarks.bare import COLD_READ_BYTES, BareRead, BareView
+from tools.benchmarks.case import Case, Payload, drop_cache, out_buffer, size_text
+from tools.benchmarks.crew import Crew, Job
+from tools.benchmarks.measure import Contender, Sample, fastest, interleave, rate_ratio
+from tools.benchmarks.ours import StoreGet, StoreView
+from tools.benchmarks.report import Report, Table, cached_share, rates
+
+COLD_THREADS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One case with its files: ``bare`` and ``store`` hold the same bytes."""
+
+    case: Case
+    folder: Path
+    rounds: int
+
+    @property
+    def bare(self) -> Path:
+        return self.folder / "bare"
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+
+def run(report: Report, folder: Path, cases: Sequence[Case], rounds: int) -> None:
+    for case in cases:
+        place = folder / size_text(case.page_bytes)
+        place.mkdir()
+        _one_page_size(report, Setup(case, place, rounds))
+        out_buffer.cache_clear()
+
+
+def _one_page_size(report: Report, setup: Setup) -> None:
+    case, payload = setup.case, Payload(setup.case)
+    layout = case.layout.groups[0]
+    table = Table(
+        f"host, pages of {size_text(case.page_bytes)}: bf16, {len(layout.layers)} layers, 8 KV heads of 128, "
+        f"{case.page_tokens} tokens; {size_text(case.prompt_bytes)} per call, {case.prompts} calls, "
+        f"segments and files of {size_text(case.segment_bytes)}"
+    )
+    try:
+        _write_rows(table, setup, payload)
+        _fill(setup, payload)
+        _warm_rows(table, setup)
+        _view_rows(table, setup)
+        _cold_rows(table, setup)
+    finally:
+        if table.rows:
+            report.show(table)
+    bare.remove(setup.bare)
+    ours.remove(setup.store)
+
+
+def _add(
+    table: Table, setup: Setup, op: str, samples: Sequence[Sample], baseline: str = "",
+    base: Sequence[Sample] | None = None, *, verified: str, threads: int, process: str = "same", segments: str = "-",
+) -> None:  # fmt: skip
+    table.add(
+        page=size_text(setup.case.page_bytes), op=op, process=process, segments=segments, verified=verified,
+        threads=threads, cached=cached_share(samples), **rates(samples),
+        ratio=rate_ratio(samples, base) if base is not None else None, to=baseline,
+    )  # fmt: skip
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def _write_rows(table: Table, setup: Setup, payload: Payload) -> None:
+    case = setup.case
+
+    def drop_bare() -> None:
+        bare.remove(setup.bare)
+
+    states: list[str] = []
+
+    def drop_store() -> None:
+        states.append(ours.segment_states(setup.store))
+        ours.remove(setup.store)
+
+    samples = interleave(
+        [
+            Contender("bare", lambda: bare.write_all(setup.bare, case, payload), after=drop_bare),
+            Contender("sums", lambda: bare.write_all(setup.bare, case, payload, sums=True), after=drop_bare),
+            Contender("put", lambda: ours.put_all(setup.store, case, payload), after=drop_store),
+        ],
+        setup.rounds,
+    )
+    _add(table, setup, "bare pwritev", samples["bare"], verified="-", threads=1)
+    _add(table, setup, "bare sums+pwritev", samples["sums"], verified="-", threads=1)
+    for name, base in (("bare pwritev", "bare"), ("bare sums+pwritev", "sums")):
+        _add(table, setup, "put", samples["put"], name, samples[base], verified="-", threads=1, segments=states[-1])
+
+
+def _fill(setup: Setup, payload: Payload) -> None:
+    """The files that are read, compared once."""
+    case = setup.case
+    bare.write_all(setup.bare, case, payload)
+    ours.put_all(setup.store, case, payload)
+    ours.check_all(setup.store, case, payload)
+    with BareRead(case, setup.bare, 1) as reader:
+        for prompt in range(case.prompts):
+            payload.check(reader.read(prompt), prompt)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def _here(job: Job[Sample]) -> Callable[[], Sample]:
+    def run() -> Sample:
+        with job:
+            return job.run(None)
+
+    return run
+
+
+def _in_new_process(job: Job[Sample]) -> Callable[[], Sample]:
+    def run() -> Sample:
+        with Crew([job]) as crew:
+            return crew.run(None)[0]
+
+    return run
+
+
+def _warm_rows(table: Table, setup: Setup) -> None:
+    case, states = setup.case, ours.segment_states(setup.store)
+    plain, summed = (BareRead(case, setup.bare, case.threads, sums=sums) for sums in (False, True))
+    verified, trusting = (StoreGet(case, setup.store, verify) for verify in ("always", "off"))
+    samples = interleave(
+        [
+            Contender("plain", _here(plain)), Contender("off", _here(trusting)),
+            Contender("sums", _here(summed)), Contender("get", _here(verified)),
+            Contender("new sums", _in_new_process(summed)), Contender("new get", _in_new_process(verified)),
+        ],
+        setup.rounds,
+    )  # fmt: skip
+    threads = case.threads
+    _add(table, setup, "bare preadv", samples["plain"], verified="no", threads=threads)
+    _add(table, setup, "bare preadv+sums", samples["sums"], verified="sums", threads=threads)
+    for op, name, base, text, checked, process in (
+        ("get warm", "get", "sums", "bare preadv+sums", "yes", "same"),
+        ("get warm", "get", "plain", "bare preadv", "yes", "same"),
+        ("get warm", "off", "plain", "bare preadv", "no", "same"),
+        ("get warm", "get", "off", "get warm, not verified", "yes", "same"),
+        ("get warm", "new get", "new sums", "bare preadv+sums", "yes", "new"),
+    ):
+        _add(
+            table, setup, op, samples[name], text, samples[base], verified=checked, threads=threads,
+            process=process, segments=states,
+        )  # fmt: skip
+
+
+def _view_rows(table: Table, setup: Setup) -> None:
+    case, states = setup.case, ours.segment_states(setup.store)
+    samples = interleave(
+        [
+            Contender("bare", _here(BareView(case, setup.bare))),
+            Contender("view", _here(StoreView(case, setup.store))),
+            Contender("off", _here(StoreView(case, setup.store, "off"))),
+        ],
+        setup.rounds,
+    )
+    _add(table, setup, "bare mmap+touch", samples["bare"], verified="no", threads=1)
+    for name, verified in (("view", "yes"), ("off", "no")):
+        _add(
+            table, setup, "view+touch", samples[name], "bare mmap+touch", samples["bare"], verified=verified,
+            threads=1, segments=states,
+        )  # fmt: skip
+    table.notes.append("view+touch, verified: every byte is read twice, once to verify and once to touch")
+
+
+def _cold_rows(table: Table, setup: Setup) -> None:
+    case, states = setup.case, ours.segment_states(setup.store)
+    segments, files = ours.segment_paths(setup.store), bare.file_paths(setup.bare)
+    ways = {f"bare {'O_DIRECT' if direct else 'buffered'} {threads} threads": (direct, threads)
+            for direct in (False, True) for threads in COLD_THREADS}  # fmt: skip
+    if not bare.can_read_direct(setup.bare):
+        ways = {name: way for name, way in ways.items() if not way[0]}
+        table.notes.append("this file system has no O_DIRECT: cold baselines are buffered reads")
+    contenders = [
+        Contender(
+            name,
+            _here(BareRead(case, setup.bare, threads, direct=direct, read_bytes=COLD_READ_BYTES)),
+            before=lambda: drop_cache(files),
+        )
+        for name, (direct, threads) in ways.items()
+    ]
+    for name, verify, where in (("get", "always", _here), ("off", "off", _here), ("new", "always", _in_new_process)):
+        job = StoreGet(case, setup.store, verify)
+        contenders.append(Contender(name, where(job), before=lambda: drop_cache(segments)))
+    samples = interleave(contenders, setup.rounds)
+    best = fastest(samples, list(ways))
+    for name, (_, threads) in ways.items():
+        label = f"{name.rpartition(' ')[0].rpartition(' ')[0]} preadv{' (best)' if name == best else ''}"
+        _add(table, setup, label, samples[name], verified="no", threads=threads)
+    for name, checked, process in (("get", "yes", "same"), ("off", "no", "same"), ("new", "yes", "new")):
+        _add(
+            table, setup, "get cold", samples[name], best, samples[best], verified=checked,
+            threads=case.threads, process=process, segments=states,
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""match: what a lookup costs, alone, beside a busy Python thread, for others, and in a large index.
+
+Part 1: hashing a prompt (``token_bytes`` and ``chain``) alone, and ``ns.match`` of it with everything stored, which
+contains the hashing; in turns; then both again with a thread in the process that spins in Python.
+
+Part 2: what other processes see meanwhile. One process looks a short prompt up without a pause, another puts one small
+new page after the other, while this one waits, matches the long prompt without a pause, and does so beside a busy
+thread. On a machine with fewer than four cores the busy processes also wait for each other's cores.
+
+Part 3: the cost per page of a match, and the time to open and to rebuild, for a small and a large index. Each store is
+filled with long prompts of 4 KiB pages, closed, and opened in fresh processes. Opening is timed from ``kvfs.open`` (the
+module is loaded) to its return and to the first match; the rebuild from ``kvfs.open`` on a store whose ``index`` and
+``state`` were deleted to the moment when ``stats()`` calls the index ready. Everything lies in the page cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import kvfs
+from kvfs.hashing import chain, tenant_seed, token_bytes
+from tools.benchmarks import others, scaling
+from tools.benchmarks.measure import BenchError, BusyThread, Contender, Sample, Spread, Stopwatch, interleave, time_ratio
+from tools.benchmarks.report import Report, Table
+from tools.benchmarks.scaling import SMALL_PAGE_BYTES, Library
+
+
+@dataclass(frozen=True)
+class Plan:
+    tokens: int
+    page_tokens: Sequence[int]
+    index_pages: Sequence[int]
+    rounds: int
+    seconds: float
+    seed: int
+
+    @property
+    def need_bytes(self) -> int:
+        """Disk that is taken at most: payloads, tables and index."""
+        pages = sum(self.index_pages) + self.tokens // min(self.page_tokens)
+        return pages * (SMALL_PAGE_BYTES * 3 // 2)
+
+
+def run(report: Report, folder: Path, plan: Plan) -> None:
+    lookups = Table(f"match: one prompt of {plan.tokens} tokens, all of it stored, same process")
+    beside = Table("match: what other processes see")
+    for page_tokens in plan.page_tokens:
+        library = Library(folder / f"prompt-{page_tokens}", page_tokens, plan.tokens // page_tokens, 1, plan.seed)
+        library.fill()
+        _lookup_rows(lookups, plan, library)
+        others.add_rows(beside, library, plan.seconds)
+        library.remove()
+    report.show(lookups)
+    report.show(beside)
+    scaling.run(report, folder, plan.index_pages, plan.rounds, plan.seed)
+
+
+def _lookup_rows(table: Table, plan: Plan, library: Library) -> None:
+    ids = library.tokens(0)
+    with library.store() as store:
+        namespace = library.namespace(store)
+        contenders = [
+            Contender("hash list", lambda numbers=ids.tolist(): _hash(library, numbers)),
+            Contender("hash", lambda: _hash(library, ids)),
+            Contender("match", lambda: match_once(namespace, ids)),
+        ]
+        for busy in (False, True):
+            with ExitStack() as stack:
+                if busy:
+                    stack.enter_context(BusyThread())
+                samples = interleave(contenders, plan.rounds)
+            for name, label, kind in (
+                ("hash list", "hashing", "list"), ("hash", "hashing", "array"), ("match", "hashing+match", "array"),
+            ):  # fmt: skip
+                _add(table, library, label, kind, busy, samples[name], samples["hash"])
+
+
+def _add(
+    table: Table, library: Library, op: str, kind: str, busy: bool, samples: Sequence[Sample], base: Sequence[Sample]
+) -> None:
+    milliseconds = Spread.of([s.seconds * 1e3 for s in samples])
+    table.add(
+        tokens_per_page=library.page_tokens, pages=library.prompt_pages, op=op, token_ids=kind, busy_thread=busy,
+        ms=milliseconds, us_per_page=milliseconds.middle * 1e3 / library.prompt_pages,
+        cpu_ms=Spread.of([s.cpu_seconds * 1e3 for s in samples]).middle,
+        ratio_to_hashing=time_ratio(samples, base),
+    )  # fmt: skip
+
+
+def _hash(library: Library, ids: array[int] | list[int]) -> Sample:
+    seed, watch = tenant_seed(""), Stopwatch()
+    with watch:
+        hashes = chain(token_bytes(ids), library.page_tokens, seed)
+    if len(hashes) != library.prompt_pages:
+        raise BenchError(f"{len(hashes)} hashes instead of {library.prompt_pages}")
+    return watch.sample()
+
+
+def match_once(namespace: kvfs.Namespace, ids: array[int]) -> Sample:
+    """Look a prompt up that is stored as a whole, and let go of it."""
+    watch = Stopwatch()
+    with watch:
+        match = namespace.match(ids)
+        match.close()
+    if match.tokens != len(ids):
+        raise BenchError(f"match found {match.tokens} of {len(ids)} tokens")
+    return watch.sample()

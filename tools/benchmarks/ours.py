@@ -1,0 +1,127 @@
+"""The store's side of each comparison."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import kvfs
+from kvfs.format import BLOCK, parse_seal
+from tools.benchmarks.bare import touch
+from tools.benchmarks.case import Case, Payload, cached_share, out_buffer
+from tools.benchmarks.measure import BenchError, Sample, Stopwatch
+
+
+def segment_paths(store: Path) -> list[Path]:
+    return sorted((store / "segments").glob("*.kvs"))
+
+
+def segment_states(store: Path) -> str:
+    """How many segments have a seal page, how many take appends: "7 sealed 1 active"."""
+    sealed = 0
+    paths = segment_paths(store)
+    for path in paths:
+        with path.open("rb") as file:
+            file.seek(-BLOCK, 2)
+            sealed += parse_seal(file.read(BLOCK)) is not None
+    return f"{sealed} sealed {len(paths) - sealed} active"
+
+
+def remove(store: Path) -> None:
+    shutil.rmtree(store)
+
+
+def put_all(path: Path, case: Case, payload: Payload) -> Sample:
+    """All prompts into a fresh store, one ``put`` each; opening and closing are not counted."""
+    watch = Stopwatch()
+    with case.store(path) as store:
+        namespace = case.namespace(store)
+        for prompt in range(case.prompts):
+            ids, data = case.tokens(prompt), payload.of(prompt)
+            with watch:
+                result = namespace.put(ids, data)
+            if result.stored != case.prompt_pages:
+                raise BenchError(f"put stored {result.stored} of {case.prompt_pages} pages: {result}")
+    return watch.sample(case.size_bytes)
+
+
+def check_all(path: Path, case: Case, payload: Payload) -> None:
+    """BenchError unless every prompt comes back with its own bytes."""
+    out = out_buffer(case.prompt_bytes)
+    with case.store(path) as store:
+        namespace = case.namespace(store)
+        for prompt in range(case.prompts):
+            get_prompt(namespace, case, case.tokens(prompt), out)
+            payload.check(out, prompt)
+
+
+def get_prompt(namespace: kvfs.Namespace, case: Case, ids: Any, out: memoryview) -> None:
+    """Look a whole prompt up and load it."""
+    with namespace.match(ids) as match:
+        loaded = namespace.get(match, out)
+    if loaded != case.prompt_pages:
+        raise BenchError(f"get returned {loaded} of {case.prompt_pages} pages")
+
+
+class _StoreJob(AbstractContextManager["_StoreJob"]):
+    """Opened for each run, since a process may have a store open only once; the clock runs for calls alone."""
+
+    case: Case
+    path: Path
+    verify: str
+
+    def __enter__(self) -> _StoreJob:
+        out_buffer(self.case.prompt_bytes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def run(self, _order: Any = None) -> Sample:
+        watch, cached = Stopwatch(), cached_share(segment_paths(self.path))
+        with self.case.store(self.path, verify=self.verify) as store:
+            namespace = self.case.namespace(store)
+            for prompt in range(self.case.prompts):
+                self._prompt(namespace, self.case.tokens(prompt), watch)
+        return watch.sample(self.case.size_bytes, cached)
+
+    def _prompt(self, namespace: kvfs.Namespace, ids: Any, watch: Stopwatch) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class StoreGet(_StoreJob):
+    """``match`` and ``get`` of every prompt into the one buffer."""
+
+    case: Case
+    path: Path
+    verify: str = "always"
+
+    def _prompt(self, namespace: kvfs.Namespace, ids: Any, watch: Stopwatch) -> None:
+        with watch:
+            get_prompt(namespace, self.case, ids, out_buffer(self.case.prompt_bytes))
+
+
+@dataclass
+class StoreView(_StoreJob):
+    """``match`` and ``view`` of every prompt, then every byte touched; maps are gone before the clock stops."""
+
+    case: Case
+    path: Path
+    verify: str = "always"
+
+    def _prompt(self, namespace: kvfs.Namespace, ids: Any, watch: Stopwatch) -> None:
+        with watch, namespace.match(ids) as match:
+            seen = 0
+            for view in namespace.view(match):
+                touch(view)
+                seen += 1
+            view = None
+        if seen != self.case.prompt_pages:
+            raise BenchError(f"view gave {seen} of {self.case.prompt_pages} pages")
