@@ -21,28 +21,58 @@ if TYPE_CHECKING:
     from kvfs.config import Quota as Quota
     from kvfs.errors import (
         ConfigError as ConfigError,
+    )
+    from kvfs.errors import (
         CorruptError as CorruptError,
+    )
+    from kvfs.errors import (
         FormatError as FormatError,
+    )
+    from kvfs.errors import (
         KvfsError as KvfsError,
+    )
+    from kvfs.errors import (
         NoSpaceError as NoSpaceError,
+    )
+    from kvfs.errors import (
         StoreAccessError as StoreAccessError,
+    )
+    from kvfs.errors import (
         StoreLockedError as StoreLockedError,
+    )
+    from kvfs.errors import (
         StoreNotFoundError as StoreNotFoundError,
+    )
+    from kvfs.errors import (
         StoreReadOnlyError as StoreReadOnlyError,
+    )
+    from kvfs.errors import (
         UnsupportedModelError as UnsupportedModelError,
     )
     from kvfs.identity import Identity as Identity
     from kvfs.layout import (
         Cell as Cell,
+    )
+    from kvfs.layout import (
         Group as Group,
+    )
+    from kvfs.layout import (
         Need as Need,
+    )
+    from kvfs.layout import (
         PageLayout as PageLayout,
+    )
+    from kvfs.layout import (
         Part as Part,
     )
     from kvfs.match import PrefixMatch as PrefixMatch
-    from kvfs.namespace import Namespace as Namespace, SavePlan as SavePlan
-    from kvfs.store import Store as Store, open_store as open
-    from kvfs.types import PutResult as PutResult, Tier as Tier, Verify as Verify
+    from kvfs.namespace import Namespace as Namespace
+    from kvfs.namespace import SavePlan as SavePlan
+    from kvfs.store import Store as Store
+    from kvfs.store import open_store as open
+    from kvfs.types import PutResult as PutResult
+    from kvfs.types import Tier as Tier
+    from kvfs.types import Verify as Verify
 
 _HOME = {
     "Quota": "config",
@@ -71,7 +101,34 @@ _HOME = {
     "Verify": "types",
 }
 
-__all__ = ["__version__", "open", *_HOME]
+__all__ = [
+    "Cell",
+    "ConfigError",
+    "CorruptError",
+    "FormatError",
+    "Group",
+    "Identity",
+    "KvfsError",
+    "Namespace",
+    "Need",
+    "NoSpaceError",
+    "PageLayout",
+    "Part",
+    "PrefixMatch",
+    "PutResult",
+    "Quota",
+    "SavePlan",
+    "Store",
+    "StoreAccessError",
+    "StoreLockedError",
+    "StoreNotFoundError",
+    "StoreReadOnlyError",
+    "Tier",
+    "UnsupportedModelError",
+    "Verify",
+    "__version__",
+    "open",
+]
 
 
 def __getattr__(name: str) -> Any:

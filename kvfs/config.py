@@ -116,7 +116,9 @@ def make_settings(
     quotas = dict(quotas or {})
     guaranteed = sum(q.guaranteed_bytes for q in quotas.values())
     if guaranteed > total // 2:
-        raise ConfigError(f"quotas guarantee {guaranteed} bytes in sum: at most half the capacity ({total // 2}) can be promised")
+        raise ConfigError(
+            f"quotas guarantee {guaranteed} bytes in sum: at most half the capacity ({total // 2}) can be promised"
+        )
     return Settings(total, segment_bytes, index_bytes, sync, mode, quotas)
 
 
@@ -131,7 +133,7 @@ def parse_toml(data: bytes, path: str) -> Settings:
     if unknown:
         raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
     if "capacity" not in document:
-        raise ConfigError(f"{path}: capacity is missing; add capacity = \"200GiB\"")
+        raise ConfigError(f'{path}: capacity is missing; add capacity = "200GiB"')
     return make_settings(
         document["capacity"],
         segment=document.get("segment_bytes"),
@@ -168,11 +170,11 @@ def _parse_quotas(table: Any, path: str) -> dict[str, Quota]:
 def to_toml(settings: Settings) -> bytes:
     """The settings as the text of a kvfs.toml."""
     lines = [
-        "# Settings of this kvfs store; every process that opens it obeys them. Sizes in bytes or like \"200GiB\".",
+        '# Settings of this kvfs store; every process that opens it obeys them. Sizes in bytes or like "200GiB".',
         f"capacity = {settings.capacity_bytes}",
         f"segment_bytes = {settings.segment_bytes}",
         f"index_bytes = {settings.index_bytes}",
-        f'sync = "{settings.sync}"    # cache: leave it to the kernel; batch: fdatasync in the background; sync: before put returns',
+        f'sync = "{settings.sync}"    # cache: the kernel decides; batch: in the background; sync: before put returns',
         f'mode = "{settings.mode}"',
     ]
     for name, quota in sorted(settings.quotas.items()):

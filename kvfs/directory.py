@@ -44,7 +44,9 @@ class Directory:
         try:
             self.root = files.open_root(self.path)
         except FileNotFoundError:
-            raise StoreNotFoundError(f"{path} does not exist; create a store with kvfs.open(path, capacity=...)") from None
+            raise StoreNotFoundError(
+                f"{path} does not exist; create a store with kvfs.open(path, capacity=...)"
+            ) from None
         except NotADirectoryError:
             raise StoreNotFoundError(f"{path} is not a directory; a kvfs store is one") from None
         except PermissionError:
@@ -122,7 +124,9 @@ class Directory:
         """Id of the store; raises FormatError for what this version must not touch."""
         data = self.read_small("super", SUPER_BYTES_MAX)
         if data is None:
-            raise StoreNotFoundError(f"{self.path} holds no kvfs store (no super file); create one with kvfs.open(path, capacity=...)")
+            raise StoreNotFoundError(
+                f"{self.path} holds no kvfs store (no super file); create one with kvfs.open(path, capacity=...)"
+            )
         return parse_super(data, self.path, read_only=self.read_only)
 
 
@@ -150,17 +154,21 @@ def parse_super(data: bytes, path: str, *, read_only: bool) -> bytes:
         if body["kvfs"] != "store" or len(store_id) != 16 or type(version) is not int:
             raise ValueError("not the super file of a store")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise FormatError(f"{path}/super is damaged or not kvfs's ({exc}); restore it or start with an empty directory") from None
+        raise FormatError(
+            f"{path}/super is damaged or not kvfs's ({exc}); restore it or start with an empty directory"
+        ) from None
     if version != FORMAT:
         raise FormatError(
-            f"{path} has format {version}, this kvfs reads format {FORMAT}: use the kvfs version that wrote it, or an empty directory"
+            f"{path} has format {version}, this kvfs reads format {FORMAT}: use the kvfs that wrote it, or an empty directory"
         )
     if check != f"{checksum(_canonical(body)):016x}":
         raise FormatError(f"{path}/super is damaged (checksum); restore it or start with an empty directory")
     if incompatible:
         raise FormatError(f"{path} uses features {incompatible} that this kvfs does not know: upgrade kvfs")
     if limited and not read_only:
-        raise FormatError(f"{path} uses features {limited} that this kvfs may only read: open it with read_only=True, or upgrade kvfs")
+        raise FormatError(
+            f"{path} uses features {limited} that this kvfs may only read: open it with read_only=True, or upgrade kvfs"
+        )
     return store_id
 
 
@@ -193,7 +201,9 @@ def create(path: str, settings: bytes, files: Files) -> None:
     try:
         _populate(directory, settings, files)
     except PermissionError as exc:
-        raise StoreAccessError(f"{path}: {exc.strerror} ({exc.filename}); make the directory writable for this user") from None
+        raise StoreAccessError(
+            f"{path}: {exc.strerror} ({exc.filename}); make the directory writable for this user"
+        ) from None
     except OSError as exc:
         if exc.errno == errno.EROFS:
             raise StoreReadOnlyError(f"{path}: read-only file system, no store can be created there") from None
@@ -206,7 +216,9 @@ def _populate(directory: Directory, settings: bytes, files: Files) -> None:
     root = directory.root
     foreign = [n for n in files.listdir(root) if not _is_ours(n)]
     if foreign:
-        raise FormatError(f"{directory.path} is not empty ({sorted(foreign)[0]!r} is not kvfs's): give kvfs a directory of its own")
+        raise FormatError(
+            f"{directory.path} is not empty ({sorted(foreign)[0]!r} is not kvfs's): give kvfs a directory of its own"
+        )
     tighten(directory)
     for name in SUBDIRECTORIES:
         parent, _, leaf = name.rpartition("/")
@@ -241,7 +253,11 @@ def _publish_once(directory: Directory, name: str, data: bytes) -> None:
 
 def _is_ours(name: str) -> bool:
     ours = {"gate", "main", "kvfs.toml", "super", "state", "CACHEDIR.TAG", "README.txt", "lost+found"}
-    return name in ours or name in SUBDIRECTORIES or name.startswith((".kvfs.toml.", ".super.", ".README", ".CACHEDIR", ".state."))
+    return (
+        name in ours
+        or name in SUBDIRECTORIES
+        or name.startswith((".kvfs.toml.", ".super.", ".README", ".CACHEDIR", ".state."))
+    )
 
 
 def tighten(directory: Directory) -> None:
@@ -253,7 +269,9 @@ def tighten(directory: Directory) -> None:
         os.fchmod(directory.root, mode & ~0o007)
     except OSError:
         if mode & 0o002:
-            raise StoreAccessError(f"{directory.path} may be written by everybody (mode {mode:04o}); its owner must run chmod o-rwx") from None
+            raise StoreAccessError(
+                f"{directory.path} may be written by everybody (mode {mode:04o}); its owner must run chmod o-rwx"
+            ) from None
 
 
 def check_filesystem(path: str) -> None:

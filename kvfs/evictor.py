@@ -5,24 +5,16 @@ The choice is made by ``kvfs.eviction`` (pure); this module feeds it and carries
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvfs import format as fmt
 from kvfs import space
+from kvfs.active import SegmentClass
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.gc import BACKGROUND_FROM, BACKGROUND_TO, GcLock, Reclaimer, index_is_full
-from kvfs.hashing import LEAF_BYTES, leaf_table, page_key, root_of
-from kvfs.identity import Described, parse_descriptor
-from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
-from kvfs.layout import Part
-from kvfs.liveness import NOBODY
-from kvfs.index.rows import RUN
-from kvfs.segment import Record, Scan, file_name, read_descriptor, scan_segment
-from kvfs.writer import Appender, Declined, SegmentClass
+from kvfs.index.tables import SegmentRow
+from kvfs.writer import Appender
 
 CARRY = SegmentClass(b"carried".ljust(16, b"\0"), fmt.FLAG_CARRIED, evictor=True)
 

@@ -145,9 +145,7 @@ def entry_check(data: bytes | memoryview) -> bytes:
 
 def pack_seal(seal: Seal) -> bytes:
     """One whole seal page."""
-    body = _SEAL.pack(
-        SEAL_MAGIC, seal.segment_id, 1, seal.records, seal.tail, seal.sealed_us, seal.table_root
-    )
+    body = _SEAL.pack(SEAL_MAGIC, seal.segment_id, 1, seal.records, seal.tail, seal.sealed_us, seal.table_root)
     return _with_check(body).ljust(BLOCK, b"\0")
 
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 from kvfs import space
 from kvfs.context import COMMIT_SECONDS, Context
@@ -79,11 +80,11 @@ class Reclaimer:
                     return
                 self._sweep_at, self._sweep_dropped = b"\0", dropped
             start = self._sweep_at
-            following, changed = self._c.index.write(lambda s: sweep(s, start, SWEEP_ROWS), COMMIT_SECONDS)
+            following, changed = self._c.index.write(partial(sweep, start=start, rows_max=SWEEP_ROWS), COMMIT_SECONDS)
             self._c.counters.add("rows_swept", changed)
             if following is None:
                 done = self._sweep_dropped
-                self._c.index.write(lambda s: s.swept(done), COMMIT_SECONDS)
+                self._c.index.write(partial(Session.swept, dropped=done), COMMIT_SECONDS)
             self._sweep_at = following
 
     def sweep_all(self) -> None:

@@ -26,7 +26,11 @@ LAYERS_MAX = 4096
 CONFIG_BYTES_MAX = 4 << 20
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GPT_OSS_ROPE = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
 }
 
@@ -83,8 +87,14 @@ _REFUSED = {
 
 
 def layout_from_config(
-    build: type[PageLayout], config: Any, page_tokens: int = 64, dtype: object = None, *,
-    rope: str = "interleaved", scale: object = None, scale_digest: str | None = None,
+    build: type[PageLayout],
+    config: Any,
+    page_tokens: int = 64,
+    dtype: object = None,
+    *,
+    rope: str = "interleaved",
+    scale: object = None,
+    scale_digest: str | None = None,
 ) -> PageLayout:
     """What ``PageLayout.from_hf_config`` does; ``build`` is PageLayout, which imports this module.
 
@@ -100,8 +110,13 @@ def layout_from_config(
             raise ConfigError(f"scale is {scale!r}: cells of MLA hold no scales; pass scale_digest=")
         rank, rope_dim = _integer(cfg, "kv_lora_rank"), _integer(cfg, "qk_rope_head_dim")
         return build.mla(
-            layers=layers, kv_lora_rank=rank, rope_dim=rope_dim, dtype=dtype, page_tokens=page_tokens,
-            rope=rope, scale_digest=scale_digest,
+            layers=layers,
+            kv_lora_rank=rank,
+            rope_dim=rope_dim,
+            dtype=dtype,
+            page_tokens=page_tokens,
+            rope=rope,
+            scale_digest=scale_digest,
         )
     sliding = _sliding(cfg, model, family, layers)
     heads = "num_attention_heads" if cfg.get("num_key_value_heads") is None else "num_key_value_heads"
@@ -110,8 +125,13 @@ def layout_from_config(
     for ids, window in ((full, None), (sorted(sliding), "sliding_window")):
         if ids:
             groups += build.kv(
-                layers=ids, kv_heads=_integer(cfg, heads), head_dim=_head_dim(cfg), dtype=dtype,
-                page_tokens=page_tokens, window=_integer(cfg, window) if window else None, scale=scale,
+                layers=ids,
+                kv_heads=_integer(cfg, heads),
+                head_dim=_head_dim(cfg),
+                dtype=dtype,
+                page_tokens=page_tokens,
+                window=_integer(cfg, window) if window else None,
+                scale=scale,
                 scale_digest=scale_digest,
             ).groups
     return build.of(groups, page_tokens)

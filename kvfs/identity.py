@@ -52,12 +52,16 @@ class Identity:
                 "otherwise KV of other weights would be reused"
             )
         if not isinstance(self.salt, str) or not isinstance(self.adapter, str):
-            raise ConfigError("salt and adapter must be texts (a secret of the tenant; a digest of the adapter's content)")
+            raise ConfigError(
+                "salt and adapter must be texts (a secret of the tenant; a digest of the adapter's content)"
+            )
         if type(self.epoch) is not int or not 0 <= self.epoch < 2**63:
             raise ConfigError(f"epoch is {self.epoch!r}: pass a count of weight changes, 0 or more")
         packed = self.descriptor_bytes()
         if len(packed) > DESCRIPTOR_BYTES_MAX:
-            raise ConfigError(f"the namespace descriptor has {len(packed)} bytes, at most {DESCRIPTOR_BYTES_MAX}: shorten extra or rope")
+            raise ConfigError(
+                f"the namespace descriptor has {len(packed)} bytes, at most {DESCRIPTOR_BYTES_MAX}: shorten extra"
+            )
         object.__setattr__(self, "digest", digest_of(packed))
         object.__setattr__(self, "seed", tenant_seed(self.salt))
 

@@ -228,9 +228,20 @@ class PageLayout:
         return cls(page_tokens, tuple(groups), "kv")
 
     @classmethod
-    def kv(cls, *, layers: int | Sequence[int], kv_heads: int, head_dim: int, dtype: object,
-           page_tokens: int = 64, v_head_dim: int | None = None, window: int | None = None,
-           scale: object = None, scales: int = 2, scale_digest: str | None = None) -> PageLayout:
+    def kv(
+        cls,
+        *,
+        layers: int | Sequence[int],
+        kv_heads: int,
+        head_dim: int,
+        dtype: object,
+        page_tokens: int = 64,
+        v_head_dim: int | None = None,
+        window: int | None = None,
+        scale: object = None,
+        scales: int = 2,
+        scale_digest: str | None = None,
+    ) -> PageLayout:
         """One group with K and V per head (MHA, GQA, MQA), named "full", or "window" if ``window`` is given.
 
         ``layers``: how many, or their model layer ids. ``window`` (tokens): all layers slide. int8, int4 (two
@@ -244,8 +255,17 @@ class PageLayout:
         return cls.of([Group(name, _layers(layers), kv_heads, cell, need, page_tokens)], page_tokens)
 
     @classmethod
-    def mla(cls, *, layers: int | Sequence[int], kv_lora_rank: int, rope_dim: int, dtype: object,
-            page_tokens: int = 64, rope: str = "interleaved", scale_digest: str | None = None) -> PageLayout:
+    def mla(
+        cls,
+        *,
+        layers: int | Sequence[int],
+        kv_lora_rank: int,
+        rope_dim: int,
+        dtype: object,
+        page_tokens: int = 64,
+        rope: str = "interleaved",
+        scale_digest: str | None = None,
+    ) -> PageLayout:
         """One group "full" of one head slot: ``kv_lora_rank`` latent numbers, then ``rope_dim`` rotary ones.
 
         ``rope``: the order of the latter, "interleaved" or "halves"; engines differ. The rest as in ``kv``.
@@ -261,8 +281,7 @@ class PageLayout:
         return cls(page_tokens, (group,), "opaque")
 
     @classmethod
-    def from_hf_config(cls, config: Any, page_tokens: int = 64, dtype: object = None,
-                       **cell: Any) -> PageLayout:
+    def from_hf_config(cls, config: Any, page_tokens: int = 64, dtype: object = None, **cell: Any) -> PageLayout:
         """The layout of a Hugging Face model: ``config`` is a dict, a path of config.json, an object.
 
         ``dtype``: of the engine's KV cache, default the model's. Also ``scale``, ``scale_digest`` (``kv``)
@@ -301,8 +320,9 @@ def _group(item: Any) -> Group:
     return Group(**{**item, **parts})
 
 
-def _cell(dtype: object, dims: tuple[int, int], text: str, scale_digest: str | None,
-          scale: object = None, scales: int = 0) -> Cell:
+def _cell(
+    dtype: object, dims: tuple[int, int], text: str, scale_digest: str | None, scale: object = None, scales: int = 0
+) -> Cell:
     """Two vectors of ``dims`` numbers, then scales; narrow numbers have scales, here or static ones."""
     name = _dtype(dtype, *_BITS)
     for dim in dims:

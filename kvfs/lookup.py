@@ -17,7 +17,6 @@ from kvfs.index.rows import CLAIM, RUN, Row
 from kvfs.index.session import Session
 from kvfs.layout import Group, Part
 
-
 #: Rows read in one hold of the gate (notes: no hold beyond about 1 ms).
 ROWS_PER_HOLD = 256
 PARTS_MAX = 256

@@ -7,22 +7,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfs import hashing
+from kvfs.active import SegmentClass
 from kvfs.buffers import byte_view
 from kvfs.config import Quota, parse_duration
-from kvfs.context import LOOKUP_SECONDS, Context
-from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError, StoreReadOnlyError
+from kvfs.context import Context
+from kvfs.errors import ConfigError, NoSpaceError, StoreReadOnlyError
 from kvfs.format import FIRST_PAYLOAD
 from kvfs.identity import Identity, salt_digest
-from kvfs.index.rows import RUN
-from kvfs.index.session import Session
 from kvfs.layout import Group, PageLayout, Part
-from kvfs.lookup import GroupLookup, Prompt, search
-from kvfs.match import HOLD_SECONDS, GroupMatch, Hold, PrefixMatch
+from kvfs.lookup import Prompt
+from kvfs.match import PrefixMatch
+from kvfs.matcher import Matcher
 from kvfs.reader import Reader
 from kvfs.segment import SegmentWriter
-from kvfs.segment_files import Held
-from kvfs.types import BufferLike, ExtraKeys, PutResult, TokensLike
-from kvfs.writer import Appender, Job, Outcome, SegmentClass
+from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
+from kvfs.writer import Appender, Job, Outcome
 
 TOKENS_MAX = 1 << 24  # of one prompt
 
@@ -58,6 +57,7 @@ class Namespace:
         self.identity = identity
         self.layout: PageLayout = identity.layout
         self._descriptor = identity.descriptor_bytes()
+        self._matcher = Matcher(context, identity.digest, identity.layout, reader.tiers)
         for group in self.layout.groups:
             need = SegmentWriter.need(group.page_bytes, hashing.LEAF_BYTES * group.leaves(group.full), 1)
             if FIRST_PAYLOAD + need + 4096 > context.settings.segment_bytes:
@@ -86,76 +86,11 @@ class Namespace:
             raise ConfigError(f"leave is {leave!r}: pass the number of tokens to compute, 0 or more")
         usable = max(0, len(tokens) // hashing.TOKEN_BYTES - leave) // self.layout.page_tokens
         hashes = self._chain(tokens[: usable * self.layout.page_tokens * hashing.TOKEN_BYTES], extra)
-        return self._match(Prompt(self.identity.digest, hashes), part)
+        return self._matcher.match(Prompt(self.identity.digest, hashes), self._parts(part))
 
     def match_keys(self, keys: Sequence[bytes], *, part: Part | None = None) -> PrefixMatch:
         """Leading keys that are present; for engines that have opaque keys in place of tokens."""
-        return self._match(self._key_prompt(keys), part)
-
-    def _match(self, prompt: Prompt, part: Part | Mapping[str, Part] | None) -> PrefixMatch:
-        lookups = [
-            GroupLookup(prompt, group, self._part(group, part)) for group in self.layout.groups
-        ]
-        chunks = 0
-        generation = ""
-        if prompt.hashes:
-            try:
-                generation = self._use_parts(lookups)
-                chunks = search(lookups, self.layout.page_tokens, len(prompt.hashes), self._read)
-            except IndexUnavailableError as exc:
-                self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
-        self._c.counters.add("lookups")
-        self._c.counters.add("tokens_queried", len(prompt.hashes) * self.layout.page_tokens)
-        return self._hold(lookups, chunks, generation)
-
-    def _use_parts(self, lookups: Sequence[GroupLookup]) -> str:
-        def known(session: Session) -> tuple[str, list[list[bytes]]]:
-            digest = self.identity.digest
-            return session.generation, [session.parts(digest, n) for n in range(len(lookups))]
-
-        generation, parts = self._read(known)
-        for lookup, packed in zip(lookups, parts, strict=True):
-            lookup.use_parts([p for p in map(_unpack_part, packed) if p is not None])
-        return generation
-
-    def _read(self, function: Any) -> Any:
-        return self._c.index.read(function, LOOKUP_SECONDS)
-
-    def _hold(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
-        """Lock the segments of what was found; where one is gone meanwhile, shorten."""
-        match = self._assemble(lookups, chunks, generation)
-        held: dict[int, Held] = {}
-        for number, segment_id in match.segments.items():
-            one = self._c.segments.acquire(number, segment_id, generation)
-            if one is not None:
-                held[number] = one
-        hold = Hold(self._c.segments, held, self._c.files.monotonic() + HOLD_SECONDS)
-        if len(held) < len(match.segments):
-            match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
-        match.hold, match._tiers = hold, self._reader.tiers
-        self._c.holds.add(hold)
-        self._c.counters.add("tokens_matched", match.tokens)
-        return match
-
-    def _assemble(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
-        groups = []
-        segments: dict[int, bytes] = {}
-        for number, lookup in enumerate(lookups):
-            need = lookup.group.need.chunks(self.layout.page_tokens)
-            first = 0 if need is None else max(0, chunks - need)
-            length = lookup.prompt.run_length
-            runs = range(first // length, -(-chunks // length)) if chunks else range(0)
-            hits = tuple(hit for run in runs for hit in lookup.found.hits.get(run, ()))
-            groups.append(
-                GroupMatch(number, lookup.group.name, lookup.want, need, lookup.group.part_bytes(lookup.want),
-                           first, chunks - first, hits, length)
-            )  # fmt: skip
-            if chunks:
-                segments.update(lookup.segments)
-        return PrefixMatch(
-            chunks * self.layout.page_tokens, self.layout.page_tokens, self.identity.digest, generation,
-            tuple(groups), segments,
-        )  # fmt: skip
+        return self._matcher.match(self._key_prompt(keys), self._parts(part))
 
     # -- loads -------------------------------------------------------------------------------
 
@@ -173,7 +108,9 @@ class Namespace:
                 raise ConfigError(f"out must map each of the groups {[g.name for g in match.groups]} to a buffer")
             view = byte_view(buffer, f"out of group {gm.name}", writable=True)
             if len(view) < gm.nbytes:
-                raise ConfigError(f"out of group {gm.name} has {len(view)} bytes, {gm.nbytes} are needed ({gm.count} pages)")
+                raise ConfigError(
+                    f"out of group {gm.name} has {len(view)} bytes, {gm.nbytes} are needed ({gm.count} pages)"
+                )
             outs.append(view)
         if not match.tokens:
             return 0
@@ -198,7 +135,7 @@ class Namespace:
     # -- saves -------------------------------------------------------------------------------
 
     def put(
-        self, token_ids: TokensLike, pages: BufferLike | Mapping[str, BufferLike], start: int | Mapping[str, int] = 0, *,
+        self, token_ids: TokensLike, pages: PagesLike, start: int | Mapping[str, int] = 0, *,
         extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None,
         ttl: float | str | None = None, attempt: bytes = bytes(8),
     ) -> PutResult:  # fmt: skip
@@ -213,19 +150,19 @@ class Namespace:
         hashes = self._chain(tokens, extra)
         return self._put(Prompt(self.identity.digest, hashes), pages, start, part, ttl, attempt)
 
-    def put_keys(
-        self, keys: Sequence[bytes], pages: BufferLike, *, ttl: float | str | None = None
-    ) -> PutResult:
+    def put_keys(self, keys: Sequence[bytes], pages: BufferLike, *, ttl: float | str | None = None) -> PutResult:
         """Store one page per opaque key (namespaces of kind ``opaque``)."""
         return self._put(self._key_prompt(keys), pages, 0, None, ttl, bytes(8))
 
-    def plan_save(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None) -> SavePlan:
+    def plan_save(
+        self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
+    ) -> SavePlan:
         """Which full chunks of a prompt are not stored (nor being written) yet, per group."""
         hashes = self._chain(self._tokens(token_ids), extra)
         prompt = Prompt(self.identity.digest, hashes)
         missing = {}
         for number, group in enumerate(self.layout.groups):
-            have = self._present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
+            have = self._matcher.present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
             missing[group.name] = tuple(c for c in range(len(hashes)) if not have >> c & 1)
         return SavePlan(len(hashes), tuple(hashes), missing)
 
@@ -256,7 +193,7 @@ class Namespace:
         size = group.part_bytes(part)
         chain = group.need.kind == "all" and prompt.run_length > 1
         first = start - 1 if chain and start else start
-        present = self._present(prompt, number, group, part, first, end, whole=False)
+        present = self._matcher.present(prompt, number, group, part, first, end, whole=False)
         if chain and start and not present >> (start - 1) & 1:
             return Outcome(declined=pages, reason="gap"), min(limit, start - 1)
         missing = [c for c in range(start, end) if not present >> c & 1]
@@ -272,40 +209,13 @@ class Namespace:
             limit = min(limit, end - outcome.declined)
         return outcome, limit
 
-    def _present(
-        self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool
-    ) -> int:
-        """Chunks in [first, end) that are stored or being written. Unless ``whole``, ends at the first gap."""
-        lookup = GroupLookup(prompt, group, part)
-        run, last = first // prompt.run_length, -(-end // prompt.run_length)
-
-        def step(session: Session) -> bool:
-            nonlocal run
-            lookup.use_parts(
-                [p for p in map(_unpack_part, session.parts(self.identity.digest, number)) if p is not None]
-            )
-            budget = lookup.rows_read + 256
-            while run < last and lookup.rows_read < budget:
-                found = lookup.read_run(session, run, stop_at_gap=False)
-                run += 1
-                begin, count = prompt.run(run - 1)
-                wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
-                if not whole and wanted & ~(found.covered | found.claimed):
-                    return True
-            return run >= last
-
-        try:
-            while run < last and not self._read(step):
-                pass
-        except IndexUnavailableError:
-            pass  # claiming looks again
-        return lookup.found.present | lookup.found.claimed
-
     def _check_put(self, prompt: Prompt, number: int, group: Group, pages: Any, start: Any, part: Any) -> _Put | None:
         if isinstance(pages, Mapping):
             unknown = set(pages) - {g.name for g in self.layout.groups}
             if unknown:
-                raise ConfigError(f"pages names group {sorted(unknown)[0]!r}; the layout has {[g.name for g in self.layout.groups]}")
+                raise ConfigError(
+                    f"pages names group {sorted(unknown)[0]!r}; the layout has {[g.name for g in self.layout.groups]}"
+                )
             if group.name not in pages:
                 return None
             data = pages[group.name]
@@ -376,6 +286,9 @@ class Namespace:
         hashes = [hashing.chunk_of_key(key, self.identity.seed) for key in keys]
         return Prompt(self.identity.digest, hashes, run_length=1)
 
+    def _parts(self, part: Part | Mapping[str, Part] | None) -> list[Part]:
+        return [self._part(group, part) for group in self.layout.groups]
+
     @staticmethod
     def _part(group: Group, part: Part | Mapping[str, Part] | None) -> Part:
         mine = part.get(group.name) if isinstance(part, Mapping) else part
@@ -385,25 +298,3 @@ class Namespace:
             raise ConfigError(f"part is {type(mine).__name__}: pass a kvfs.Part or a mapping from group name to one")
         group.leaves(mine)  # refuses a rectangle outside the group
         return mine
-
-
-def _unpack_part(packed: bytes) -> Part | None:
-    try:
-        return Part.unpack(packed)
-    except ConfigError:
-        return None
-
-
-def _good(match: PrefixMatch, held: Mapping[int, Held]) -> dict[str, int]:
-    """Chunks of a match whose segments are all held, as bits."""
-    good = {}
-    for gm in match.groups:
-        bits = 0
-        for chunk, sources in gm.sources().items():
-            if all(s.place.segment in held for s in sources):
-                bits |= 1 << chunk
-        good[gm.name] = bits
-    return good
-
-
-assert RUN == 32

@@ -273,9 +273,7 @@ class Reader:
             if segment in held:
                 self._c.recency.stamp(held[segment].segment_id, seq, count)
 
-    def _forget(
-        self, match: PrefixMatch, gm: GroupMatch, group: Group, bad: Sequence[tuple[Page, Source]]
-    ) -> None:
+    def _forget(self, match: PrefixMatch, gm: GroupMatch, group: Group, bad: Sequence[tuple[Page, Source]]) -> None:
         """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""
         if not bad or self._c.liveness is None:
             return
@@ -330,9 +328,7 @@ def _pages(gm: GroupMatch) -> tuple[list[Page], list[Page]]:
     return direct, assembled
 
 
-def _merge(
-    pages: Sequence[Page], size: int, held: dict[int, Held], limit: int = READ_BYTES
-) -> Iterator[Job]:
+def _merge(pages: Sequence[Page], size: int, held: dict[int, Held], limit: int = READ_BYTES) -> Iterator[Job]:
     """Runs of pages that one call can move. Pages of segments that are gone are left out."""
     job: Job | None = None
     for page in pages:

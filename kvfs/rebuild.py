@@ -13,25 +13,25 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from kvfs import format as fmt
 from kvfs import space
 from kvfs.config import Settings
 from kvfs.directory import Directory
+from kvfs.errors import ConfigError
 from kvfs.files import Files
 from kvfs.format import Entry
 from kvfs.hashing import page_key
 from kvfs.identity import Described, parse_descriptor
 from kvfs.index.environment import Index, open_environment, open_tables
-from kvfs.index.rows import Place
+from kvfs.index.rows import RUN, Place
 from kvfs.index.runs import Publish, publish
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.layout import Group, Part
 from kvfs.liveness import NOBODY
-from kvfs.index.rows import RUN
-from kvfs.errors import ConfigError
 from kvfs.segment import Scan, read_descriptor, scan_segment
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
@@ -198,7 +198,7 @@ class _SegmentBuilder:
         entries = list(scan.parts())
         for first in range(0, len(entries), ENTRIES_PER_COMMIT):
             batch = entries[first : first + ENTRIES_PER_COMMIT]
-            yield lambda session, batch=batch: self._publish(session, batch)
+            yield partial(self._publish, entries=batch)
 
     def _row(self, segment_id: bytes, scan: Scan | None, dead: bool) -> SegmentRow:
         size = self._files.fstat(self._opened.fd).st_blocks * 512
@@ -235,7 +235,9 @@ class _SegmentBuilder:
             place = Place(entry.chunk_hash, entry.root, entry.codec, 0, self._number, entry.payload // fmt.BLOCK,
                           entry.stored_bytes, entry.leaves // 8, entry.seq, entry.expires)  # fmt: skip
             slot = entry.chunk % RUN
-            by_shape.setdefault((entry.ns_seq, entry.group, entry.part), []).append(Publish(entry.run_hash, slot, place))
+            by_shape.setdefault((entry.ns_seq, entry.group, entry.part), []).append(
+                Publish(entry.run_hash, slot, place)
+            )
         for (ns_seq, number, packed), records in by_shape.items():
             described = self._namespaces.get(ns_seq)
             shape = _shape(described, number, packed)
@@ -249,9 +251,7 @@ class _SegmentBuilder:
             if described.layout.kind == "opaque":
                 records = [r._replace(slot=0) for r in records]
             session.put_namespace(described.digest, self._descriptors[described.digest], number, packed)
-            named = publish(
-                session, lambda h, d=described, g=group, p=packed: page_key(d.digest, g.name, h) + p, leaves, records
-            )
+            named = publish(session, partial(_row_key, described.digest, group.name, packed), leaves, records)
             self._report.pages += named
             self._report.duplicates += len(records) - named
 
@@ -265,3 +265,7 @@ def _shape(described: Described | None, number: int, packed: bytes) -> tuple[Gro
         return group, group.leaves(part), group.part_bytes(part)
     except ConfigError:
         return None
+
+
+def _row_key(digest: bytes, group: str, packed: bytes, chunk_hash: bytes) -> bytes:
+    return page_key(digest, group, chunk_hash) + packed

@@ -77,9 +77,7 @@ class SegmentWriter:
         self._slot = 0
 
     @classmethod
-    def create(
-        cls, directory: Directory, header: Header, number: int, allocated: int
-    ) -> SegmentWriter:
+    def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
         """Make the file with its header page and ``allocated`` bytes of blocks."""
         files, name = directory.files, file_name(header.segment_id)
         fd = files.create(name, directory.file_mode, dir_fd=directory.sub("segments"))
@@ -131,7 +129,12 @@ class SegmentWriter:
     def need(payload_bytes: int, leaf_bytes: int, pages: int) -> int:
         """Bytes that an append of ``pages`` equal records may take at most, namespace and tables included."""
         tables = 1 + pages // (fmt.slots_of_table(False) - 2)
-        return pages * align(payload_bytes) + align(pages * leaf_bytes + 8) + align(fmt.DESCRIPTOR_BYTES_MAX) + tables * fmt.TABLE_BYTES
+        return (
+            pages * align(payload_bytes)
+            + align(pages * leaf_bytes + 8)
+            + align(fmt.DESCRIPTOR_BYTES_MAX)
+            + tables * fmt.TABLE_BYTES
+        )
 
     def room(self, segment_bytes: int) -> int:
         """Bytes that can still be appended before the segment must be sealed."""
@@ -148,9 +151,7 @@ class SegmentWriter:
             raise
         self.allocated = allocated
 
-    def append(
-        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes
-    ) -> list[Placed]:
+    def append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes) -> list[Placed]:
         """Write records and their entries. On return they lie in the file; nothing names them yet."""
         assert not self.dead, "append to a dead segment"
         try:
@@ -159,18 +160,15 @@ class SegmentWriter:
             self.dead = True
             raise
 
-    def _append(
-        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes
-    ) -> list[Placed]:
+    def _append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes) -> list[Placed]:
         now, start = self._files.now_us(), self.tail
         buffers: list[Any] = []
         offset = start
         entries: list[Entry] = []
         if digest not in self._namespaces:
-            blank = bytes(8), bytes(8)
             entries.append(
-                Entry(fmt.KIND_NAMESPACE, 0, 0, 0, self.epoch, 0, 0, 0, blank[0], offset, len(descriptor), len(descriptor),
-                      0, now, digest, bytes(32), root_of(descriptor), blank[1])
+                Entry(fmt.KIND_NAMESPACE, 0, 0, 0, self.epoch, 0, 0, 0, bytes(8), offset, len(descriptor),
+                      len(descriptor), 0, now, digest, bytes(32), root_of(descriptor), bytes(8))
             )  # fmt: skip
             offset += _push(buffers, descriptor)
         payloads = []
@@ -183,7 +181,8 @@ class SegmentWriter:
         for r, payload in zip(records, payloads, strict=True):
             entries.append(
                 Entry(fmt.KIND_PART, r.codec, r.group, 0, self.epoch, 0, r.chunk, r.expires, r.part, payload,
-                      len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash, r.root, attempt)
+                      len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash, r.root,
+                      attempt)
             )  # fmt: skip
             leaves_at += len(r.leaves)
         assert offset - start <= self.allocated - start, "append beyond what was reserved"
@@ -297,7 +296,12 @@ def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Sc
     while records_max is None or len(entries) < records_max:
         raw = memoryview(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
         entry = fmt.parse_entry(raw, seed)
-        if entry is None or entry.seq != len(entries) or entry.epoch < epoch or not _inside(entry, size, end, slot == slots - 1):
+        if (
+            entry is None
+            or entry.seq != len(entries)
+            or entry.epoch < epoch
+            or not _inside(entry, size, end, slot == slots - 1)
+        ):
             break
         epoch = entry.epoch
         entries.append(entry)
@@ -340,4 +344,3 @@ def read_descriptor(fd: int, files: Files, entry: Entry) -> bytes | None:
         return None
     data = files.read(fd, entry.stored_bytes, entry.payload)
     return data if root_of(data) == entry.root else None
-

@@ -57,9 +57,7 @@ def new_segment(
     """Charge and insert a new active segment; its number. NeedSpaceError before anything changes."""
     cost = charge(allocated, 0)
     _check(session, cost, limits)
-    row = SegmentRow(
-        segment_id, owner, class_id, ACTIVE, flags, 1, 0, cost, fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0
-    )
+    row = SegmentRow(segment_id, owner, class_id, ACTIVE, flags, 1, 0, cost, fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0)
     return session.add_segment(row)
 
 
@@ -122,7 +120,9 @@ def let_go(session: Session, number: int, owner: bytes, generation: str, file_by
 def seal(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
     """The file has its seal page and its final size."""
     row = own_segment(session, number, owner, generation)
-    session.set_segment(number, row, row._replace(state=SEALED, owner=NOBODY, allocated=charge(file_bytes, row.records)))
+    session.set_segment(
+        number, row, row._replace(state=SEALED, owner=NOBODY, allocated=charge(file_bytes, row.records))
+    )
 
 
 def doom(session: Session, number: int, owner: bytes) -> SegmentRow | None:

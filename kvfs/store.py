@@ -1,40 +1,25 @@
-"""The store: opening, sharing within a process, forking, closing."""
+"""The store's public face."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import tempfile
-import threading
 import weakref
 from typing import Any
 
-from kvfs import config, directory as directories
+from kvfs import config, core
+from kvfs import directory as directories
 from kvfs.config import Settings
-from kvfs.context import COMMIT_SECONDS, Context
-from kvfs.directory import Directory
-from kvfs.errors import ConfigError, CorruptError, IndexUnavailableError, StoreAccessError, StoreLockedError, StoreNotFoundError, StoreReadOnlyError
-from kvfs.evictor import Evictor
+from kvfs.context import COMMIT_SECONDS
+from kvfs.core import Core
+from kvfs.errors import ConfigError, IndexUnavailableError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.identity import Identity
-from kvfs.index.environment import Index
+from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
-from kvfs.keeper import Chore, Keeper
 from kvfs.layout import PageLayout
-from kvfs.liveness import HEARTBEAT_SECONDS, Liveness
 from kvfs.namespace import Namespace
-from kvfs.reader import Reader
-from kvfs.rebuild import Report, build, rebuild
-from kvfs.recency import Recency
-from kvfs.segment_files import SegmentFiles
 from kvfs.types import Verify
 from kvfs.version import FORMAT
-from kvfs.writer import Appender
-
-READY_SECONDS = 0.5  # how long open waits for a rebuild; a large one goes on beside serving
-_LOCK = threading.RLock()
-_CORES: dict[tuple[int, int], _Core] = {}
 
 
 def open_store(
@@ -64,210 +49,22 @@ def open_store(
         if capacity is None:
             capacity = os.environ.get("KVFS_CAPACITY")
         if capacity is None:
-            raise ConfigError(f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one")
+            raise ConfigError(
+                f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one"
+            )
         settings = config.make_settings(capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode)
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    with _LOCK:
-        return Store(_core(where, read_only, policy, threads or min(4, os.cpu_count() or 1), files))
-
-
-def _core(path: str, read_only: bool, verify: Verify, threads: int, files: Files) -> _Core:
-    """The one core of this process for a directory: LMDB must not be opened twice."""
-    try:
-        st = os.stat(path)
-    except FileNotFoundError:
-        raise StoreNotFoundError(f"{path} does not exist; create a store with kvfs.open(path, capacity=...)") from None
-    except PermissionError:
-        raise StoreAccessError(f"{path}: no permission; run as its owner or a member of its group") from None
-    core = _CORES.get((st.st_dev, st.st_ino))
-    if core is None:
-        core = _CORES[st.st_dev, st.st_ino] = _Core(path, read_only, verify, threads, files)
-    elif core.read_only and not read_only:
-        raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
-    core.users += 1
-    return core
-
-
-class _Core:
-    """Everything that the Store objects of one directory share in this process."""
-
-    def __init__(self, path: str, read_only: bool, verify: Verify, threads: int, files: Files) -> None:
-        self.path = os.path.abspath(path)
-        self.read_only = read_only
-        self.users = 0
-        self.rebuilt: Report | None = None
-        self._files = files
-        self._verify, self._threads = verify, threads
-        self._private: str | None = None
-        self._start()
-
-    def _start(self, *, again: bool = False) -> None:
-        files = self._files
-        directory = Directory(self.path, files, read_only=self.read_only)
-        try:
-            store_id = directory.store_id()
-            settings = _read_settings(directory)
-            self._check_layout(directory)
-            liveness = None if self.read_only else Liveness(directory)
-            try:
-                if liveness is not None:
-                    liveness.refuse_foreign_kernel()
-            except StoreLockedError:
-                liveness.close()  # type: ignore[union-attr]
-                raise
-        except PermissionError as exc:
-            directory.close()
-            raise StoreAccessError(f"{self.path}: {exc.strerror} ({exc.filename}); run as the store's owner or a member of its group") from None
-        except OSError as exc:
-            directory.close()
-            if exc.errno == 30:
-                raise StoreReadOnlyError(f"{self.path} lies on a read-only file system: open it with read_only=True") from None
-            raise StoreAccessError(f"{self.path}: {exc.strerror} ({exc.filename})") from None
-        except BaseException:
-            directory.close()
-            raise
-        self.directory, self.settings = directory, settings
-        index = Index(directory, settings.index_bytes)
-        context = Context(
-            directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
-            self._verify, self._threads,
-        )  # fmt: skip
-        if again:
-            self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
-        else:
-            self.c = context
-            self.reader = Reader(self.c)
-            self.evictor = Evictor(self.c)
-            self.appender = Appender(self.c, self.evictor.make_room)
-            self.evictor.appender = self.appender
-        self._become_ready()
-        self.keeper = Keeper(self.c, self._chores())
-
-    @staticmethod
-    def _check_layout(directory: Directory) -> None:
-        for name in directories.SUBDIRECTORIES:
-            try:
-                directory.sub(name)
-            except (FileNotFoundError, NotADirectoryError):
-                raise CorruptError(f"{directory.path}/{name} is missing: restore it with mkdir, or start with an empty directory") from None
-
-    # -- readiness ---------------------------------------------------------------------------
-
-    def _become_ready(self) -> None:
-        if self.is_ready():
-            return
-        if self.read_only:
-            self._open_private()
-            return
-        thread = threading.Thread(target=self._rebuild_quietly, name="kvfs-rebuild", daemon=True)
-        thread.start()
-        thread.join(READY_SECONDS)
-
-    def is_ready(self) -> bool:
-        try:
-            self.c.index.read(lambda s: None, COMMIT_SECONDS)
-        except IndexUnavailableError:
-            return False
-        return True
-
-    def _rebuild_quietly(self) -> None:
-        try:
-            self.rebuild_if_needed()
-        except (OSError, IndexUnavailableError) as exc:
-            self.c.counters.add("rebuild_failed")
-            self.c.counters.add(f"rebuild_failed_{type(exc).__name__}")
-
-    def rebuild_if_needed(self) -> None:
-        """Build a new index if there is none to trust."""
-        if self.read_only or self.is_ready():
-            return
-        assert self.c.liveness is not None
-        report = rebuild(
-            self.directory, self.c.index, self.settings, self.c.store_id, alone=not self.c.liveness.others()
-        )
-        if report is not None:
-            self.rebuilt = report
-            self.c.counters.add("rebuilds")
-            if self.c.verify is Verify.OFF:
-                self.c.verify = Verify.FIRST  # unchecked reads never follow an unclean stop
-
-    def _open_private(self) -> None:
-        """A reader that may not write builds an index of its own, outside the store."""
-        folder = tempfile.mkdtemp(prefix="kvfs-index-")
-        build(self.directory, folder, self.settings, self.c.store_id, alone=False)
-        self.c.index.close()
-        self.c.index = Index(self.directory, self.settings.index_bytes, private_path=folder)
-        self.c.index.open_private()
-        self._private = folder
-
-    # -- upkeep ------------------------------------------------------------------------------
-
-    def _chores(self) -> list[Chore]:
-        chores = [Chore("holds", 1.0, self._expire_holds)]
-        if not self.read_only:
-            assert self.c.liveness is not None
-            chores += [
-                Chore("rebuild", 1.0, self._rebuild_quietly),
-                Chore("evict", 0.25, self.evictor.background),
-                Chore("sync", 1.0, self._sync),
-                Chore("tidy", 2.0, self.appender.tidy),
-                Chore("sweep", 0.5, self.evictor.sweep),
-                Chore("slack", 5.0, self.c.index.keep_slack),
-                Chore("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
-            ]
-        return chores
-
-    def _sync(self) -> None:
-        if self.settings.sync == "batch":
-            self.appender.sync_dirty()
-
-    def _expire_holds(self) -> None:
-        now = self._files.monotonic()
-        for hold in list(self.c.holds):
-            if hold.expires_at <= now:
-                hold.release()
-
-    # -- the end -----------------------------------------------------------------------------
-
-    def close(self) -> None:
-        self.keeper.stop()
-        if not self.read_only:
-            self.appender.close()
-        self.reader.close()
-        for hold in list(self.c.holds):
-            hold.release()
-        self.c.index.close()
-        self.c.recency.close()
-        if self.c.liveness is not None:
-            self.c.liveness.close()
-        self.directory.close()
-        if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
-
-    def restart_in_child(self) -> None:
-        """After a fork: this process is somebody else, with its own locks, threads and active segments."""
-        for hold in list(self.c.holds):
-            hold.disown()
-        self.c.segments.abandon()
-        self.c.recency.abandon()
-        self.appender.abandon()
-        self.reader.abandon()
-        if self.c.liveness is not None:
-            self.c.liveness.forget()
-        self.c.index.abandon()
-        inherited = self.directory
-        self._start(again=True)
-        inherited.close()
+    return Store(core.enter(where, read_only, policy, threads or min(4, os.cpu_count() or 1), files))
 
 
 class Store:
     """An open store. Usable from any thread, and in children after a fork. Close it, or use ``with``."""
 
-    def __init__(self, core: _Core) -> None:
-        self._core = core
+    def __init__(self, shared: Core) -> None:
+        self._core = shared
         self._closed = False
-        self._finalizer = weakref.finalize(self, _leave, core)
+        self._finalizer = weakref.finalize(self, core.leave, shared)
 
     @property
     def path(self) -> str:
@@ -288,8 +85,8 @@ class Store:
         ``revision`` is a commit or a digest of the weights, never a name that moves; ``salt`` a tenant's secret.
         """
         self._check_open()
-        core = self._core
-        return Namespace(core.c, core.appender, core.reader, Identity(name, layout, revision, salt, **identity))
+        c = self._core
+        return Namespace(c.c, c.appender, c.reader, Identity(name, layout, revision, salt, **identity))
 
     def wait_ready(self, timeout: float = 60.0) -> bool:
         """Wait until the index answers; False if it does not within ``timeout`` seconds."""
@@ -304,19 +101,19 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """What is in the store, and what this process did with it. Keys are documented in docs/api.md."""
         self._check_open()
-        core = self._core
+        shared = self._core
         result: dict[str, Any] = {
-            "path": core.path,
+            "path": shared.path,
             "format": FORMAT,
-            "store_id": core.c.store_id.hex(),
-            "capacity_bytes": core.settings.capacity_bytes,
-            "read_only": core.read_only,
-            "verify": core.c.verify.value,
-            "counters": core.c.counters.snapshot(),
-            "index": {"state": "ready", "generation": core.c.index.generation, "timeouts": core.c.index.timeouts},
+            "store_id": shared.c.store_id.hex(),
+            "capacity_bytes": shared.settings.capacity_bytes,
+            "read_only": shared.read_only,
+            "verify": shared.c.verify.value,
+            "counters": shared.c.counters.snapshot(),
+            "index": {"state": "ready", "generation": shared.c.index.generation, "timeouts": shared.c.index.timeouts},
         }
         try:
-            result |= core.c.index.read(_summarise, COMMIT_SECONDS)
+            result |= shared.c.index.read(_summarise, COMMIT_SECONDS)
         except IndexUnavailableError as exc:
             result["index"]["state"] = str(exc)
         return result
@@ -347,65 +144,9 @@ class Store:
         self.close()
 
 
-def _leave(core: _Core) -> None:
-    with _LOCK:
-        core.users -= 1
-        if core.users:
-            return
-        for key, value in list(_CORES.items()):
-            if value is core:
-                del _CORES[key]
-    core.close()
-
-
-def _read_settings(directory: Directory) -> Settings:
-    data = directory.read_small("kvfs.toml", config.TOML_BYTES_MAX)
-    if data is None:
-        raise CorruptError(f"{directory.path}/kvfs.toml is missing: write one with capacity = \"200GiB\"")
-    return config.parse_toml(data, f"{directory.path}/kvfs.toml")
-
-
-def _summarise(session: Any) -> dict[str, Any]:
+def _summarise(session: Session) -> dict[str, Any]:
     ledger = session.ledger()
     states = dict.fromkeys(STATE_NAMES.values(), 0)
     for _, row in session.segments():
         states[STATE_NAMES[row.state]] += 1
     return {"used_bytes": ledger.used, "segments": states, "index_bytes": session.used_bytes()}
-
-
-# -- forks and exits -------------------------------------------------------------------------
-
-_resume: list[Any] = []
-
-
-def _before_fork() -> None:
-    _LOCK.acquire()
-    for core in _CORES.values():
-        _resume.append(core.c.index.quiesce(1.0))
-
-
-def _after_in_parent() -> None:
-    while _resume:
-        _resume.pop()()
-    _LOCK.release()
-
-
-def _after_in_child() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()
-    _resume.clear()
-    for key, core in list(_CORES.items()):
-        try:
-            core.restart_in_child()
-        except Exception:
-            del _CORES[key]
-
-
-def _close_all() -> None:
-    for core in list(_CORES.values()):
-        core.close()
-    _CORES.clear()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
-atexit.register(_close_all)

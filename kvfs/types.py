@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 #: Anything that exposes its bytes: bytes-like, numpy array, contiguous CPU torch tensor.
 BufferLike: TypeAlias = Any
@@ -42,10 +42,5 @@ class PutResult(NamedTuple):
     reason: str = ""
 
 
-class Deadline(Protocol):
-    """A point on the monotonic clock, in seconds; see ``Files.monotonic``."""
-
-    def __call__(self) -> float: ...
-
-
-PagesLike: TypeAlias = "BufferLike | Sequence[BufferLike] | Mapping[str, BufferLike | Sequence[BufferLike]]"
+#: One buffer of whole pages, or one per group name.
+PagesLike: TypeAlias = "BufferLike | Mapping[str, BufferLike]"

@@ -137,7 +137,11 @@ def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, re
         if places is None:
             places = rows[head] = load(session, run_key(head))
         old = places.get(slot)
-        if old is not None and old.chunk_hash != place.chunk_hash and (is_live(session, old) or claim_holds(session, old)):
+        if (
+            old is not None
+            and old.chunk_hash != place.chunk_hash
+            and (is_live(session, old) or claim_holds(session, old))
+        ):
             head = place.chunk_hash  # the slot went to another continuation meanwhile
             places = rows.setdefault(head, load(session, run_key(head)))
             old = places.get(slot)
@@ -160,7 +164,11 @@ def move(
         key = run_key(head)
         places = load(session, key)
         old = places.get(slot)
-        if old is None or (old.segment, old.seq, old.chunk_hash) != (source, seq, place.chunk_hash) or old.flags & CLAIM:
+        if (
+            old is None
+            or (old.segment, old.seq, old.chunk_hash) != (source, seq, place.chunk_hash)
+            or old.flags & CLAIM
+        ):
             continue
         places[slot] = place
         save(session, key, places, leaves)

@@ -170,6 +170,4 @@ class Session:
         """Recount: the ledger's sum equals its parts."""
         rows = [row for _, row in self.segments()]
         ledger = self.ledger()
-        return ledger.used == sum(r.allocated for r in rows) and ledger.doomed == sum(
-            r.state == DOOMED for r in rows
-        )
+        return ledger.used == sum(r.allocated for r in rows) and ledger.doomed == sum(r.state == DOOMED for r in rows)

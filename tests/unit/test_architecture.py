@@ -20,8 +20,8 @@ PACKAGE = "kvfs"
 #: The first name below kvfs (a module, a package, or a pattern) -> its layer. kvfs/__init__.py is above all.
 LAYERS: dict[int, tuple[str, ...]] = {
     5: ("cli", "integrations", "mount", "metrics"),
-    4: ("store", "namespace", "gc", "evictor", "keeper", "verify", "rebuild", "pins"),
-    3: ("transfer", "staging", "eviction", "reader", "writer", "match", "lookup", "context"),
+    4: ("store", "core", "namespace", "gc", "evictor", "keeper", "verify", "rebuild", "pins"),
+    3: ("transfer", "staging", "eviction", "reader", "writer", "active", "match", "matcher", "lookup", "context"),
     2: ("segment*", "index", "kernels", "space", "liveness", "recency"),
     1: ("format", "codec", "hashing", "layout", "hf_config", "config", "files", "directory", "identity", "buffers"),
     0: ("types", "errors", "version"),

@@ -32,10 +32,10 @@ def namespace_for(
 ) -> PrefixCache:  # fmt: skip
     """The part of ``store`` that holds KV of exactly this model.
 
-    ``revision``: a commit or digest of the weights, for which the caller then vouches. Default: the commit that
-    the model was loaded from if it tells, else ``weights_digest(model)``, which reads all weights once; both with
-    a digest of the config. ``adapter``: a digest of the content of active PEFT adapters, ``epoch``: a count of
-    in-place changes of the weights, ``salt``: a tenant's secret, ``name``: default the model type.
+    ``revision``: a commit or digest of the weights, for which the caller then vouches. Default: the commit
+    that the model was loaded from if it tells, else ``weights_digest(model)``, which reads all weights once;
+    both with a digest of the config. ``adapter``: a digest of the content of active PEFT adapters, ``epoch``:
+    a count of in-place changes of the weights, ``salt``: a tenant's secret, ``name``: default the model type.
 
     UnsupportedModelError: a model whose KV must not be reused, or whose cache is not understood (quantised,
     multimodal, MLA, linear attention, KV sharing, encoder-decoder, offloaded, adapters without a digest, RoPE
@@ -60,7 +60,8 @@ class _Loaded(NamedTuple):
 class PrefixCache:
     """Loads and saves prefixes of one model. Made by ``namespace_for``; any thread may use it.
 
-    ``reason`` says why the last load or save on this object did less than it was asked for ("" if it did not).
+    ``reason`` says why the last load or save on this object did nothing, or not all ("" if there is nothing
+    to say).
     """
 
     def __init__(self, namespace: Namespace, source: Source) -> None:
@@ -81,13 +82,14 @@ class PrefixCache:
     def load(self, input_ids: Any, attention_mask: Any = None) -> tuple[DynamicCache, int]:
         """A cache for ``model.generate(input_ids, past_key_values=...)``, and how many columns it holds.
 
-        ``input_ids``: [n] or [batch, n] integers; ``attention_mask`` where rows are padded on the left. At least
-        one token of each row is left to compute, so the second result is less than n; 0 with an empty cache is
-        a miss. All rows of a batch end in one column, that of the shortest prefix found; with window layers
-        their paddings must differ by multiples of ``page_tokens``, else nothing is restored.
+        ``input_ids``: [n] or [batch, n] integers; ``attention_mask`` where rows are padded on the left. At
+        least one token of each row is left to compute, so the second result is less than n; 0 with an empty
+        cache is a miss. All rows of a batch end in one column, that of the shortest prefix found; with window
+        layers their paddings must differ by multiples of ``page_tokens``, else nothing is restored.
 
-        Window layers are told to keep the history that they compute, so that ``save`` can store any page of it:
-        during generation the cache takes the memory of full attention. ConfigError for inputs of a wrong kind.
+        Window layers are told to keep the history that they compute, so that ``save`` can store any page of
+        it: while generating, the cache takes the memory of full attention. The restored pages lie in host
+        memory until the last layer is filled. ConfigError for inputs of a wrong kind.
         """
         rows = rows_of(input_ids, attention_mask)
         self.reason = self.source.changed()
@@ -118,9 +120,7 @@ class PrefixCache:
             limits = [m.tokens - 1 if bad else m.tokens for m, bad in zip(matches, short, strict=True)]
         return 0, []
 
-    def _agree(
-        self, rows: Sequence[Row], limits: Sequence[int], stack: ExitStack
-    ) -> tuple[int, list[PrefixMatch]]:
+    def _agree(self, rows: Sequence[Row], limits: Sequence[int], stack: ExitStack) -> tuple[int, list[PrefixMatch]]:
         """The column in which what is stored of all rows ends, and the matches up to there."""
         while True:
             matches = [
@@ -134,10 +134,7 @@ class PrefixCache:
             limits = ends  # shorter than before for some row, so this ends
 
     def _read(self, match: PrefixMatch) -> _Loaded:
-        pages = {
-            g.name: torch.empty(match.page_count(g.name) * g.page_bytes, dtype=torch.uint8)
-            for g in self._groups
-        }
+        pages = {g.name: torch.empty(match.page_count(g.name) * g.page_bytes, dtype=torch.uint8) for g in self._groups}
         first = {g.name: match.first_page(g.name) * self._page_tokens for g in self._groups}
         chunks = self.namespace.get(match, pages) if match.tokens else 0
         return _Loaded(chunks * self._page_tokens, first, pages)
@@ -158,32 +155,27 @@ class PrefixCache:
                     layer.cumulative_length = columns
 
     def _states(
-        self,
-        row: Row,
-        columns: int,
-        keep: int,
-        one: _Loaded,
-        group: Group,
-        position: int,
-        device: torch.device,
+        self, row: Row, columns: int, keep: int, one: _Loaded, group: Group, position: int, device: torch.device
     ) -> list[torch.Tensor]:
-        """Keys and values [head, keep, dim] of the ``keep`` columns before column ``columns``, zero where padded."""
+        """Keys and values [head, keep, dim] of the ``keep`` columns before ``columns``, zero where padded."""
         end, begin = max(0, columns - row.pad), max(0, columns - keep - row.pad)
         first = one.first[group.name]
-        pair = states_of(one.pages[group.name], group, self.source.dtype, position, device)
-        return [
-            pad_with_zeros(x[:, begin - first : end - first], (0, 0, keep - (end - begin), 0)) for x in pair
-        ]
+        states = states_of(one.pages[group.name], group, self.source.dtype, position, device)
+        pair = [x[:, begin - first : end - first] for x in states]
+        zeros = keep - (end - begin)
+        return [pad_with_zeros(x, (0, 0, zeros, 0)) for x in pair] if zeros else pair
 
     # -- saving ------------------------------------------------------------------------------
 
     def save(self, token_ids: Any, past_key_values: Any, attention_mask: Any = None) -> PutResult:
-        """Store the full pages of ``past_key_values`` that are not stored yet; counts are of pages, of all rows.
+        """Store the full pages of ``past_key_values`` that are not stored yet; counts are pages of all rows.
 
-        ``token_ids``: [n] or [batch, n], what the cache was computed from, column by column; tokens beyond the
-        cache (the last one of ``generate``) and columns beyond the tokens are left out. ``attention_mask`` as
-        given to ``load``; columns that it lacks are real. Pages that reach back beyond what a window layer
-        retains are not stored. A cache that is not understood, or not of this model, is declined whole.
+        ``token_ids``: [n] or [batch, n], what the cache was computed from, column by column; tokens beyond
+        the cache (the last one of ``generate``) and columns beyond the tokens are left out.
+        ``attention_mask`` as given to ``load``; columns that it lacks are real. Pages that reach back beyond
+        what a window layer retains are not stored: those of a cache that did not come from ``load`` end a
+        token short of what a restore needs, unless it is ``DynamicCache()`` without a config. A cache that is
+        not understood, or not of this model, is declined whole.
         """
         return self.save_rows(rows_of(token_ids, attention_mask), past_key_values)
 
@@ -232,11 +224,7 @@ class PrefixCache:
             if total.declined:  # what follows could not be restored without it
                 total = _sum(total, PutResult(0, 0, count))
                 continue
-            pages = {
-                g.name: self._gather(g, piece[g.name], row, number, past)
-                for g in self._groups
-                if g.name in piece
-            }
+            pages = {g.name: self._gather(g, piece[g.name], row, number, past) for g in self._groups if g.name in piece}
             offered = sum(chunks[-1] + 1 - chunks[0] for chunks in piece.values())
             start = {name: chunks[0] for name, chunks in piece.items()}
             try:
@@ -254,7 +242,7 @@ class PrefixCache:
         return [chunk for chunk in plan.missing[group.name] if chunk * self._page_tokens >= begin]
 
     def _pieces(self, missing: dict[str, list[int]]) -> Iterator[tuple[int, dict[str, list[int]]]]:
-        """Missing chunks per group, ascending, cut so that a piece is gathered in bounded memory; and the last."""
+        """Missing chunks per group, in pieces that bound the memory gathered; and the last chunk of each."""
         chunks = sorted({chunk for wanted in missing.values() for chunk in wanted})
         step = max(1, SAVE_BYTES // self.namespace.layout.page_bytes)
         while chunks:
@@ -264,9 +252,7 @@ class PrefixCache:
             piece = {name: wanted for name, wanted in piece.items() if wanted}
             yield max(wanted[-1] for wanted in piece.values()), piece
 
-    def _gather(
-        self, group: Group, chunks: Sequence[int], row: Row, number: int, past: DynamicCache
-    ) -> torch.Tensor:
+    def _gather(self, group: Group, chunks: Sequence[int], row: Row, number: int, past: DynamicCache) -> torch.Tensor:
         """Pages of ``group`` from the first to the last of ``chunks``."""
         begin, end = (c * self._page_tokens for c in (chunks[0], chunks[-1] + 1))
 
@@ -286,5 +272,5 @@ def _batch(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum(one: PutResult, two: PutResult) -> PutResult:
-    counts = (a + b for a, b in zip(one[:4], two[:4], strict=True))
-    return PutResult(*counts, one.reason or two.reason)
+    stored, skipped, declined, in_flight = (a + b for a, b in zip(one[:4], two[:4], strict=True))
+    return PutResult(stored, skipped, declined, in_flight, one.reason or two.reason)

@@ -16,17 +16,17 @@ from kvfs.types import PutResult
 if TYPE_CHECKING:
     from kvfs.store import Store
 
-#: Option -> the values with which the rows of the cache stay those of the prompts.
+#: Option -> the values (to recommend: the first) with which the rows of the cache stay those of the prompts.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "use_cache": (None, True),
+    "num_beams": (1, None),
+    "num_return_sequences": (1, None),
+    "use_cache": (True, None),
     "cache_implementation": (None, "hybrid"),  # "hybrid": left in old checkpoints, ignored by transformers
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
-    "use_mtp": (None, False),
-    "token_healing": (None, False),
-    "penalty_alpha": (None, 0),
+    "use_mtp": (False, None),
+    "token_healing": (False, None),
+    "penalty_alpha": (0, None),
     "dola_layers": (None,),
     "constraints": (None,),
     "force_words_ids": (None,),
@@ -46,19 +46,18 @@ class Generated(NamedTuple):
 def generate(model: Any, cache: PrefixCache | Store, input_ids: Any, **kwargs: Any) -> Generated:
     """``model.generate(input_ids, **kwargs)``, computing only the part of the prompts that is not stored.
 
-    ``cache``: made by ``namespace_for``, or a store (then the weights are read on the first call, to name them).
+    ``cache``: made by ``namespace_for``, or a store (the first call then reads all weights, to name them).
     ``input_ids``: [n] or [batch, n] integers, batches padded on the left with ``attention_mask`` among
     ``kwargs``; without it, padding is inferred from pad_token_id just as transformers does.
 
-    ConfigError for whatever makes KV depend on more than the tokens, or mixes rows: beams, several sequences per
-    prompt, assistants, another cache, inputs other than tokens. UnsupportedModelError as ``namespace_for``.
+    ConfigError for whatever makes KV depend on more than the tokens, or mixes rows: beams, several sequences
+    per prompt, assistants, another cache, inputs other than tokens. UnsupportedModelError as
+    ``namespace_for``.
     """
     if not isinstance(cache, PrefixCache):
         cache = namespace_for(cache, model)
     if cache.model is not model:
-        raise ConfigError(
-            "this cache belongs to another model object: make one with namespace_for(store, model)"
-        )
+        raise ConfigError("this cache belongs to another model object: make one with namespace_for(store, model)")
     mask = kwargs.pop("attention_mask", None)
     _check(model, kwargs)
     ids = torch.as_tensor(input_ids, device=model.device)
@@ -69,10 +68,7 @@ def generate(model: Any, cache: PrefixCache | Store, input_ids: Any, **kwargs: A
     restored = sum(max(0, columns - row.pad) for row in rows_of(ids, mask))
     output = model.generate(ids, attention_mask=mask, past_key_values=past, **kwargs)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    rows = [
-        _trimmed(row, ids.shape[1], _option(model, kwargs, "pad_token_id"))
-        for row in rows_of(sequences, mask)
-    ]
+    rows = [_trimmed(row, ids.shape[1], _option(model, kwargs, "pad_token_id")) for row in rows_of(sequences, mask)]
     return Generated(output, restored, cache.save_rows(rows, past))
 
 
@@ -80,15 +76,11 @@ def _check(model: Any, kwargs: dict[str, Any]) -> None:
     known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters} - _REFUSED
     for name in kwargs:
         if name not in known and kwargs[name] is not None:
-            raise ConfigError(
-                f"{name}: KV may depend on it, and the store knows tokens only; call model.generate"
-            )
+            raise ConfigError(f"{name}: KV may depend on it, and the store knows tokens only; call model.generate")
     for name, plain in _PLAIN.items():
         value = _option(model, kwargs, name)
         if value not in plain:
-            raise ConfigError(
-                f"{name} is {value!r:.80}: pass {plain[-1]!r}, or call model.generate without a store"
-            )
+            raise ConfigError(f"{name} is {value!r:.80}: pass {plain[0]!r}, or call model.generate without a store")
 
 
 def _option(model: Any, kwargs: dict[str, Any], name: str) -> Any:

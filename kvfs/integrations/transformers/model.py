@@ -26,8 +26,11 @@ DIGEST_THREADS = 8
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 #: Fields of a config that cannot change KV, or that stand elsewhere in the identity.
 _NEUTRAL = frozenset(
-    "_name_or_path transformers_version architectures dtype torch_dtype use_cache return_dict problem_type id2label "
-    "label2id output_hidden_states output_attentions pad_token_id bos_token_id eos_token_id initializer_range".split()
+    {
+        *("_name_or_path", "transformers_version", "architectures", "problem_type", "id2label", "label2id"),
+        *("dtype", "torch_dtype", "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
+    }
 )
 _digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
@@ -47,9 +50,7 @@ class Source:
     @property
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
-        return next(
-            dtype for dtype, name in _SHORT.items() if _encoding(self.layout.groups[0]).startswith(name)
-        )
+        return next(dtype for dtype, name in _SHORT.items() if _encoding(self.layout.groups[0]).startswith(name))
 
     def changed(self) -> str:
         """Why the model no longer makes the KV that the identity promises; "" if it does."""
@@ -111,7 +112,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
-    """Pages of what ``DynamicCache(config=config)`` holds. UnsupportedModelError if that is not understood."""
+    """Pages of what ``DynamicCache(config=config)`` holds. UnsupportedModelError if not understood."""
     layout = PageLayout.from_hf_config(config, page_tokens, dtype=dtype)
     cache = DynamicCache(config=config).layers
     known = {layer for group in layout.groups for layer in group.layers}
@@ -125,14 +126,12 @@ def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
             _refuse("a window of one token keeps no cache")
         for layer in group.layers:
             if not fits(cache[layer], group, strict=True):
-                _refuse(
-                    f"layer {layer} keeps a {type(cache[layer]).__name__}, its config describes {group.need}"
-                )
+                _refuse(f"layer {layer} keeps a {type(cache[layer]).__name__}, its config describes {group.need}")
     return layout
 
 
 def fits(layer: Any, group: Group, *, strict: bool = False) -> bool:
-    """Whether ``layer`` of a cache is of a kind that holds the KV of ``group``, history beyond a window allowed."""
+    """Whether ``layer`` of a cache holds KV of ``group``; unless ``strict``, perhaps beyond a window."""
     if type(layer) is DynamicSlidingWindowLayer:
         return bool(group.need.kind == "window" and layer.sliding_window == group.need.window)
     return type(layer) is DynamicLayer and (group.need.kind == "all" or not strict)
@@ -140,15 +139,15 @@ def fits(layer: Any, group: Group, *, strict: bool = False) -> bool:
 
 def head_dim(group: Group, dtype: torch.dtype) -> int:
     """Numbers in the key, and as many in the value, of one cell."""
-    return group.cell.nbytes // (2 * dtype.itemsize)
+    return group.cell.nbytes // (2 * int(dtype.itemsize))
 
 
 def weights_digest(model: Any) -> str:
     """BLAKE2b over name, shape, dtype and bytes of every parameter and buffer; 64 hex digits.
 
-    Reads all weights once per model object and change: about a second per GB and core, up to eight cores. Equal
-    on all devices and in all processes. Changes made behind the back of autograd (``tensor.data``) are not seen
-    until the next process.
+    Reads all weights once per model object and change: about a second per GB and core, up to eight cores.
+    Equal on all devices and in all processes. Changes made behind the back of autograd (``tensor.data``) are
+    not seen until the next process.
     """
     seen = fingerprint(model)
     known = _digests.get(model)
@@ -174,7 +173,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fingerprint(model: Any) -> object:
-    """Changes whenever a tensor of the model is replaced or written through autograd; costs microseconds each."""
+    """Changes when a tensor of the model is replaced or written through autograd; reads no weights."""
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in _tensors(model))
 
 
@@ -186,7 +185,7 @@ def config_digest(config: Any) -> str:
 
 
 def _rotary_precision(model: Any) -> dict[str, str]:
-    """RoPE frequencies are float32 after from_pretrained; ``model.to(dtype)`` rounds them, which changes keys."""
+    """``from_pretrained`` keeps RoPE frequencies in float32; ``model.to(dtype)`` rounds them, and so KV."""
     kinds = {str(b.dtype) for name, b in model.named_buffers() if name.endswith("inv_freq")}
     other = sorted(kinds - {"torch.float32"})
     return {"inv_freq": ",".join(other)} if other else {}

@@ -30,7 +30,7 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[Row]:
     mask = _matrix("attention_mask", attention_mask)
     if mask.shape[0] != ids.shape[0] or mask.shape[1] > ids.shape[1]:
         raise ConfigError(
-            f"attention_mask is {list(mask.shape)}, input_ids {list(ids.shape)}: pass as many rows and columns"
+            f"attention_mask is {list(mask.shape)}, input_ids {list(ids.shape)}: pass rows of equal length"
         )
     return [_row(number, tokens, real) for number, (tokens, real) in enumerate(zip(ids, mask, strict=True))]
 

@@ -12,7 +12,7 @@ from kvfs.layout import GRANULE_TOKENS, Group
 
 def states_of(pages: torch.Tensor, group: Group, dtype: torch.dtype, position: int,
               device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Keys and values of one layer (by position in the group), each [head, token, dim], contiguous, on ``device``.
+    """Keys and values of one layer (by position in the group), each [head, token, dim], on ``device``.
 
     ``pages``: uint8, CPU, whole pages of ``group`` one behind the other.
     """

@@ -1,0 +1,257 @@
+"""The active segments of this process: one per class, made, adopted, sealed, dropped and tidied here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from kvfs import format as fmt
+from kvfs import space
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import IndexUnavailableError
+from kvfs.format import Header
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, SegmentRow
+from kvfs.segment import SegmentWriter, file_name
+from kvfs.space import ANY_CLASS, NeedSpaceError, StaleWriterError
+
+T = TypeVar("T")
+STEP = 4  # a segment's blocks are allocated in this many steps
+IDLE_SECONDS = 10.0
+CLASSES_MAX = 16  # active segments of one process
+
+
+class SegmentClass(NamedTuple):
+    """What a segment is reserved for. Classes never share segments."""
+
+    class_id: bytes = ANY_CLASS
+    flags: int = 0
+    evictor: bool = False  # may use the standing reserve
+
+
+class Declined(Exception):
+    """Pages are not stored; ``reason`` says why. Never leaves the package."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Active(NamedTuple):
+    """An active segment and the generation of the index that knows it."""
+
+    writer: SegmentWriter
+    generation: str
+
+
+class ActiveSegments:
+    """Segments that this process appends to. Whoever appends holds ``lock(segment_class)``."""
+
+    def __init__(self, context: Context, make_room: Callable[[int, float], bool]) -> None:
+        self._c = context
+        self._make_room = make_room  # (bytes, deadline) -> whether it is worth trying again
+        self._lock = threading.Lock()
+        self._locks: dict[SegmentClass, threading.Lock] = {}
+        self._writers: dict[SegmentClass, Active] = {}
+        self._used_at: dict[SegmentClass, float] = {}
+        self._dirty: set[SegmentClass] = set()
+
+    def lock(self, segment_class: SegmentClass) -> threading.Lock:
+        with self._lock:
+            return self._locks.setdefault(segment_class, threading.Lock())
+
+    def with_room(self, transact: Callable[[Session], T], deadline: float) -> T:
+        """Run a reserving transaction; where space is missing, evict and try again until the deadline."""
+        while True:
+            try:
+                return self._c.index.write(transact, COMMIT_SECONDS)
+            except NeedSpaceError as exc:
+                missing = exc.missing
+            except IndexUnavailableError as exc:
+                if str(exc) != "index full":
+                    raise
+                missing = self._c.settings.segment_bytes
+            now = self._c.files.monotonic()
+            if now >= deadline or not self._make_room(missing, deadline):
+                raise Declined("space")
+
+    def writer(self, segment_class: SegmentClass, need: int, deadline: float) -> Active:
+        """The active segment of the class with room for ``need`` bytes; seals the old one if it is full."""
+        current = self._writers.get(segment_class)
+        if current is not None:
+            writer, generation = current
+            if not writer.dead and generation == self._c.index.generation:
+                if need <= writer.room(self._c.settings.segment_bytes):
+                    return current
+                self._seal(segment_class)
+            else:
+                self.drop(segment_class)
+        fresh = self._adopt(segment_class, need) or self._create(segment_class, need, deadline)
+        self._writers[segment_class] = fresh
+        return fresh
+
+    def _create(self, segment_class: SegmentClass, need: int, deadline: float) -> Active:
+        segment_bytes = self._c.settings.segment_bytes
+        if fmt.FIRST_PAYLOAD + need + fmt.BLOCK > segment_bytes:
+            raise Declined("page larger than a segment")
+        allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, fmt.FIRST_PAYLOAD + need)))
+        segment_id = self._c.files.random(16)
+        limits = space.budget(self._c.settings, evictor=segment_class.evictor)
+
+        def transact(session: Session) -> tuple[int, str]:
+            number = space.new_segment(
+                session, segment_id, self._c.owner, segment_class.class_id, segment_class.flags, allocated, limits
+            )
+            return number, session.generation
+
+        number, generation = self.with_room(transact, deadline)
+        header = Header(
+            segment_id, self._c.store_id, self._c.files.now_us(), segment_class.flags, segment_class.class_id
+        )
+        try:
+            writer = SegmentWriter.create(self._c.directory, header, number, allocated)
+        except OSError:
+            self._c.index.write(lambda s: s.forget_segment(number), COMMIT_SECONDS)
+            raise
+        return Active(writer, generation)
+
+    def _adopt(self, segment_class: SegmentClass, need: int) -> Active | None:
+        """Go on with the active segment of a process that is gone."""
+        limit = self._c.settings.segment_bytes - fmt.BLOCK - need
+
+        def look(session: Session) -> tuple[list[tuple[int, SegmentRow]], str]:
+            rows = [
+                (n, r) for n, r in session.segments_in(ACTIVE)
+                if (r.class_id, r.flags) == segment_class[:2] and r.tail <= limit and r.owner != self._c.owner
+            ]  # fmt: skip
+            return rows[:8], session.generation
+
+        rows, generation = self._c.index.read(look, COMMIT_SECONDS)
+        for number, row in rows:
+            if self._c.liveness is None or self._c.liveness.is_alive(row.owner):
+                continue
+            take = partial(space.adopt, number=number, seen=row, owner=self._c.owner)
+            taken = self._c.index.write(take, COMMIT_SECONDS)
+            if taken is None:
+                continue
+            try:
+                size = self._c.files.stat(file_name(row.segment_id), dir_fd=self._c.directory.sub("segments")).st_size
+                allocated = max(row.tail, min(size, row.allocated))
+                writer = SegmentWriter.adopt(
+                    self._c.directory, row.segment_id, number, epoch=taken.epoch, tail=row.tail,
+                    records=row.records, allocated=allocated,
+                )  # fmt: skip
+                return Active(writer, generation)
+            except OSError:
+                # what was published stays readable, page by page; nobody appends to it again
+                self._c.counters.add("adopt_errors")
+                give_up = partial(space.retire, number=number, owner=self._c.owner, charged=row.allocated)
+                self._c.index.write(give_up, COMMIT_SECONDS)
+        return None
+
+    def _seal(self, segment_class: SegmentClass) -> None:
+        writer, generation = self._writers.pop(segment_class)
+        self._dirty.discard(segment_class)
+        try:
+            size = writer.seal()
+            if self._c.settings.sync != "cache":
+                self._c.files.fdatasync(writer.fd)
+            self._c.index.write(lambda s: space.seal(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)
+        except StaleWriterError:
+            pass
+        finally:
+            writer.close()
+
+    def drop(self, segment_class: SegmentClass) -> None:
+        """After a failure: no more appends. What was published stays, and is verified at each read."""
+        current = self._writers.pop(segment_class, None)
+        self._dirty.discard(segment_class)
+        if current is None:
+            return
+        writer, generation = current
+        writer.close()
+        if generation == self._c.index.generation:
+            try:
+                self._c.index.write(lambda s: space.retire(s, writer.number, self._c.owner, None), COMMIT_SECONDS)
+            except (IndexUnavailableError, StaleWriterError):
+                self._c.counters.add("drop_errors")  # the next process finishes it when this one is gone
+
+    def sync(self, writer: SegmentWriter) -> None:
+        """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
+        try:
+            self._c.files.fdatasync(writer.fd)
+        except OSError:
+            writer.dead = True
+            self._c.counters.add("sync_errors")
+            self._c.index.write(lambda s: space.doom(s, writer.number, self._c.owner), COMMIT_SECONDS)
+            raise
+
+    def note_use(self, segment_class: SegmentClass) -> None:
+        self._used_at[segment_class] = self._c.files.monotonic()
+
+    def note_dirty(self, segment_class: SegmentClass) -> None:
+        self._dirty.add(segment_class)
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def sync_dirty(self) -> None:
+        """fdatasync what was appended since the last call (level ``batch``)."""
+        for segment_class in list(self._dirty):
+            with self.lock(segment_class):
+                current = self._writers.get(segment_class)
+                self._dirty.discard(segment_class)
+                if current is not None and not current[0].dead:
+                    try:
+                        self.sync(current[0])
+                    except (OSError, IndexUnavailableError):
+                        self.drop(segment_class)
+
+    def tidy(self) -> None:
+        """Seal or trim active segments that nobody has written to for a while."""
+        now = self._c.files.monotonic()
+        for segment_class, at in list(self._used_at.items()):
+            if now - at >= IDLE_SECONDS:
+                self._used_at.pop(segment_class, None)
+                with self.lock(segment_class):
+                    self._rest(segment_class, let_go=False)
+
+    def _rest(self, segment_class: SegmentClass, *, let_go: bool) -> None:
+        current = self._writers.get(segment_class)
+        if current is None:
+            return
+        writer, generation = current
+        try:
+            if writer.dead or generation != self._c.index.generation:
+                self.drop(segment_class)
+            elif writer.tail > self._c.settings.segment_bytes // 2:
+                self._seal(segment_class)
+            else:
+                size = writer.trim()
+                free = space.let_go if let_go else space.shrink
+                self._c.index.write(lambda s: free(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)
+                if let_go:
+                    self._writers.pop(segment_class, None)
+                    writer.close()
+        except (OSError, IndexUnavailableError, StaleWriterError):
+            self._c.counters.add("tidy_errors")
+
+    def close(self) -> None:
+        """Leave the active segments, trimmed, to whoever comes next."""
+        for segment_class in list(self._writers):
+            with self.lock(segment_class):
+                self._rest(segment_class, let_go=True)
+                current = self._writers.pop(segment_class, None)
+                if current is not None:
+                    current[0].close()
+
+    def abandon(self) -> None:
+        """In a forked child: the parent goes on writing its segments; this process starts its own."""
+        for writer, _ in self._writers.values():
+            writer.close()
+        self._lock = threading.Lock()
+        self._locks, self._writers, self._used_at, self._dirty = {}, {}, {}, set()
+
+    def active_numbers(self) -> set[int]:
+        return {writer.number for writer, _ in self._writers.values()}

@@ -1,0 +1,138 @@
+"""Looking prompts up: from chunk hashes to a PrefixMatch that holds its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from kvfs.context import LOOKUP_SECONDS, Context
+from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.index.session import Session
+from kvfs.layout import Group, PageLayout, Part
+from kvfs.lookup import ROWS_PER_HOLD, GroupLookup, Prompt, search
+from kvfs.match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch
+from kvfs.segment_files import Held
+
+T = TypeVar("T")
+
+
+class Matcher:
+    """Lookups of one namespace. Never raises for an index that cannot answer: that is a miss, and counted."""
+
+    def __init__(
+        self, context: Context, digest: bytes, layout: PageLayout, tiers: Callable[[PrefixMatch], list[PageRef]]
+    ) -> None:
+        self._c = context
+        self._digest = digest
+        self._layout = layout
+        self._tiers = tiers
+
+    def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
+        """Longest restorable prefix; ``wants``: the rectangle wanted of each group."""
+        lookups = [GroupLookup(prompt, *pair) for pair in zip(self._layout.groups, wants, strict=True)]
+        chunks = 0
+        generation = ""
+        if prompt.hashes:
+            try:
+                generation = self._use_parts(lookups)
+                chunks = search(lookups, self._layout.page_tokens, len(prompt.hashes), self._read)
+            except IndexUnavailableError as exc:
+                self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
+        self._c.counters.add("lookups")
+        self._c.counters.add("tokens_queried", len(prompt.hashes) * self._layout.page_tokens)
+        return self._hold(lookups, chunks, generation)
+
+    def _use_parts(self, lookups: Sequence[GroupLookup]) -> str:
+        def known(session: Session) -> tuple[str, list[list[bytes]]]:
+            digest = self._digest
+            return session.generation, [session.parts(digest, n) for n in range(len(lookups))]
+
+        generation, parts = self._read(known)
+        for lookup, packed in zip(lookups, parts, strict=True):
+            lookup.use_parts([p for p in map(_unpack_part, packed) if p is not None])
+        return generation
+
+    def _read(self, function: Callable[[Session], T]) -> T:
+        return self._c.index.read(function, LOOKUP_SECONDS)
+
+    def _hold(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
+        """Lock the segments of what was found; where one is gone meanwhile, shorten."""
+        match = self._assemble(lookups, chunks, generation)
+        held: dict[int, Held] = {}
+        for number, segment_id in match.segments.items():
+            one = self._c.segments.acquire(number, segment_id, generation)
+            if one is not None:
+                held[number] = one
+        hold = Hold(self._c.segments, held, self._c.files.monotonic() + HOLD_SECONDS)
+        if len(held) < len(match.segments):
+            match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
+        match.hold, match._tiers = hold, self._tiers
+        self._c.holds.add(hold)
+        self._c.counters.add("tokens_matched", match.tokens)
+        return match
+
+    def _assemble(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
+        groups = []
+        segments: dict[int, bytes] = {}
+        for number, lookup in enumerate(lookups):
+            need = lookup.group.need.chunks(self._layout.page_tokens)
+            first = 0 if need is None else max(0, chunks - need)
+            length = lookup.prompt.run_length
+            runs = range(first // length, -(-chunks // length)) if chunks else range(0)
+            hits = tuple(hit for run in runs for hit in lookup.found.hits.get(run, ()))
+            groups.append(
+                GroupMatch(number, lookup.group.name, lookup.want, need, lookup.group.part_bytes(lookup.want),
+                           first, chunks - first, hits, length)
+            )  # fmt: skip
+            if chunks:
+                segments.update(lookup.segments)
+        return PrefixMatch(
+            chunks * self._layout.page_tokens, self._layout.page_tokens, self._digest, generation,
+            tuple(groups), segments,
+        )  # fmt: skip
+
+    def present(
+        self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool
+    ) -> int:
+        """Chunks in [first, end) that are stored or being written. Unless ``whole``, ends at the first gap."""
+        lookup = GroupLookup(prompt, group, part)
+        run, last = first // prompt.run_length, -(-end // prompt.run_length)
+
+        def step(session: Session) -> bool:
+            nonlocal run
+            lookup.use_parts([p for p in map(_unpack_part, session.parts(self._digest, number)) if p is not None])
+            budget = lookup.rows_read + ROWS_PER_HOLD
+            while run < last and lookup.rows_read < budget:
+                found = lookup.read_run(session, run, stop_at_gap=False)
+                run += 1
+                begin, count = prompt.run(run - 1)
+                wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
+                if not whole and wanted & ~(found.covered | found.claimed):
+                    return True
+            return run >= last
+
+        try:
+            while run < last and not self._read(step):
+                pass
+        except IndexUnavailableError:
+            pass  # claiming looks again
+        return lookup.found.present | lookup.found.claimed
+
+
+def _unpack_part(packed: bytes) -> Part | None:
+    try:
+        return Part.unpack(packed)
+    except ConfigError:
+        return None
+
+
+def _good(match: PrefixMatch, held: Mapping[int, Held]) -> dict[str, int]:
+    """Chunks of a match whose segments are all held, as bits."""
+    good = {}
+    for gm in match.groups:
+        bits = 0
+        for chunk, sources in gm.sources().items():
+            if all(s.place.segment in held for s in sources):
+                bits |= 1 << chunk
+        good[gm.name] = bits
+    return good
