@@ -237,6 +237,15 @@ class ActiveSegments:
         except (OSError, IndexUnavailableError, StaleWriterError):
             self._c.counters.add("tidy_errors")
 
+    def finish(self, segment_class: SegmentClass) -> None:
+        """Seal the class's segment now: nothing more belongs in it."""
+        with self.lock(segment_class):
+            if segment_class in self._writers:
+                try:
+                    self._seal(segment_class)
+                except (OSError, IndexUnavailableError):
+                    self.drop(segment_class)
+
     def close(self) -> None:
         """Leave the active segments, trimmed, to whoever comes next."""
         for segment_class in list(self._writers):

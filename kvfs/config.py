@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfs.errors import ConfigError, NoSpaceError
+from kvfs.hashing import checksum
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -79,6 +80,11 @@ class Settings:
     def reserve_bytes(self) -> int:
         """Standing reserve that only eviction may use, to carry pages forward."""
         return 2 * self.segment_bytes
+
+
+def quota_id(name: str) -> bytes:
+    """First 8 bytes of the class of segments that a quota's pages go to."""
+    return checksum(name.encode()).to_bytes(8, "little")
 
 
 def make_settings(

@@ -13,6 +13,7 @@ from typing import Any
 from kvfs import config
 from kvfs import directory as directories
 from kvfs.active import ActiveSegments
+from kvfs.carry import Carrier
 from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
@@ -29,6 +30,7 @@ from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.keeper import Chore, Keeper
 from kvfs.liveness import HEARTBEAT_SECONDS, Liveness
+from kvfs.pins import Pins
 from kvfs.reader import Reader
 from kvfs.rebuild import Report, build, rebuild
 from kvfs.recency import Recency
@@ -121,7 +123,9 @@ class Core:
             self.evictor = Evictor(self.c)
             self.active = ActiveSegments(self.c, self.evictor.make_room)
             self.appender = Appender(self.c, self.active)
-            self.evictor.appender = self.appender
+            self.evictor.carrier = Carrier(self.c, self.appender)
+            self.pins = Pins(self.c, self.active, self.evictor.carrier)
+            self.evictor.pinned = self.pins.segments
         self._become_ready()
         self.keeper = Keeper(self.c, self._chores())
 

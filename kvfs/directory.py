@@ -158,9 +158,7 @@ def parse_super(data: bytes, path: str, *, read_only: bool) -> bytes:
             f"{path}/super is damaged or not kvfs's ({exc}); restore it or start with an empty directory"
         ) from None
     if version != FORMAT:
-        raise FormatError(
-            f"{path} has format {version}, this kvfs reads format {FORMAT}: use the kvfs that wrote it, or an empty directory"
-        )
+        raise FormatError(f"{path} has format {version}, this kvfs reads format {FORMAT}: use the kvfs that wrote it")
     if check != f"{checksum(_canonical(body)):016x}":
         raise FormatError(f"{path}/super is damaged (checksum); restore it or start with an empty directory")
     if incompatible:

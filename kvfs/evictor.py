@@ -5,18 +5,25 @@ The choice is made by ``kvfs.eviction`` (pure); this module feeds it and carries
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from kvfs import eviction, space
 from kvfs import format as fmt
-from kvfs import space
-from kvfs.active import SegmentClass
+from kvfs.active import Declined, SegmentClass
+from kvfs.carry import Carrier
+from kvfs.config import quota_id
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
+from kvfs.format import Entry
 from kvfs.gc import BACKGROUND_FROM, BACKGROUND_TO, GcLock, Reclaimer, index_is_full
-from kvfs.index.tables import SegmentRow
-from kvfs.writer import Appender
+from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.segment import scan_segment
 
-CARRY = SegmentClass(b"carried".ljust(16, b"\0"), fmt.FLAG_CARRIED, evictor=True)
+CARRY = SegmentClass(bytes(8) + b"carried\0", fmt.FLAG_CARRIED, evictor=True)
 
 
 class Candidate(NamedTuple):
@@ -24,13 +31,24 @@ class Candidate(NamedTuple):
     row: SegmentRow
 
 
+class Table(NamedTuple):
+    """The records of a segment, as far as eviction is concerned; arrays, since there may be many."""
+
+    seqs: array[int]  # of its pages
+    written_us: array[int]  # of all records, by seq
+    sizes: array[int]
+    chunks: array[int]
+
+
 class Evictor:
     """One per open store. Thread-safe; among processes one evictor works at a time."""
 
-    appender: Appender
+    carrier: Carrier
+    pinned: Callable[[], set[bytes]]  # ids of segments that pins protect
 
     def __init__(self, context: Context) -> None:
         self._c = context
+        self._uses: dict[bytes, Table] = {}
         self._lock = GcLock(context)
         self._reclaimer = Reclaimer(context)
 
@@ -102,4 +120,95 @@ class Evictor:
 
     def _evict_one(self) -> int | None:
         """Drop the best victim; bytes that are free now (0: still held by somebody), None if there is none."""
-        raise NotImplementedError
+        victim, carry = self._choose()
+        if victim is None:
+            return None
+        if victim.row.state == ACTIVE and not self._take_over(victim):
+            return 0
+        if carry:
+            self._carry(victim, carry)
+        row = self._c.index.write(partial(space.doom, number=victim.number, owner=self._c.owner), COMMIT_SECONDS)
+        self._uses.pop(victim.row.segment_id, None)
+        self._c.counters.add("segments_evicted")
+        if row is None or not self._reclaimer.finish(victim.number, row):
+            return 0
+        return row.allocated
+
+    def _choose(self) -> tuple[Candidate | None, Sequence[int]]:
+        candidates = self._candidates()
+        if not candidates:
+            return None, ()
+        uses = [self._use(c) for c in candidates]
+        plan = eviction.plan(uses, self._c.files.now_us())
+        if plan is None:
+            return None, ()
+        by_number = {c.number: c for c in candidates}
+        return by_number[plan.victim], plan.carry
+
+    def _candidates(self) -> list[Candidate]:
+        """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        pinned = self.pinned()
+        guaranteed = self._guaranteed(rows)
+        free = []
+        for number, row in rows:
+            if row.state == DOOMED or row.segment_id in pinned or row.class_id[:8] in guaranteed:
+                continue
+            if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
+                continue
+            free.append(Candidate(number, row))
+        return free
+
+    def _guaranteed(self, rows: Iterable[tuple[int, SegmentRow]]) -> set[bytes]:
+        """Quota classes that are within what was promised to them."""
+        used: Counter[bytes] = Counter()
+        for _, row in rows:
+            used[row.class_id[:8]] += row.allocated
+        quotas = {quota_id(name): q for name, q in self._c.settings.quotas.items()}
+        return {i for i, q in quotas.items() if q.guaranteed_bytes and used[i] <= q.guaranteed_bytes}
+
+    def _take_over(self, victim: Candidate) -> bool:
+        """A dead owner's active segment becomes ours, so that nobody goes on with it while it is dropped."""
+        take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
+        return self._c.index.write(take, COMMIT_SECONDS) is not None
+
+    def _use(self, candidate: Candidate) -> eviction.SegmentUse:
+        """What is known of the records of a segment; tables are read once, stamps each time."""
+        table = self._uses.get(candidate.row.segment_id)
+        if table is None or len(table.written_us) < candidate.row.records:
+            table = self._uses[candidate.row.segment_id] = self._read_table(candidate)
+        stamps = self._c.recency.stamps(candidate.row.segment_id, table.written_us)
+        return eviction.SegmentUse(
+            candidate.number, candidate.row.allocated, [stamps[seq] for seq in table.seqs], table.sizes, table.chunks
+        )
+
+    def _read_table(self, candidate: Candidate) -> Table:
+        held = self._c.segments.acquire(candidate.number, candidate.row.segment_id, self._c.index.generation)
+        entries: list[Entry] = []
+        if held is not None:
+            try:
+                scan = scan_segment(held.fd, self._c.files, records_max=candidate.row.records)
+                entries = scan.entries if scan is not None else []
+            except OSError:
+                self._c.counters.add("read_errors")
+            finally:
+                self._c.segments.release(held)
+        parts = [e for e in entries if e.kind == fmt.KIND_PART]
+        return Table(
+            array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
+            array("Q", [e.stored_bytes for e in parts]), array("I", [e.chunk for e in parts]),
+        )  # fmt: skip
+
+    def _carry(self, victim: Candidate, ordinals: Sequence[int]) -> None:
+        """Copy hot pages to a segment of their own; what does not fit is lost."""
+        seqs = [self._uses[victim.row.segment_id].seqs[i] for i in ordinals]
+        held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
+        if held is None:
+            return
+        try:
+            copied = self.carrier.copy(CARRY, held, seqs)
+            self._c.counters.add("pages_carried", copied)
+        except (Declined, OSError, IndexUnavailableError):
+            self._c.counters.add("carry_errors")
+        finally:
+            self._c.segments.release(held)

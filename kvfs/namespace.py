@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvfs import hashing
 from kvfs.active import SegmentClass
 from kvfs.buffers import byte_view
-from kvfs.config import Quota, parse_duration
+from kvfs.config import Quota, parse_duration, quota_id
 from kvfs.context import Context
 from kvfs.errors import ConfigError, NoSpaceError, StoreReadOnlyError
 from kvfs.format import FIRST_PAYLOAD
@@ -246,14 +246,14 @@ class Namespace:
         """(expiry in unix seconds, class of segments) of a put."""
         quota_name, quota = self._quota()
         seconds = quota.ttl_seconds if ttl is None else parse_duration(ttl, "ttl")
-        quota_id = hashing.checksum(quota_name.encode()).to_bytes(8, "little") if quota_name else bytes(8)
+        owner = quota_id(quota_name) if quota_name else bytes(8)
         if seconds is None:
-            return 0, SegmentClass(quota_id + bytes(8))
+            return 0, SegmentClass(owner + bytes(8))
         now = self._c.files.now_us() // 1_000_000
         expires = min(0xFFFF_FFFF, now + max(1, int(seconds)))
         # records that expire about together share segments, so that whole segments expire
         width = 1 << max(4, (int(seconds) // 4).bit_length())
-        return expires, SegmentClass(quota_id + (-(-expires // width) * width).to_bytes(8, "little"))
+        return expires, SegmentClass(owner + (-(-expires // width) * width).to_bytes(8, "little"))
 
     def _quota(self) -> tuple[str, Quota]:
         quotas = self._c.settings.quotas

@@ -18,7 +18,9 @@ from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
 from kvfs.layout import PageLayout
 from kvfs.namespace import Namespace
-from kvfs.types import Verify
+from kvfs.pins import Pin
+from kvfs.types import TokensLike, Verify
+from kvfs.verify import Verification, Verifier
 from kvfs.version import FORMAT
 
 
@@ -123,6 +125,34 @@ class Store:
         self._check_open()
         self._check_writable()
         return self._core.evictor.collect(target_bytes)
+
+    def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
+        """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
+        self._check_open()
+        self._check_writable()
+        with namespace.match(token_ids) as match:
+            return self._core.pins.pin(name, match)
+
+    def unpin(self, name: str) -> bool:
+        """Make a pinned prefix ordinary again; False if there is no such pin."""
+        self._check_open()
+        self._check_writable()
+        return self._core.pins.unpin(name)
+
+    def pins(self) -> list[Pin]:
+        self._check_open()
+        return self._core.pins.list()
+
+    def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
+        """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""
+        self._check_open()
+        verifier = Verifier(self._core.c, sample, seed)
+        report = verifier.run()
+        if repair and not report.ok:
+            self._check_writable()
+            verifier.repair()
+            self._core.keeper.nudge("rebuild")
+        return report
 
     def _check_writable(self) -> None:
         if self._core.read_only:

@@ -249,6 +249,21 @@ class Index:
 
         self._worker.call(swap, timeout)
 
+    def retire(self, timeout: float = 5.0) -> None:
+        """Give the current generation up: it contradicts the segments. Everybody misses until it is rebuilt."""
+
+        def give_up() -> None:
+            self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
+            try:
+                name = self._read_current()
+                self._close_environment()
+                if name is not None:
+                    self._discard_current(name)
+            finally:
+                self._gate.release()
+
+        self._worker.call(give_up, timeout)
+
     def open_private(self) -> None:
         """Open the private generation of a reader that may not write the store."""
         assert self._private is not None

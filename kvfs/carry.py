@@ -1,0 +1,131 @@
+"""Copying records between segments: eviction carries hot pages forward, pins collect theirs.
+
+Only bytes that verify are copied; the index is changed only where it still names the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvfs import format as fmt
+from kvfs.active import Declined, SegmentClass
+from kvfs.context import Context
+from kvfs.format import Entry
+from kvfs.hashing import LEAF_BYTES, leaf_table, page_key, root_of
+from kvfs.identity import Described, parse_descriptor
+from kvfs.index.rows import RUN
+from kvfs.layout import Group, Part
+from kvfs.match import PrefixMatch
+from kvfs.segment import Record, Scan, read_descriptor, scan_segment
+from kvfs.segment_files import Held
+from kvfs.writer import Appender
+
+BATCH_BYTES = 8 << 20
+
+
+class Carrier:
+    """Copies records that the index names."""
+
+    def __init__(self, context: Context, appender: Appender) -> None:
+        self._c = context
+        self._appender = appender
+
+    def copy_match(self, segment_class: SegmentClass, match: PrefixMatch, sources: set[int]) -> int:
+        """Copy the pages of a match that lie in segments ``sources``; Declined if not all of them could be."""
+        wanted: dict[int, set[int]] = {}
+        for group in match.groups:
+            for parts in group.sources().values():
+                for source in parts:
+                    if source.place.segment in sources:
+                        wanted.setdefault(source.place.segment, set()).add(source.place.seq)
+        copied = 0
+        for number, seqs in wanted.items():
+            held = self._c.segments.acquire(number, match.segments[number], match.generation)
+            if held is None:
+                raise Declined("a segment is gone")
+            try:
+                copied += self.copy(segment_class, held, sorted(seqs))
+            finally:
+                self._c.segments.release(held)
+        if copied < sum(map(len, wanted.values())):
+            raise Declined("some pages changed meanwhile or could not be read")
+        return copied
+
+    def copy(self, segment_class: SegmentClass, held: Held, seqs: Sequence[int], scan: Scan | None = None) -> int:
+        """Copy records ``seqs`` of a segment; how many the index names at their new place now."""
+        scan = scan or scan_segment(held.fd, self._c.files)
+        if scan is None:
+            return 0
+        copied = 0
+        batch: list[tuple[int, int, int, Record]] = []
+        size = 0
+        limit = min(BATCH_BYTES, self._c.settings.segment_bytes // 4)
+        key: tuple[int, int, bytes] | None = None
+        for seq in seqs:
+            entry = scan.entries[seq] if seq < len(scan.entries) else None
+            if entry is None or entry.kind != fmt.KIND_PART:
+                continue
+            shape = (entry.ns_seq, entry.group, entry.part)
+            if batch and (shape != key or size + entry.stored_bytes > limit):
+                copied += self._write(segment_class, held, scan, batch, key)
+                batch, size = [], 0
+            key = shape
+            record = self._read(held, scan, entry)
+            if record is not None:
+                batch.append((held.number, seq, entry.chunk % RUN, record))
+                size += entry.stored_bytes
+        if batch:
+            copied += self._write(segment_class, held, scan, batch, key)
+        return copied
+
+    def _shape(self, held: Held, scan: Scan, ns_seq: int, number: int) -> tuple[Described, bytes, Group] | None:
+        if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
+            return None
+        descriptor = read_descriptor(held.fd, self._c.files, scan.entries[ns_seq])
+        described = parse_descriptor(descriptor) if descriptor is not None else None
+        if descriptor is None or described is None or number >= len(described.layout.groups):
+            return None
+        return described, descriptor, described.layout.groups[number]
+
+    def _read(self, held: Held, scan: Scan, entry: Entry) -> Record | None:
+        """The record with its payload, if it verifies."""
+        try:
+            shape = self._shape(held, scan, entry.ns_seq, entry.group)
+            if shape is None or entry.codec != fmt.CODEC_RAW:
+                return None
+            group, part = shape[2], Part.unpack(entry.part)
+            payload = memoryview(bytearray(entry.stored_bytes))
+            self._c.files.read_into(held.fd, payload, entry.payload)
+        except (OSError, ValueError):
+            self._c.counters.add("read_errors")
+            return None
+        leaves = leaf_table(payload, group.leaf_bytes(part))
+        if root_of(leaves) != entry.root:
+            self._c.counters.add("pages_corrupt")
+            return None
+        return Record(
+            payload, leaves, entry.root, entry.raw_bytes, entry.group, entry.chunk, entry.part, entry.chunk_hash,
+            entry.run_hash, entry.expires,
+        )  # fmt: skip
+
+    def _write(
+        self, segment_class: SegmentClass, held: Held, scan: Scan, batch: Sequence[tuple[int, int, int, Record]],
+        key: tuple[int, int, bytes] | None,
+    ) -> int:  # fmt: skip
+        assert key is not None
+        shape = self._shape(held, scan, key[0], key[1])
+        if shape is None:
+            return 0
+        described, descriptor, group = shape
+        leaves = len(batch[0][3].leaves) // LEAF_BYTES
+        if described.layout.kind == "opaque":
+            batch = [(number, seq, 0, record) for number, seq, _, record in batch]
+        return self._appender.relocate(
+            segment_class, described.digest, descriptor, partial(_row_key, described.digest, group.name, key[2]),
+            leaves, batch,
+        )  # fmt: skip
+
+
+def _row_key(digest: bytes, group: str, part: bytes, chunk_hash: bytes) -> bytes:
+    return page_key(digest, group, chunk_hash) + part

@@ -1,0 +1,149 @@
+"""Pins: named prefixes that are never evicted.
+
+A pin's pages are copied into segments of their own, and ``pins/<id>`` (durable, written when the pages are
+published) names those segments: a segment that any pin names is no victim. Pages that lie in a pinned segment
+already are not copied again; the new pin names that segment, too. The files survive a rebuild of the index.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvfs import format as fmt
+from kvfs.active import ActiveSegments, Declined, SegmentClass
+from kvfs.carry import Carrier
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import ConfigError, FormatError, IndexUnavailableError, NoSpaceError
+from kvfs.hashing import checksum
+from kvfs.index.session import Session
+from kvfs.match import PrefixMatch
+
+_NAME = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?\Z")
+_FILE = re.compile(r"[0-9a-f]{16}\Z")
+PIN_BYTES_MAX = 8 << 20
+PINNED_SHARE = 0.5  # of the capacity
+
+
+class Pin(NamedTuple):
+    """One pinned prefix."""
+
+    name: str
+    namespace: str  # digest, hex
+    tokens: int
+    created_us: int
+    segments: tuple[str, ...]  # ids, hex
+
+
+class Pins:
+    """The pins of a store."""
+
+    def __init__(self, context: Context, active: ActiveSegments, carrier: Carrier) -> None:
+        self._c = context
+        self._active = active
+        self._carrier = carrier
+
+    def list(self) -> list[Pin]:
+        pins = []
+        for name in self._c.files.listdir(self._c.directory.sub("pins")):
+            pin = self._read(name) if _FILE.match(name) else None
+            if pin is not None:
+                pins.append(pin)
+        return sorted(pins)
+
+    def segments(self) -> set[bytes]:
+        """Ids of the segments that pins protect. OSError if that cannot be told: then nothing may be evicted."""
+        protected: set[bytes] = set()
+        for name in self._c.files.listdir(self._c.directory.sub("pins")):
+            pin = self._read(name) if _FILE.match(name) else None
+            if pin is not None:
+                protected |= {bytes.fromhex(s) for s in pin.segments}
+        return protected
+
+    def _read(self, file: str) -> Pin | None:
+        try:
+            data = self._c.directory.read_small(file, PIN_BYTES_MAX, sub="pins")
+        except FormatError:
+            return None
+        if data is None:
+            return None
+        try:
+            body = json.loads(data)
+            pin = Pin(body["name"], body["namespace"], body["tokens"], body["created_us"], tuple(body["segments"]))
+            valid = isinstance(pin.name, str) and isinstance(pin.namespace, str) and type(pin.tokens) is int
+            return pin if valid and all(len(bytes.fromhex(s)) == 16 for s in pin.segments) else None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def pin(self, name: str, match: PrefixMatch) -> int:
+        """Pin the pages of a match under ``name``, replacing an earlier pin of that name; tokens pinned.
+
+        NoSpaceError if pins would take more than half of the capacity or no room can be made.
+        """
+        _check_name(name)
+        file = _file(name)
+        if not match.tokens:
+            raise ConfigError(f"nothing to pin as {name!r}: no page of this prompt is stored")
+        pinned = self.segments()
+        segment_class = SegmentClass(b"pin:" + self._c.files.random(12), fmt.FLAG_PINNED)
+        sources = {n for n, i in match.segments.items() if i not in pinned}
+        self._check_share(match, sources, pinned)
+        try:
+            self._carrier.copy_match(segment_class, match, sources)
+            segments = self._segments_of(match)
+            self._active.finish(segment_class)
+        except (Declined, IndexUnavailableError, OSError) as exc:
+            self._active.finish(segment_class)
+            raise NoSpaceError(f"{name!r} is not pinned: {exc}; raise the capacity or unpin something") from None
+        pin = Pin(name, match.namespace.hex(), match.tokens, self._c.files.now_us(), segments)
+        self._c.directory.write_small(file, json.dumps(pin._asdict()).encode() + b"\n", sub="pins")
+        return match.tokens
+
+    def _segments_of(self, match: PrefixMatch) -> tuple[str, ...]:
+        """Where the pages of a match lie now."""
+        keys = {hit.key for group in match.groups for hit in group.hits}
+
+        def look(session: Session) -> set[bytes]:
+            ids: set[bytes] = set()
+            for key in keys:
+                row = session.row(key)
+                for extent in row.extents if row is not None else ():
+                    if session.is_live(extent):
+                        ids.add(session.segment_id(extent.segment) or b"")
+            return ids - {b""}
+
+        found: Iterable[bytes] = self._c.index.read(look, COMMIT_SECONDS)
+        return tuple(sorted(i.hex() for i in found))
+
+    def _check_share(self, match: PrefixMatch, sources: set[int], pinned: set[bytes]) -> None:
+        def sum_pinned(session: Session) -> int:
+            return sum(row.allocated for _, row in session.segments() if row.segment_id in pinned)
+
+        held = self._c.index.read(sum_pinned, COMMIT_SECONDS)
+        limit = int(self._c.settings.capacity_bytes * PINNED_SHARE)
+        new = match.nbytes if sources else 0
+        if held + new > limit:
+            raise NoSpaceError(
+                f"pins hold {held} bytes and {new} more are asked for: at most half the capacity ({limit}) may be "
+                "pinned; unpin something or raise the capacity"
+            )
+
+    def unpin(self, name: str) -> bool:
+        """Remove a pin; its pages become ordinary. False if there was none."""
+        _check_name(name)
+        file = _file(name)
+        existed = self._read(file) is not None
+        self._c.directory.remove(file, sub="pins")
+        self._c.files.fsync(self._c.directory.sub("pins"))
+        return existed
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise ConfigError(f"pin name is {name!r}: pass 1 to 128 printable ASCII characters")
+
+
+def _file(name: str) -> str:
+    return f"{checksum(name.encode()):016x}"

@@ -1,0 +1,239 @@
+"""Checking a store: structure of every segment, the bytes of its pages, and the index against both.
+
+Safe beside running workers: published bytes never change, and what is being written is not judged. With
+``repair`` bad pages leave the index; where the index itself contradicts the segments it is retired and rebuilt.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvfs import format as fmt
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.format import Entry
+from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
+from kvfs.identity import Described, parse_descriptor
+from kvfs.index.rows import CLAIM, Place, parse_row
+from kvfs.index.runs import forget_place
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.layout import Part
+from kvfs.segment import Scan, read_descriptor, scan_segment
+from kvfs.segment_files import Held
+
+ROWS_PER_HOLD = 256
+PROBLEMS_MAX = 1000
+
+
+@dataclass
+class Verification:
+    """What was checked and what was found. ``problems`` has a line for each finding, bounded."""
+
+    segments: int = 0
+    pages: int = 0
+    bytes: int = 0
+    index_pages: int = 0
+    bad_pages: int = 0
+    bad_segments: int = 0
+    index_errors: int = 0
+    repaired: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.bad_pages or self.bad_segments or self.index_errors)
+
+    def note(self, text: str) -> None:
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(text)
+
+
+class Verifier:
+    """One run over a store."""
+
+    def __init__(self, context: Context, sample: float, seed: int) -> None:
+        if not 0.0 <= sample <= 1.0:
+            raise ConfigError(f"sample is {sample}: pass a share from 0 (structure only) to 1 (every page)")
+        self._c = context
+        self._sample = sample
+        self._random = random.Random(seed)
+        self.report = Verification()
+        self._bad: dict[int, set[int]] = {}  # segment number -> seqs
+        self._records: dict[int, dict[int, bytes]] = {}  # segment number -> seq -> check of (hash, root, place)
+
+    def run(self) -> Verification:
+        """Check everything; IndexUnavailableError if the index does not answer."""
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        if not self._c.index.read(lambda s: s.check_ledger(), COMMIT_SECONDS):
+            self.report.index_errors += 1
+            self.report.note("index: the ledger is not the sum of its segments")
+        for number, row in rows:
+            if row.state != DOOMED:
+                self._segment(number, row)
+        self._index()
+        self._strangers({row.segment_id for _, row in rows})
+        return self.report
+
+    # -- segments ----------------------------------------------------------------------------
+
+    def _segment(self, number: int, row: SegmentRow) -> None:
+        held = self._c.segments.acquire(number, row.segment_id, self._c.index.generation)
+        if held is None:
+            if self._still_there(number, row) and row.records:
+                self._bad_segment(number, row, "cannot be opened")
+            return
+        try:
+            scan = scan_segment(held.fd, self._c.files, records_max=None if row.state != ACTIVE else row.records)
+            if scan is None or scan.header.segment_id != row.segment_id or scan.header.store_id != self._c.store_id:
+                if row.records:
+                    self._bad_segment(number, row, "its header is damaged or another segment's")
+                return
+            self.report.segments += 1
+            if len(scan.entries) < row.records:
+                self._bad_segment(number, row, f"{row.records} records are published, {len(scan.entries)} can be read")
+            self._pages(number, row, held, scan)
+        except OSError as exc:
+            self._bad_segment(number, row, str(exc.strerror))
+        finally:
+            self._c.segments.release(held)
+
+    def _still_there(self, number: int, row: SegmentRow) -> bool:
+        now = self._c.index.read(lambda s: s.segment(number), COMMIT_SECONDS)
+        return now is not None and now.state != DOOMED and now.segment_id == row.segment_id
+
+    def _bad_segment(self, number: int, row: SegmentRow, why: str) -> None:
+        self.report.bad_segments += 1
+        self.report.note(f"segment {row.segment_id.hex()}: {why}")
+
+    def _pages(self, number: int, row: SegmentRow, held: Held, scan: Scan) -> None:
+        known: dict[int, Described | None] = {}
+        records = self._records.setdefault(number, {})
+        for entry in scan.parts():
+            records[entry.seq] = _fingerprint(entry)
+            if self._random.random() >= self._sample:
+                continue
+            if entry.ns_seq not in known:
+                known[entry.ns_seq] = self._described(held, scan, entry.ns_seq)
+            self.report.pages += 1
+            self.report.bytes += entry.stored_bytes
+            why = self._page(held, entry, known[entry.ns_seq])
+            if why:
+                self.report.bad_pages += 1
+                self.report.note(f"segment {row.segment_id.hex()} record {entry.seq}: {why}")
+                self._bad.setdefault(number, set()).add(entry.seq)
+
+    def _described(self, held: Held, scan: Scan, ns_seq: int) -> Described | None:
+        if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
+            return None
+        data = read_descriptor(held.fd, self._c.files, scan.entries[ns_seq])
+        return parse_descriptor(data) if data is not None else None
+
+    def _page(self, held: Held, entry: Entry, described: Described | None) -> str:
+        """What is wrong with a record; empty if nothing is."""
+        if described is None or entry.group >= len(described.layout.groups):
+            return "its namespace record is damaged"
+        if entry.codec != fmt.CODEC_RAW:
+            return f"codec {entry.codec} is unknown"
+        group = described.layout.groups[entry.group]
+        try:
+            part = Part.unpack(entry.part)
+            if entry.stored_bytes != group.part_bytes(part):
+                return "its size contradicts the layout"
+            payload = self._c.files.read(held.fd, entry.stored_bytes, entry.payload)
+            table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), entry.leaves)
+        except ConfigError as exc:
+            return str(exc)
+        except OSError as exc:
+            return f"cannot be read ({exc.strerror})"
+        if leaf_table(payload, group.leaf_bytes(part)) != table:
+            return "payload and leaf checksums disagree"
+        return "" if root_of(table) == entry.root else "leaf checksums and root disagree"
+
+    # -- index -------------------------------------------------------------------------------
+
+    def _index(self) -> None:
+        for key, value in self._rows():
+            row = parse_row(key, value)
+            if row is None:
+                self.report.index_errors += 1
+                self.report.note(f"index row {key.hex()[:16]}: damaged")
+                continue
+            for _, place in row.places():
+                if not place.flags & CLAIM and place.segment in self._records:
+                    self.report.index_pages += 1
+                    self._check_place(key, place)
+
+    def _check_place(self, key: bytes, place: Place) -> None:
+        recorded = self._records[place.segment].get(place.seq)
+        if recorded is not None and recorded != _fingerprint_of(place):
+            self.report.index_errors += 1
+            self.report.note(f"index row {key.hex()[:16]}: contradicts record {place.seq} of segment {place.segment}")
+
+    def _rows(self) -> Iterator[tuple[bytes, bytes]]:
+        start = b"\0"
+        while True:
+            batch = self._c.index.read(partial(_page_rows, start=start), COMMIT_SECONDS)
+            yield from batch
+            if len(batch) < ROWS_PER_HOLD:
+                return
+            start = batch[-1][0] + b"\0"
+
+    def _strangers(self, known: set[bytes]) -> None:
+        """Files in segments/ that the index does not know; they may have been made a moment ago."""
+        names = self._c.files.listdir(self._c.directory.sub("segments"))
+        now = {row.segment_id for _, row in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)} | known
+        for name in names:
+            stem, extension = os.path.splitext(name)
+            if extension == ".kvs" and len(stem) == 32 and bytes.fromhex(stem) in now:
+                continue
+            self.report.bad_segments += 1
+            self.report.note(f"segments/{name}: the index does not know it")
+
+    # -- repair ------------------------------------------------------------------------------
+
+    def repair(self) -> None:
+        """Take bad pages out of the index; retire an index that contradicts the segments."""
+        wrong = {(number, seq) for number, seqs in self._bad.items() for seq in seqs}
+        if wrong:
+            keys = [key for key, value in self._rows() if _names(key, value, wrong)]
+            for first in range(0, len(keys), ROWS_PER_HOLD):
+                some = keys[first : first + ROWS_PER_HOLD]
+                self.report.repaired += self._c.index.write(
+                    partial(forget_place, keys=some, wrong=wrong), COMMIT_SECONDS
+                )
+        if self.report.index_errors or self.report.bad_segments:
+            try:
+                self._c.index.retire()
+            except IndexUnavailableError as exc:
+                self.report.note(f"index: not rebuilt ({exc})")
+            else:
+                self.report.repaired += self.report.index_errors + self.report.bad_segments
+
+
+def _page_rows(session: Session, start: bytes) -> list[tuple[bytes, bytes]]:
+    with session.txn.cursor(db=session.db.pages) as cursor:
+        found = []
+        if cursor.set_range(start):
+            for key, value in cursor:
+                found.append((key, value))
+                if len(found) == ROWS_PER_HOLD:
+                    break
+        return found
+
+
+def _names(key: bytes, value: bytes, wrong: set[tuple[int, int]]) -> bool:
+    row = parse_row(key, value)
+    return row is not None and any((p.segment, p.seq) in wrong for _, p in row.places())
+
+
+def _fingerprint(entry: Entry) -> bytes:
+    return root_of(entry.chunk_hash + entry.root + entry.payload.to_bytes(8, "little"))
+
+
+def _fingerprint_of(place: Place) -> bytes:
+    return root_of(place.chunk_hash + place.root + (place.block * fmt.BLOCK).to_bytes(8, "little"))
