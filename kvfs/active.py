@@ -49,9 +49,9 @@ class Active(NamedTuple):
 class ActiveSegments:
     """Segments that this process appends to. Whoever appends holds ``lock(segment_class)``."""
 
-    def __init__(self, context: Context, make_room: Callable[[int, float], bool]) -> None:
+    def __init__(self, context: Context, make_room: Callable[[int, float, bytes], bool]) -> None:
         self._c = context
-        self._make_room = make_room  # (bytes, deadline) -> whether it is worth trying again
+        self._make_room = make_room  # (bytes, deadline, quota or b"") -> whether it is worth trying again
         self._lock = threading.Lock()
         self._locks: dict[SegmentClass, threading.Lock] = {}
         self._writers: dict[SegmentClass, Active] = {}
@@ -68,13 +68,13 @@ class ActiveSegments:
             try:
                 return self._c.index.write(transact, COMMIT_SECONDS)
             except NeedSpaceError as exc:
-                missing = exc.missing
+                missing, owner = exc.missing, exc.owner
             except IndexUnavailableError as exc:
                 if str(exc) != "index full":
                     raise
-                missing = self._c.settings.segment_bytes
+                missing, owner = self._c.settings.segment_bytes, b""
             now = self._c.files.monotonic()
-            if now >= deadline or not self._make_room(missing, deadline):
+            if now >= deadline or not self._make_room(missing, deadline, owner):
                 raise Declined("space")
 
     def writer(self, segment_class: SegmentClass, need: int, deadline: float) -> Active:
@@ -98,7 +98,7 @@ class ActiveSegments:
             raise Declined("page larger than a segment")
         allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, fmt.FIRST_PAYLOAD + need)))
         segment_id = self._c.files.random(16)
-        limits = space.budget(self._c.settings, evictor=segment_class.evictor)
+        limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
 
         def transact(session: Session) -> tuple[int, str]:
             number = space.new_segment(

@@ -197,6 +197,7 @@ class Core:
             chores += [
                 Chore("rebuild", 1.0, self._rebuild_quietly),
                 Chore("evict", 0.25, self.evictor.background),
+                Chore("expire", 5.0, self.evictor.expire),
                 Chore("sync", 1.0, self._sync),
                 Chore("tidy", 2.0, self.active.tidy),
                 Chore("sweep", 0.5, self.evictor.sweep),

@@ -5,6 +5,8 @@ The choice is made by ``kvfs.eviction`` (pure); this module feeds it and carries
 
 from __future__ import annotations
 
+import fcntl
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +22,11 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import Entry
 from kvfs.gc import BACKGROUND_FROM, BACKGROUND_TO, GcLock, Reclaimer, index_is_full
-from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
-from kvfs.segment import scan_segment
+from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.segment import file_name, scan_segment
 
-CARRY = SegmentClass(bytes(8) + b"carried\0", fmt.FLAG_CARRIED, evictor=True)
+CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
+HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
 
 
 class Candidate(NamedTuple):
@@ -54,20 +57,20 @@ class Evictor:
 
     # -- entry points ------------------------------------------------------------------------
 
-    def make_room(self, missing: int, deadline: float) -> bool:
-        """Free ``missing`` bytes for a writer; whether it is worth that he tries again."""
+    def make_room(self, missing: int, deadline: float, owner: bytes = b"") -> bool:
+        """Free ``missing`` bytes (of a quota, if given) for a writer; whether it is worth that he tries again."""
         try:
             with self._lock.hold(deadline) as held:
                 if not held:
                     return False
                 freed = self._reclaimer.finish_doomed()
                 while freed < missing and self._c.files.monotonic() < deadline:
-                    dropped = self._evict_one()
-                    if dropped is None:
-                        break
+                    dropped = self._evict_one(owner)
+                    if not dropped:
+                        break  # nothing is left, or what is left is held by somebody
                     freed += dropped
             if not freed:
-                self._c.files.sleep(0.01)  # somebody may let go of a doomed segment
+                self._c.files.sleep(HELD_SECONDS)
         except (OSError, IndexUnavailableError):
             self._c.counters.add("evict_errors")
             return False
@@ -113,14 +116,25 @@ class Evictor:
         after = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
         return {"segments_dropped": dropped, "bytes_before": before, "bytes_after": after}
 
+    def expire(self) -> None:
+        """Drop segments all of whose pages have passed their time."""
+        now_s = self._c.files.now_us() // 1_000_000
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        overdue = [n for n, row in rows if row.state == SEALED and row.expires and row.expires <= now_s]
+        if overdue:
+            with self._lock.hold(self._c.files.monotonic()) as held:
+                for number in overdue if held else ():
+                    self._reclaimer.drop(number)
+                    self._c.counters.add("segments_expired")
+
     def sweep(self) -> None:
         self._reclaimer.sweep_step()
 
     # -- one victim --------------------------------------------------------------------------
 
-    def _evict_one(self) -> int | None:
+    def _evict_one(self, owner: bytes = b"") -> int | None:
         """Drop the best victim; bytes that are free now (0: still held by somebody), None if there is none."""
-        victim, carry = self._choose()
+        victim, carry = self._choose(owner)
         if victim is None:
             return None
         if victim.row.state == ACTIVE and not self._take_over(victim):
@@ -134,16 +148,36 @@ class Evictor:
             return 0
         return row.allocated
 
-    def _choose(self) -> tuple[Candidate | None, Sequence[int]]:
-        candidates = self._candidates()
-        if not candidates:
-            return None, ()
-        uses = [self._use(c) for c in candidates]
-        plan = eviction.plan(uses, self._c.files.now_us())
-        if plan is None:
-            return None, ()
-        by_number = {c.number: c for c in candidates}
-        return by_number[plan.victim], plan.carry
+    def _choose(self, owner: bytes) -> tuple[Candidate | None, Sequence[int]]:
+        """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
+        candidates = {c.number: c for c in self._candidates() if c.row.class_id.startswith(owner)}
+        uses = {number: self._use(c) for number, c in candidates.items()}
+        now = self._c.files.now_us()
+        held = 0
+        while uses:
+            plan = eviction.plan(list(uses.values()), now)
+            if plan is None:
+                break
+            victim = candidates[plan.victim]
+            if not self._is_held(victim.row):
+                return victim, plan.carry
+            held += 1
+            del uses[plan.victim]
+        if held and not self._c.index.read(lambda s: s.ledger().doomed, COMMIT_SECONDS):
+            return next(iter(candidates.values())), ()  # one at a time: it costs pages and frees nothing yet
+        return None, ()
+
+    def _is_held(self, row: SegmentRow) -> bool:
+        """Whether a reader has the segment open, so that dropping it would not free its blocks."""
+        files = self._c.files
+        try:
+            fd = files.open(file_name(row.segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments"))
+        except OSError:
+            return False
+        try:
+            return not files.flock(fd, fcntl.LOCK_EX)
+        finally:
+            files.close(fd)
 
     def _candidates(self) -> list[Candidate]:
         """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
@@ -205,8 +239,9 @@ class Evictor:
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return
+        carry = SegmentClass(victim.row.class_id[: space.QUOTA_BYTES] + CARRIED, fmt.FLAG_CARRIED, evictor=True)
         try:
-            copied = self.carrier.copy(CARRY, held, seqs)
+            copied = self.carrier.copy(carry, held, seqs)
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")

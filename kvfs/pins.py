@@ -20,6 +20,7 @@ from kvfs.errors import ConfigError, FormatError, IndexUnavailableError, NoSpace
 from kvfs.hashing import checksum
 from kvfs.index.session import Session
 from kvfs.match import PrefixMatch
+from kvfs.space import NO_QUOTA
 
 _NAME = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?\Z")
 _FILE = re.compile(r"[0-9a-f]{16}\Z")
@@ -87,7 +88,7 @@ class Pins:
         if not match.tokens:
             raise ConfigError(f"nothing to pin as {name!r}: no page of this prompt is stored")
         pinned = self.segments()
-        segment_class = SegmentClass(b"pin:" + self._c.files.random(12), fmt.FLAG_PINNED)
+        segment_class = SegmentClass(NO_QUOTA + b"pin:" + self._c.files.random(4), fmt.FLAG_PINNED)
         sources = {n for n, i in match.segments.items() if i not in pinned}
         self._check_share(match, sources, pinned)
         try:

@@ -10,6 +10,8 @@ import threading
 from kvfs.directory import Directory
 from kvfs.segment import file_name
 
+LOCK_TRIES, LOCK_SECONDS = 40, 0.00025
+
 
 class Held:
     """An open segment. ``refs`` counts matches and views in progress."""
@@ -56,9 +58,14 @@ class SegmentFiles:
         except OSError:
             return -1
         try:
-            # whoever unlinks holds LOCK_EX meanwhile, so a link count seen under LOCK_SH stays
-            if self._files.flock(fd, fcntl.LOCK_SH) and self._files.fstat(fd).st_nlink > 0:
-                return fd
+            # whoever unlinks holds LOCK_EX meanwhile, so a link count seen under LOCK_SH stays; an evictor that
+            # only looks whether a segment is held has the lock for microseconds
+            for _ in range(LOCK_TRIES):
+                if self._files.flock(fd, fcntl.LOCK_SH):
+                    if self._files.fstat(fd).st_nlink > 0:
+                        return fd
+                    break
+                self._files.sleep(LOCK_SECONDS)
         except OSError:
             pass
         self._files.close(fd)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvfs import format as fmt
-from kvfs.config import Settings
+from kvfs.config import Settings, quota_id
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import FULL
 from kvfs.index.session import Session
@@ -20,14 +20,20 @@ from kvfs.liveness import NOBODY
 from kvfs.recency import STAMP_BYTES
 
 ANY_CLASS = bytes(16)
+QUOTA_BYTES = 8  # of a class id: which quota pays
+NO_QUOTA = bytes(QUOTA_BYTES)
 
 
 class NeedSpaceError(Exception):
-    """The ledger does not allow the growth; ``missing`` bytes must be freed first."""
+    """The ledger does not allow the growth; ``missing`` bytes must be freed first.
 
-    def __init__(self, missing: int) -> None:
+    ``owner``: the quota whose cap is reached, and whose segments must go; empty for the store's limit.
+    """
+
+    def __init__(self, missing: int, owner: bytes = b"") -> None:
         super().__init__(f"{missing} bytes missing")
         self.missing = missing
+        self.owner = owner
 
 
 class StaleWriterError(Exception):
@@ -35,15 +41,25 @@ class StaleWriterError(Exception):
 
 
 class Budget(NamedTuple):
-    """Who asks for space: ``limit`` bytes may be used in all, ``index_limit`` of the index."""
+    """Who asks for space: ``limit`` bytes may be used in all, ``index_limit`` of the index.
+
+    ``owner`` is the quota that pays (8 bytes, zero for none), ``cap`` what it may use.
+    """
 
     limit: int
     index_limit: int
+    owner: bytes = NO_QUOTA
+    cap: int | None = None
 
 
-def budget(settings: Settings, *, evictor: bool = False) -> Budget:
+def budget(settings: Settings, class_id: bytes = ANY_CLASS, *, evictor: bool = False) -> Budget:
+    """What a writer of a class may use. Eviction may use the standing reserve, too."""
     limit = settings.segments_bytes_max - (0 if evictor else settings.reserve_bytes)
-    return Budget(limit, int(settings.index_bytes * (1.0 if evictor else FULL)))
+    owner = class_id[:QUOTA_BYTES]
+    cap = None
+    if owner != NO_QUOTA:
+        cap = next((q.cap_bytes for name, q in settings.quotas.items() if quota_id(name) == owner), None)
+    return Budget(limit, int(settings.index_bytes * (1.0 if evictor else FULL)), owner, cap)
 
 
 def charge(file_bytes: int, records: int) -> int:
@@ -83,6 +99,10 @@ def _check(session: Session, growth: int, limits: Budget) -> None:
     used = session.ledger().used
     if growth > 0 and used + growth > limits.limit:
         raise NeedSpaceError(used + growth - limits.limit)
+    if growth > 0 and limits.cap is not None:
+        mine = session.quota_used(limits.owner)
+        if mine + growth > limits.cap:
+            raise NeedSpaceError(mine + growth - limits.cap, limits.owner)
     if session.used_bytes() > limits.index_limit:
         raise IndexUnavailableError("index full")
 

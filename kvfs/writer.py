@@ -141,7 +141,7 @@ class Appender:
     ) -> list[Target]:
         """Reserve and claim; grows the file to what was reserved."""
         size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
-        limits = space.budget(self._c.settings, evictor=job.segment_class.evictor)
+        limits = space.budget(self._c.settings, job.segment_class.class_id, evictor=job.segment_class.evictor)
         segment_bytes = self._c.settings.segment_bytes
 
         def transact(session: Session) -> tuple[list[Target], int, int, int]:
@@ -210,7 +210,7 @@ class Appender:
         ``moves``: (source segment, seq there, chunk of the run, record), all of one part shape of a namespace.
         Declined, OSError or IndexUnavailableError if that cannot be done; the sources are untouched then.
         """
-        limits = space.budget(self._c.settings, evictor=segment_class.evictor)
+        limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
         size = max(len(m[3].payload) for m in moves)
         need = SegmentWriter.need(size, LEAF_BYTES * leaves, len(moves))
         with self._active.lock(segment_class):

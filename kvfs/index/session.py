@@ -88,6 +88,7 @@ class Session:
         number = ledger.next_segment
         tables.put_segment(self.txn, self.db.segments, number, row)
         tables.list_segment(self.txn, self.db.meta, number, row.state)
+        tables.add_quota_use(self.txn, self.db.meta, row.class_id, row.allocated)
         self._set_ledger(ledger._replace(used=ledger.used + row.allocated, next_segment=number + 1))
         return number
 
@@ -96,6 +97,8 @@ class Session:
         if new.state != old.state:
             tables.unlist_segment(self.txn, self.db.meta, number, old.state)
             tables.list_segment(self.txn, self.db.meta, number, new.state)
+        if new.allocated != old.allocated:
+            tables.add_quota_use(self.txn, self.db.meta, new.class_id, new.allocated - old.allocated)
         doomed = (new.state == DOOMED) - (old.state == DOOMED)
         if new.allocated != old.allocated or doomed:
             ledger = self.ledger()
@@ -112,6 +115,7 @@ class Session:
         """The last step of a segment's life: its bytes are free."""
         self.txn.delete(tables.segment_key(number), db=self.db.segments)
         tables.unlist_segment(self.txn, self.db.meta, number, row.state)
+        tables.add_quota_use(self.txn, self.db.meta, row.class_id, -row.allocated)
         ledger = self.ledger()
         gone = row.state == DOOMED
         self._set_ledger(ledger._replace(used=ledger.used - row.allocated, doomed=ledger.doomed - gone))
@@ -149,6 +153,10 @@ class Session:
         """(digest, descriptor) of all namespaces."""
         with self.txn.cursor(db=self.db.namespaces) as cursor:
             return [(key, value) for key, value in cursor if len(key) == 32]
+
+    def quota_used(self, owner: bytes) -> int:
+        """Bytes that the segments of a quota are charged with."""
+        return tables.quota_use(self.txn, self.db.meta, owner)
 
     def swept(self, dropped: int) -> None:
         """A full sweep that began when ``dropped`` segments were counted has ended."""

@@ -16,7 +16,9 @@ _SEGMENT = struct.Struct("<16s16s16sIIIIQQQI")
 _LEDGER = struct.Struct("<QIIQ")
 _NUMBER = struct.Struct(">I")  # big endian: cursor order is creation order
 _CHECK = struct.Struct("<Q")
+_USED = struct.Struct("<q")
 LEDGER_KEY = b"ledger"
+_QUOTA = b"quota/"
 
 ACTIVE, SEALED, DOOMED = 1, 2, 3
 STATE_NAMES = {ACTIVE: "active", SEALED: "sealed", DOOMED: "doomed"}
@@ -114,3 +116,21 @@ def listed_segments(txn: Any, db: Any, state: int) -> list[int]:
 
 def _listed(state: int) -> bytes:
     return STATE_NAMES[state].encode() + b"/"
+
+
+# What the segments of each quota (first 8 bytes of a class id, zero: none) are charged with.
+
+
+def add_quota_use(txn: Any, db: Any, class_id: bytes, change: int) -> None:
+    owner = class_id[:8]
+    if any(owner) and change:
+        used = quota_use(txn, db, owner) + change
+        if used:
+            txn.put(_QUOTA + owner, _pack(_USED.pack(used)), db=db)
+        else:
+            txn.delete(_QUOTA + owner, db=db)
+
+
+def quota_use(txn: Any, db: Any, owner: bytes) -> int:
+    fields = _unpack(_USED, txn.get(_QUOTA + owner, db=db))
+    return fields[0] if fields else 0
