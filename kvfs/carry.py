@@ -12,7 +12,7 @@ from kvfs import format as fmt
 from kvfs.active import Declined, SegmentClass
 from kvfs.context import Context
 from kvfs.format import Entry
-from kvfs.hashing import LEAF_BYTES, leaf_table, page_key, root_of
+from kvfs.hashing import leaf_table, page_key, root_of
 from kvfs.identity import Described, parse_descriptor
 from kvfs.index.rows import RUN
 from kvfs.layout import Group, Part
@@ -52,11 +52,12 @@ class Carrier:
             raise Declined("some pages changed meanwhile or could not be read")
         return copied
 
-    def copy(self, segment_class: SegmentClass, held: Held, seqs: Sequence[int], scan: Scan | None = None) -> int:
+    def copy(self, segment_class: SegmentClass, held: Held, seqs: Sequence[int]) -> int:
         """Copy records ``seqs`` of a segment; how many the index names at their new place now."""
-        scan = scan or scan_segment(held.fd, self._c.files)
+        scan = scan_segment(held.fd, self._c.files)
         if scan is None:
             return 0
+        stamps = self._c.recency.stamps(held.segment_id, [e.written_us for e in scan.entries])
         copied = 0
         batch: list[tuple[int, int, int, Record]] = []
         size = 0
@@ -68,7 +69,7 @@ class Carrier:
                 continue
             shape = (entry.ns_seq, entry.group, entry.part)
             if batch and (shape != key or size + entry.stored_bytes > limit):
-                copied += self._write(segment_class, held, scan, batch, key)
+                copied += self._write(segment_class, held, scan, batch, key, stamps)
                 batch, size = [], 0
             key = shape
             record = self._read(held, scan, entry)
@@ -76,7 +77,7 @@ class Carrier:
                 batch.append((held.number, seq, entry.chunk % RUN, record))
                 size += entry.stored_bytes
         if batch:
-            copied += self._write(segment_class, held, scan, batch, key)
+            copied += self._write(segment_class, held, scan, batch, key, stamps)
         return copied
 
     def _shape(self, held: Held, scan: Scan, ns_seq: int, number: int) -> tuple[Described, bytes, Group] | None:
@@ -100,30 +101,29 @@ class Carrier:
         except (OSError, ValueError):
             self._c.counters.add("read_errors")
             return None
-        leaves = leaf_table(payload, group.leaf_bytes(part))
-        if root_of(leaves) != entry.root:
+        if root_of(leaf_table(payload, group.leaf_bytes(part))) != entry.root:
             self._c.counters.add("pages_corrupt")
             return None
         return Record(
-            payload, leaves, entry.root, entry.raw_bytes, entry.group, entry.chunk, entry.part, entry.chunk_hash,
-            entry.run_hash, entry.expires,
+            payload, group.leaf_bytes(part), group.leaves(part), entry.raw_bytes, entry.group, entry.chunk, entry.part,
+            entry.chunk_hash, entry.run_hash, entry.expires,
         )  # fmt: skip
 
     def _write(
         self, segment_class: SegmentClass, held: Held, scan: Scan, batch: Sequence[tuple[int, int, int, Record]],
-        key: tuple[int, int, bytes] | None,
+        key: tuple[int, int, bytes] | None, stamps: Sequence[int],
     ) -> int:  # fmt: skip
         assert key is not None
         shape = self._shape(held, scan, key[0], key[1])
         if shape is None:
             return 0
         described, descriptor, group = shape
-        leaves = len(batch[0][3].leaves) // LEAF_BYTES
+        leaves = batch[0][3].leaves
         if described.layout.kind == "opaque":
             batch = [(number, seq, 0, record) for number, seq, _, record in batch]
         return self._appender.relocate(
             segment_class, described.digest, descriptor, partial(_row_key, described.digest, group.name, key[2]),
-            leaves, batch,
+            leaves, batch, [stamps[seq] for _, seq, _, _ in batch],
         )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ class Core:
             self.reader = Reader(self.c)
             self.evictor = Evictor(self.c)
             self.active = ActiveSegments(self.c, self.evictor.make_room)
-            self.appender = Appender(self.c, self.active)
+            self.appender = Appender(self.c, self.active, self.evictor.budget.stored)
             self.evictor.carrier = Carrier(self.c, self.appender)
             self.pins = Pins(self.c, self.active, self.evictor.carrier)
             self.evictor.pinned = self.pins.segments

@@ -1,26 +1,192 @@
-"""Placeholder of the policy: whole segments by the mean age of their pages. Replaced by the measured policy."""
+"""Which segment to drop and which of its records to carry forward. Pure policy: no I/O, no clock.
+
+A prompt is worth something only up to its first missing page, so pages are valued by prompt, not one by one.
+All pages that one request touched (hit, skipped by a save, or written) should carry the *same* stamp: then an
+equal stamp across segments means "used together last time", and the chunk indices give their order. Stamps that
+differ by segment do no harm, but links between segments are lost. For each segment and stamp (a ``Piece``):
+
+    hazard = 1 / (age + 50 s), times 2 for records that were used again after they were first written
+    loss   = hazard x bytes, summed over the piece and all later pieces of that stamp, in whatever segment: they
+             become unreachable with it. A piece behind a gap in the chunk indices is unreachable: loss 0.
+
+A victim's pieces are carried, highest loss per byte first, while the write budget lasts and only where they are
+worth twice the store's average byte. The victim is the segment with the least loss left per byte freed.
+
+Where the constants come from: a one-hour trace of 12,031 conversation requests, replayed at 5, 10 and 20 % of
+its unique blocks with 64 segments and one writer, about 30 settings, each once. Chosen and measured on the same
+trace, so expect less elsewhere; differences under 1 % are noise. Relative change of hits at 5 / 10 / 20 %:
+counting later pieces +2.9 / +1.5 / +0.6 %; weight 2 in place of 1 +3.2 / +1.8 / +0.6 %; the threshold of twice
+the average (whole pieces only) +2.1 / +0.6 / +0.5 %. A segment of their own for carried records: no gain.
+``tools/simulate_eviction.py``, hits relative to exact LRU by page at 5 / 10 / 20 / 40 %: 0.97 / 0.95 / 0.95 / 1.00
+with 64 segments, 0.99 / 0.97 / 0.96 / 1.00 with 128, 0.91 / 0.94 / 0.95 / 0.99 with 32; writes at most 1.05x.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+HALF_AGE_US = 50_000_000
+REUSED_WEIGHT = 2.0
+CARRY_WORTH = 2.0
+WRITE_BUDGET = 0.05
+#: Savings of the write budget, in segments: it grows while the store fills, when nothing is carried.
+BUDGET_SEGMENTS = 4
 
 
-class SegmentUse(NamedTuple):
+@dataclass(frozen=True)
+class SegmentUse:
+    """What is known of one segment; all sequences by record ordinal.
+
+    ``evictable`` is False for active and pinned segments: their records count, they are never the victim.
+    ``held`` segments (some reader has them open) are the victim only when there is no other.
+    """
+
     number: int
     nbytes: int
-    stamps: Sequence[int]
+    stamps: Sequence[int]  # last use, us; 0 = dead: duplicate, superseded, expired, or no page
     record_bytes: Sequence[int]
     chunk_index: Sequence[int]
+    reused: Sequence[bool] = ()  # used again after it was written, or carried; () = unknown
+    evictable: bool = True
+    held: bool = False
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
+    """The records of one segment that bear one stamp."""
+
+    stamp: int
+    first: int  # lowest chunk index
+    last: int
+    weight: float
+    nbytes: int
+    ordinals: tuple[int, ...]  # by chunk index
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A segment as ``choose`` needs it; valid until the segment's stamps or records change."""
+
+    number: int
+    nbytes: int
+    evictable: bool
+    held: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
     victim: int
-    carry: tuple[int, ...] = ()
+    carry: tuple[int, ...]  # record ordinals, ascending
+    carry_bytes: int
+    reason: str
 
 
-def plan(segments: Sequence[SegmentUse], now_us: int) -> Plan | None:
-    """The segment whose pages were used longest ago on average."""
-    if not segments:
+@dataclass
+class WriteBudget:
+    """Bytes that may be carried: 5 % of what was newly stored, less what was carried already."""
+
+    segment_bytes: int
+    tokens: float = field(default=0.0)
+
+    def stored(self, nbytes: int) -> None:
+        self.tokens = min(self.tokens + WRITE_BUDGET * nbytes, float(BUDGET_SEGMENTS * self.segment_bytes))
+
+    def carried(self, nbytes: int) -> None:
+        self.tokens -= nbytes
+
+    @property
+    def available(self) -> int:
+        """For one victim: at most one segment, so that dropping it always gains space."""
+        return max(0, int(min(self.tokens, self.segment_bytes)))
+
+
+def summarise(segment: SegmentUse) -> Summary:
+    """Group the live records by stamp. O(records); cache it."""
+    reused = segment.reused or [False] * len(segment.stamps)
+    by_stamp: dict[int, list[int]] = {}
+    for ordinal, stamp in enumerate(segment.stamps):
+        if stamp > 0:
+            by_stamp.setdefault(stamp, []).append(ordinal)
+    pieces = []
+    for stamp, ordinals in by_stamp.items():
+        ordinals.sort(key=segment.chunk_index.__getitem__)
+        pieces.append(
+            Piece(
+                stamp,
+                segment.chunk_index[ordinals[0]],
+                segment.chunk_index[ordinals[-1]],
+                sum((REUSED_WEIGHT if reused[i] else 1.0) * segment.record_bytes[i] for i in ordinals),
+                sum(segment.record_bytes[i] for i in ordinals),
+                tuple(ordinals),
+            )
+        )
+    return Summary(segment.number, segment.nbytes, segment.evictable, segment.held, tuple(pieces))
+
+
+def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan | None:
+    """The next victim, or None if nothing may be dropped. O(pieces)."""
+    listed = list(summaries)
+    candidates = [s for s in listed if s.evictable and not s.held] or [s for s in listed if s.evictable]
+    if not candidates:
         return None
-    return Plan(min(segments, key=lambda s: (sum(s.stamps) / max(1, len(s.stamps)), s.number)).number)
+    losses, average = _losses(listed, now_us)
+    best: tuple[float, int, Summary, list[Piece], int] | None = None
+    for summary in candidates:
+        ranked = sorted(
+            ((losses[summary.number, p.stamp], p) for p in summary.pieces),
+            key=lambda x: (-x[0] / x[1].nbytes, x[1].first, x[1].stamp),
+        )
+        left, spent = 0.0, 0
+        taken: list[Piece] = []
+        # The victim must free something, so a carry never fills it.
+        room = min(budget_bytes, summary.nbytes - 1)
+        for loss, piece in ranked:
+            if spent + piece.nbytes <= room and loss > CARRY_WORTH * average * piece.nbytes:
+                taken.append(piece)
+                spent += piece.nbytes
+            else:
+                left += loss
+        score = left / max(1, summary.nbytes - spent)
+        if best is None or (score, summary.number) < best[:2]:
+            best = (score, summary.number, summary, taken, spent)
+    assert best is not None
+    score, _, victim, taken, spent = best
+    carry = tuple(sorted(i for piece in taken for i in piece.ordinals))
+    reason = f"loss {score / average if average else 0.0:.3f} of average" + (", held" if victim.held else "")
+    return Plan(victim.number, carry, spent, reason)
+
+
+def plan(segments: Iterable[SegmentUse], now_us: int, budget_bytes: int = 0) -> Plan | None:
+    """``choose`` without a cache of summaries."""
+    return choose(map(summarise, segments), now_us, budget_bytes)
+
+
+def _losses(summaries: Sequence[Summary], now_us: int) -> tuple[dict[tuple[int, int], float], float]:
+    """(loss of each piece by (segment, stamp), average worth of a live byte)."""
+    by_stamp: dict[int, list[tuple[int, int, int, float]]] = {}
+    total_bytes = 0
+    for s in summaries:
+        for p in s.pieces:
+            by_stamp.setdefault(p.stamp, []).append((p.first, p.last, s.number, p.weight))
+            total_bytes += p.nbytes
+    losses: dict[tuple[int, int], float] = {}
+    worth = 0.0
+    for stamp, chain in by_stamp.items():
+        hazard = 1.0 / (max(0, now_us - stamp) + HALF_AGE_US)
+        chain.sort()
+        reachable, end = 0, chain[0][1]
+        for first, last, _, _ in chain:
+            if first > end + 1:
+                break
+            end = max(end, last)
+            reachable += 1
+        tail = 0.0
+        for _, _, number, weight in reversed(chain[:reachable]):
+            tail += weight * hazard
+            losses[number, stamp] = tail
+        for _, _, number, _ in chain[reachable:]:
+            losses[number, stamp] = 0.0
+        worth += tail
+    return losses, worth / total_bytes if total_bytes else 0.0

@@ -10,6 +10,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -41,6 +42,13 @@ class Table(NamedTuple):
     written_us: array[int]  # of all records, by seq
     sizes: array[int]
     chunks: array[int]
+    expires: array[int]
+
+
+class _Known(NamedTuple):
+    version: tuple[object, ...]
+    table: Table
+    summary: eviction.Summary
 
 
 class Evictor:
@@ -51,7 +59,8 @@ class Evictor:
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._uses: dict[bytes, Table] = {}
+        self._uses: dict[bytes, _Known] = {}
+        self.budget = eviction.WriteBudget(context.settings.segment_bytes)
         self._lock = GcLock(context)
         self._reclaimer = Reclaimer(context)
 
@@ -150,21 +159,20 @@ class Evictor:
 
     def _choose(self, owner: bytes) -> tuple[Candidate | None, Sequence[int]]:
         """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
-        candidates = {c.number: c for c in self._candidates() if c.row.class_id.startswith(owner)}
-        uses = {number: self._use(c) for number, c in candidates.items()}
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        evictable = self._evictable(rows, owner)
         now = self._c.files.now_us()
+        uses = [self._summary(Candidate(n, r), n in evictable, now) for n, r in rows if r.state != DOOMED]
         held = 0
-        while uses:
-            plan = eviction.plan(list(uses.values()), now)
-            if plan is None:
-                break
-            victim = candidates[plan.victim]
+        while (plan := eviction.choose(uses, now, self.budget.available)) is not None:
+            victim = Candidate(plan.victim, evictable[plan.victim])
             if not self._is_held(victim.row):
+                self.budget.carried(plan.carry_bytes)
                 return victim, plan.carry
             held += 1
-            del uses[plan.victim]
+            uses = [replace(u, evictable=u.evictable and u.number != plan.victim) for u in uses]
         if held and not self._c.index.read(lambda s: s.ledger().doomed, COMMIT_SECONDS):
-            return next(iter(candidates.values())), ()  # one at a time: it costs pages and frees nothing yet
+            return Candidate(*next(iter(evictable.items()))), ()  # one at a time: it frees nothing yet
         return None, ()
 
     def _is_held(self, row: SegmentRow) -> bool:
@@ -179,18 +187,17 @@ class Evictor:
         finally:
             files.close(fd)
 
-    def _candidates(self) -> list[Candidate]:
+    def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
         """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
-        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        pinned = self.pinned()
-        guaranteed = self._guaranteed(rows)
-        free = []
+        pinned, guaranteed = self.pinned(), self._guaranteed(rows)
+        free = {}
         for number, row in rows:
             if row.state == DOOMED or row.segment_id in pinned or row.class_id[:8] in guaranteed:
                 continue
             if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
                 continue
-            free.append(Candidate(number, row))
+            if row.class_id.startswith(owner):
+                free[number] = row
         return free
 
     def _guaranteed(self, rows: Iterable[tuple[int, SegmentRow]]) -> set[bytes]:
@@ -206,15 +213,28 @@ class Evictor:
         take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
-    def _use(self, candidate: Candidate) -> eviction.SegmentUse:
-        """What is known of the records of a segment; tables are read once, stamps each time."""
-        table = self._uses.get(candidate.row.segment_id)
-        if table is None or len(table.written_us) < candidate.row.records:
-            table = self._uses[candidate.row.segment_id] = self._read_table(candidate)
-        stamps = self._c.recency.stamps(candidate.row.segment_id, table.written_us)
-        return eviction.SegmentUse(
-            candidate.number, candidate.row.allocated, [stamps[seq] for seq in table.seqs], table.sizes, table.chunks
-        )
+    def _summary(self, candidate: Candidate, evictable: bool, now_us: int) -> eviction.Summary:
+        """What the policy sees of a segment. Tables are read once, stamps when they have changed."""
+        row = candidate.row
+        version = (row.records, row.allocated, evictable, *self._c.recency.version(row.segment_id))
+        cached = self._uses.get(row.segment_id)
+        if cached is not None and cached.version == version and not row.expires:
+            return cached.summary
+        table = cached.table if cached is not None else None
+        if table is None or len(table.written_us) < row.records:
+            table = self._read_table(candidate)
+        stamps = self._c.recency.stamps(row.segment_id, table.written_us)
+        carried, now_s = bool(row.flags & fmt.FLAG_CARRIED), now_us // 1_000_000
+        summary = eviction.summarise(
+            eviction.SegmentUse(
+                candidate.number, row.allocated,
+                [0 if 0 < e <= now_s else stamps[seq] for seq, e in zip(table.seqs, table.expires, strict=True)],
+                table.sizes, table.chunks,
+                [carried or stamps[seq] > table.written_us[seq] for seq in table.seqs], evictable,
+            )
+        )  # fmt: skip
+        self._uses[row.segment_id] = _Known(version, table, summary)
+        return summary
 
     def _read_table(self, candidate: Candidate) -> Table:
         held = self._c.segments.acquire(candidate.number, candidate.row.segment_id, self._c.index.generation)
@@ -231,11 +251,12 @@ class Evictor:
         return Table(
             array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
             array("Q", [e.stored_bytes for e in parts]), array("I", [e.chunk for e in parts]),
+            array("I", [e.expires for e in parts]),
         )  # fmt: skip
 
     def _carry(self, victim: Candidate, ordinals: Sequence[int]) -> None:
         """Copy hot pages to a segment of their own; what does not fit is lost."""
-        seqs = [self._uses[victim.row.segment_id].seqs[i] for i in ordinals]
+        seqs = [self._uses[victim.row.segment_id].table.seqs[i] for i in ordinals]
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,6 +127,8 @@ class PrefixMatch:
     generation: str
     groups: tuple[GroupMatch, ...]
     segments: dict[int, bytes] = field(repr=False)
+    at_us: int = 0  # when it was looked up: the stamp of everything that this request uses
+    last_hash: bytes = field(default=b"", repr=False)  # chunk hash at its end
     hold: Hold | None = field(default=None, repr=False, compare=False)
     _tiers: Callable[[PrefixMatch], list[PageRef]] | None = field(default=None, repr=False, compare=False)
 
@@ -184,3 +186,19 @@ class PrefixMatch:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "hold": None, "_tiers": None}
+
+
+def used_ranges(hits: Iterable[Hit], run_length: int, good: int) -> list[tuple[int, int, int]]:
+    """(segment, first record, count) of the records behind the chunks in ``good``; neighbours merged."""
+    ranges: list[tuple[int, int, int]] = []
+    for hit in hits:
+        bits = hit.bits & good >> hit.run * run_length
+        row = parse_row(hit.key, hit.value) if bits else None
+        for e in row.extents if row is not None else ():
+            if not bits >> e.first & (1 << e.chunks) - 1:
+                continue
+            if ranges and ranges[-1][0] == e.segment and sum(ranges[-1][1:]) == e.seq:
+                ranges[-1] = (e.segment, ranges[-1][1], ranges[-1][2] + e.chunks)
+            else:
+                ranges.append((e.segment, e.seq, e.chunks))
+    return ranges

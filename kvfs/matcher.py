@@ -67,6 +67,10 @@ class Matcher:
         if len(held) < len(match.segments):
             match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
         match.hold, match._tiers = hold, self._tiers
+        match.at_us = self._c.files.now_us()
+        if match.chunks:
+            match.last_hash = lookups[0].prompt.hashes[match.chunks - 1]
+            self._c.recency.note_request(match.last_hash, match.at_us)
         self._c.holds.add(hold)
         self._c.counters.add("tokens_matched", match.tokens)
         return match
@@ -93,8 +97,8 @@ class Matcher:
 
     def present(
         self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool
-    ) -> int:
-        """Chunks in [first, end) that are stored or being written. Unless ``whole``, ends at the first gap."""
+    ) -> GroupLookup:
+        """What is stored or being written of chunks [first, end). Unless ``whole``, ends at the first gap."""
         lookup = GroupLookup(prompt, group, part)
         run, last = first // prompt.run_length, -(-end // prompt.run_length)
 
@@ -116,7 +120,7 @@ class Matcher:
                 pass
         except IndexUnavailableError:
             pass  # claiming looks again
-        return lookup.found.present | lookup.found.claimed
+        return lookup
 
 
 def _unpack_part(packed: bytes) -> Part | None:

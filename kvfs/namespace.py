@@ -15,8 +15,8 @@ from kvfs.errors import ConfigError, NoSpaceError, StoreReadOnlyError
 from kvfs.format import FIRST_PAYLOAD
 from kvfs.identity import Identity, salt_digest
 from kvfs.layout import Group, PageLayout, Part
-from kvfs.lookup import Prompt
-from kvfs.match import PrefixMatch
+from kvfs.lookup import GroupLookup, Prompt
+from kvfs.match import PrefixMatch, used_ranges
 from kvfs.matcher import Matcher
 from kvfs.reader import Reader
 from kvfs.segment import SegmentWriter
@@ -162,7 +162,8 @@ class Namespace:
         prompt = Prompt(self.identity.digest, hashes)
         missing = {}
         for number, group in enumerate(self.layout.groups):
-            have = self._matcher.present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
+            lookup = self._matcher.present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
+            have = lookup.found.present | lookup.found.claimed
             missing[group.name] = tuple(c for c in range(len(hashes)) if not have >> c & 1)
         return SavePlan(len(hashes), tuple(hashes), missing)
 
@@ -193,21 +194,35 @@ class Namespace:
         size = group.part_bytes(part)
         chain = group.need.kind == "all" and prompt.run_length > 1
         first = start - 1 if chain and start else start
-        present = self._matcher.present(prompt, number, group, part, first, end, whole=False)
+        lookup = self._matcher.present(prompt, number, group, part, first, end, whole=False)
+        present = lookup.found.present | lookup.found.claimed
         if chain and start and not present >> (start - 1) & 1:
             return Outcome(declined=pages, reason="gap"), min(limit, start - 1)
         missing = [c for c in range(start, end) if not present >> c & 1]
+        at_us = self._begin_request(prompt, lookup, missing[0] if missing else end)
         job = Job(
             self.identity, self._descriptor, number, group, part, prompt,
             lambda chunk: data[(chunk - start) * size : (chunk - start + 1) * size],
-            expires, attempt, segment_class,
+            expires, at_us, attempt, segment_class,
         )  # fmt: skip
         outcome = self._appender.store(job, missing) if missing else Outcome()
         outcome.skipped += end - start - len(missing)
         outcome.declined += start + pages - end
         if chain and outcome.declined:
             limit = min(limit, end - outcome.declined)
+        if end:
+            self._c.recency.note_request(prompt.hashes[end - 1], at_us)
         return outcome, limit
+
+    def _begin_request(self, prompt: Prompt, lookup: GroupLookup, done: int) -> int:
+        """One stamp for all pages of a request: its lookup's, else now; present pages are stamped with it."""
+        at_us = self._c.recency.request_of(prompt.hashes[done - 1]) if done else None
+        if at_us is None:
+            at_us = self._c.files.now_us()
+            hits = [hit for run in sorted(lookup.found.hits) for hit in lookup.found.hits[run]]
+            for segment, seq, count in used_ranges(hits, prompt.run_length, lookup.found.present):
+                self._c.recency.stamp(lookup.segments[segment], seq, [at_us] * count)
+        return at_us
 
     def _check_put(self, prompt: Prompt, number: int, group: Group, pages: Any, start: Any, part: Any) -> _Put | None:
         if isinstance(pages, Mapping):

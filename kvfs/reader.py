@@ -12,10 +12,10 @@ from kvfs import format as fmt
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.hashing import LEAF_BYTES, checksum, leaf_table, root_of
-from kvfs.index.rows import Place, parse_row
+from kvfs.index.rows import Place
 from kvfs.index.runs import forget_place
 from kvfs.layout import Group, Part
-from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source
+from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
 from kvfs.segment_files import Held
 from kvfs.types import Tier, Verify
 
@@ -76,7 +76,7 @@ class Reader:
         for page in assembled:
             if self._assemble(page, gm, group, out, held, bad):
                 good |= 1 << page.chunk
-        self._stamp(gm, good, held)
+        self._stamp(match, gm, good, held)
         self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
         self._forget(match, gm, group, bad)
         return good
@@ -215,7 +215,7 @@ class Reader:
                 good |= (1 << len(new)) - 1 << job.pages[0].chunk
                 if len(new) < len(job.pages):
                     break
-            self._stamp(gm, good, held)
+            self._stamp(match, gm, good, held)
         return views
 
     def _map_job(self, job: Job, gm: GroupMatch, group: Group) -> list[memoryview]:
@@ -255,23 +255,11 @@ class Reader:
         cached = self._c.files.cached_bytes(file.fd, place.block * fmt.BLOCK, place.stored_bytes)
         return cached is not None and cached >= place.stored_bytes
 
-    def _stamp(self, gm: GroupMatch, good: int, held: dict[int, Held]) -> None:
-        """Note the use of the records of good chunks; neighbours in one pwrite."""
-        ranges: list[list[int]] = []
-        for hit in gm.hits:
-            bits = hit.bits & good >> hit.run * gm.run_length
-            row = parse_row(hit.key, hit.value) if bits else None
-            for e in row.extents if row is not None else ():
-                used = bits >> e.first & (1 << e.chunks) - 1
-                if not used:
-                    continue
-                if ranges and ranges[-1][0] == e.segment and ranges[-1][1] + ranges[-1][2] == e.seq:
-                    ranges[-1][2] += e.chunks
-                else:
-                    ranges.append([e.segment, e.seq, e.chunks])
-        for segment, seq, count in ranges:
+    def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, Held]) -> None:
+        for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):
             if segment in held:
-                self._c.recency.stamp(held[segment].segment_id, seq, count)
+                self._c.recency.stamp(held[segment].segment_id, seq, [match.at_us] * count)
+        self._c.recency.note_request(match.last_hash, match.at_us)
 
     def _forget(self, match: PrefixMatch, gm: GroupMatch, group: Group, bad: Sequence[tuple[Page, Source]]) -> None:
         """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""

@@ -13,13 +13,15 @@ import os
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvfs.directory import Directory
 from kvfs.files import pack_u64
 
 STAMP_BYTES = 8
 _OPEN_MAX = 64
+REQUESTS_MAX = 4096
+REQUEST_US = 600_000_000  # a prompt saved this long after its lookup still belongs to the same request
 
 
 class Recency:
@@ -30,15 +32,29 @@ class Recency:
         self._files = directory.files
         self._lock = threading.Lock()
         self._open: OrderedDict[bytes, int] = OrderedDict()
+        self._requests: OrderedDict[bytes, int] = OrderedDict()
 
-    def stamp(self, segment_id: bytes, first: int, count: int) -> None:
-        """Records [first, first+count) of a segment were used now."""
-        if self._directory.read_only:
+    def note_request(self, chunk_hash: bytes, at_us: int) -> None:
+        """A request that ends in ``chunk_hash`` was looked up or loaded at ``at_us``."""
+        with self._lock:
+            self._requests[chunk_hash] = at_us
+            self._requests.move_to_end(chunk_hash)
+            if len(self._requests) > REQUESTS_MAX:
+                self._requests.popitem(last=False)
+
+    def request_of(self, chunk_hash: bytes) -> int | None:
+        """When the request that now goes on behind ``chunk_hash`` was looked up, if that was a moment ago."""
+        with self._lock:
+            at_us = self._requests.get(chunk_hash)
+        return at_us if at_us is not None and self._files.now_us() - at_us < REQUEST_US else None
+
+    def stamp(self, segment_id: bytes, first: int, stamps: Sequence[int]) -> None:
+        """Records from ``first`` on were used at these times. What one request uses gets one and the same time:
+        eviction takes equal stamps for pages of one prompt."""
+        if self._directory.read_only or not stamps:
             return
-        now = self._files.now_us()
         with self._lock, contextlib.suppress(OSError):
-            fd = self._fd(segment_id)
-            self._files.write_all(fd, [pack_u64([now]) * count], first * STAMP_BYTES)
+            self._files.write_all(self._fd(segment_id), [pack_u64(stamps)], first * STAMP_BYTES)
 
     def _fd(self, segment_id: bytes) -> int:
         fd = self._open.pop(segment_id, -1)
@@ -57,7 +73,7 @@ class Recency:
         return fd
 
     def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
-        """Last use of each record, given the times at which they were written."""
+        """Last use of each record; where there is no stamp, the time at which it was written."""
         now = self._files.now_us()
         stamps = array("Q")
         with contextlib.suppress(OSError):
@@ -69,9 +85,17 @@ class Recency:
                 self._files.close(fd)
         used = list(written_us)
         for i, stamp in enumerate(stamps[: len(used)]):
-            if used[i] < stamp <= now:
+            if 0 < stamp <= now:
                 used[i] = stamp
         return used
+
+    def version(self, segment_id: bytes) -> tuple[int, int]:
+        """Changes when stamps change."""
+        try:
+            st = self._files.stat(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
+        except OSError:
+            return 0, 0
+        return st.st_mtime_ns, st.st_size
 
     def forget(self, segment_id: bytes) -> None:
         """The segment is gone."""

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ from kvfs import format as fmt
 from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
-from kvfs.hashing import root_of
+from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
+
+OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while the payload is written
 
 
 def file_name(segment_id: bytes) -> str:
@@ -31,8 +34,8 @@ class Record(NamedTuple):
     """One part of one page on its way into a segment."""
 
     payload: Any  # buffer of ``stored_bytes`` bytes
-    leaves: bytes  # leaf table
-    root: bytes
+    leaf_bytes: int
+    leaves: int
     raw_bytes: int
     group: int
     chunk: int
@@ -44,11 +47,34 @@ class Record(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a record came to lie."""
+    """Where a record came to lie, and what it hashes to."""
 
     payload: int
     leaves: int
     seq: int
+    root: bytes
+
+
+class _PayloadWrite(threading.Thread):
+    """Writes payloads while the caller computes their checksums: the write holds no GIL, the sums need no disk."""
+
+    def __init__(self, files: Files, fd: int, buffers: Sequence[Any], offset: int) -> None:
+        super().__init__(name="kvfs-write", daemon=True)
+        self._arguments = (fd, buffers, offset)
+        self._files = files
+        self._error: OSError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._files.write_all(*self._arguments)
+        except OSError as exc:
+            self._error = exc
+
+    def finish(self) -> None:
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class SegmentWriter:
@@ -151,20 +177,24 @@ class SegmentWriter:
             raise
         self.allocated = allocated
 
-    def append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes) -> list[Placed]:
+    def append(
+        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes, at_us: int
+    ) -> list[Placed]:
         """Write records and their entries. On return they lie in the file; nothing names them yet."""
         assert not self.dead, "append to a dead segment"
         try:
-            return self._append(records, digest, descriptor, attempt)
+            return self._append(records, digest, descriptor, attempt, at_us)
         except OSError:
             self.dead = True
             raise
 
-    def _append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes) -> list[Placed]:
-        now, start = self._files.now_us(), self.tail
+    def _append(
+        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes, now: int
+    ) -> list[Placed]:
+        start = self.tail
         buffers: list[Any] = []
-        offset = start
         entries: list[Entry] = []
+        offset = start
         if digest not in self._namespaces:
             entries.append(
                 Entry(fmt.KIND_NAMESPACE, 0, 0, 0, self.epoch, 0, 0, 0, bytes(8), offset, len(descriptor),
@@ -176,19 +206,34 @@ class SegmentWriter:
             payloads.append(offset)
             offset += _push(buffers, r.payload)
         leaves_at = offset
-        leaf_blob = b"".join([r.leaves for r in records])
-        offset += _push(buffers, leaf_blob)
-        for r, payload in zip(records, payloads, strict=True):
+        end = leaves_at + align(sum(r.leaves for r in records) * LEAF_BYTES)
+        assert end <= self.allocated, "append beyond what was reserved"
+        tables = self._write_payloads(records, buffers, start, leaves_at)
+        for r, payload, table in zip(records, payloads, tables, strict=True):
             entries.append(
                 Entry(fmt.KIND_PART, r.codec, r.group, 0, self.epoch, 0, r.chunk, r.expires, r.part, payload,
-                      len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash, r.root,
-                      attempt)
+                      len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash,
+                      root_of(table), attempt)
             )  # fmt: skip
-            leaves_at += len(r.leaves)
-        assert offset - start <= self.allocated - start, "append beyond what was reserved"
-        self._files.write_all(self.fd, buffers, start)
-        placed = self._write_entries(entries, offset, digest)
+            leaves_at += len(table)
+        placed = self._write_entries(entries, end, digest)
         return placed[len(placed) - len(records) :]
+
+    def _write_payloads(
+        self, records: Sequence[Record], buffers: Sequence[Any], start: int, leaves_at: int
+    ) -> list[bytes]:
+        """Write payloads and leaf tables; the tables. Large writes and their checksums overlap."""
+        if leaves_at - start < OVERLAP_BYTES:
+            tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]
+            self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
+            return tables
+        write = _PayloadWrite(self._files, self.fd, buffers, start)
+        try:
+            tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]
+        finally:
+            write.finish()
+        self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
+        return tables
 
     def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:
         """Number the entries, write them into the tables (chaining new ones at ``end``), move the tail."""
@@ -208,7 +253,7 @@ class SegmentWriter:
                 ns_seq = seq
             entry = entry._replace(seq=seq, ns_seq=ns_seq)
             blocks[-1][2].append(fmt.pack_entry(entry, self._seed))
-            placed.append(Placed(entry.payload, entry.leaves, seq))
+            placed.append(Placed(entry.payload, entry.leaves, seq, entry.root))
             seq += 1
         assert end <= self.allocated, "table beyond what was reserved"
         for table, _, _ in blocks[1:]:

@@ -16,7 +16,7 @@ from kvfs import space
 from kvfs.active import STEP, ActiveSegments, Declined, SegmentClass
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
-from kvfs.hashing import LEAF_BYTES, leaf_table, page_key, root_of
+from kvfs.hashing import LEAF_BYTES, page_key
 from kvfs.identity import Identity
 from kvfs.index.rows import Place
 from kvfs.index.runs import Publish, RunKeys, Target, claim_run, move, publish
@@ -27,7 +27,7 @@ from kvfs.segment import Placed, Record, SegmentWriter
 from kvfs.space import NeedSpaceError, StaleWriterError
 
 BATCH_PAGES = 256  # pages per commit: 8 rows of 32 chunks, well under a millisecond of the lock
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 64 << 20
 SPACE_SECONDS = 5.0  # how long a save waits for eviction before it declines
 
 
@@ -46,6 +46,7 @@ class Job:
     prompt: Prompt
     payload: Callable[[int], Any]  # chunk number -> buffer of part_bytes
     expires: int = 0
+    at_us: int = 0  # when the request began that these pages belong to
     attempt: bytes = bytes(8)
     segment_class: SegmentClass = ANYTHING
 
@@ -67,8 +68,9 @@ class Outcome:
 class Appender:
     """Stores pages. Thread-safe: one batch at a time per class of segments."""
 
-    def __init__(self, context: Context, active: ActiveSegments) -> None:
+    def __init__(self, context: Context, active: ActiveSegments, stored: Callable[[int], None]) -> None:
         self._c = context
+        self._stored = stored  # told how many bytes were newly stored
         self._active = active
 
     # -- storing -----------------------------------------------------------------------------
@@ -118,22 +120,22 @@ class Appender:
             raise Declined("index") from None
         if targets:
             records = [self._record(job, t) for t in targets]
-            placed = writer.append(records, job.identity.digest, job.descriptor, job.attempt)
+            placed = writer.append(records, job.identity.digest, job.descriptor, job.attempt, job.at_us)
             if self._c.settings.sync == "sync":
                 self._active.sync(writer)
             else:
                 self._active.note_dirty(job.segment_class)
             self._publish(job, targets, records, placed, writer, generation, outcome)
             self._c.counters.add("bytes_written", size * len(targets))
+            self._stored(size * len(targets))
         self._active.note_use(job.segment_class)
         return len(batch)
 
     def _record(self, job: Job, target: Target) -> Record:
         payload = job.payload(target.chunk)
-        leaves = leaf_table(payload, job.group.leaf_bytes(job.part))
         return Record(
-            payload, leaves, root_of(leaves), len(payload), job.group_number, target.chunk, job.part.pack(),
-            target.chunk_hash, target.head, job.expires,
+            payload, job.group.leaf_bytes(job.part), job.group.leaves(job.part), len(payload), job.group_number,
+            target.chunk, job.part.pack(), target.chunk_hash, target.head, job.expires,
         )  # fmt: skip
 
     def _claim(
@@ -177,7 +179,7 @@ class Appender:
         named = [
             Publish(
                 t.head, t.slot,
-                Place(t.chunk_hash, r.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
+                Place(t.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
                       p.leaves // 8, p.seq, job.expires),
             )
             for t, r, p in zip(targets, records, placed, strict=True)
@@ -203,11 +205,12 @@ class Appender:
 
     def relocate(
         self, segment_class: SegmentClass, digest: bytes, descriptor: bytes, row_key: Callable[[bytes], bytes],
-        leaves: int, moves: Sequence[tuple[int, int, int, Record]],
+        leaves: int, moves: Sequence[tuple[int, int, int, Record]], stamps: Sequence[int],
     ) -> int:  # fmt: skip
         """Copy records to the active segment of a class and point the index to the copies; returns how many.
 
-        ``moves``: (source segment, seq there, chunk of the run, record), all of one part shape of a namespace.
+        ``moves``: (source segment, seq there, chunk of the run, record), all of one part shape of a namespace;
+        ``stamps``: when each was last used.
         Declined, OSError or IndexUnavailableError if that cannot be done; the sources are untouched then.
         """
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
@@ -226,7 +229,9 @@ class Appender:
                 allocated = self._c.index.write(claim, COMMIT_SECONDS)
                 if allocated > writer.allocated:
                     writer.grow(allocated)
-                placed = writer.append([m[3] for m in moves], digest, descriptor, bytes(8))
+                placed = writer.append([m[3] for m in moves], digest, descriptor, bytes(8), self._c.files.now_us())
+                for p, stamp in zip(placed, stamps, strict=True):
+                    self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
                 return self._c.index.write(
                     lambda s: self._move(s, writer, generation, row_key, leaves, moves, placed), COMMIT_SECONDS
                 )
@@ -243,7 +248,7 @@ class Appender:
         row = space.own_segment(session, writer.number, self._c.owner, generation)
         moved = 0
         for (source, seq, slot, r), p in zip(moves, placed, strict=True):
-            place = Place(r.chunk_hash, r.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
+            place = Place(r.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
                           p.leaves // 8, p.seq, r.expires)  # fmt: skip
             moved += move(session, row_key, leaves, source, [(seq, Publish(r.run_hash, slot, place))])
         session.set_segment(

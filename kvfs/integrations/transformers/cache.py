@@ -260,8 +260,8 @@ class PrefixCache:
             for layer in (past.layers[i] for i in group.layers):
                 # column of the first token that is retained
                 origin = layer.get_seq_length() - layer.keys.shape[-2] - row.pad
-                yield (layer.keys[number, :, begin - origin : end - origin],
-                       layer.values[number, :, begin - origin : end - origin])  # fmt: skip
+                span = slice(begin - origin, end - origin)
+                yield layer.keys[number, :, span].detach(), layer.values[number, :, span].detach()
 
         return pages_of(states(), end - begin, group, self.source.dtype)
 

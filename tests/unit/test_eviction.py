@@ -1,0 +1,133 @@
+"""The eviction policy: which segment goes, which records stay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kvfs.eviction import (
+    BUDGET_SEGMENTS,
+    WRITE_BUDGET,
+    SegmentUse,
+    WriteBudget,
+    choose,
+    plan,
+    summarise,
+)
+
+SECOND = 1_000_000
+NOW = 10_000 * SECOND
+
+
+def use(
+    number: int,
+    ages: Sequence[int | None],
+    chunks: Sequence[int] | None = None,
+    *,
+    reused: bool = False,
+    evictable: bool = True,
+    held: bool = False,
+) -> SegmentUse:
+    """A segment of 100-byte records, used ``ages`` seconds ago; None is dead."""
+    count = len(ages)
+    return SegmentUse(
+        number,
+        100 * count,
+        [0 if age is None else NOW - age * SECOND for age in ages],
+        [100] * count,
+        list(range(count)) if chunks is None else chunks,
+        [reused] * count,
+        evictable,
+        held,
+    )
+
+
+def test_nothing_to_drop() -> None:
+    assert plan([], NOW, 1000) is None
+    assert plan([use(1, [5, 5], evictable=False)], NOW, 1000) is None
+    assert plan([use(1, [])], NOW, 1000) is not None
+
+
+def test_the_oldest_segment_goes_and_its_hot_pages_are_carried() -> None:
+    old = use(1, [5000, 10, 5000, 5000], [3, 0, 4, 5])
+    chosen = plan([old, use(2, [100] * 4), use(3, [50] * 4)], NOW, 200)
+    assert chosen is not None
+    assert (chosen.victim, chosen.carry, chosen.carry_bytes) == (1, (1,), 100)
+
+
+def test_the_write_budget_is_respected() -> None:
+    segments = [use(n, [1, 2, 3, 4, 9000, 9000, 9000, 9000], [0] * 8) for n in (1, 2)]
+    for budget in (0, 99, 100, 250, 10_000):
+        chosen = plan(segments, NOW, budget)
+        assert chosen is not None
+        assert chosen.carry_bytes == 100 * len(chosen.carry) <= budget
+        assert chosen.carry_bytes < 800
+
+
+def test_pinned_and_active_segments_never_go_and_held_ones_last() -> None:
+    stale = [9000] * 4
+    free, held, pinned = use(1, [1] * 4), use(2, stale, held=True), use(3, stale, evictable=False)
+    for segments, victim in (([free, held, pinned], 1), ([held, pinned], 2)):
+        chosen = plan(segments, NOW, 0)
+        assert chosen is not None and chosen.victim == victim
+        assert ("held" in chosen.reason) == (victim == 2)
+
+
+def test_a_store_that_is_hot_throughout_still_finds_a_victim() -> None:
+    chosen = plan([use(n, [1] * 8) for n in range(1, 6)], NOW, 10_000)
+    assert chosen is not None
+    assert chosen.carry_bytes < 800
+
+
+def test_dead_records_are_worth_nothing_and_never_carried() -> None:
+    chosen = plan([use(1, [1, None, None, None]), use(2, [2] * 4)], NOW, 1000)
+    assert chosen is not None
+    assert chosen.victim == 1
+    assert set(chosen.carry) <= {0}
+    emptied = plan([use(3, [None] * 4), use(4, [9000] * 4)], NOW, 1000)
+    assert emptied is not None and (emptied.victim, emptied.carry) == (3, ())
+
+
+def test_tails_go_before_the_heads_that_they_need() -> None:
+    head, tail = use(1, [60] * 4, [0, 1, 2, 3]), use(2, [60] * 4, [4, 5, 6, 7])
+    chosen = plan([head, tail], NOW, 0)
+    assert chosen is not None and chosen.victim == 2
+
+
+def test_what_lies_behind_a_gap_goes_first_and_is_never_carried() -> None:
+    head, orphan = use(1, [60] * 4, [0, 1, 2, 3]), use(2, [60] * 4, [5, 6, 7, 8])
+    other = use(3, [5000] * 4)
+    chosen = plan([head, orphan, other], NOW, 1000)
+    assert chosen is not None and (chosen.victim, chosen.carry) == (2, ())
+
+
+def test_reused_pages_outlive_pages_used_once() -> None:
+    once, again = use(1, [300] * 4), use(2, [301] * 4, reused=True)
+    chosen = plan([once, again], NOW, 0)
+    assert chosen is not None and chosen.victim == 1
+
+
+def test_stamps_in_the_future_do_no_harm() -> None:
+    chosen = plan([use(1, [-500] * 4), use(2, [900] * 4)], NOW, 0)
+    assert chosen is not None and chosen.victim == 2
+
+
+def test_summaries_can_be_cached_and_order_does_not_matter() -> None:
+    rng = random.Random(7)
+    segments = [use(n, [rng.randrange(3000) for _ in range(16)]) for n in range(1, 20)]
+    summaries = [summarise(s) for s in segments]
+    first = choose(summaries, NOW, 300)
+    rng.shuffle(summaries)
+    assert choose(summaries, NOW, 300) == first == plan(segments, NOW, 300)
+
+
+def test_the_budget_is_a_fraction_of_what_was_stored() -> None:
+    budget = WriteBudget(segment_bytes=1000)
+    assert budget.available == 0
+    budget.stored(10_000)
+    assert budget.available == WRITE_BUDGET * 10_000
+    budget.carried(600)
+    assert budget.available == 0  # a debt is paid before anything more is carried
+    budget.stored(10**9)
+    assert budget.tokens == BUDGET_SEGMENTS * 1000
+    assert budget.available == 1000
