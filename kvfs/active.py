@@ -77,26 +77,31 @@ class ActiveSegments:
             if now >= deadline or not self._make_room(missing, deadline, owner):
                 raise Declined("space")
 
-    def writer(self, segment_class: SegmentClass, need: int, deadline: float) -> Active:
-        """The active segment of the class with room for ``need`` bytes; seals the old one if it is full."""
+    def writer(
+        self, segment_class: SegmentClass, fresh: int, need: Callable[[SegmentWriter], int], deadline: float
+    ) -> Active:
+        """The active segment of the class with room for an append; seals the old one if it is full.
+
+        ``need`` tells what the append takes in a given segment, ``fresh`` the size of a segment with nothing else.
+        """
         current = self._writers.get(segment_class)
         if current is not None:
             writer, generation = current
             if not writer.dead and generation == self._c.index.generation:
-                if need <= writer.room(self._c.settings.segment_bytes):
+                if need(writer) <= writer.room(self._c.settings.segment_bytes):
                     return current
                 self._seal(segment_class)
             else:
                 self.drop(segment_class)
-        fresh = self._adopt(segment_class, need) or self._create(segment_class, need, deadline)
-        self._writers[segment_class] = fresh
-        return fresh
+        active = self._adopt(segment_class, fresh) or self._create(segment_class, fresh, deadline)
+        self._writers[segment_class] = active
+        return active
 
-    def _create(self, segment_class: SegmentClass, need: int, deadline: float) -> Active:
+    def _create(self, segment_class: SegmentClass, fresh: int, deadline: float) -> Active:
         segment_bytes = self._c.settings.segment_bytes
-        if fmt.FIRST_PAYLOAD + need + fmt.BLOCK > segment_bytes:
+        if fresh > segment_bytes:
             raise Declined("page larger than a segment")
-        allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, fmt.FIRST_PAYLOAD + need)))
+        allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, fresh)))
         segment_id = self._c.files.random(16)
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
 
@@ -117,9 +122,9 @@ class ActiveSegments:
             raise
         return Active(writer, generation)
 
-    def _adopt(self, segment_class: SegmentClass, need: int) -> Active | None:
+    def _adopt(self, segment_class: SegmentClass, fresh: int) -> Active | None:
         """Go on with the active segment of a process that is gone."""
-        limit = self._c.settings.segment_bytes - fmt.BLOCK - need
+        limit = self._c.settings.segment_bytes - fresh  # an append takes no more there than in a fresh segment
 
         def look(session: Session) -> tuple[list[tuple[int, SegmentRow]], str]:
             rows = [

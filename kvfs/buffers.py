@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any
 
@@ -25,6 +26,11 @@ def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
     return view.cast("B") if view.format != "B" or view.ndim != 1 else view
 
 
+def address_of(view: memoryview) -> int:
+    """Address of a writable buffer, for direct I/O, which needs aligned memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
+
+
 def _tensor_bytes(tensor: Any, what: str) -> Any:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
@@ -35,6 +41,4 @@ def _tensor_bytes(tensor: Any, what: str) -> Any:
     try:
         return flat.numpy()
     except RuntimeError:  # torch without numpy
-        import ctypes
-
         return (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())

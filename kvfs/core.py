@@ -18,6 +18,7 @@ from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
 from kvfs.errors import (
+    ConfigError,
     CorruptError,
     IndexUnavailableError,
     StoreAccessError,
@@ -43,13 +44,13 @@ _LOCK = threading.RLock()
 _CORES: dict[tuple[int, int], Core] = {}
 
 
-def enter(path: str, read_only: bool, verify: Verify, threads: int, files: Files) -> Core:
+def enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
     """The one core of this process for a directory (LMDB must not be opened twice); ``leave`` it when done."""
     with _LOCK:
         return _enter(path, read_only, verify, threads, files)
 
 
-def _enter(path: str, read_only: bool, verify: Verify, threads: int, files: Files) -> Core:
+def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
     try:
         st = os.stat(path)
     except FileNotFoundError:
@@ -61,6 +62,11 @@ def _enter(path: str, read_only: bool, verify: Verify, threads: int, files: File
         core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files)
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
+    elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
+        raise ConfigError(
+            f"{path} is open in this process with verify={core.c.verify.value!r} and threads={core.c.threads}: "
+            "all stores of one directory in a process share these; leave them out or close the other one"
+        )
     core.users += 1
     return core
 
@@ -68,13 +74,14 @@ def _enter(path: str, read_only: bool, verify: Verify, threads: int, files: File
 class Core:
     """Everything that the Store objects of one directory share in this process."""
 
-    def __init__(self, path: str, read_only: bool, verify: Verify, threads: int, files: Files) -> None:
+    def __init__(self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> None:
         self.path = os.path.abspath(path)
         self.read_only = read_only
         self.users = 0
         self.rebuilt: Report | None = None
         self._files = files
-        self._verify, self._threads = verify, threads
+        self._verify = verify or Verify.ALWAYS
+        self._threads = threads or min(4, os.cpu_count() or 1)
         self._private: str | None = None
         self._start()
 
@@ -129,15 +136,18 @@ class Core:
         self._become_ready()
         self.keeper = Keeper(self.c, self._chores())
 
-    @staticmethod
-    def _check_layout(directory: Directory) -> None:
+    def _check_layout(self, directory: Directory) -> None:
         for name in directories.SUBDIRECTORIES:
             try:
                 directory.sub(name)
-            except (FileNotFoundError, NotADirectoryError):
-                raise CorruptError(
-                    f"{directory.path}/{name} is missing: restore it with mkdir, or start with an empty directory"
-                ) from None
+            except FileNotFoundError:  # everything but the segments can be made anew
+                parent, _, leaf = name.rpartition("/")
+                over = directory.sub(parent) if parent else directory.root
+                if self.read_only:
+                    raise CorruptError(f"{directory.path}/{name} is missing: open the store for writing once") from None
+                directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+            except NotADirectoryError:
+                raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
 
     # -- readiness ---------------------------------------------------------------------------
 

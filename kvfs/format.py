@@ -15,8 +15,8 @@ BLOCK = 4096  # alignment of payloads, header page and seal page
 SEGMENT_MAGIC = b"KVFSEG1\n"
 SEAL_MAGIC = b"KVFSEAL1"
 FIRST_TABLE = BLOCK  # where the first record table begins
-FIRST_TABLE_BYTES = 15 * BLOCK  # so that payloads begin at 64 KiB
-TABLE_BYTES = 16 * BLOCK
+FIRST_TABLE_BYTES = 3 * BLOCK  # payloads begin at 16 KiB: a small segment must not be mostly table
+TABLE_BYTES = 4 * BLOCK
 FIRST_PAYLOAD = FIRST_TABLE + FIRST_TABLE_BYTES
 DESCRIPTOR_BYTES_MAX = 64 * 1024
 

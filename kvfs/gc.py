@@ -24,7 +24,7 @@ from kvfs.index.tables import DOOMED, SegmentRow
 from kvfs.segment import file_name
 
 SWEEP_ROWS = 256
-BACKGROUND_FROM, BACKGROUND_TO = 0.95, 0.90
+BACKGROUND_FROM, BACKGROUND_TO = 0.98, 0.97
 
 
 class Reclaimer:

@@ -34,25 +34,22 @@ class Matcher:
         generation = ""
         if prompt.hashes:
             try:
-                generation = self._use_parts(lookups)
-                chunks = search(lookups, self._layout.page_tokens, len(prompt.hashes), self._read)
+                read = _FirstParts(self, lookups)
+                chunks = search(lookups, self._layout.page_tokens, len(prompt.hashes), read)
+                generation = read.generation
             except IndexUnavailableError as exc:
                 self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
         self._c.counters.add("lookups")
         self._c.counters.add("tokens_queried", len(prompt.hashes) * self._layout.page_tokens)
         return self._hold(lookups, chunks, generation)
 
-    def _use_parts(self, lookups: Sequence[GroupLookup]) -> str:
-        def known(session: Session) -> tuple[str, list[list[bytes]]]:
-            digest = self._digest
-            return session.generation, [session.parts(digest, n) for n in range(len(lookups))]
-
-        generation, parts = self._read(known)
-        for lookup, packed in zip(lookups, parts, strict=True):
+    def use_parts(self, session: Session, lookups: Sequence[GroupLookup]) -> None:
+        """Tell lookups which parts their groups have."""
+        for number, lookup in enumerate(lookups):
+            packed = session.parts(self._digest, number)
             lookup.use_parts([p for p in map(_unpack_part, packed) if p is not None])
-        return generation
 
-    def _read(self, function: Callable[[Session], T]) -> T:
+    def read(self, function: Callable[[Session], T]) -> T:
         return self._c.index.read(function, LOOKUP_SECONDS)
 
     def _hold(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
@@ -116,11 +113,29 @@ class Matcher:
             return run >= last
 
         try:
-            while run < last and not self._read(step):
+            while run < last and not self.read(step):
                 pass
         except IndexUnavailableError:
             pass  # claiming looks again
         return lookup
+
+
+class _FirstParts:
+    """Runs the steps of a search; the first one also reads which parts there are, so that a match is one trip."""
+
+    def __init__(self, matcher: Matcher, lookups: Sequence[GroupLookup]) -> None:
+        self._matcher = matcher
+        self._lookups = lookups
+        self.generation = ""
+
+    def __call__(self, step: Callable[[Session], bool]) -> bool:
+        def first(session: Session) -> bool:
+            if not self.generation:
+                self._matcher.use_parts(session, self._lookups)
+                self.generation = session.generation
+            return step(session)
+
+        return self._matcher.read(first)
 
 
 def _unpack_part(packed: bytes) -> Part | None:

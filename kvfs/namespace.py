@@ -12,7 +12,6 @@ from kvfs.buffers import byte_view
 from kvfs.config import Quota, parse_duration, quota_id
 from kvfs.context import Context
 from kvfs.errors import ConfigError, NoSpaceError, StoreReadOnlyError
-from kvfs.format import FIRST_PAYLOAD
 from kvfs.identity import Identity, salt_digest
 from kvfs.layout import Group, PageLayout, Part
 from kvfs.lookup import GroupLookup, Prompt
@@ -59,8 +58,9 @@ class Namespace:
         self._descriptor = identity.descriptor_bytes()
         self._matcher = Matcher(context, identity.digest, identity.layout, reader.tiers)
         for group in self.layout.groups:
-            need = SegmentWriter.need(group.page_bytes, hashing.LEAF_BYTES * group.leaves(group.full), 1)
-            if FIRST_PAYLOAD + need + 4096 > context.settings.segment_bytes:
+            leaf_table_bytes = hashing.LEAF_BYTES * group.leaves(group.full)
+            need = SegmentWriter.need_fresh(len(self._descriptor), group.page_bytes, leaf_table_bytes)
+            if need > context.settings.segment_bytes:
                 raise NoSpaceError(
                     f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store holds "
                     f"{context.settings.segment_bytes}: use a smaller page_tokens or a store with larger segment_bytes"

@@ -89,6 +89,12 @@ class Recency:
                 used[i] = stamp
         return used
 
+    def was_used(self, segment_id: bytes, seq: int) -> bool:
+        """Whether a record was used since it was written."""
+        with self._lock, contextlib.suppress(OSError):
+            return any(self._files.read(self._fd(segment_id), STAMP_BYTES, seq * STAMP_BYTES))
+        return False
+
     def version(self, segment_id: bytes) -> tuple[int, int]:
         """Changes when stamps change."""
         try:

@@ -101,6 +101,7 @@ class SegmentWriter:
         self._seed = fmt.segment_seed(segment_id)
         self._namespaces: dict[bytes, int] = {}
         self._slot = 0
+        self._checks = bytearray()  # check words of all entries so far
 
     @classmethod
     def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
@@ -143,24 +144,22 @@ class SegmentWriter:
             fd, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
             allocated=allocated,
         )  # fmt: skip
-        writer._slot = scan.slot
+        writer._slot, writer._checks = scan.slot, bytearray(scan.checks)
         return writer
 
     # -- sizes -------------------------------------------------------------------------------
 
-    def knows(self, digest: bytes) -> bool:
-        return digest in self._namespaces
+    def need(self, digest: bytes, descriptor: bytes, payload_bytes: int, leaf_table_bytes: int, pages: int) -> int:
+        """Bytes that an append of ``pages`` equal records takes: payloads, leaf tables, namespace, tables."""
+        known = digest in self._namespaces
+        free = fmt.slots_of_table(self.table == fmt.FIRST_TABLE) - 1 - self._slot
+        return _need(0 if known else len(descriptor), payload_bytes, leaf_table_bytes, pages, free)
 
     @staticmethod
-    def need(payload_bytes: int, leaf_bytes: int, pages: int) -> int:
-        """Bytes that an append of ``pages`` equal records may take at most, namespace and tables included."""
-        tables = 1 + pages // (fmt.slots_of_table(False) - 2)
-        return (
-            pages * align(payload_bytes)
-            + align(pages * leaf_bytes + 8)
-            + align(fmt.DESCRIPTOR_BYTES_MAX)
-            + tables * fmt.TABLE_BYTES
-        )
+    def need_fresh(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, pages: int = 1) -> int:
+        """Size of a sealed segment that holds ``pages`` records and nothing else."""
+        free = fmt.slots_of_table(True) - 1
+        return fmt.FIRST_PAYLOAD + _need(descriptor_bytes, payload_bytes, leaf_table_bytes, pages, free) + BLOCK
 
     def room(self, segment_bytes: int) -> int:
         """Bytes that can still be appended before the segment must be sealed."""
@@ -261,6 +260,9 @@ class SegmentWriter:
             self._files.write_all(self.fd, [bytes(fmt.TABLE_BYTES)], table)
         for table, slot, packed in blocks:
             self._files.write_all(self.fd, [b"".join(packed)], table + slot * ENTRY_BYTES)
+        for _, _, packed in blocks:
+            for raw in packed:
+                self._checks += fmt.entry_check(raw)
         self.table, self._slot = blocks[-1][0], blocks[-1][1] + len(blocks[-1][2])
         self.records, self.tail = seq, end
         self._namespaces[digest] = ns_seq
@@ -268,11 +270,7 @@ class SegmentWriter:
 
     def seal(self) -> int:
         """Write the seal page, cut the unused tail off; returns the file's final size."""
-        scan = scan_segment(self.fd, self._files, records_max=self.records)
-        if scan is None or len(scan.entries) != self.records:
-            self.dead = True
-            raise OSError(errno.EIO, "the table does not hold what was written")
-        seal = Seal(self.segment_id, self.records, self.tail, self._files.now_us(), scan.table_root)
+        seal = Seal(self.segment_id, self.records, self.tail, self._files.now_us(), root_of(self._checks))
         end = self.tail + BLOCK
         self._files.write_all(self.fd, [fmt.pack_seal(seal)], self.tail)
         self._files.truncate(self.fd, end)
@@ -289,6 +287,14 @@ class SegmentWriter:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._files.close(self.fd)
+
+
+def _need(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, pages: int, free_slots: int) -> int:
+    entries = pages + (descriptor_bytes > 0)
+    per_table = fmt.slots_of_table(False) - 1
+    tables = max(0, -(-(entries - free_slots) // per_table))
+    payloads = pages * align(payload_bytes) + align(pages * leaf_table_bytes)
+    return align(descriptor_bytes) + payloads + tables * fmt.TABLE_BYTES
 
 
 def _push(buffers: list[Any], data: Any) -> int:
@@ -318,7 +324,7 @@ class Scan:
     slot: int
     end: int  # end of what the entries cover
     size: int
-    table_root: bytes
+    checks: bytes  # check words of the entries, one behind the other
 
     def parts(self) -> Iterator[Entry]:
         return (e for e in self.entries if e.kind == fmt.KIND_PART)
@@ -360,9 +366,9 @@ def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Sc
             end = max(end, align(entry.payload + entry.stored_bytes))
             if entry.leaves:
                 end = max(end, align(entry.leaves + 8))
-    root = root_of(b"".join(checks))
-    seal = _read_seal(fd, files, size, header.segment_id, len(entries), root)
-    return Scan(header, entries, seal, table, slot, end, size, root)
+    words = b"".join(checks)
+    seal = _read_seal(fd, files, size, header.segment_id, len(entries), root_of(words))
+    return Scan(header, entries, seal, table, slot, end, size, words)
 
 
 def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:

@@ -11,18 +11,20 @@ from kvfs.directory import Directory
 from kvfs.segment import file_name
 
 LOCK_TRIES, LOCK_SECONDS = 40, 0.00025
+NOT_OPEN, NO_DIRECT_IO = -1, -2
 
 
 class Held:
     """An open segment. ``refs`` counts matches and views in progress."""
 
-    __slots__ = ("fd", "generation", "number", "refs", "segment_id")
+    __slots__ = ("direct_fd", "fd", "generation", "number", "refs", "segment_id")
 
     def __init__(self, number: int, segment_id: bytes, fd: int, generation: str) -> None:
         self.number = number
         self.segment_id = segment_id
         self.fd = fd
         self.generation = generation
+        self.direct_fd = NOT_OPEN
         self.refs = 1
 
 
@@ -52,9 +54,9 @@ class SegmentFiles:
             held = self._open[segment_id] = Held(number, segment_id, fd, generation)
             return held
 
-    def _open_locked(self, segment_id: bytes) -> int:
+    def _open_locked(self, segment_id: bytes, flags: int = 0) -> int:
         try:
-            fd = self._files.open(file_name(segment_id), os.O_RDONLY, dir_fd=self._directory.sub("segments"))
+            fd = self._files.open(file_name(segment_id), os.O_RDONLY | flags, dir_fd=self._directory.sub("segments"))
         except OSError:
             return -1
         try:
@@ -71,14 +73,24 @@ class SegmentFiles:
         self._files.close(fd)
         return -1
 
+    def direct(self, held: Held) -> int:
+        """Descriptor of a held segment for reads that bypass the page cache; negative where there is none."""
+        with self._lock:
+            if held.direct_fd == NOT_OPEN:
+                fd = self._open_locked(held.segment_id, os.O_DIRECT)
+                held.direct_fd = fd if fd >= 0 else NO_DIRECT_IO
+            return held.direct_fd
+
     def release(self, held: Held) -> None:
         with self._lock:
             held.refs -= 1
             assert held.refs >= 0, "segment released twice"
             if held.refs == 0:
                 self._open.pop(held.segment_id, None)
-                with contextlib.suppress(OSError):
-                    self._files.close(held.fd)
+                for fd in (held.fd, held.direct_fd):
+                    if fd >= 0:
+                        with contextlib.suppress(OSError):
+                            self._files.close(fd)
 
     def count(self) -> int:
         return len(self._open)
@@ -87,6 +99,8 @@ class SegmentFiles:
         """In a forked child: close the inherited descriptors; the parent's locks stay."""
         self._lock = threading.Lock()
         for held in self._open.values():
-            with contextlib.suppress(OSError):
-                os.close(held.fd)
+            for fd in (held.fd, held.direct_fd):
+                if fd >= 0:
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
         self._open.clear()

@@ -27,21 +27,21 @@ from kvfs.version import FORMAT
 def open_store(
     path: str | os.PathLike[str] | None = None, *, capacity: int | str | None = None, create: bool = True,
     read_only: bool = False, segment_bytes: int | str | None = None, index_bytes: int | str | None = None,
-    sync: str = "cache", mode: str = "cache", verify: str | Verify = Verify.ALWAYS, threads: int | None = None,
+    sync: str = "cache", mode: str = "cache", verify: str | Verify | None = None, threads: int | None = None,
     files: Files | None = None,
 ) -> Store:  # fmt: skip
     """Open the store at ``path``, creating it if it is missing.
 
     ``capacity`` and the settings beside it are used when the store is created; afterwards kvfs.toml decides, for
-    every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always", "first" (touch) or "off".
-    ``threads``: parallel reads of one ``get``. Raises StoreNotFoundError, FormatError, StoreAccessError,
+    every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (the default), "first" (touch) or "off".
+    ``threads``: parallel reads of one ``get`` from the page cache. Raises StoreNotFoundError, FormatError, StoreAccessError,
     StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
     """
     where = os.fspath(path if path is not None else os.environ.get("KVFS_DIR", ""))
     if not where:
         raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
     try:
-        policy = Verify(verify)
+        policy = None if verify is None else Verify(verify)
     except ValueError:
         raise ConfigError(f"verify is {verify!r}: choose always, first or off") from None
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 64):
@@ -57,7 +57,7 @@ def open_store(
         settings = config.make_settings(capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode)
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    return Store(core.enter(where, read_only, policy, threads or min(4, os.cpu_count() or 1), files))
+    return Store(core.enter(where, read_only, policy, threads, files))
 
 
 class Store:

@@ -109,9 +109,17 @@ class Appender:
         """Store the leading chunks that fit one batch; returns how many chunks were dealt with."""
         size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
         wanted = min(len(chunks), BATCH_PAGES, max(1, BATCH_BYTES // size))
-        writer, generation = self._active.writer(job.segment_class, SegmentWriter.need(size, leaf_bytes, 1), deadline)
-        while wanted > 1 and SegmentWriter.need(size, leaf_bytes, wanted) > writer.room(self._c.settings.segment_bytes):
-            wanted = max(1, wanted * 3 // 4)
+        digest = job.identity.digest
+        fresh = SegmentWriter.need_fresh(len(job.descriptor), size, leaf_bytes)
+        writer, generation = self._active.writer(
+            job.segment_class,
+            fresh,
+            lambda w: w.need(job.identity.digest, job.descriptor, size, leaf_bytes, 1),
+            deadline,
+        )
+        room = writer.room(self._c.settings.segment_bytes)
+        while wanted > 1 and writer.need(digest, job.descriptor, size, leaf_bytes, wanted) > room:
+            wanted = max(1, wanted * 7 // 8)
         batch = chunks[:wanted]
         try:
             targets = self._claim(job, batch, writer, generation, outcome, deadline)
@@ -158,7 +166,7 @@ class Appender:
             allocated = writer.allocated
             if targets:
                 session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
-                end = writer.tail + SegmentWriter.need(size, leaf_bytes, len(targets))
+                end = writer.tail + writer.need(job.identity.digest, job.descriptor, size, leaf_bytes, len(targets))
                 if end > allocated:
                     step = max(end, allocated + segment_bytes // STEP)
                     allocated = min(segment_bytes, fmt.align(step))
@@ -215,13 +223,16 @@ class Appender:
         """
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
         size = max(len(m[3].payload) for m in moves)
-        need = SegmentWriter.need(size, LEAF_BYTES * leaves, len(moves))
+        shape = (size, LEAF_BYTES * leaves, len(moves))
         with self._active.lock(segment_class):
-            writer, generation = self._active.writer(segment_class, need, self._c.files.monotonic())
+            writer, generation = self._active.writer(
+                segment_class, SegmentWriter.need_fresh(len(descriptor), *shape),
+                lambda w: w.need(digest, descriptor, *shape), self._c.files.monotonic(),
+            )  # fmt: skip
 
             def claim(session: Session) -> int:
                 row = space.own_segment(session, writer.number, self._c.owner, generation)
-                allocated = max(writer.allocated, fmt.align(writer.tail + need))
+                allocated = max(writer.allocated, fmt.align(writer.tail + writer.need(digest, descriptor, *shape)))
                 space.reserve(session, writer.number, row, allocated, writer.records + len(moves) + 8, limits)
                 return allocated
 

@@ -1,8 +1,8 @@
 """Benchmarks of a store against the bare system calls: host, match, procs.
 
-Each runs in a directory of its own below --path (the default is the system's temporary directory), removed at the
-end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. ``--help`` of a command
-says what is measured and how.
+Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
+at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
+``--help`` of a command says what is measured and how.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python tools/bench.py` from anywhere
 
-from tools.benchmarks import host as host_bench  # noqa: E402
-from tools.benchmarks import match as match_bench  # noqa: E402
-from tools.benchmarks import procs as procs_bench  # noqa: E402
-from tools.benchmarks.case import Case, Size, size_text  # noqa: E402
-from tools.benchmarks.measure import BenchError  # noqa: E402
-from tools.benchmarks.report import Report, Value  # noqa: E402
-from tools.benchmarks.workspace import file_system, workspace  # noqa: E402
+from kvfs.errors import KvfsError
+from tools.benchmarks import host as host_bench
+from tools.benchmarks import match as match_bench
+from tools.benchmarks import procs as procs_bench
+from tools.benchmarks.case import Case, Size, size_text
+from tools.benchmarks.measure import BenchError
+from tools.benchmarks.report import Report, Value
+from tools.benchmarks.workspace import file_system, workspace
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-class Many(click.ParamType):
+class Many(click.ParamType[Any]):
     """Values of one type, separated by commas."""
 
-    def __init__(self, one: click.ParamType) -> None:
+    def __init__(self, one: click.ParamType[Any]) -> None:
         self._one = one
         self.name = f"{one.name},..."
 
@@ -50,7 +51,9 @@ def common(command: Command) -> Command:
     """Options that every benchmark has."""
     for option in (
         click.option("--seed", default=1, show_default=True, help="Of token ids and bytes."),
-        click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write FILE."),
+        click.option(
+            "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write this file."
+        ),
         click.option(
             "--path", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
             default=lambda: Path(tempfile.gettempdir()), show_default="temporary directory",
@@ -62,13 +65,15 @@ def common(command: Command) -> Command:
 
 
 @contextmanager
-def session(command: str, path: Path, need_bytes: int, json_path: Path | None, **options: Value) -> Iterator[Any]:
+def session(
+    command: str, path: Path, need_bytes: int, json_path: Path | None, options: dict[str, Value]
+) -> Iterator[tuple[Report, Path]]:
     """(report, directory) of one run; what fails is told in one line."""
     with workspace(path, need_bytes) as folder:
         report = Report(command, {**options, "file system": file_system(folder)}, json_path)
         try:
             yield report, folder
-        except BenchError as exc:
+        except (BenchError, KvfsError) as exc:
             raise click.ClickException(str(exc)) from exc
         finally:
             report.save()
@@ -85,7 +90,7 @@ def main(ctx: click.Context) -> None:
 @click.option("--size", type=Size(), default="2GiB", show_default=True, help="Bytes per page size and side.")
 @click.option("--page", "pages", type=Many(Size()), default="256KiB,2MiB,8MiB", show_default=True)
 @click.option("--call", "call_bytes", type=Size(), default="64MiB", show_default=True, help="Bytes per call.")
-@click.option("--threads", type=click.IntRange(1, 256), default=min(8, os.cpu_count() or 1), show_default="cores, up to 8")
+@click.option("--threads", type=click.IntRange(1, 64), default=min(8, os.cpu_count() or 1), show_default="cores, <= 8")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @common
 def host(
@@ -94,8 +99,9 @@ def host(
 ) -> None:  # fmt: skip
     cases = [Case.of(size, page, call_bytes, threads, seed) for page in pages]
     need = max(2 * case.size_bytes + 4 * case.segment_bytes for case in cases)
-    with session("host", path, need, json_path, size=size_text(size), threads=threads, rounds=rounds, seed=seed) as s:
-        host_bench.run(*s, cases, rounds)
+    options = dict[str, Value](size=size_text(size), threads=threads, rounds=rounds, seed=seed)
+    with session("host", path, need, json_path, options) as (report, folder):
+        host_bench.run(report, folder, cases, rounds)
 
 
 @main.command(help=match_bench.__doc__)
@@ -110,27 +116,30 @@ def match(
     path: Path, json_path: Path | None, seed: int,
 ) -> None:  # fmt: skip
     plan = match_bench.Plan(tokens, page_tokens, index_pages, rounds, seconds, seed)
-    with session("match", path, plan.need_bytes, json_path, tokens=tokens, rounds=rounds, seconds=seconds, seed=seed) as s:
-        match_bench.run(*s, plan)
+    options = dict[str, Value](tokens=tokens, rounds=rounds, seconds=seconds, seed=seed)
+    with session("match", path, plan.need_bytes, json_path, options) as (report, folder):
+        match_bench.run(report, folder, plan)
 
 
 @main.command(help=procs_bench.__doc__)
 @click.option("--procs", type=COUNTS, default="1,2,4,8", show_default=True)
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="Per number.")
-@click.option("--size", type=Size(), default="4GiB", show_default=True, help="Most bytes put per number.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="Per number and round.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--size", type=Size(), default="4GiB", show_default=True, help="Most bytes put per number and round.")
 @click.option("--page", type=Size(), default="256KiB", show_default=True)
 @click.option("--call", "call_bytes", type=Size(), default="8MiB", show_default=True, help="Bytes per call.")
-@click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="Of each process.")
+@click.option("--threads", type=click.IntRange(1, 64), default=1, show_default=True, help="Of each process.")
 @common
 def procs(
-    procs: tuple[int, ...], seconds: float, size: int, page: int, call_bytes: int, threads: int, path: Path,
-    json_path: Path | None, seed: int,
+    procs: tuple[int, ...], seconds: float, rounds: int, size: int, page: int, call_bytes: int, threads: int,
+    path: Path, json_path: Path | None, seed: int,
 ) -> None:  # fmt: skip
     case = Case.of(size, page, call_bytes, threads, seed)
-    plan = procs_bench.Plan(case, procs, seconds)
+    plan = procs_bench.Plan(case, procs, rounds, seconds)
     need = 2 * case.size_bytes + 2 * (max(procs) + 2) * case.segment_bytes
-    with session("procs", path, need, json_path, seconds=seconds, size=size_text(size), threads=threads, seed=seed) as s:
-        procs_bench.run(*s, plan)
+    options = dict[str, Value](seconds=seconds, rounds=rounds, size=size_text(size), threads=threads, seed=seed)
+    with session("procs", path, need, json_path, options) as (report, folder):
+        procs_bench.run(report, folder, plan)
 
 
 if __name__ == "__main__":

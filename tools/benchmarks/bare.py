@@ -135,7 +135,7 @@ def write_all(folder: Path, case: Case, payload: Payload, *, sums: bool = False)
 
 @dataclass
 class BareRead(AbstractContextManager["BareRead"]):
-    """Reads all prompts with ``threads`` threads, each a stretch of every prompt; ``sums``: and checksums them."""
+    """Reads all prompts, each thread a stretch of each; with ``sums`` computes the store's checksums."""
 
     case: Case
     folder: Path
@@ -233,8 +233,8 @@ class BareView(AbstractContextManager["BareView"]):
         start = extent.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         skip = extent.offset - start
         length = skip + extent.nbytes
-        with mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as mapping:
-            with memoryview(mapping) as whole:
-                for at in range(skip, length, page):
-                    with whole[at : at + page] as view:
-                        touch(view)
+        mapping = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+        with mapping, memoryview(mapping) as whole:
+            for at in range(skip, length, page):
+                with whole[at : at + page] as view:
+                    touch(view)

@@ -1,4 +1,4 @@
-"""What is stored: pages of an exact size, prompts with token ids of their own, bytes that are random and differ."""
+"""What is stored: pages of an exact size, prompts with token ids of their own, random bytes that differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAF_BYTES = 64 * KIB
 LAYERS_MAX = 32
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """Bytes, as "256KiB"."""
 
     name = "size"
@@ -62,7 +62,7 @@ class Case:
         prompt_pages = max(1, min(call_bytes, size) // page_bytes)
         prompts = max(1, size // (prompt_pages * page_bytes))
         # eight segments and more, each with room for some pages
-        wanted = max(256 * KIB, 4 * page_bytes, min(256 * MIB, size // 8))
+        wanted = max(1 * MIB, 8 * page_bytes, min(256 * MIB, size // 8))
         segment_bytes = 1 << (wanted - 1).bit_length()
         return cls(page_bytes, prompt_pages, prompts, segment_bytes, threads, seed)
 
@@ -94,9 +94,7 @@ class Case:
     def store(self, path: Path, *, verify: str = "always", scale: int = 1) -> kvfs.Store:
         """The store of this case, with room for ``scale`` times its bytes."""
         capacity = 2 * scale * self.size_bytes + 24 * self.segment_bytes + 64 * MIB
-        return kvfs.open(
-            path, capacity=capacity, segment_bytes=self.segment_bytes, verify=verify, threads=self.threads
-        )
+        return kvfs.open(path, capacity=capacity, segment_bytes=self.segment_bytes, verify=verify, threads=self.threads)
 
     def namespace(self, store: kvfs.Store) -> kvfs.Namespace:
         return store.namespace("bench", self.layout, revision="bench-1")
@@ -144,12 +142,18 @@ def out_buffer(nbytes: int) -> memoryview:
 # -- files --------------------------------------------------------------------------------------
 
 
-def drop_cache(paths: list[Path]) -> None:
-    """Write the files back, then drop their pages (and no others) from the page cache."""
-    files = Files()
+def write_back(paths: list[Path]) -> None:
+    """Wait until the disk has the files; they stay in the page cache."""
     for path in paths:
         with path.open("rb") as file:
-            files.fdatasync(file.fileno())
+            os.fdatasync(file.fileno())
+
+
+def drop_cache(paths: list[Path]) -> None:
+    """Write the files back, then drop their pages (and no others) from the page cache."""
+    write_back(paths)
+    for path in paths:
+        with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -9,8 +9,9 @@ thread. On a machine with fewer than four cores the busy processes also wait for
 
 Part 3: the cost per page of a match, and the time to open and to rebuild, for a small and a large index. Each store is
 filled with long prompts of 4 KiB pages, closed, and opened in fresh processes. Opening is timed from ``kvfs.open`` (the
-module is loaded) to its return and to the first match; the rebuild from ``kvfs.open`` on a store whose ``index`` and
-``state`` were deleted to the moment when ``stats()`` calls the index ready. Everything lies in the page cache.
+module is loaded) to its return and to the first match; the rebuild from ``kvfs.open`` on a store whose ``state`` and
+content of ``index`` were deleted to the moment when ``stats()`` calls the index ready. Everything lies in the page
+cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from pathlib import Path
 import kvfs
 from kvfs.hashing import chain, tenant_seed, token_bytes
 from tools.benchmarks import others, scaling
-from tools.benchmarks.measure import BenchError, BusyThread, Contender, Sample, Spread, Stopwatch, interleave, time_ratio
+from tools.benchmarks.measure import (
+    BenchError,
+    BusyThread,
+    Contender,
+    Sample,
+    Spread,
+    Stopwatch,
+    interleave,
+    time_ratio,
+)
 from tools.benchmarks.report import Report, Table
 from tools.benchmarks.scaling import SMALL_PAGE_BYTES, Library
 
@@ -61,10 +71,11 @@ def run(report: Report, folder: Path, plan: Plan) -> None:
 
 def _lookup_rows(table: Table, plan: Plan, library: Library) -> None:
     ids = library.tokens(0)
+    numbers = ids.tolist()
     with library.store() as store:
         namespace = library.namespace(store)
         contenders = [
-            Contender("hash list", lambda numbers=ids.tolist(): _hash(library, numbers)),
+            Contender("hash list", lambda: _hash(library, numbers)),
             Contender("hash", lambda: _hash(library, ids)),
             Contender("match", lambda: match_once(namespace, ids)),
         ]

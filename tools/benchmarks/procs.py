@@ -4,7 +4,8 @@ Each process repeats, for --seconds or until it has put its share of --size: put
 its own and two that all processes share, in an order that the seed fixes. The baseline, in turns with it, is as many
 processes that do the same with bare ``pwritev`` and ``preadv``: files of their own, shared files, no checksums, no
 index. Everything lies in the page cache; whole prompts are moved. ``get`` includes its ``match`` and verifies. Rates
-are sums over the processes, until the last one ends; "per process" shows whether anybody starves.
+are sums over the processes, until the last one ends; "per process" shows whether anybody starves. One short round of
+both sides goes before and is not counted.
 
 Then two processes put the same prompts at once: every page must be stored once, by one of them.
 """
@@ -13,27 +14,35 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
-from tools.benchmarks import bare, ours
+from tools.benchmarks import ours
 from tools.benchmarks.bare import BareWriter
 from tools.benchmarks.case import Case, Payload, allocated_bytes, size_text
 from tools.benchmarks.crew import Crew, Job
-from tools.benchmarks.measure import GB, BenchError, Spread, percentile
+from tools.benchmarks.measure import GB, BenchError, Spread, back_memory, percentile
 from tools.benchmarks.mix import SHARED, BareMix, MixResult, SamePuts, StoreMix
 from tools.benchmarks.report import Report, Table, Value
+
+WARM_BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True)
 class Plan:
     case: Case
     procs: Sequence[int]
+    rounds: int
     seconds: float
 
     def puts_max(self, procs: int) -> int:
         """Prompts that each process may put."""
         return max(2, self.case.prompts // procs)
+
+
+#: The results of all processes, round by round.
+Rounds: TypeAlias = "list[list[MixResult]]"
 
 
 def run(report: Report, folder: Path, plan: Plan) -> None:
@@ -42,20 +51,31 @@ def run(report: Report, folder: Path, plan: Plan) -> None:
         f"procs: pages of {size_text(case.page_bytes)}, {size_text(case.prompt_bytes)} per call, "
         f"segments and files of {size_text(case.segment_bytes)}, 1 put : 4 gets, warm, {case.threads} threads each"
     )
-    first: dict[str, float] = {}
+    table.notes.append(f"x first: against the first row of the same side ({plan.procs[0]} processes), round by round")
+    _measure(folder, replace(plan, rounds=1, seconds=min(1.0, plan.seconds)), plan.procs[0])  # the warm-up
+    first: dict[str, Rounds] = {}
     try:
         for procs in plan.procs:
-            plain = _run_bare(folder / "bare", plan, procs)
-            stored = _run_store(folder / "store", plan, procs)
-            base = _rate(plain, case)
-            for side, results, ratio in (("bare", plain, None), ("store", stored, _rate(stored, case) / base)):
-                first.setdefault(side, _rate(results, case))
-                table.add(**_row(side, procs, results, case, first[side], ratio))
+            sides = _measure(folder, plan, procs)
+            for side, rounds in sides.items():
+                relative = {
+                    "x first": _ratio(rounds, first.setdefault(side, rounds), case),
+                    "ratio to bare": _ratio(rounds, sides["bare"], case) if side != "bare" else None,
+                }
+                table.add(**_row(side, procs, rounds, case), **relative)
     finally:
         if table.rows:
-            table.notes.append(f"x first: against the first row of the same side ({plan.procs[0]} processes)")
             report.show(table)
     _same_prompts(report, folder / "same", plan)
+
+
+def _measure(folder: Path, plan: Plan, procs: int) -> dict[str, Rounds]:
+    """Both sides in turns."""
+    bare, store = list[list[MixResult]](), list[list[MixResult]]()
+    for _ in range(plan.rounds):
+        bare.append(_run_bare(folder / "bare", plan, procs))
+        store.append(_run_store(folder / "store", plan, procs))
+    return {"bare": bare, "store": store}
 
 
 def _run_bare(folder: Path, plan: Plan, procs: int) -> list[MixResult]:
@@ -82,32 +102,36 @@ def _run_store(folder: Path, plan: Plan, procs: int) -> list[MixResult]:
 
 def _together(jobs: Sequence[Job[MixResult]], plan: Plan) -> list[MixResult]:
     with Crew(jobs) as crew:
+        back_memory(min(len(jobs) * plan.puts_max(len(jobs)) * plan.case.prompt_bytes * 3 // 2, WARM_BYTES_MAX))
         return crew.run(plan.seconds)
 
 
 def _rate(results: Sequence[MixResult], case: Case) -> float:
     """GB per second of all together."""
-    calls = sum(len(r.puts) + len(r.gets) for r in results)
-    return calls * case.prompt_bytes / GB / max(r.seconds for r in results)
+    return sum(_calls(r) for r in results) * case.prompt_bytes / GB / max(r.seconds for r in results)
 
 
-def _row(
-    side: str, procs: int, results: Sequence[MixResult], case: Case, first: float, ratio: float | None
-) -> dict[str, Value]:
-    puts, gets = ([t * 1e3 for r in results for t in getattr(r, name)] for name in ("puts", "gets"))
-    own = [(len(r.puts) + len(r.gets)) * case.prompt_bytes / GB / r.seconds for r in results]
-    total = (len(puts) + len(gets)) * case.prompt_bytes / GB
+def _ratio(rounds: Rounds, base: Rounds, case: Case) -> Spread:
+    return Spread.of([_rate(a, case) / _rate(b, case) for a, b in zip(rounds, base, strict=True)])
+
+
+def _calls(result: MixResult) -> int:
+    return len(result.puts) + len(result.gets)
+
+
+def _row(side: str, procs: int, rounds: Rounds, case: Case) -> dict[str, Value]:
+    everyone = [result for results in rounds for result in results]
+    puts, gets = ([t * 1e3 for r in everyone for t in getattr(r, name)] for name in ("puts", "gets"))
+    gigabytes = (len(puts) + len(gets)) * case.prompt_bytes / GB
     return {
         "procs": procs,
         "side": side,
         "verified": "yes" if side == "store" else "no",
-        "seconds": max(r.seconds for r in results),
+        "seconds": max(r.seconds for r in everyone),
         "calls": len(puts) + len(gets),
-        "GB/s": _rate(results, case),
-        "x first": _rate(results, case) / first,
-        "ratio to bare": ratio,
-        "GB/s per process": Spread.of(own),
-        "cpu s/GB": sum(r.cpu_seconds for r in results) / total,
+        "GB/s": Spread.of([_rate(results, case) for results in rounds]),
+        "GB/s per process": Spread.of([_calls(r) * case.prompt_bytes / GB / r.seconds for r in everyone]),
+        "cpu s/GB": sum(r.cpu_seconds for r in everyone) / gigabytes,
         "put ms p50": percentile(puts, 50),
         "put p99": percentile(puts, 99),
         "get ms p50": percentile(gets, 50),
