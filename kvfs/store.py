@@ -33,9 +33,9 @@ def open_store(
     """Open the store at ``path``, creating it if it is missing.
 
     ``capacity`` and the settings beside it are used when the store is created; afterwards kvfs.toml decides, for
-    every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (the default), "first" (touch) or "off".
-    ``threads``: parallel reads of one ``get`` from the page cache. Raises StoreNotFoundError, FormatError, StoreAccessError,
-    StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
+    every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off".
+    ``threads``: parallel reads of one ``get`` from the page cache. Raises StoreNotFoundError, FormatError,
+    StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
     """
     where = os.fspath(path if path is not None else os.environ.get("KVFS_DIR", ""))
     if not where:

@@ -11,7 +11,8 @@ from torch.nn.functional import pad as pad_with_zeros
 from transformers import DynamicCache
 
 from kvfs.errors import StoreReadOnlyError
-from kvfs.integrations.transformers.model import Source, fits, head_dim, source_of
+from kvfs.integrations.transformers.layers import RecordingLayer, fits
+from kvfs.integrations.transformers.model import Source, head_dim, source_of
 from kvfs.integrations.transformers.prompts import Row, rows_of
 from kvfs.integrations.transformers.tensors import pages_of, states_of
 from kvfs.layout import Group
@@ -87,19 +88,25 @@ class PrefixCache:
         cache is a miss. All rows of a batch end in one column, that of the shortest prefix found; with window
         layers their paddings must differ by multiples of ``page_tokens``, else nothing is restored.
 
-        Window layers are told to keep the history that they compute, so that ``save`` can store any page of
+        Window layers are made to keep the history that they compute, so that ``save`` can store any page of
         it: while generating, the cache takes the memory of full attention. The restored pages lie in host
         memory until the last layer is filled. ConfigError for inputs of a wrong kind.
         """
         rows = rows_of(input_ids, attention_mask)
         self.reason = self.source.changed()
         columns, loaded = (0, []) if self.reason else self._restore(rows)
-        past = DynamicCache(config=self.model.config)
+        past = self._empty()
         if columns:
             self._fill(past, rows, columns, loaded)
-        if hasattr(past, "activate_past_recording"):  # not in the first releases of transformers 5
-            past.activate_past_recording()
         return past, columns
+
+    def _empty(self) -> DynamicCache:
+        past = DynamicCache(config=self.model.config)
+        for group in self._groups:
+            if group.need.kind == "window":
+                for number in group.layers:
+                    past.layers[number] = RecordingLayer(group.need.window)
+        return past
 
     def _restore(self, rows: Sequence[Row]) -> tuple[int, list[_Loaded]]:
         if self._exact and len({row.pad % self._page_tokens for row in rows}) > 1:

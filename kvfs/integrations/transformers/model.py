@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvfs.errors import ConfigError, UnsupportedModelError
 from kvfs.hf_config import rope_identity
+from kvfs.integrations.transformers.layers import fits
 from kvfs.layout import Group, PageLayout
 
 DIGEST_THREADS = 8
@@ -128,13 +128,6 @@ def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
             if not fits(cache[layer], group, strict=True):
                 _refuse(f"layer {layer} keeps a {type(cache[layer]).__name__}, its config describes {group.need}")
     return layout
-
-
-def fits(layer: Any, group: Group, *, strict: bool = False) -> bool:
-    """Whether ``layer`` of a cache holds KV of ``group``; unless ``strict``, perhaps beyond a window."""
-    if type(layer) is DynamicSlidingWindowLayer:
-        return bool(group.need.kind == "window" and layer.sliding_window == group.need.window)
-    return type(layer) is DynamicLayer and (group.need.kind == "all" or not strict)
 
 
 def head_dim(group: Group, dtype: torch.dtype) -> int:
