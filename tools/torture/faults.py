@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvfs import core
-from kvfs.evictor import Evictor
 from kvfs.testing import Fault, FaultyFiles
 from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, put
 from tools.torture.judge import Judge, kvfs_threads, open_files
 
 READY_SECONDS = 20.0
-EVICTS = "_evict_one" not in vars(Evictor) or "NotImplementedError" not in Evictor._evict_one.__code__.co_names
 
 
 def small_workload(path: Path, files: FaultyFiles, judge: Judge) -> None:
@@ -26,9 +24,7 @@ def small_workload(path: Path, files: FaultyFiles, judge: Judge) -> None:
     _session(path, files, judge, families=(1, 4), collect=True)
 
 
-def _session(
-    path: Path, files: FaultyFiles, judge: Judge, families: Sequence[int], *, collect: bool = False
-) -> None:
+def _session(path: Path, files: FaultyFiles, judge: Judge, families: Sequence[int], *, collect: bool = False) -> None:
     store = judge.call("open", lambda: open_store(path, files), may_raise=True)
     if store is None:
         return
@@ -45,7 +41,7 @@ def _session(
             get(ns, forked, judge, views=True)
             put(ns, tokens, judge)
         judge.call("stats", store.stats)
-        if collect and EVICTS:
+        if collect:
             judge.call("gc", lambda: store.gc(target_bytes=0), may_raise=True)
             get(ns, PROMPTS.tokens(families[0], 6), judge)
         crashed = {k: n for k, n in store._core.c.counters.snapshot().items() if k.endswith("_crashed")}
