@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvfs import format as fmt
 from kvfs import space
@@ -21,6 +22,9 @@ T = TypeVar("T")
 STEP = 4  # a segment's blocks are allocated in this many steps
 IDLE_SECONDS = 10.0
 CLASSES_MAX = 16  # active segments of one process
+
+
+Step: TypeAlias = Callable[[Session, int, bytes], object]  # of a segment's life: see ``space``
 
 
 class SegmentClass(NamedTuple):
@@ -57,6 +61,7 @@ class ActiveSegments:
         self._writers: dict[SegmentClass, Active] = {}
         self._used_at: dict[SegmentClass, float] = {}
         self._dirty: set[SegmentClass] = set()
+        self._left: list[tuple[int, str, Step]] = []  # rows of this process that nobody appends to any more
 
     def lock(self, segment_class: SegmentClass) -> threading.Lock:
         with self._lock:
@@ -118,7 +123,7 @@ class ActiveSegments:
         try:
             writer = SegmentWriter.create(self._c.directory, header, number, allocated)
         except OSError:
-            self._c.index.write(lambda s: s.forget_segment(number), COMMIT_SECONDS)
+            self._leave(number, generation, space.doom)
             raise
         return Active(writer, generation)
 
@@ -152,8 +157,7 @@ class ActiveSegments:
             except OSError:
                 # what was published stays readable, page by page; nobody appends to it again
                 self._c.counters.add("adopt_errors")
-                give_up = partial(space.retire, number=number, owner=self._c.owner, charged=row.allocated)
-                self._c.index.write(give_up, COMMIT_SECONDS)
+                self._leave(number, generation, space.retire)
         return None
 
     def _seal(self, segment_class: SegmentClass) -> None:
@@ -166,6 +170,9 @@ class ActiveSegments:
             self._c.index.write(lambda s: space.seal(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)
         except StaleWriterError:
             pass
+        except (OSError, IndexUnavailableError):
+            self._leave(writer.number, generation, space.retire)
+            raise
         finally:
             writer.close()
 
@@ -177,11 +184,27 @@ class ActiveSegments:
             return
         writer, generation = current
         writer.close()
-        if generation == self._c.index.generation:
-            try:
-                self._c.index.write(lambda s: space.retire(s, writer.number, self._c.owner, None), COMMIT_SECONDS)
-            except (IndexUnavailableError, StaleWriterError):
-                self._c.counters.add("drop_errors")  # the next process finishes it when this one is gone
+        self._leave(writer.number, generation, space.retire)
+
+    def _leave(self, number: int, generation: str, step: Step) -> None:
+        """Take the next step of a segment that failed, now or when the index answers again.
+
+        A row that stays active with a living owner would be charged, and nobody could reclaim it.
+        """
+        self._left.append((number, generation, step))
+        self._finish_left()
+
+    def _finish_left(self) -> None:
+        for left in list(self._left):
+            number, generation, step = left
+            if generation == self._c.index.generation:
+                try:
+                    self._c.index.write(partial(_take_step, step, number, self._c.owner), COMMIT_SECONDS)
+                except IndexUnavailableError:
+                    self._c.counters.add("drop_errors")
+                    return
+            with contextlib.suppress(ValueError):
+                self._left.remove(left)
 
     def sync(self, writer: SegmentWriter) -> None:
         """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
@@ -215,6 +238,7 @@ class ActiveSegments:
 
     def tidy(self) -> None:
         """Seal or trim active segments that nobody has written to for a while."""
+        self._finish_left()
         now = self._c.files.monotonic()
         for segment_class, at in list(self._used_at.items()):
             if now - at >= IDLE_SECONDS:
@@ -265,7 +289,11 @@ class ActiveSegments:
         for writer, _ in self._writers.values():
             writer.close()
         self._lock = threading.Lock()
-        self._locks, self._writers, self._used_at, self._dirty = {}, {}, {}, set()
+        self._locks, self._writers, self._used_at, self._dirty, self._left = {}, {}, {}, set(), []
 
     def active_numbers(self) -> set[int]:
         return {writer.number for writer, _ in self._writers.values()}
+
+
+def _take_step(step: Step, number: int, owner: bytes, session: Session) -> None:
+    step(session, number, owner)

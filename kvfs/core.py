@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import errno
+import contextlib
 import os
 import shutil
 import tempfile
@@ -24,7 +24,6 @@ from kvfs.errors import (
     StoreAccessError,
     StoreLockedError,
     StoreNotFoundError,
-    StoreReadOnlyError,
 )
 from kvfs.evictor import Evictor
 from kvfs.files import Files
@@ -83,41 +82,32 @@ class Core:
         self._verify = verify or Verify.ALWAYS
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._private: str | None = None
+        self._closing = False
+        self._rebuilder: threading.Thread | None = None
         self._start()
 
     c: Context
 
     def _start(self, *, again: bool = False) -> None:
+        with contextlib.ExitStack() as undo, directories.explained(self.path):
+            self._make_parts(undo, again=again)
+            undo.pop_all()
+
+    def _make_parts(self, undo: contextlib.ExitStack, *, again: bool) -> None:
+        """Everything that an open store needs; ``undo`` takes it away if some of it cannot be had."""
         files = self._files
         directory = Directory(self.path, files, read_only=self.read_only)
-        try:
-            store_id = directory.store_id()
-            settings = _read_settings(directory)
-            self._check_layout(directory)
-            liveness = None if self.read_only else Liveness(directory)
-            try:
-                if liveness is not None:
-                    liveness.refuse_foreign_kernel()
-            except StoreLockedError:
-                liveness.close()  # type: ignore[union-attr]
-                raise
-        except PermissionError as exc:
-            directory.close()
-            raise StoreAccessError(
-                f"{self.path}: {exc.strerror} ({exc.filename}); run as the store's owner or a member of its group"
-            ) from None
-        except OSError as exc:
-            directory.close()
-            if exc.errno == errno.EROFS:
-                raise StoreReadOnlyError(
-                    f"{self.path} lies on a read-only file system: open it with read_only=True"
-                ) from None
-            raise StoreAccessError(f"{self.path}: {exc.strerror} ({exc.filename})") from None
-        except BaseException:
-            directory.close()
-            raise
+        undo.callback(directory.close)
+        store_id = directory.store_id()
+        settings = _read_settings(directory)
+        self._check_layout(directory)
+        liveness = None if self.read_only else Liveness(directory)
+        if liveness is not None:
+            undo.callback(liveness.close)
+            liveness.refuse_foreign_kernel()
         self.directory, self.settings = directory, settings
         index = Index(directory, settings.index_bytes)
+        undo.callback(lambda: self.c.index.close())
         context = Context(
             directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
             self._verify, self._threads,
@@ -157,9 +147,9 @@ class Core:
         if self.read_only:
             self._open_private()
             return
-        thread = threading.Thread(target=self._rebuild_quietly, name="kvfs-rebuild", daemon=True)
-        thread.start()
-        thread.join(READY_SECONDS)
+        self._rebuilder = threading.Thread(target=self._rebuild_quietly, name="kvfs-rebuild", daemon=True)
+        self._rebuilder.start()
+        self._rebuilder.join(READY_SECONDS)
 
     def is_ready(self) -> bool:
         try:
@@ -180,8 +170,10 @@ class Core:
         if self.read_only or self.is_ready():
             return
         assert self.c.liveness is not None
+        # a segment that this very process may be appending to is nobody else's to go on with, either
+        alone = not self.c.liveness.others() and not self.active.active_numbers()
         report = rebuild(
-            self.directory, self.c.index, self.settings, self.c.store_id, alone=not self.c.liveness.others()
+            self.directory, self.c.index, self.settings, self.c.store_id, alone=alone, cancelled=lambda: self._closing
         )
         if report is not None:
             self.rebuilt = report
@@ -192,7 +184,11 @@ class Core:
     def _open_private(self) -> None:
         """A reader that may not write builds an index of its own, outside the store."""
         folder = tempfile.mkdtemp(prefix="kvfs-index-")
-        build(self.directory, folder, self.settings, self.c.store_id, alone=False)
+        try:
+            build(self.directory, folder, self.settings, self.c.store_id, alone=False)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self.c.index.close()
         self.c.index = Index(self.directory, self.settings.index_bytes, private_path=folder)
         self.c.index.open_private()
@@ -229,7 +225,10 @@ class Core:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
+        self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
         self.keeper.stop()
+        if self._rebuilder is not None:
+            self._rebuilder.join(10.0)
         if not self.read_only:
             self.active.close()
         self.reader.close()
@@ -254,7 +253,7 @@ class Core:
         if self.c.liveness is not None:
             self.c.liveness.forget()
         self.c.index.abandon()
-        inherited = self.directory
+        inherited, self._rebuilder = self.directory, None
         self._start(again=True)
         inherited.close()
 

@@ -11,9 +11,10 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any
 
-from kvfs.errors import FormatError, StoreAccessError, StoreNotFoundError, StoreReadOnlyError
+from kvfs.errors import FormatError, NoSpaceError, StoreAccessError, StoreNotFoundError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.hashing import checksum
 from kvfs.version import FORMAT
@@ -51,7 +52,11 @@ class Directory:
             raise StoreNotFoundError(f"{path} is not a directory; a kvfs store is one") from None
         except PermissionError:
             raise StoreAccessError(f"{path}: no permission; run as its owner or a member of its group") from None
-        mode = stat.S_IMODE(files.fstat(self.root).st_mode)
+        try:
+            mode = stat.S_IMODE(files.fstat(self.root).st_mode)
+        except OSError:
+            self.close()
+            raise
         shared = mode & 0o070 == 0o070
         #: modes of new files and directories: private, or shared with the group that the root names
         self.file_mode = 0o660 if shared else 0o600
@@ -65,9 +70,13 @@ class Directory:
         if fd is None:
             fd = self.root
             for step in name.split("/"):
-                parent, fd = fd, self.files.open(step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
-                if parent != self.root:
-                    self.files.close(parent)
+                parent = fd
+                try:
+                    fd = self.files.open(step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
+                finally:
+                    if parent != self.root:
+                        with contextlib.suppress(OSError):
+                            self.files.close(parent)
             self._fds[name] = fd
         return fd
 
@@ -182,32 +191,36 @@ def create(path: str, settings: bytes, files: Files) -> None:
 
     The super file is written last and with a no-overwrite link, so a directory is a store or it is not.
     """
+    with explained(path):
+        try:
+            files.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            parent = os.path.dirname(os.path.abspath(path))
+            raise StoreNotFoundError(f"{parent} does not exist; create it first") from None
+        check_filesystem(path)
+        directory = Directory(path, files, read_only=False)
+        try:
+            _populate(directory, settings, files)
+        finally:
+            directory.close()
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """What the file system refuses while a store is opened or made, as an error that names the remedy."""
     try:
-        files.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        raise StoreNotFoundError(f"{os.path.dirname(os.path.abspath(path))} does not exist; create it first") from None
-    except PermissionError:
-        raise StoreAccessError(f"{path}: no permission to create it; choose a directory that you may write") from None
+        yield
     except OSError as exc:
+        what = f"{path}: {exc.strerror or exc}" + (f" ({exc.filename})" if exc.filename else "")
+        if isinstance(exc, PermissionError):
+            raise StoreAccessError(f"{what}; run as the store's owner or a member of its group") from None
         if exc.errno == errno.EROFS:
-            raise StoreReadOnlyError(f"{path}: read-only file system, no store can be created there") from None
-        raise
-    check_filesystem(path)
-    directory = Directory(path, files, read_only=False)
-    try:
-        _populate(directory, settings, files)
-    except PermissionError as exc:
-        raise StoreAccessError(
-            f"{path}: {exc.strerror} ({exc.filename}); make the directory writable for this user"
-        ) from None
-    except OSError as exc:
-        if exc.errno == errno.EROFS:
-            raise StoreReadOnlyError(f"{path}: read-only file system, no store can be created there") from None
-        raise
-    finally:
-        directory.close()
+            raise StoreReadOnlyError(f"{what}: open it with read_only=True, or create it elsewhere") from None
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpaceError(f"{what}: make room on its file system") from None
+        raise StoreAccessError(f"{what}; look at the kernel's log, or choose another directory") from None
 
 
 def _populate(directory: Directory, settings: bytes, files: Files) -> None:
@@ -244,8 +257,10 @@ def _publish_once(directory: Directory, name: str, data: bytes) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(temporary, name, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
     finally:
-        files.close(fd)
-        files.unlink(temporary, dir_fd=root)
+        try:
+            files.close(fd)
+        finally:
+            files.unlink(temporary, dir_fd=root)
     files.fsync(root)
 
 

@@ -36,11 +36,17 @@ class Liveness:
         name = f"{self.owner.hex()}.live"
         temporary = f".{name}"
         self._fd = self._files.create(temporary, directory.file_mode, dir_fd=self._run)
-        if not self._files.flock(self._fd, fcntl.LOCK_EX):
-            raise StoreLockedError(f"{name}: somebody locked a file that was just created")
-        self.beat()
-        # renamed when locked: nobody can find it unlocked and take it for a dead process's
-        self._files.rename(temporary, name, src_dir_fd=self._run, dst_dir_fd=self._run)
+        try:
+            if not self._files.flock(self._fd, fcntl.LOCK_EX):
+                raise StoreLockedError(f"{name}: somebody locked a file that was just created")
+            self.beat()
+            # renamed when locked: nobody can find it unlocked and take it for a dead process's
+            self._files.rename(temporary, name, src_dir_fd=self._run, dst_dir_fd=self._run)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.unlink(temporary, dir_fd=self._run)
+            self.close()
+            raise
         self._dead: set[bytes] = set()
 
     def beat(self) -> None:

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import lmdb
+
 from kvfs import format as fmt
 from kvfs import space
 from kvfs.config import Settings
 from kvfs.directory import Directory
-from kvfs.errors import ConfigError
+from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
 from kvfs.files import Files
 from kvfs.format import Entry
 from kvfs.hashing import page_key
@@ -57,17 +59,20 @@ class Report:
             self.problems.append(text)
 
 
-class _Opened(NamedTuple):
+class _Listed(NamedTuple):
     name: str
     folder: str
-    fd: int
-    created_us: int
+    created_us: int  # 0 if it has no valid header
 
 
-def rebuild(directory: Directory, index: Index, settings: Settings, store_id: bytes, *, alone: bool) -> Report | None:
+def rebuild(
+    directory: Directory, index: Index, settings: Settings, store_id: bytes, *, alone: bool,
+    cancelled: Callable[[], bool],
+) -> Report | None:  # fmt: skip
     """Build and install a generation; None if another process is at it.
 
-    ``alone``: no other process has the store open, so unsealed segments may be appended to again.
+    ``alone``: no other process has the store open, so unsealed segments may be appended to again. When
+    ``cancelled`` says so, IndexUnavailableError is raised between two segments.
     """
     files = directory.files
     run = directory.sub("run")
@@ -85,10 +90,12 @@ def rebuild(directory: Directory, index: Index, settings: Settings, store_id: by
         files.mkdir(name, directory.dir_mode, dir_fd=directory.sub("index"))
         path = os.path.join(directory.path, "index", name)
         try:
-            report = build(directory, path, settings, store_id, alone=alone)
+            report = build(directory, path, settings, store_id, alone=alone, cancelled=cancelled)
             index.install(name, timeout=5.0)
-        except BaseException:
+        except BaseException as exc:
             shutil.rmtree(path, ignore_errors=True)
+            if isinstance(exc, lmdb.Error):
+                raise IndexUnavailableError(f"index error: {exc}") from None
             raise
         return report
     finally:
@@ -97,13 +104,18 @@ def rebuild(directory: Directory, index: Index, settings: Settings, store_id: by
 
 def _remove_stale_generations(directory: Directory) -> None:
     """Left by rebuilds that died. The current one, if any, is kept."""
-    current = directory.read_small("CURRENT", 64, sub="index")
+    current = None
+    with contextlib.suppress(FormatError):
+        current = directory.read_small("CURRENT", 64, sub="index")
     for name in directory.files.listdir(directory.sub("index")):
         if _GENERATION.match(name) and name.encode() != current:
             shutil.rmtree(os.path.join(directory.path, "index", name), ignore_errors=True)
 
 
-def build(directory: Directory, path: str, settings: Settings, store_id: bytes, *, alone: bool) -> Report:
+def build(
+    directory: Directory, path: str, settings: Settings, store_id: bytes, *, alone: bool,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Report:  # fmt: skip
     """Fill the empty directory ``path`` with a complete, synced generation."""
     files, report = directory.files, Report()
     env = open_environment(path, settings.index_bytes, directory.file_mode)
@@ -111,14 +123,13 @@ def build(directory: Directory, path: str, settings: Settings, store_id: bytes, 
         tables = open_tables(env, create=True)
         now_s = files.now_us() // 1_000_000
         # newest first: of two records of one page, the first that is published stays
-        for opened in sorted(_open_all(directory, report), key=lambda o: -o.created_us):
-            builder = _SegmentBuilder(directory, opened, settings, store_id, alone, report, now_s)
-            try:
+        for listed in sorted(_list_all(directory, report), key=lambda x: -x.created_us):
+            with _SegmentBuilder(directory, listed, settings, store_id, alone, report, now_s) as builder:
                 for step in builder.steps():
+                    if cancelled():
+                        raise IndexUnavailableError("closed")
                     with env.begin(write=True) as txn:
                         step(Session(txn, tables, "", now_s))
-            finally:
-                files.close(opened.fd)
         env.sync(True)
     finally:
         env.close()
@@ -131,35 +142,35 @@ def build(directory: Directory, path: str, settings: Settings, store_id: bytes, 
     return report
 
 
-def _open_all(directory: Directory, report: Report) -> Iterator[_Opened]:
+def _list_all(directory: Directory, report: Report) -> Iterator[_Listed]:
+    """All segments, one open at a time: there may be more of them than a process may open."""
     files = directory.files
     for folder in ("segments", "doomed"):
         for name in files.listdir(directory.sub(folder)):
             if not _SEGMENT_NAME.match(name):
                 report.note(f"{folder}/{name}: not a segment's name, left alone")
                 continue
-            try:
+            header = None
+            with contextlib.suppress(OSError):
                 fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(folder))
-            except OSError as exc:
-                report.unreadable_segments += 1
-                report.note(f"{folder}/{name}: {exc.strerror}")
-                continue
-            try:
-                header = fmt.parse_header(files.read(fd, fmt.BLOCK, 0))
-            except OSError:
-                header = None
-            yield _Opened(name, folder, fd, header.created_us if header else 0)
+                try:
+                    header = fmt.parse_header(files.read(fd, fmt.BLOCK, 0))
+                finally:
+                    files.close(fd)
+            yield _Listed(name, folder, header.created_us if header else 0)
 
 
 class _SegmentBuilder:
     """Index rows of one segment, in steps of bounded size."""
 
     def __init__(
-        self, directory: Directory, opened: _Opened, settings: Settings, store_id: bytes, alone: bool,
+        self, directory: Directory, listed: _Listed, settings: Settings, store_id: bytes, alone: bool,
         report: Report, now_s: int,
     ) -> None:  # fmt: skip
         self._files: Files = directory.files
-        self._opened = opened
+        self._listed = listed
+        self._folder = directory.sub(listed.folder)
+        self._fd = -1
         self._settings = settings
         self._store_id = store_id
         self._alone = alone
@@ -169,22 +180,33 @@ class _SegmentBuilder:
         self._descriptors: dict[bytes, bytes] = {}
         self._number = 0
 
+    def __enter__(self) -> _SegmentBuilder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._files.close(self._fd)
+
     def steps(self) -> Iterator[Callable[[Session], None]]:
-        """Callables that each take a Session."""
+        """Callables that each take a Session. A segment that cannot be read is charged, and holds no pages."""
         scan = None
         try:
-            scan = scan_segment(self._opened.fd, self._files)
+            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
+            scan = scan_segment(self._fd, self._files)
             unreadable = False
+        except FileNotFoundError:
+            return  # reclaimed meanwhile
         except OSError as exc:
             unreadable = True
             self._report.unreadable_segments += 1
-            self._report.note(f"segments/{self._opened.name}: {exc.strerror}")
-        segment_id = bytes.fromhex(self._opened.name[:32])
+            self._report.note(f"segments/{self._listed.name}: {exc.strerror}")
+        segment_id = bytes.fromhex(self._listed.name[:32])
         foreign = scan is not None and (scan.header.segment_id, scan.header.store_id) != (segment_id, self._store_id)
-        dead = self._opened.folder == "doomed" or ((scan is None or foreign) and not unreadable)
-        if dead and self._opened.folder == "segments":
+        dead = self._listed.folder == "doomed" or ((scan is None or foreign) and not unreadable)
+        if dead and self._listed.folder == "segments":
             self._report.damaged_segments += 1
-            self._report.note(f"segments/{self._opened.name}: no valid header of this store, dropped")
+            self._report.note(f"segments/{self._listed.name}: no valid header of this store, dropped")
         row = self._row(segment_id, scan if not foreign else None, dead)
 
         def add(session: Session) -> None:
@@ -201,7 +223,10 @@ class _SegmentBuilder:
             yield partial(self._publish, entries=batch)
 
     def _row(self, segment_id: bytes, scan: Scan | None, dead: bool) -> SegmentRow:
-        size = self._files.fstat(self._opened.fd).st_blocks * 512
+        try:
+            size = self._files.stat(self._listed.name, dir_fd=self._folder).st_blocks * 512
+        except OSError:
+            size = self._settings.segment_bytes
         if scan is None:
             return SegmentRow(
                 segment_id, NOBODY, space.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
@@ -220,7 +245,7 @@ class _SegmentBuilder:
         for entry in scan.entries:
             if entry.kind == fmt.KIND_NAMESPACE:
                 with contextlib.suppress(OSError):
-                    data = read_descriptor(self._opened.fd, self._files, entry)
+                    data = read_descriptor(self._fd, self._files, entry)
                     described = parse_descriptor(data) if data is not None else None
                     if data is not None and described is not None and described.digest == entry.chunk_hash:
                         self._namespaces[entry.seq] = described

@@ -70,7 +70,8 @@ class SegmentFiles:
                 self._files.sleep(LOCK_SECONDS)
         except OSError:
             pass
-        self._files.close(fd)
+        with contextlib.suppress(OSError):
+            self._files.close(fd)
         return -1
 
     def direct(self, held: Held) -> int:

@@ -123,12 +123,11 @@ def shrink(session: Session, number: int, owner: bytes, generation: str, file_by
     session.set_segment(number, row, row._replace(allocated=charge(file_bytes, row.records)))
 
 
-def retire(session: Session, number: int, owner: bytes, charged: int | None) -> None:
-    """No more appends to a segment that failed; its published pages stay. The charge stays, too, unless given."""
+def retire(session: Session, number: int, owner: bytes) -> None:
+    """No more appends to a segment that failed; its published pages stay, and so does the charge."""
     row = session.segment(number)
     if row is not None and row.owner == owner and row.state == ACTIVE:
-        allocated = row.allocated if charged is None else charged
-        session.set_segment(number, row, row._replace(state=SEALED, owner=NOBODY, allocated=allocated))
+        session.set_segment(number, row, row._replace(state=SEALED, owner=NOBODY))
 
 
 def let_go(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:

@@ -124,34 +124,38 @@ class Store:
         """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now)."""
         self._check_open()
         self._check_writable()
-        return self._core.evictor.collect(target_bytes)
+        with directories.explained(self.path):
+            return self._core.evictor.collect(target_bytes)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
         self._check_open()
         self._check_writable()
-        with namespace.match(token_ids) as match:
+        with namespace.match(token_ids) as match, directories.explained(self.path):
             return self._core.pins.pin(name, match)
 
     def unpin(self, name: str) -> bool:
         """Make a pinned prefix ordinary again; False if there is no such pin."""
         self._check_open()
         self._check_writable()
-        return self._core.pins.unpin(name)
+        with directories.explained(self.path):
+            return self._core.pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         self._check_open()
-        return self._core.pins.list()
+        with directories.explained(self.path):
+            return self._core.pins.list()
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
         """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""
         self._check_open()
         verifier = Verifier(self._core.c, sample, seed)
-        report = verifier.run()
-        if repair and not report.ok:
-            self._check_writable()
-            verifier.repair()
-            self._core.keeper.nudge("rebuild")
+        with directories.explained(self.path):
+            report = verifier.run()
+            if repair and not report.ok:
+                self._check_writable()
+                verifier.repair()
+                self._core.keeper.nudge("rebuild")
         return report
 
     def _check_writable(self) -> None:

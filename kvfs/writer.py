@@ -122,7 +122,7 @@ class Appender:
             wanted = max(1, wanted * 7 // 8)
         batch = chunks[:wanted]
         try:
-            targets = self._claim(job, batch, writer, generation, outcome, deadline)
+            targets, skipped, in_flight = self._claim(job, batch, writer, generation, deadline)
         except StaleWriterError:
             self._active.drop(job.segment_class)
             raise Declined("index") from None
@@ -136,6 +136,8 @@ class Appender:
             self._publish(job, targets, records, placed, writer, generation, outcome)
             self._c.counters.add("bytes_written", size * len(targets))
             self._stored(size * len(targets))
+        outcome.skipped += skipped
+        outcome.in_flight += in_flight
         self._active.note_use(job.segment_class)
         return len(batch)
 
@@ -147,9 +149,9 @@ class Appender:
         )  # fmt: skip
 
     def _claim(
-        self, job: Job, chunks: Sequence[int], writer: SegmentWriter, generation: str, outcome: Outcome, deadline: float
-    ) -> list[Target]:
-        """Reserve and claim; grows the file to what was reserved."""
+        self, job: Job, chunks: Sequence[int], writer: SegmentWriter, generation: str, deadline: float
+    ) -> tuple[list[Target], int, int]:
+        """Reserve and claim; grows the file to what was reserved. (claimed, present, in flight)"""
         size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
         limits = space.budget(self._c.settings, job.segment_class.class_id, evictor=job.segment_class.evictor)
         segment_bytes = self._c.settings.segment_bytes
@@ -176,9 +178,7 @@ class Appender:
         targets, skipped, in_flight, allocated = self._active.with_room(transact, deadline)
         if allocated > writer.allocated:
             writer.grow(allocated)
-        outcome.skipped += skipped
-        outcome.in_flight += in_flight
-        return targets
+        return targets, skipped, in_flight
 
     def _publish(
         self, job: Job, targets: Sequence[Target], records: Sequence[Record], placed: Sequence[Placed],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def store_path(tmp_path: Path) -> Path:
     """Where a test may create a store; nothing is there yet."""
     return tmp_path / "store"
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory on tmpfs if the host has one, for tests that make very many stores: nothing waits for a disk."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="kvfs-test-", dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _why(marker: pytest.Mark) -> str:

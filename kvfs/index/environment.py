@@ -84,6 +84,7 @@ class Index:
         self._current: tuple[int, ...] | None = None
         self._broken_until = 0.0
         self._breaker_open = False
+        self._closed = False
         self.generation = ""
         self.timeouts = 0
         self.errors = 0
@@ -112,6 +113,9 @@ class Index:
             if str(exc) == "timeout":
                 self._trip()
             raise
+        except OSError as exc:
+            self.errors += 1
+            raise IndexUnavailableError(f"index error: {exc.strerror}") from None
         self._breaker_open = False
         return result
 
@@ -162,6 +166,8 @@ class Index:
     def _open_current(self) -> None:
         """Open the current generation; the exclusive gate is held."""
         self._close_environment()
+        if self._closed:
+            raise IndexUnavailableError("closed")
         stamp = self._stat_current()
         name = self._read_current()
         if stamp is None or name is None:
@@ -313,6 +319,7 @@ class Index:
 
     def close(self, timeout: float = 5.0) -> None:
         """Close; the last user leaves the index clean, so that the next one need not rebuild it."""
+        self._closed = True
         with contextlib.suppress(TimeoutError, IndexUnavailableError, OSError, lmdb.Error):
             self._worker.call(lambda: self._close_clean(timeout), timeout)
         self._worker.stop()
@@ -323,8 +330,8 @@ class Index:
         if self._private is not None or self._env is None or self._read_only:
             self._close_environment()
             return
-        self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
         try:
+            self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
             state = read_state(self._directory)
             if self._is_current() and state is not None and self._files.flock(self._users, fcntl.LOCK_EX):
                 self._env.sync(True)
@@ -332,7 +339,8 @@ class Index:
                 write_state(self._directory, state._replace(clean=True))
         finally:
             self._close_environment()
-            self._gate.release()
+            if self._gate.held:
+                self._gate.release()
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited, without touching the parent's locks."""

@@ -9,6 +9,7 @@ Threads of one process share the two descriptors, so callers hold a process-wide
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 
@@ -24,50 +25,74 @@ class Gate:
     def __init__(self, directory: Directory) -> None:
         self._files = directory.files
         self._root = directory.root
-        flags = os.O_RDONLY if directory.read_only else os.O_RDWR
-        self._gate = self._files.open("gate", flags, dir_fd=self._root)
-        self._main = self._files.open("main", flags, dir_fd=self._root)
+        self._flags = os.O_RDONLY if directory.read_only else os.O_RDWR
+        self._fds: dict[str, int] = {}
+        try:
+            for name in ("gate", "main"):
+                self._fd(name)
+        except OSError:
+            self.close()
+            raise
         self.held = False
+
+    def _fd(self, name: str) -> int:
+        if name not in self._fds:
+            self._fds[name] = self._files.open(name, self._flags, dir_fd=self._root)
+        return self._fds[name]
 
     def acquire(self, *, exclusive: bool, deadline: float) -> None:
         """Raise IndexUnavailableError ("timeout") past ``deadline`` (monotonic seconds), holding nothing then."""
         assert not self.held, "gate acquired twice"
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-        self._lock(self._gate, kind, deadline)
         try:
-            self._lock(self._main, kind, deadline)
+            self._lock("gate", kind, deadline)
+            self._lock("main", kind, deadline)
+            self.held = True
+            if not exclusive:
+                self._unlock("gate")
+            if not self._in_place():
+                raise IndexUnavailableError("the store's lock files were replaced: the directory is gone")
         except BaseException:
-            self._files.flock(self._gate, fcntl.LOCK_UN)
-            raise
-        self.held = True
-        if not exclusive:
-            self._files.flock(self._gate, fcntl.LOCK_UN)
-        if not self._in_place():
             self.release()
-            raise IndexUnavailableError("the store's lock files were replaced: the directory is gone")
+            raise
 
     def release(self) -> None:
+        """Never fails, and never leaves a lock behind."""
         self.held = False
-        self._files.flock(self._main, fcntl.LOCK_UN)
-        self._files.flock(self._gate, fcntl.LOCK_UN)
+        self._unlock("main")
+        self._unlock("gate")
 
-    def _lock(self, fd: int, kind: int, deadline: float) -> None:
+    def _lock(self, name: str, kind: int, deadline: float) -> None:
+        fd = self._fd(name)
         while not self._files.flock(fd, kind):
             if self._files.monotonic() >= deadline:
                 raise IndexUnavailableError("timeout")
             self._files.sleep(POLL_SECONDS)
 
+    def _unlock(self, name: str) -> None:
+        fd = self._fds.get(name, -1)
+        if fd < 0:
+            return
+        try:
+            self._files.flock(fd, fcntl.LOCK_UN)
+        except OSError:  # closing gives the lock up, too; the next acquire opens the file again
+            del self._fds[name]
+            with contextlib.suppress(OSError):
+                self._files.close(fd)
+
     def _in_place(self) -> bool:
         """A lock on a file that somebody replaced excludes nobody."""
         try:
             return all(
-                self._files.stat(name, dir_fd=self._root).st_ino == self._files.fstat(fd).st_ino
-                for name, fd in (("gate", self._gate), ("main", self._main))
+                self._files.stat(name, dir_fd=self._root).st_ino == self._files.fstat(self._fd(name)).st_ino
+                for name in ("gate", "main")
             )
         except OSError:
             return False
 
     def close(self) -> None:
         """Close the descriptors; in a forked child this leaves the parent's locks alone."""
-        os.close(self._gate)
-        os.close(self._main)
+        for fd in self._fds.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._fds.clear()

@@ -89,7 +89,11 @@ class Session:
         tables.put_segment(self.txn, self.db.segments, number, row)
         tables.list_segment(self.txn, self.db.meta, number, row.state)
         tables.add_quota_use(self.txn, self.db.meta, row.class_id, row.allocated)
-        self._set_ledger(ledger._replace(used=ledger.used + row.allocated, next_segment=number + 1))
+        self._set_ledger(
+            ledger._replace(
+                used=ledger.used + row.allocated, next_segment=number + 1, doomed=ledger.doomed + (row.state == DOOMED)
+            )
+        )
         return number
 
     def set_segment(self, number: int, old: SegmentRow, new: SegmentRow) -> None:
@@ -120,12 +124,6 @@ class Session:
         gone = row.state == DOOMED
         self._set_ledger(ledger._replace(used=ledger.used - row.allocated, doomed=ledger.doomed - gone))
         self._alive.pop(number, None)
-
-    def forget_segment(self, number: int) -> None:
-        """Its file could not be made."""
-        row = self.segment(number)
-        if row is not None:
-            self.delete_segment(number, row)
 
     # -- namespaces --------------------------------------------------------------------------
 

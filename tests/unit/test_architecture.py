@@ -22,7 +22,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     5: ("cli", "integrations", "mount", "metrics"),
     4: ("store", "core", "namespace", "gc", "evictor", "keeper", "verify", "rebuild", "pins"),
     3: ("transfer", "staging", "eviction", "reader", "writer", "active", "carry", "match", "matcher", "lookup", "context"),
-    2: ("segment*", "index", "kernels", "space", "liveness", "recency"),
+    2: ("segment*", "index", "kernels", "space", "liveness", "recency", "testing"),
     1: ("format", "codec", "hashing", "layout", "hf_config", "config", "files", "directory", "identity", "buffers"),
     0: ("types", "errors", "version"),
 }

@@ -1,0 +1,131 @@
+"""Faults that the tools found, each as small as it could be made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvfs.testing import Fault, FaultyFiles
+from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, put
+from tools.torture.faults import lose_index
+from tools.torture.judge import Judge
+
+FILES_MAX = 80
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    found = Judge()
+    yield found
+    assert not found.failed, "\n".join([found.line(), *found.notes])
+
+
+def test_a_rebuild_counts_the_doomed_segments(tmp_path: Path, judge: Judge) -> None:
+    """The ledger had more segments going than coming: every eviction raised from then on."""
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        put(namespace(store), PROMPTS.tokens(1, 30), judge)
+    victim = next((path / "segments").iterdir())
+    victim.rename(path / "doomed" / victim.name)
+    lose_index(path)
+    with open_store(path) as store:
+        assert store.wait_ready()
+        store.gc()
+        store.wait_ready()
+        assert not list((path / "doomed").iterdir())
+        assert store.stats()["segments"]["doomed"] == 0
+        assert store._core.c.index.read(lambda s: s.check_ledger(), 5.0)
+
+
+def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> None:
+    """It opened all; a store of more segments than a process may have files lost the others, ledger included."""
+    path = tmp_path / "store"
+    with open_store(path, capacity="64MiB") as store:
+        ns = namespace(store)
+        for family in range(FILES_MAX):
+            put(ns, PROMPTS.tokens(family, 25), judge)
+        used, segments = store.stats()["used_bytes"], store.stats()["segments"]["sealed"]
+    assert segments > FILES_MAX
+    lose_index(path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + FILES_MAX, before[1]))
+    try:
+        with open_store(path) as store:
+            assert store.wait_ready()
+            assert store._core.rebuilt is not None and store._core.rebuilt.unreadable_segments == 0
+            assert store.stats()["used_bytes"] >= used * 0.9
+            assert all(get(namespace(store), PROMPTS.tokens(f, 25), judge) == 25 for f in range(FILES_MAX))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_failed_unlock_leaves_no_lock(tmp_path: Path, judge: Judge) -> None:
+    path, files = tmp_path / "store", FaultyFiles()
+    with open_store(path, files) as store:
+        ns = namespace(store)
+        for _ in range(8):  # the n-th flock from now: takes and gives of gate and main
+            files.arm(Fault(files.calls["flock"] + 1 + _, "flock", error=errno.EIO))
+            get(ns, PROMPTS.tokens(1, 3), judge)
+            put(ns, PROMPTS.tokens(_, 3), judge)
+        files.arm()
+        assert locks_left(path) == []
+        put(ns, PROMPTS.tokens(50, 3), judge)
+        assert get(ns, PROMPTS.tokens(50, 3), judge) == 3
+
+
+def test_a_segment_that_cannot_be_sealed_is_not_charged_for_ever(tmp_path: Path, judge: Judge) -> None:
+    path, files = tmp_path / "store", FaultyFiles()
+    with open_store(path, files) as store:
+        ns = namespace(store)
+        files.arm(Fault(1, "truncate", persistent=True))
+        for family in range(6):
+            put(ns, PROMPTS.tokens(family, 30), judge)
+        files.arm()
+        states = store.stats()["segments"]
+        assert states["active"] <= 1, states
+        assert get(ns, PROMPTS.tokens(0, 30), judge) > 0
+
+
+def test_a_file_that_cannot_be_made_is_not_charged(tmp_path: Path, judge: Judge) -> None:
+    path, files = tmp_path / "store", FaultyFiles()
+    with open_store(path, files) as store:
+        ns = namespace(store)
+        files.arm(Fault(1, "fallocate", error=errno.ENOSPC, persistent=True))
+        for family in range(10):
+            result = put(ns, PROMPTS.tokens(family, 3), judge)
+            assert result is not None and (result.declined, result.reason) == (3, "io")
+        files.arm()
+        store.gc()
+        assert store.stats()["used_bytes"] == 0
+
+
+def test_pages_skipped_by_a_put_that_fails_are_counted_once(tmp_path: Path, judge: Judge) -> None:
+    path, files = tmp_path / "store", FaultyFiles()
+    with open_store(path, files) as store:
+        ns = namespace(store)
+        assert put(ns, PROMPTS.tokens(1, 4), judge) is not None
+        files.arm(Fault(1, "pwritev", error=errno.EIO, persistent=True))
+        result = put(ns, PROMPTS.tokens(1, 8, fork=4), judge)  # the judge adds the counts up
+        assert result is not None and result.declined >= 4
+
+
+def test_an_open_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Descriptors, threads and locks of a half-opened store stayed until the process ended."""
+    path = tmp_path / "store"
+    open_store(path).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for nth in range(1, 60):
+        files = FaultyFiles(Fault(nth, error=errno.EIO))
+        try:
+            open_store(path, files).close()
+        except OSError:
+            pytest.fail(f"call {nth}: a bare OSError came out of open")
+        except Exception as exc:
+            assert str(path) in str(exc)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert locks_left(path) == []

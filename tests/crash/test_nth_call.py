@@ -1,0 +1,75 @@
+"""One file-system call of a small workload goes wrong, then the next one: nothing may leak, block, raise or lie.
+
+Here a sample of the calls; ``python -m tools.torture model`` does all of them, over long random workloads.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvfs.testing import Fault, FaultyFiles
+from tools.torture.faults import run_case, small_workload
+from tools.torture.judge import Judge
+
+CALLS_MAX = 1800  # of the workload, about
+WRITES_MAX = 60
+CREATION_WRITES = 4  # a flipped bit in the super file or the settings is refused in words, not survived
+STRIDE, SHARES = 11, 4
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
+    """What went wrong, threads included."""
+    found = Judge()
+    monkeypatch.setattr(threading, "excepthook", lambda args: found.found("raised", f"in a thread: {args.exc_value!r}"))
+    yield found
+    assert not found.failed, "\n".join([found.line(), *found.notes])
+
+
+def run_all(memory_path: Path, judge: Judge, faults: list[Fault]) -> None:
+    for number, fault in enumerate(faults):
+        run_case(memory_path / str(number), [fault], judge)
+
+
+def test_without_faults_everything_is_stored_and_served(memory_path: Path, judge: Judge) -> None:
+    files = run_case(memory_path / "case", [], judge)
+    assert files.fired == 0
+    assert files.total < 2 * CALLS_MAX, "the workload grew: sample more of it"
+    assert set(files.calls) >= {"open", "flock", "pwritev", "preadv", "fallocate", "rename", "map", "unlink", "fsync"}
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("persistent", [False, True], ids=["once", "from_then_on"])
+def test_the_nth_call_fails(memory_path: Path, judge: Judge, persistent: bool, share: int) -> None:
+    codes = (errno.EIO, errno.ENOSPC)
+    numbers = range(1 + STRIDE * share, CALLS_MAX, STRIDE * SHARES)
+    run_all(memory_path, judge, [Fault(n, None, "error", codes[n % 2], persistent) for n in numbers])
+
+
+@pytest.mark.parametrize("kind", ["flock", "close", "fsync", "fallocate", "rename", "truncate", "map", "populate"])
+def test_one_kind_of_call_always_fails(memory_path: Path, judge: Judge, kind: str) -> None:
+    run_all(memory_path, judge, [Fault(n, kind, "error", errno.EIO, True) for n in (1, 2, 5)])
+
+
+@pytest.mark.parametrize("action", ["short", "torn"])
+def test_writes_and_reads_end_early(memory_path: Path, judge: Judge, action: str) -> None:
+    once = [Fault(n, "pwritev", action, errno.ENOSPC) for n in range(1, WRITES_MAX, 3)]
+    ever = [Fault(n, kind, action, errno.EIO, True) for n in (1, 10) for kind in ("pwritev", "preadv")]
+    run_all(memory_path, judge, once + ever)
+
+
+@pytest.mark.parametrize("kind", ["pwritev", "preadv"])
+@pytest.mark.parametrize("action", ["flip", "misdirect"])
+def test_wrong_bytes_are_never_served(memory_path: Path, judge: Judge, kind: str, action: str) -> None:
+    run_all(memory_path, judge, [Fault(n, kind, action) for n in range(CREATION_WRITES + 1, WRITES_MAX, 4)])
+
+
+def test_a_slow_disk_only_delays(memory_path: Path, judge: Judge) -> None:
+    files = FaultyFiles(Fault(1, "pwritev", "delay", persistent=True, seconds=0.01))
+    small_workload(memory_path / "store", files, judge)
+    assert files.fired > 10
