@@ -159,7 +159,8 @@ def parse_super(data: bytes, path: str, *, read_only: bool) -> bytes:
         ) from None
     if version != FORMAT:
         raise FormatError(
-            f"{path} has format {version}, this kvfs reads format {FORMAT}: use the kvfs that wrote it, or an empty directory"
+            f"{path} has format {version}, this kvfs reads format {FORMAT}: use the kvfs that wrote it, "
+            "or an empty directory"
         )
     if check != f"{checksum(_canonical(body)):016x}":
         raise FormatError(f"{path}/super is damaged (checksum); restore it or start with an empty directory")

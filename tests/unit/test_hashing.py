@@ -187,7 +187,7 @@ def test_torch_tensors_name_the_same_tokens(dtype: str) -> None:
     expected = struct.pack(f"<{len(ids)}I", *ids)
     assert hashing.token_bytes(tensor) == expected
     assert hashing.token_bytes(torch.stack([tensor, tensor], dim=1)[:, 0]) == expected  # strided
-    with pytest.raises(ConfigError, match="dimensions|flat"):
+    with pytest.raises(ConfigError, match=r"dimensions|flat"):
         hashing.token_bytes(tensor.reshape(1, -1))
 
 
