@@ -70,7 +70,7 @@ class Entry(NamedTuple):
     leaves: int  # offset of the leaf table (0: none)
     written_us: int
     chunk_hash: bytes  # for KIND_NAMESPACE: the namespace digest
-    run_hash: bytes  # chunk hash of the first chunk of the aligned run
+    run_hash: bytes  # chunk hash that keys the index row of this chunk: the first of its run, or of a fork
     root: bytes
     attempt: bytes  # 8 bytes: cohort of ranks that wrote together
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from collections.abc import Mapping, Set
 from typing import Any
 
 import xxhash
@@ -87,16 +88,32 @@ def token_bytes(token_ids: TokensLike) -> bytes:
         raise ConfigError(
             f"token_ids is {type(token_ids).__name__}: pass the integer ids that your tokenizer gives for it"
         )
+    if isinstance(token_ids, (Mapping, Set)):
+        raise ConfigError(f"token_ids is {type(token_ids).__name__}, which has no order of its own: pass a sequence")
     source = token_ids
-    if type(source).__module__.partition(".")[0] == "torch":
-        source = source.detach().cpu().numpy() if "numpy" in sys.modules else source.tolist()
+    if type(source).__module__.partition(".")[0] == "torch" and hasattr(source, "detach"):
+        source = _from_tensor(source)
     try:
         view = memoryview(source)
-    except TypeError:
+    except (TypeError, ValueError, BufferError):
         return _from_sequence(source)
     if view.ndim != 1:
         raise ConfigError(f"token_ids has {view.ndim} dimensions {view.shape}: pass one prompt as a 1-D sequence")
-    return _from_buffer(view)
+    kind = view.format.lstrip("@=<")
+    if kind in ("i", "I", "l", "L", "q", "Q") and sys.byteorder == "little":
+        return _from_words(view.tobytes(), kind.islower(), view.itemsize)
+    return _from_sequence(source)
+
+
+def _from_tensor(tensor: Any) -> Any:
+    """The ids of a torch tensor as a buffer, or as a list where numpy is not there or lacks the dtype."""
+    tensor = tensor.detach().cpu()
+    if "numpy" in sys.modules:
+        try:
+            return tensor.numpy()
+        except (TypeError, RuntimeError):
+            pass
+    return tensor.tolist()
 
 
 def _from_sequence(token_ids: Any) -> bytes:
@@ -111,19 +128,13 @@ def _from_sequence(token_ids: Any) -> bytes:
     return ids.tobytes()
 
 
-def _from_buffer(view: memoryview) -> bytes:
-    kind = view.format.lstrip("@=<")
-    if kind not in ("b", "B", "h", "H", "i", "I", "l", "L", "q", "Q") or sys.byteorder != "little":
-        return _from_sequence(view.tolist())
-    raw = view.tobytes()
-    signed, size = kind.islower(), view.itemsize
+def _from_words(raw: bytes, signed: bool, size: int) -> bytes:
+    """Ids of ``size`` bytes each, native and little endian."""
     if size == 8:
         words = memoryview(raw).cast("I")
         if any(words[1::2].tobytes()):
             raise ConfigError("token_ids holds a value outside [0, 2**32): negative or too large ids are no tokens")
         return words[0::2].tobytes()
-    if size == 4:
-        if signed and raw and min(memoryview(raw).cast("i")) < 0:
-            raise ConfigError(f"token_ids holds {min(memoryview(raw).cast('i'))}: ids must not be negative")
-        return raw
-    return _from_sequence(view.tolist())
+    if signed and raw and min(memoryview(raw).cast("i")) < 0:
+        raise ConfigError(f"token_ids holds {min(memoryview(raw).cast('i'))}: ids must not be negative")
+    return raw

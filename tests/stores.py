@@ -1,0 +1,106 @@
+"""What several test modules need: small stores, seeded bytes, other processes and other users."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kvfs
+from kvfs.match import PrefixMatch
+
+PAGE_TOKENS = 16
+#: of one page of ``tiny()``
+TINY_BYTES = 2 * 2 * PAGE_TOKENS * 16
+
+
+def tiny(**changes: Any) -> kvfs.PageLayout:
+    """A layout with small pages: 16 tokens, 2 layers, 2 heads, cells of 16 bytes."""
+    arguments: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "page_tokens": 16}
+    return kvfs.PageLayout.kv(**{**arguments, **changes})
+
+
+def seeded(seed: int, nbytes: int) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def tokens_of(seed: int, chunks: int, page_tokens: int = PAGE_TOKENS) -> list[int]:
+    """Token ids of a prompt that shares nothing with prompts of other seeds."""
+    draw = random.Random(seed)
+    return [draw.randrange(1, 2**32) for _ in range(chunks * page_tokens)]
+
+
+def load(ns: kvfs.Namespace, match: PrefixMatch) -> dict[str, bytes]:
+    """The pages that ``get`` restores, by group, cut to what it vouches for; the rest of the buffer is guarded."""
+    guard = b"\xa5" * 64
+    buffers = {g.name: bytearray(b"\xee" * g.nbytes + guard) for g in match.groups}
+    outs = {name: memoryview(buffer)[: len(buffer) - len(guard)] for name, buffer in buffers.items()}
+    chunks = ns.get(match, outs if len(outs) > 1 else next(iter(outs.values())))
+    assert all(buffer.endswith(guard) for buffer in buffers.values()), "get wrote behind the buffer"
+    return {
+        g.name: bytes(buffers[g.name][: max(0, chunks - g.first) * g.part_bytes])
+        for g in match.groups
+    }  # fmt: skip
+
+
+def restored(ns: kvfs.Namespace, token_ids: Any, **how: Any) -> bytes:
+    """Bytes that a match and a get give for a prompt of a layout with one group."""
+    with ns.match(token_ids, **how) as match:
+        return next(iter(load(ns, match).values()))
+
+
+def counters(store: kvfs.Store) -> dict[str, int]:
+    return dict(store.stats()["counters"])
+
+
+@contextmanager
+def counted(store: kvfs.Store) -> Iterator[Callable[[str], int]]:
+    """How far a counter moved since the beginning of the block."""
+    before = counters(store)
+    yield lambda name: counters(store).get(name, 0) - before.get(name, 0)
+
+
+def segment_files(path: Path) -> list[Path]:
+    return sorted((path / "segments").glob("*.kvs"))
+
+
+def run_child(function: Callable[[], Any], *, uid: int | None = None) -> Any:
+    """Result of ``function`` in a forked child, by another user if asked; what it raises is raised here.
+
+    The child ends with ``os._exit``, as the children of multiprocessing do, so that no buffer, fixture or
+    exit handler of the test runner runs twice.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        code = 1
+        try:
+            if uid is not None:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+            try:
+                answer: tuple[bool, Any] = (True, function())
+            except BaseException as exc:
+                answer = (False, (exc, traceback.format_exc()))
+            with os.fdopen(writer, "wb") as pipe:
+                pickle.dump(answer, pipe)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert data and status == 0, f"the child ended with status {status} and said nothing"
+    fine, result = pickle.loads(data)
+    if fine:
+        return result
+    exc, text = result
+    raise exc from RuntimeError(f"in the child:\n{text}")
