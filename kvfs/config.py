@@ -101,10 +101,10 @@ def make_settings(
     if total < CAPACITY_MIN:
         raise NoSpaceError(f"capacity is {total} bytes: a store needs at least {CAPACITY_MIN} (16MiB)")
     if segment is None:
-        segment_bytes = min(256 * MIB, max(SEGMENT_MIN, total // 128))
+        segment_bytes = min(256 * MIB, max(SEGMENT_MIN, total // 256))
     else:
         segment_bytes = parse_size(segment, "segment_bytes")
-    index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 64)) if index is None else parse_size(index, "index_bytes")
+    index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 128)) if index is None else parse_size(index, "index_bytes")
     segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
     if not SEGMENT_MIN <= segment_bytes <= SEGMENT_MAX:
         raise ConfigError(f"segment_bytes is {segment_bytes}: choose between {SEGMENT_MIN} and {SEGMENT_MAX}")

@@ -24,7 +24,6 @@ from kvfs.index.tables import DOOMED, SegmentRow
 from kvfs.segment import file_name
 
 SWEEP_ROWS = 256
-BACKGROUND_FROM, BACKGROUND_TO = 0.98, 0.97
 
 
 class Reclaimer:
@@ -126,4 +125,4 @@ def index_is_full(session: Session, index_bytes: int) -> bool:
     return session.used_bytes() > FULL * index_bytes
 
 
-__all__ = ["BACKGROUND_FROM", "BACKGROUND_TO", "GcLock", "IndexUnavailableError", "Reclaimer", "index_is_full"]
+__all__ = ["GcLock", "IndexUnavailableError", "Reclaimer", "index_is_full"]

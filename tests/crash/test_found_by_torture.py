@@ -47,7 +47,7 @@ def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> 
     path = tmp_path / "store"
     with open_store(path, capacity="64MiB") as store:
         ns = namespace(store)
-        for family in range(FILES_MAX):
+        for family in range(3 * FILES_MAX):
             put(ns, PROMPTS.tokens(family, 25), judge)
         used, segments = store.stats()["used_bytes"], store.stats()["segments"]["sealed"]
     assert segments > FILES_MAX

@@ -301,7 +301,6 @@ def test_attention_sees_the_same_window_while_the_history_is_kept(sizes: tuple[i
     own, recording = DynamicSlidingWindowLayer(sliding_window=5), RecordingLayer(5)
     states = torch.randn(2, 2, 3, sum(sizes), 4)
     for keys, values in zip(*(half.split(sizes, dim=2) for half in states), strict=True):
-        assert own.get_mask_sizes(keys.shape[2]) == recording.get_mask_sizes(keys.shape[2])
         for seen, expected in zip(recording.update(keys, values), own.update(keys, values), strict=True):
             assert torch.equal(seen, expected)
     assert torch.equal(recording.keys, states[0])
@@ -645,11 +644,14 @@ def test_something_else_than_a_model_is_refused(store: Any) -> None:
 
 
 def strange_caches(model: Any) -> dict[str, Any]:
-    from transformers.cache_utils import DynamicIndexedLayer
+    from transformers.cache_utils import DynamicLayer
+
+    class IndexedLayer(DynamicLayer):  # type: ignore[misc]
+        """A kind that keeps more than keys and values."""
 
     mixed = transformers.DynamicCache()
     model(prompt(50), past_key_values=mixed)
-    indexed = DynamicIndexedLayer()
+    indexed = IndexedLayer()
     indexed.update(mixed.layers[1].keys, mixed.layers[1].values)
     mixed.layers[1] = indexed
     static = transformers.StaticCache(config=model.config, max_cache_len=64)
@@ -659,7 +661,7 @@ def strange_caches(model: Any) -> dict[str, Any]:
     offloaded.offloading = True
     uneven = transformers.DynamicCache()
     model(prompt(50), past_key_values=uneven)
-    uneven.layers[1].crop(-3)
+    uneven.layers[1].keys = uneven.layers[1].keys[:, :, :-3]
     caches = {"indexed": mixed, "static": static, "offloaded": offloaded, "uneven": uneven}
     others = {
         "heads": model_of("llama", num_key_value_heads=4), "dim": model_of("llama", head_dim=16),
@@ -705,6 +707,7 @@ def test_caches_that_do_not_fit_are_declined_whole(what: str, store: Any) -> Non
         {"use_cache": False},
         {"cache_implementation": "static"},
         {"prompt_lookup_num_tokens": 2},
+        {"prefill_chunk_size": 16},
         {"generation_config": transformers.GenerationConfig(num_beams=3)},
         {"past_key_values": transformers.DynamicCache()},
         {"inputs_embeds": torch.zeros(1, 50, 32)},
@@ -756,12 +759,16 @@ def test_an_output_object_is_returned_as_the_library_made_it(store: Any) -> None
         assert len(done.output.scores) == 12
 
 
-def test_prefilling_in_pieces_works(store: Any) -> None:
-    model = model_of("mistral")
+def test_a_cache_that_went_out_of_step_is_not_saved(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
     cache = namespace_for(store, model, page_tokens=16)
-    for expected in (0, 96):
-        done = generate(model, cache, prompt(100), prefill_chunk_size=7, **NEW)
-        assert (done.restored, done.output.tolist()) == (expected, plain(model, prompt(100)))
+    original = model.generate
+    # as if the library had put more into the cache than it returns
+    monkeypatch.setattr(model, "generate", lambda ids, **options: original(ids, **options)[:, :60])
+    done = generate(model, cache, prompt(50), **NEW)
+    assert done.saved.stored == 0
+    assert "61" in done.saved.reason
+    assert cache.load(prompt(50))[1] == 0
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ seals = st.builds(Seal, raw(16), u32, u64, u64, raw(16))
 
 def test_sizes_of_format_1() -> None:
     assert (fmt.HEADER_BYTES, fmt.ENTRY_BYTES, fmt.SEAL_BYTES) == (116, 160, 72)
-    assert (fmt.BLOCK, fmt.FIRST_TABLE, fmt.FIRST_PAYLOAD, fmt.TABLE_BYTES) == (4096, 4096, 65536, 65536)
-    assert (fmt.slots_of_table(True), fmt.slots_of_table(False)) == (384, 409)
+    assert (fmt.BLOCK, fmt.FIRST_TABLE, fmt.FIRST_PAYLOAD, fmt.TABLE_BYTES) == (4096, 4096, 16384, 16384)
+    assert (fmt.slots_of_table(True), fmt.slots_of_table(False)) == (76, 102)
 
 
 def test_golden_bytes_of_a_header_page() -> None:
     page = fmt.pack_header(HEADER)
     body = (
         b"KVFSEG1\n" + struct.pack("<II", 1, 116) + struct.pack("<QQQ", 0, 0, 0) + STORE + SEGMENT
-        + struct.pack("<Q", 1_700_000_000_000_000) + struct.pack("<III", 61440, 65536, 4) + CLASS
+        + struct.pack("<Q", 1_700_000_000_000_000) + struct.pack("<III", 12288, 16384, 4) + CLASS
     )  # fmt: skip
     assert page == (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(4096, b"\0")
     assert page[108:116].hex() == GOLDEN["header"]
@@ -81,7 +81,7 @@ def test_golden_bytes_of_a_seal_page() -> None:
     assert page[64:72].hex() == GOLDEN["seal"]
 
 
-GOLDEN = {"header": "e7a5e2dc5521e6ca", "entry": "bed67244839eea42", "seal": "69cff4c5d5a7bde2"}
+GOLDEN = {"header": "285c8de883c38d0f", "entry": "bed67244839eea42", "seal": "69cff4c5d5a7bde2"}
 
 
 # ---------------------------------------------------------------- round trips

@@ -22,6 +22,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1, None),
     "use_cache": (True, None),
     "cache_implementation": (None, "hybrid"),  # "hybrid": left in old checkpoints, ignored by transformers
+    "prefill_chunk_size": (None,),  # several releases compute the restored tokens again behind themselves
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
     "use_mtp": (False, None),
@@ -69,6 +70,9 @@ def generate(model: Any, cache: PrefixCache | Store, input_ids: Any, **kwargs: A
     output = model.generate(ids, attention_mask=mask, past_key_values=past, **kwargs)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     rows = [_trimmed(row, ids.shape[1], _option(model, kwargs, "pad_token_id")) for row in rows_of(sequences, mask)]
+    if past.get_seq_length() != sequences.shape[1] - 1:  # then its columns are not these tokens
+        reason = f"cache: {past.get_seq_length()} tokens after generating {sequences.shape[1]}"
+        return Generated(output, restored, PutResult(0, 0, 0, 0, reason))
     return Generated(output, restored, cache.save_rows(rows, past))
 
 
