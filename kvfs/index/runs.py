@@ -142,7 +142,7 @@ def _row_for(session: Session, rows: dict[int, Places], slot: int) -> int:
     """
     if rows.get(slot):
         return slot
-    for number in reversed(sorted(rows)):
+    for number in sorted(rows, reverse=True):
         place = rows[number].get(slot)
         if number < slot and (place is None or not (is_live(session, place) or claim_holds(session, place))):
             return number

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvfs.hashing import page_key
+from kvfs.hashing import checksum, page_key
 from kvfs.index.environment import open_environment, open_tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
-from kvfs.index.runs import Publish, RunKeys, Target, claim_run, forget_place, load, publish, sweep
+from kvfs.index.runs import Publish, RunKeys, Target, claim_run, forget_place, publish, sweep
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.layout import Cell, Group, Need
@@ -143,8 +143,6 @@ def test_arbitrary_row_bytes_never_raise(value: bytes) -> None:
 
 @given(st.binary(min_size=12, max_size=300))
 def test_arbitrary_row_bytes_with_a_good_checksum_never_raise(body: bytes) -> None:
-    from kvfs.hashing import checksum
-
     seed = int.from_bytes(KEY[:8], "little")
     row = parse_row(KEY, checksum(body, seed=seed).to_bytes(8, "little") + body)
     if row is not None:
