@@ -190,7 +190,7 @@ def prefix_length(bits: int) -> int:
 def valid_lengths(present: int, chunks: int | None, lengths: int) -> int:
     """Set of lengths (bit L, 0 <= L <= ``lengths``) for which the last ``chunks`` chunks are present; None: all."""
     everything = (1 << lengths + 1) - 1
-    if chunks is None:
+    if chunks is None or chunks >= lengths:  # a window wider than the prompt needs all of it
         return everything & (1 << prefix_length(present) + 1) - 1
     shifted = present << chunks | (1 << chunks) - 1  # chunks before the first count as present
     span = 1

@@ -66,58 +66,87 @@ class Claims(NamedTuple):
 
 def claim_run(session: Session, run: RunKeys, slots: Iterable[int], segment: int) -> Claims:
     """Claim what is neither present nor claimed, and decide which row each chunk goes to."""
-    rows = _own_rows(session, run)
-    changed: set[bytes] = set()
+    slots = list(slots)
+    rows = _own_rows(session, run, slots)
+    changed: set[int] = set()
     targets: list[Target] = []
     skipped = in_flight = 0
     expires = session.now_s + CLAIM_SECONDS
     for j in slots:
         wanted = run.hashes[j]
-        head = None
-        for candidate, places in rows.items():
-            place = places.get(j)
-            if place is None or place.chunk_hash != wanted:
-                continue
-            head = candidate
-            if is_live(session, place):
-                skipped += 1
-                break
-            if claim_holds(session, place):
-                in_flight += 1
-                break
+        found = _state_of(session, rows, j, wanted)
+        if found is None:
+            number = _row_for(session, rows, j)
+            if number not in rows:
+                rows[number] = load(session, run.key(run.hashes[number]))
+                found = _state_of(session, {number: rows[number]}, j, wanted)
+        if found is None:
+            rows[number][j] = claim(wanted, segment, expires)
+            changed.add(number)
+            targets.append(Target(run.first + j, j, wanted, run.hashes[number]))
+        elif found & CLAIM:
+            in_flight += 1
         else:
-            head = head if head is not None else _free_row(rows, j, run, session)
-            rows.setdefault(head, {})[j] = claim(wanted, segment, expires)
-            changed.add(head)
-            targets.append(Target(run.first + j, j, wanted, head))
-    for head in changed:
-        save(session, run.key(head), rows[head], run.leaves)
+            skipped += 1
+    for number in changed:
+        save(session, run.key(run.hashes[number]), rows[number], run.leaves)
     return Claims(targets, skipped, in_flight)
 
 
-def _own_rows(session: Session, run: RunKeys) -> dict[bytes, Places]:
-    """Rows that a lookup of this run would read up to the first gap, by head, in its order."""
-    rows: dict[bytes, Places] = {}
-    seen = 0
+def _own_rows(session: Session, run: RunKeys, slots: Sequence[int]) -> dict[int, Places]:
+    """Rows of this chain, by the chunk that keys them, in the order in which a lookup reads them.
+
+    A chunk that is neither here nor about to be stored may lie in a row behind a gap. A new chunk must then not
+    be placed so that nothing leads to that row any more, so all rows are read; otherwise up to the first gap.
+    """
+    rows: dict[int, Places] = {}
+    count = len(run.hashes)
+    asked = sum(1 << j for j in slots)
+    seen = _read_rows(session, run, rows, 0, stop_at_gap=True)
+    if (seen | asked) & (1 << count) - 1 != (1 << count) - 1:
+        _read_rows(session, run, rows, seen, stop_at_gap=False)
+    return {0: {}, **dict(sorted(rows.items()))}
+
+
+def _read_rows(session: Session, run: RunKeys, rows: dict[int, Places], seen: int, *, stop_at_gap: bool) -> int:
+    """Add the rows that a lookup reads which has ``seen`` these chunks; the chunks seen afterwards."""
     for j, head in enumerate(run.hashes):
-        if seen >> j & 1 or (j and not seen >> (j - 1) & 1):
+        if seen >> j & 1 or j in rows:
             continue
         places = load(session, run.key(head))
         if places:
-            rows[head] = places
+            rows[j] = places
             for slot, place in places.items():
                 if slot < len(run.hashes) and place.chunk_hash == run.hashes[slot] and is_live(session, place):
                     seen |= 1 << slot
-    return rows
+        if stop_at_gap and not seen >> j & 1:
+            break
+    return seen
 
 
-def _free_row(rows: dict[bytes, Places], slot: int, run: RunKeys, session: Session) -> bytes:
-    """A row of this chain with nothing at ``slot``: a fork before the run's first row, else the chunk's own."""
-    for head in reversed(rows):
-        place = rows[head].get(slot)
-        if place is None or not (is_live(session, place) or claim_holds(session, place)):
-            return head
-    return run.hashes[0] if not rows else run.hashes[slot]
+def _state_of(session: Session, rows: dict[int, Places], slot: int, wanted: bytes) -> int | None:
+    """CLAIM if somebody is writing the chunk, 0 if it is there, None if neither."""
+    for places in rows.values():
+        place = places.get(slot)
+        if place is not None and place.chunk_hash == wanted:
+            if is_live(session, place):
+                return 0
+            if claim_holds(session, place):
+                return CLAIM
+    return None
+
+
+def _row_for(session: Session, rows: dict[int, Places], slot: int) -> int:
+    """Which row takes a chunk: its own if there is one, as others of the chain lie there too; else the last row
+    before it that has the slot free (the run's first row if there is none at all); else its own.
+    """
+    if rows.get(slot):
+        return slot
+    for number in sorted(rows, reverse=True):
+        place = rows[number].get(slot)
+        if number < slot and (place is None or not (is_live(session, place) or claim_holds(session, place))):
+            return number
+    return slot
 
 
 class Publish(NamedTuple):

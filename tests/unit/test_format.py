@@ -66,7 +66,7 @@ def test_golden_bytes_of_an_entry() -> None:
         + struct.pack("<QIIQQ", 0x20000, 4096, 4096, 0x30008, 1_700_000_000_000_001)
         + bytes([1] * 32) + bytes([2] * 32) + bytes([3] * 16) + b"attempt!"
     )  # fmt: skip
-    assert SEED == int.from_bytes(SEGMENT[:8], "little")
+    assert int.from_bytes(SEGMENT[:8], "little") == SEED
     assert data == body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body, seed=SEED))
     assert fmt.entry_check(data).hex() == GOLDEN["entry"]
 

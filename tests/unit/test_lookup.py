@@ -1,0 +1,264 @@
+"""Which lengths can be restored, against brute force; and rectangles covered by the parts that ranks wrote."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvfs.index.rows import CLAIM, RUN, Place, claim, pack_row, parse_row
+from kvfs.layout import Cell, Group, Need, Part
+from kvfs.lookup import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths
+from kvfs.match import GroupMatch, PrefixMatch
+
+needs = st.none() | st.integers(1, 9) | st.sampled_from([64, 2**27])
+
+
+def restores(present: set[int], need: int | None, length: int) -> bool:
+    """Whether the chunks that a group needs for a length are there."""
+    first = 0 if need is None else max(0, length - need)
+    return all(chunk in present for chunk in range(first, length))
+
+
+def bits_of(chunks: set[int]) -> int:
+    return sum(1 << chunk for chunk in chunks)
+
+
+# ---------------------------------------------------------------- sets of lengths
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_prefix_length_counts_to_the_first_gap(present: set[int]) -> None:
+    assert prefix_length(bits_of(present)) == next(n for n in range(42) if n not in present)
+
+
+@given(st.sets(st.integers(0, 12)), needs, st.integers(0, 12))
+@example(set(range(12)), 2**27, 12)
+@example({1, 2}, 3, 3)
+def test_valid_lengths_are_those_whose_chunks_are_there(present: set[int], need: int | None, lengths: int) -> None:
+    found = valid_lengths(bits_of(present), need, lengths)
+    assert found == sum(1 << n for n in range(lengths + 1) if restores(present, need, n))
+
+
+def test_the_widest_window_costs_no_more_than_the_prompt() -> None:
+    """A window of 2**31 tokens is 2**27 chunks: sets of that many bits would take seconds."""
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        assert valid_lengths((1 << 8192) - 1, 2**27, 8192) == (1 << 8193) - 1
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+# ---------------------------------------------------------------- search, over an index that is a dict
+
+
+@dataclass
+class FakeSession:
+    """What a lookup asks of a session, answered from a dict."""
+
+    rows: dict[bytes, bytes]
+    dead: frozenset[int] = frozenset()
+    now_s: int = 1000
+
+    def row(self, key: bytes) -> Any:
+        return parse_row(key, self.rows.get(key))
+
+    def is_live(self, extent: Any) -> bool:
+        return not extent.flags & CLAIM and extent.segment not in self.dead
+
+    def claim_holds(self, extent: Any) -> bool:
+        return bool(extent.flags & CLAIM) and extent.segment not in self.dead
+
+    def segment_id(self, number: int) -> bytes:
+        return number.to_bytes(16, "little")
+
+
+def make_group(name: str, need: Need, heads: int = 1, layers: int = 1) -> Group:
+    states = 1 if need.kind == "exact" else 16
+    return Group(name, tuple(range(layers)), heads, Cell("opaque", 4), need, states)
+
+
+class Shelf:
+    """Rows of a prompt as writers leave them."""
+
+    def __init__(self, chunks: int, run_length: int = RUN) -> None:
+        hashes = [hashlib.sha256(i.to_bytes(4, "little")).digest() for i in range(chunks)]
+        self.prompt = Prompt(b"\x01" * 32, hashes, run_length)
+        self.rows: dict[bytes, bytes] = {}
+
+    def store(self, group: Group, part: Part, chunks: set[int], *, claimed: bool = False) -> None:
+        runs: dict[int, dict[int, Place]] = {}
+        for chunk in chunks:
+            h = self.prompt.hashes[chunk]
+            place = Place(h, bytes(16), 0, 0, 1, 16 + chunk, 4096, 8 * chunk, chunk, 0)
+            if claimed:
+                place = claim(h, 1, 9999)
+            runs.setdefault(chunk // self.prompt.run_length, {})[chunk % self.prompt.run_length] = place
+        for run, places in runs.items():
+            key = self.prompt.key(group, part, run * self.prompt.run_length)
+            self.rows[key] = pack_row(key, places, group.leaves(part))
+
+    def lookup(self, group: Group, want: Part, known: list[Part]) -> GroupLookup:
+        lookup = GroupLookup(self.prompt, group, want)
+        lookup.use_parts(known)
+        return lookup
+
+    def search(self, lookups: list[GroupLookup], lengths: int, holds: list[int] | None = None) -> int:
+        session = FakeSession(self.rows)
+
+        def read(function: Callable[[Any], bool]) -> bool:
+            before = sum(x.rows_read for x in lookups)
+            done = function(session)
+            if holds is not None:
+                holds.append(sum(x.rows_read for x in lookups) - before)
+            return done
+
+        return search(lookups, 16, lengths, read)
+
+
+def chunk_sets(most: int) -> st.SearchStrategy[set[int]]:
+    """Sets of chunks as they occur: nearly full with a few holes, a prefix, or anything."""
+    everything = set(range(most))
+    holes = st.sets(st.integers(0, most - 1), max_size=4).map(lambda h: everything - h)
+    prefixes = st.integers(0, most).map(lambda n: set(range(n)))
+    return holes | prefixes | st.sets(st.integers(0, most - 1))
+
+
+@st.composite
+def hybrids(draw: st.DrawFn) -> tuple[int, list[tuple[Need, set[int]]]]:
+    most = draw(st.sampled_from([1, 5, 31, 32, 33, 70, 100]))
+    kinds = st.sampled_from([Need.all(), Need.exact(), *[Need.window_of(w) for w in (1, 16, 17, 64, 600, 2**31 - 1)]])
+    groups = draw(st.lists(st.tuples(kinds, chunk_sets(most)), min_size=1, max_size=4))
+    return most, groups
+
+
+@given(hybrids(), st.data())
+@settings(max_examples=300)
+def test_a_match_is_the_longest_length_that_every_group_restores(
+    model: tuple[int, list[tuple[Need, set[int]]]], data: st.DataObject
+) -> None:
+    most, groups = model
+    lengths = data.draw(st.integers(1, most))
+    shelf = Shelf(most)
+    lookups = []
+    for number, (need, present) in enumerate(groups):
+        group = make_group(f"g{number}", need)
+        shelf.store(group, group.full, present)
+        lookups.append(shelf.lookup(group, group.full, [group.full]))
+    found = shelf.search(lookups, lengths)
+    fits = [n for n in range(lengths + 1) if all(restores(p, need.chunks(16), n) for need, p in groups)]
+    assert found == max(fits)
+
+
+@given(chunk_sets(70), st.integers(1, 70))
+def test_opaque_keys_are_restored_up_to_the_first_that_is_missing(present: set[int], lengths: int) -> None:
+    shelf = Shelf(70, run_length=1)
+    group = make_group("opaque", Need.all())
+    shelf.store(group, group.full, present)
+    found = shelf.search([shelf.lookup(group, group.full, [group.full])], lengths)
+    assert found == next(n for n in range(lengths + 1) if n not in present or n == lengths)
+
+
+@given(chunk_sets(40), chunk_sets(40))
+def test_chunks_that_somebody_is_writing_are_not_restored(stored: set[int], written: set[int]) -> None:
+    shelf, group = Shelf(40), make_group("full", Need.all())
+    other = make_group("full", Need.all(), heads=2)
+    shelf.store(other, Part(0, 1, 0, 1), stored)
+    shelf.store(other, Part(1, 1, 0, 1), written, claimed=True)
+    assert group.full == Part(0, 1, 0, 1)
+    both = shelf.lookup(other, other.full, [Part(0, 1, 0, 1), Part(1, 1, 0, 1)])
+    assert shelf.search([both], 40) == 0
+    half = shelf.lookup(other, Part(0, 1, 0, 1), [Part(0, 1, 0, 1), Part(1, 1, 0, 1)])
+    assert shelf.search([half], 40) == prefix_length(bits_of(stored))
+
+
+@pytest.mark.parametrize("need", [Need.all(), Need.window_of(64), Need.exact()])
+def test_no_hold_of_the_gate_reads_more_rows_than_allowed(need: Need) -> None:
+    shelf, holds = Shelf(8192 * 2), []
+    group = make_group("full", need)
+    if need.kind == "all":
+        shelf.store(group, group.full, set(range(8192 * 2)))
+    lookup = shelf.lookup(group, group.full, [group.full])
+    found = shelf.search([lookup], 8192 * 2, holds)
+    assert found == (8192 * 2 if need.kind == "all" else 0)
+    assert max(holds) <= ROWS_PER_HOLD + RUN and len(holds) > 1
+
+
+def test_a_prompt_costs_one_row_per_run() -> None:
+    shelf, group = Shelf(8192), make_group("full", Need.all())
+    shelf.store(group, group.full, set(range(8192)))
+    lookup = shelf.lookup(group, group.full, [group.full])
+    assert shelf.search([lookup], 8192) == 8192 and lookup.rows_read == 8192 // RUN
+
+
+def test_a_window_reads_only_what_lies_before_the_length() -> None:
+    shelf, full, window = Shelf(3200), make_group("f", Need.all()), make_group("w", Need.window_of(64))
+    shelf.store(full, full.full, set(range(3200)))
+    shelf.store(window, window.full, set(range(3196, 3200)))
+    lookups = [shelf.lookup(g, g.full, [g.full]) for g in (full, window)]
+    assert shelf.search(lookups, 3200) == 3200
+    assert lookups[1].rows_read <= RUN
+
+
+# ---------------------------------------------------------------- parts
+
+rectangles = st.builds(Part, st.integers(0, 5), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
+
+
+def cells_of(part: Part) -> set[tuple[int, int]]:
+    return {
+        (h, x) for h in range(part.head, part.head + part.heads) for x in range(part.layer, part.layer + part.layers)
+    }
+
+
+@given(rectangles, st.lists(st.tuples(rectangles, st.sets(st.integers(0, 6))), max_size=6, unique_by=lambda t: t[0]))
+@settings(max_examples=300)
+def test_a_page_is_there_when_its_parts_cover_what_the_reader_wants(
+    want: Part, written: list[tuple[Part, set[int]]]
+) -> None:
+    shelf, group = Shelf(7), make_group("full", Need.all(), heads=9, layers=9)
+    for part, chunks in written:
+        shelf.store(group, part, chunks)
+    lookup = shelf.lookup(group, want, [part for part, _ in written])
+    session: Any = FakeSession(shelf.rows)
+    found = lookup.read_run(session, 0, stop_at_gap=False)
+    expected = {
+        chunk for chunk in range(7)
+        if cells_of(want) <= {cell for part, chunks in written if chunk in chunks for cell in cells_of(part)}
+    }  # fmt: skip
+    assert found.covered == bits_of(expected)
+
+
+@given(rectangles, st.lists(st.tuples(rectangles, chunk_sets(40)), max_size=5, unique_by=lambda t: t[0]))
+def test_a_prefix_is_as_long_as_its_parts_cover_it(want: Part, written: list[tuple[Part, set[int]]]) -> None:
+    shelf, group = Shelf(40), make_group("full", Need.all(), heads=9, layers=9)
+    for part, chunks in written:
+        shelf.store(group, part, chunks)
+    found = shelf.search([shelf.lookup(group, want, [part for part, _ in written])], 40)
+    complete = (
+        cells_of(want) <= {cell for part, chunks in written if chunk in chunks for cell in cells_of(part)}
+        for chunk in range(40)
+    )
+    assert found == next((n for n, fine in enumerate(complete) if not fine), 40)
+
+
+# ---------------------------------------------------------------- what is left when some of it turns out bad
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(needs, st.sets(st.integers(0, 11))), min_size=1, max_size=3))
+def test_what_verified_decides_which_length_is_restored(chunks: int, groups: list[tuple[int | None, set[int]]]) -> None:
+    matched = tuple(
+        GroupMatch(n, f"g{n}", Part(0, 1, 0, 1), need, 64, 0, chunks, (), RUN) for n, (need, _) in enumerate(groups)
+    )
+    match = PrefixMatch(chunks * 16, 16, b"", "", matched, {})
+    good = {f"g{n}": bits_of(there) for n, (_, there) in enumerate(groups)}
+    fits = [n for n in range(chunks + 1) if all(restores(there, need, n) for need, there in groups)]
+    assert match.restorable(good) == max(fits)
