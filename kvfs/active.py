@@ -93,7 +93,7 @@ class ActiveSegments:
         if current is not None:
             writer, generation = current
             if not writer.dead and generation == self._c.index.generation:
-                if need(writer) <= writer.room(self._c.settings.segment_bytes):
+                if need(writer) <= writer.room(space.segment_limit(self._c.settings, fresh)):
                     return current
                 self._seal(segment_class)
             else:
@@ -103,9 +103,9 @@ class ActiveSegments:
         return active
 
     def _create(self, segment_class: SegmentClass, fresh: int, deadline: float) -> Active:
-        segment_bytes = self._c.settings.segment_bytes
+        segment_bytes = space.segment_limit(self._c.settings, fresh)
         if fresh > segment_bytes:
-            raise Declined("page larger than a segment")
+            raise Declined("space")
         allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, fresh)))
         segment_id = self._c.files.random(16)
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
@@ -129,7 +129,9 @@ class ActiveSegments:
 
     def _adopt(self, segment_class: SegmentClass, fresh: int) -> Active | None:
         """Go on with the active segment of a process that is gone."""
-        limit = self._c.settings.segment_bytes - fresh  # an append takes no more there than in a fresh segment
+        limit = (
+            space.segment_limit(self._c.settings, fresh) - fresh
+        )  # an append takes no more there than in a fresh segment
 
         def look(session: Session) -> tuple[list[tuple[int, SegmentRow]], str]:
             rows = [

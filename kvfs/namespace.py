@@ -19,6 +19,7 @@ from kvfs.match import PrefixMatch, used_ranges
 from kvfs.matcher import Matcher
 from kvfs.reader import Reader
 from kvfs.segment import SegmentWriter
+from kvfs.space import page_limit
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.writer import Appender, Job, Outcome
 
@@ -60,10 +61,10 @@ class Namespace:
         for group in self.layout.groups:
             leaf_table_bytes = hashing.LEAF_BYTES * group.leaves(group.full)
             need = SegmentWriter.need_fresh(len(self._descriptor), group.page_bytes, leaf_table_bytes)
-            if need > context.settings.segment_bytes:
+            if need > page_limit(context.settings):
                 raise NoSpaceError(
-                    f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store holds "
-                    f"{context.settings.segment_bytes}: use a smaller page_tokens or a store with larger segment_bytes"
+                    f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store may hold "
+                    f"{page_limit(context.settings)}: use a smaller page_tokens or a larger capacity"
                 )
 
     @property

@@ -62,6 +62,19 @@ def budget(settings: Settings, class_id: bytes = ANY_CLASS, *, evictor: bool = F
     return Budget(limit, int(settings.index_bytes * (1.0 if evictor else FULL)), owner, cap)
 
 
+def segment_limit(settings: Settings, fresh: int) -> int:
+    """Bytes at which a segment is full: ``segment_bytes``, or room for four records where they are that large.
+
+    ``fresh`` is the size of a segment that holds one such record and nothing else.
+    """
+    return max(settings.segment_bytes, min(4 * fresh, page_limit(settings)))
+
+
+def page_limit(settings: Settings) -> int:
+    """What a segment with a single record may take: a sixteenth of the capacity."""
+    return max(settings.segment_bytes, settings.capacity_bytes // 16)
+
+
 def charge(file_bytes: int, records: int) -> int:
     """What a segment costs: its file, its stamps, and a block for what a file system needs per file."""
     return file_bytes + fmt.align(records * STAMP_BYTES + 1) + fmt.BLOCK

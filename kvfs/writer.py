@@ -112,17 +112,14 @@ class Appender:
         digest = job.identity.digest
         fresh = SegmentWriter.need_fresh(len(job.descriptor), size, leaf_bytes)
         writer, generation = self._active.writer(
-            job.segment_class,
-            fresh,
-            lambda w: w.need(job.identity.digest, job.descriptor, size, leaf_bytes, 1),
-            deadline,
+            job.segment_class, fresh, lambda w: w.need(digest, job.descriptor, size, leaf_bytes, 1), deadline
         )
-        room = writer.room(self._c.settings.segment_bytes)
+        room = writer.room(space.segment_limit(self._c.settings, fresh))
         while wanted > 1 and writer.need(digest, job.descriptor, size, leaf_bytes, wanted) > room:
             wanted = max(1, wanted * 7 // 8)
         batch = chunks[:wanted]
         try:
-            targets, skipped, in_flight = self._claim(job, batch, writer, generation, deadline)
+            targets, skipped, in_flight = self._claim(job, batch, writer, generation, fresh, deadline)
         except StaleWriterError:
             self._active.drop(job.segment_class)
             raise Declined("index") from None
@@ -149,12 +146,12 @@ class Appender:
         )  # fmt: skip
 
     def _claim(
-        self, job: Job, chunks: Sequence[int], writer: SegmentWriter, generation: str, deadline: float
+        self, job: Job, chunks: Sequence[int], writer: SegmentWriter, generation: str, fresh: int, deadline: float
     ) -> tuple[list[Target], int, int]:
         """Reserve and claim; grows the file to what was reserved. (claimed, present, in flight)"""
         size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
         limits = space.budget(self._c.settings, job.segment_class.class_id, evictor=job.segment_class.evictor)
-        segment_bytes = self._c.settings.segment_bytes
+        segment_bytes = space.segment_limit(self._c.settings, fresh)
 
         def transact(session: Session) -> tuple[list[Target], int, int, int]:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
