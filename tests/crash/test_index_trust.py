@@ -63,6 +63,8 @@ def test_a_process_without_descriptors_leaves_the_index_alone(tmp_path: Path, ju
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 5), judge)
         generation, index = store.stats()["index"]["generation"], store._core.c.index
+        other = os.open(path / "index" / generation / "users", os.O_RDONLY)  # another process works with it
+        fcntl.flock(other, fcntl.LOCK_SH)
         index._worker.call(index._close_environment, 5.0)
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -72,3 +74,4 @@ def test_a_process_without_descriptors_leaves_the_index_alone(tmp_path: Path, ju
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert get(ns, PROMPTS.tokens(1, 5), judge) == 5
         assert store.stats()["index"]["generation"] == generation
+        os.close(other)
