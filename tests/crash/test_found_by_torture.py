@@ -15,7 +15,7 @@ from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, 
 from tools.torture.faults import lose_index
 from tools.torture.judge import Judge
 
-FILES_MAX = 80
+FAMILIES, FILES_MAX = 120, 40
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> 
     path = tmp_path / "store"
     with open_store(path, capacity="64MiB") as store:
         ns = namespace(store)
-        for family in range(FILES_MAX):
+        for family in range(FAMILIES):
             put(ns, PROMPTS.tokens(family, 25), judge)
         used, segments = store.stats()["used_bytes"], store.stats()["segments"]["sealed"]
     assert segments > FILES_MAX
@@ -59,7 +59,7 @@ def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> 
             assert store.wait_ready()
             assert store._core.rebuilt is not None and store._core.rebuilt.unreadable_segments == 0
             assert store.stats()["used_bytes"] >= used * 0.9
-            assert all(get(namespace(store), PROMPTS.tokens(f, 25), judge) == 25 for f in range(FILES_MAX))
+            assert all(get(namespace(store), PROMPTS.tokens(f, 25), judge) == 25 for f in range(FAMILIES))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
