@@ -14,7 +14,11 @@ from typing import TypeVar
 import click
 
 from tools.benchmarks.workspace import workspace
+from tools.torture import fill as fill_runs
+from tools.torture import full as full_runs
 from tools.torture import kill as kill_runs
+from tools.torture import mounts
+from tools.torture import power as power_runs
 from tools.torture.judge import Judge
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -48,6 +52,46 @@ def kill(seed: int, seconds: float, path: Path) -> None:
         kill_runs.run(folder, seed, seconds, judge)
     counts = ("rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged")
     judge.finish(**{name: judge.counts[name] for name in counts})
+
+
+def _need_mounts(*kinds: str) -> None:
+    if why := mounts.missing(*kinds):
+        raise click.ClickException(why)
+
+
+@main.command(help=power_runs.__doc__)
+@common
+@click.option("--kind", "kinds", type=click.Choice(["ext4", "xfs"]), multiple=True, default=("ext4", "xfs"))
+def power(kinds: tuple[str, ...], seed: int, seconds: float, path: Path) -> None:
+    _need_mounts(*kinds)
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        power_runs.run(folder, seed, seconds, judge, kinds)
+    judge.finish(
+        **{f"cuts_{kind}": judge.counts[f"cuts_{kind}"] for kind in kinds}, served=judge.counts["acknowledged"]
+    )
+
+
+@main.command(help=full_runs.__doc__)
+@common
+def full(seed: int, seconds: float, path: Path) -> None:
+    _need_mounts("ext4")
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        full_runs.run(folder, seed, seconds, judge)
+    judge.finish(**{name: judge.counts[name] for name in ("disks", "stored", "declined", "acknowledged")})
+
+
+@main.command(help=fill_runs.__doc__)
+@common
+@click.option("--kind", type=click.Choice(["tmpfs", "ext4", "xfs"]), default="ext4", show_default=True)
+@click.option("--capacity", default=fill_runs.CAPACITY, show_default=True)
+def fill(kind: str, capacity: str, seed: int, seconds: float, path: Path) -> None:
+    _need_mounts(kind)
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        fill_runs.run(folder, seed, seconds, judge, kind, capacity)
+    judge.finish(**{name: judge.counts[name] for name in ("written_mib", "highest_kib", "samples", "declined")})
 
 
 if __name__ == "__main__":
