@@ -166,8 +166,8 @@ class Core:
             self.c.counters.add(f"rebuild_failed_{type(exc).__name__}")
 
     def rebuild_if_needed(self) -> None:
-        """Build a new index if there is none to trust."""
-        if self.read_only or self.is_ready():
+        """Build a new index if there is none to trust. One that cannot be asked now may be as good as ever."""
+        if self.read_only or not self.c.index.is_missing(COMMIT_SECONDS):
             return
         assert self.c.liveness is not None
         # a segment that this very process may be appending to is nobody else's to go on with, either

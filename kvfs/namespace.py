@@ -207,7 +207,10 @@ class Namespace:
             expires, at_us, attempt, segment_class,
         )  # fmt: skip
         outcome = self._appender.store(job, missing) if missing else Outcome()
-        outcome.skipped += end - start - len(missing)
+        writing = lookup.found.claimed & ~lookup.found.present
+        in_flight = sum(writing >> c & 1 for c in range(start, end))
+        outcome.in_flight += in_flight
+        outcome.skipped += end - start - len(missing) - in_flight
         outcome.declined += start + pages - end
         if chain and outcome.declined:
             limit = min(limit, end - outcome.declined)

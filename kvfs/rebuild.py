@@ -83,8 +83,8 @@ def rebuild(
             files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
         lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
     try:
-        if not files.flock(lock, fcntl.LOCK_EX):
-            return None
+        if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
+            return None  # somebody is at it, or was meanwhile
         _remove_stale_generations(directory)
         name = files.random(8).hex()
         files.mkdir(name, directory.dir_mode, dir_fd=directory.sub("index"))

@@ -12,13 +12,13 @@ until ``install`` puts a new one in place.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 
@@ -27,6 +27,7 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.files import boot_id
 from kvfs.index.gate import Gate
 from kvfs.index.session import Session, Tables
+from kvfs.index.state import State, read_state, write_state
 from kvfs.index.worker import Worker
 
 T = TypeVar("T")
@@ -34,17 +35,8 @@ PROBE_SECONDS = 0.1  # the breaker lets one call through per this time
 SLACK_BYTES = 8 << 20  # preallocated in the index file, so that eviction can commit on a full disk
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
+_MY_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 _DATABASES = (b"pages", b"segments", b"namespaces", b"meta")
-
-
-class State(NamedTuple):
-    """Content of the file ``state``."""
-
-    generation: str
-    boot: str
-    device: int
-    inode: int
-    clean: bool
 
 
 def open_environment(path: str, map_size: int, mode: int, *, read_only: bool = False) -> lmdb.Environment:
@@ -96,6 +88,14 @@ class Index:
 
     def write(self, function: Callable[[Session], T], timeout: float) -> T:
         return self._submit(function, timeout, write=True)
+
+    def is_missing(self, timeout: float) -> bool:
+        """Whether there is no generation that may be trusted. False if that cannot be told in time."""
+        try:
+            self.read(lambda session: None, timeout)
+        except IndexUnavailableError as exc:
+            return str(exc) == "rebuilding"
+        return False
 
     def _submit(self, function: Callable[[Session], T], timeout: float, *, write: bool) -> T:
         now = self._files.monotonic()
@@ -175,18 +175,23 @@ class Index:
         index = self._directory.sub("index")
         try:
             folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
-        except OSError:
-            self._discard_current(name)
-            raise IndexUnavailableError("rebuilding") from None
+        except OSError as exc:
+            raise self._not_opened(name, exc) from None
         try:
             self._open_in(folder, name)
-        except (OSError, lmdb.Error):
+        except (OSError, lmdb.Error) as exc:
             self._close_environment()
-            self._discard_current(name)
-            raise IndexUnavailableError("rebuilding") from None
+            raise self._not_opened(name, exc) from None
         finally:
             self._files.close(folder)
         self._current, self.generation = stamp, name
+
+    def _not_opened(self, name: str, exc: Exception) -> IndexUnavailableError:
+        """Give the generation up, unless it is this process that lacks something: others may be working with it."""
+        if getattr(exc, "errno", getattr(exc, "code", None)) in _MY_FAULT:
+            return IndexUnavailableError(f"index error: {exc}")
+        self._discard_current(name)
+        return IndexUnavailableError("rebuilding")
 
     def _open_in(self, folder: int, name: str) -> None:
         self._users = self._files.open("users", os.O_RDONLY, dir_fd=folder)
@@ -236,7 +241,7 @@ class Index:
         def swap() -> None:
             self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
             try:
-                self._close_environment()
+                self._refuse_second()
                 old = self._read_current()
                 index = self._directory.sub("index")
                 folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
@@ -254,6 +259,17 @@ class Index:
                 self._gate.release()
 
         self._worker.call(swap, timeout)
+
+    def _refuse_second(self) -> None:
+        """A generation that is current and may be trusted is never replaced: it knows what was published since."""
+        if self._closed:
+            raise IndexUnavailableError("closed")
+        if not self._is_current():
+            try:
+                self._open_current()
+            except IndexUnavailableError:
+                return
+        raise IndexUnavailableError("another generation is current")
 
     def retire(self, timeout: float = 5.0) -> None:
         """Give the current generation up: it contradicts the segments. Everybody misses until it is rebuilt."""
@@ -373,23 +389,3 @@ class Index:
     def _try_call(self, function: Callable[[], Any], timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             self._worker.call(function, timeout)
-
-
-# -- the state file --------------------------------------------------------------------------
-
-
-def read_state(directory: Directory) -> State | None:
-    try:
-        data = directory.read_small("state", 4096)
-        if data is None:
-            return None
-        body = json.loads(data)
-        state = State(*(body[name] for name in State._fields))
-    except Exception:  # damaged state means: do not trust the index
-        return None
-    kinds = (str, str, int, int, bool)
-    return state if all(type(v) is k for v, k in zip(state, kinds, strict=True)) else None
-
-
-def write_state(directory: Directory, state: State) -> None:
-    directory.write_small("state", json.dumps(state._asdict()).encode() + b"\n")

@@ -16,7 +16,7 @@ from kvfs.errors import KvfsError
 
 T = TypeVar("T")
 BLOCKED_SECONDS = 15.0  # no call may take longer, whatever happens to files and to other processes
-COUNTS = ("operations", "kills", "faults", "lost", "wrong", "blocked", "raised", "leaked", "unopenable")
+COUNTS = ("operations", "kills", "faults", "lost", "wrong", "blocked", "raised", "leaked", "unopenable", "over")
 FAILURES = frozenset(COUNTS[3:])
 
 

@@ -1,0 +1,98 @@
+"""Torture of a store: faults, kills, crashes, power cuts, full disks.
+
+Every command takes --seed and --seconds, works in a directory of its own below --path (removed at the end), and ends
+with one line of counts. The exit status is 1 if anything was lost, wrong, blocked, leaked or could not be opened.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from tools.benchmarks.workspace import workspace
+from tools.torture import fill as fill_runs
+from tools.torture import full as full_runs
+from tools.torture import kill as kill_runs
+from tools.torture import mounts
+from tools.torture import power as power_runs
+from tools.torture.judge import Judge
+
+Command = TypeVar("Command", bound=Callable[..., None])
+ROOM_BYTES = 1 << 30
+
+
+def common(command: Command) -> Command:
+    """Options that every command has."""
+    for option in (
+        click.option("--seed", default=1, show_default=True, help="Of everything that is random."),
+        click.option("--seconds", default=30.0, show_default=True, help="How long to go on."),
+        click.option(
+            "--path", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+            default=lambda: Path(tempfile.gettempdir()), show_default="temporary directory",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+@main.command(help=kill_runs.__doc__)
+@common
+def kill(seed: int, seconds: float, path: Path) -> None:
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        kill_runs.run(folder, seed, seconds, judge)
+    counts = ("rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged")
+    judge.finish(**{name: judge.counts[name] for name in counts})
+
+
+def _need_mounts(*kinds: str) -> None:
+    if why := mounts.missing(*kinds):
+        raise click.ClickException(why)
+
+
+@main.command(help=power_runs.__doc__)
+@common
+@click.option("--kind", "kinds", type=click.Choice(["ext4", "xfs"]), multiple=True, default=("ext4", "xfs"))
+def power(kinds: tuple[str, ...], seed: int, seconds: float, path: Path) -> None:
+    _need_mounts(*kinds)
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        power_runs.run(folder, seed, seconds, judge, kinds)
+    judge.finish(
+        **{f"cuts_{kind}": judge.counts[f"cuts_{kind}"] for kind in kinds}, served=judge.counts["acknowledged"]
+    )
+
+
+@main.command(help=full_runs.__doc__)
+@common
+def full(seed: int, seconds: float, path: Path) -> None:
+    _need_mounts("ext4")
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        full_runs.run(folder, seed, seconds, judge)
+    judge.finish(**{name: judge.counts[name] for name in ("disks", "stored", "declined", "acknowledged")})
+
+
+@main.command(help=fill_runs.__doc__)
+@common
+@click.option("--kind", type=click.Choice(["tmpfs", "ext4", "xfs"]), default="ext4", show_default=True)
+@click.option("--capacity", default=fill_runs.CAPACITY, show_default=True)
+def fill(kind: str, capacity: str, seed: int, seconds: float, path: Path) -> None:
+    _need_mounts(kind)
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        fill_runs.run(folder, seed, seconds, judge, kind, capacity)
+    judge.finish(**{name: judge.counts[name] for name in ("written_mib", "highest_kib", "samples", "declined")})
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tools.torture")

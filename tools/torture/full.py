@@ -1,0 +1,53 @@
+"""full: the file system is smaller than the capacity, so that the disk is full before the store is.
+
+Processes go on for a while on the full disk: they may decline and miss, they must not die, raise or serve wrong
+bytes. Then the tmpfs grows, and what was acknowledged must be served.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+from tools.torture.crew import Crew
+from tools.torture.judge import Judge
+from tools.torture.mounts import mounted
+
+FULL_SECONDS = 6.0
+ROLES = ("writer", "mixed", "forker", "collector")
+
+
+def run(folder: Path, seed: int, seconds: float, judge: Judge, kinds: tuple[str, ...] = ("tmpfs", "ext4")) -> None:
+    chance = random.Random(seed)
+    end, number = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        _cycle(folder / str(number), seed * 100 + number, kinds[number % len(kinds)], chance, judge)
+        judge.counts["disks"] += 1
+        number += 1
+
+
+def _cycle(folder: Path, seed: int, kind: str, chance: random.Random, judge: Judge) -> None:
+    judge.context = f"full, seed {seed}, {kind}: "
+    nbytes = chance.randint(12, 40) << 20 if kind == "tmpfs" else chance.randint(24, 48) << 20
+    with mounted(folder, kind, nbytes) as mount:
+        options = {"store": mount.path / "store", "capacity": "256MiB", "families": 400}
+        with Crew(folder, seed, options) as crew:
+            for role in ROLES:
+                crew.start(role)
+            end, free_min = time.monotonic() + FULL_SECONDS, nbytes
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                crew.check(judge)
+                free_min = min(free_min, nbytes - mount.used_bytes())
+                if chance.random() < 0.1 and crew.members:
+                    name = chance.choice(list(crew.members))
+                    crew.kill(name)
+                    judge.counts["kills"] += 1
+                    crew.start(name.partition("-")[0])
+            judge.counts["faults"] += free_min < 4 << 20  # the disk has been full
+        if kind == "tmpfs":
+            mount.resize(512 << 20)
+        with Crew(folder, seed + 1, {**options, "strict": int(kind == "tmpfs"), "fresh": int(kind == "tmpfs")}) as crew:
+            crew.run("checker", judge)
+            crew.collect(judge)

@@ -1,0 +1,104 @@
+"""Small file systems for a run: mounted, cut off from power, unmounted again whatever happens. Root only."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+FS_IOC_SHUTDOWN = 0x8004587D
+NO_LOG_FLUSH = 2
+_MAKE = {"ext4": ("mkfs.ext4", "-q", "-F"), "xfs": ("mkfs.xfs", "-q", "-f")}
+
+
+def missing(*kinds: str) -> str | None:
+    """Why images of these kinds cannot be mounted here, or None."""
+    if os.geteuid() != 0:
+        return "mounting needs root"
+    for kind in kinds:
+        if kind in _MAKE and shutil.which(_MAKE[kind][0]) is None:
+            return f"{_MAKE[kind][0]} is not installed"
+    return None
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, kind: str, nbytes: int) -> Iterator[Mount]:
+    """A new file system of ``nbytes`` ("tmpfs", or "ext4" or "xfs" in a file) below ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = Mount(folder, kind, nbytes)
+    try:
+        mount.make()
+        mount.attach()
+        yield mount
+    finally:
+        mount.remove()
+
+
+class Mount:
+    """One mounted file system. ``path`` is where it is seen."""
+
+    def __init__(self, folder: Path, kind: str, nbytes: int) -> None:
+        self.kind = kind
+        self.path = folder / f"mnt-{kind}"
+        self._image = folder / f"{kind}.img"
+        self._nbytes = nbytes
+
+    def make(self) -> None:
+        self.path.mkdir(exist_ok=True)
+        if self.kind == "tmpfs":
+            return
+        with open(self._image, "wb") as image:
+            image.truncate(self._nbytes)
+        _run(*_MAKE[self.kind], str(self._image))
+
+    def attach(self) -> None:
+        """Mount; a journal is replayed here."""
+        if self.kind == "tmpfs":
+            _run("mount", "-t", "tmpfs", "-o", f"size={self._nbytes}", "tmpfs", str(self.path))
+        else:
+            _run("mount", "-o", "loop", str(self._image), str(self.path))
+
+    def detach(self) -> None:
+        """Unmount; somebody may need a moment to die first."""
+        for _ in range(100):
+            if subprocess.run(["umount", str(self.path)], capture_output=True, check=False).returncode == 0:
+                return
+            time.sleep(0.1)
+        subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
+
+    def resize(self, nbytes: int) -> None:
+        """Give a tmpfs another size."""
+        _run("mount", "-o", f"remount,size={nbytes}", str(self.path))
+
+    def cut_power(self) -> None:
+        """From now on nothing reaches the image, the log of the journal included."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, FS_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
+        finally:
+            os.close(fd)
+
+    def used_bytes(self) -> int:
+        st = os.statvfs(self.path)
+        return (st.f_blocks - st.f_bfree) * st.f_frsize
+
+    def remove(self) -> None:
+        if os.path.ismount(self.path):
+            self.detach()
+        self._image.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise click.ClickException(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
