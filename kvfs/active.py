@@ -83,11 +83,17 @@ class ActiveSegments:
                 raise Declined("space")
 
     def writer(
-        self, segment_class: SegmentClass, fresh: int, need: Callable[[SegmentWriter], int], deadline: float
+        self,
+        segment_class: SegmentClass,
+        fresh: int,
+        wanted: int,
+        need: Callable[[SegmentWriter], int],
+        deadline: float,
     ) -> Active:
-        """The active segment of the class with room for an append; seals the old one if it is full.
+        """The active segment of the class with room for a record; seals the old one if it is full.
 
-        ``need`` tells what the append takes in a given segment, ``fresh`` the size of a segment with nothing else.
+        ``need`` tells what the record takes in a given segment, ``fresh`` the size of a segment with nothing else,
+        ``wanted`` the size of one with all that is to be appended.
         """
         current = self._writers.get(segment_class)
         if current is not None:
@@ -98,15 +104,15 @@ class ActiveSegments:
                 self._seal(segment_class)
             else:
                 self.drop(segment_class)
-        active = self._adopt(segment_class, fresh) or self._create(segment_class, fresh, deadline)
+        active = self._adopt(segment_class, fresh) or self._create(segment_class, fresh, wanted, deadline)
         self._writers[segment_class] = active
         return active
 
-    def _create(self, segment_class: SegmentClass, fresh: int, deadline: float) -> Active:
+    def _create(self, segment_class: SegmentClass, fresh: int, wanted: int, deadline: float) -> Active:
         segment_bytes = space.segment_limit(self._c.settings, fresh)
         if fresh > segment_bytes:
             raise Declined("space")
-        allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, fresh)))
+        allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, wanted)))
         segment_id = self._c.files.random(16)
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
 

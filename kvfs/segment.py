@@ -13,8 +13,10 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvfs import format as fmt
@@ -23,6 +25,7 @@ from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 
+WRITE_THREADS = 4
 OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while the payload is written
 
 
@@ -55,26 +58,25 @@ class Placed(NamedTuple):
     root: bytes
 
 
-class _PayloadWrite(threading.Thread):
-    """Writes payloads while the caller computes their checksums: the write holds no GIL, the sums need no disk."""
+class _Pool:
+    """Threads that write payloads while the caller computes their checksums: a write holds no GIL, sums need no disk.
 
-    def __init__(self, files: Files, fd: int, buffers: Sequence[Any], offset: int) -> None:
-        super().__init__(name="kvfs-write", daemon=True)
-        self._arguments = (fd, buffers, offset)
-        self._files = files
-        self._error: OSError | None = None
-        self.start()
+    Made on first use, anew in a forked child, where the parent's threads are not.
+    """
 
-    def run(self) -> None:
-        try:
-            self._files.write_all(*self._arguments)
-        except OSError as exc:
-            self._error = exc
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
 
-    def finish(self) -> None:
-        self.join()
-        if self._error is not None:
-            raise self._error
+    def submit(self, write: Callable[[], object]) -> Future[object]:
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kvfs-write")
+            return self._executor.submit(write)
+
+
+_POOL = _Pool()
+os.register_at_fork(after_in_child=lambda: _POOL.__init__())  # type: ignore[misc]
 
 
 class SegmentWriter:
@@ -226,11 +228,12 @@ class SegmentWriter:
             tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
             return tables
-        write = _PayloadWrite(self._files, self.fd, buffers, start)
+        write = _POOL.submit(partial(self._files.write_all, self.fd, buffers, start))
         try:
             tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]
         finally:
-            write.finish()
+            wait([write])  # the caller's memory is not to be read any more, whatever happened
+        write.result()
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 

@@ -111,12 +111,17 @@ class Appender:
         wanted = min(len(chunks), BATCH_PAGES, max(1, BATCH_BYTES // size))
         digest = job.identity.digest
         fresh = SegmentWriter.need_fresh(len(job.descriptor), size, leaf_bytes)
+        everything = SegmentWriter.need_fresh(len(job.descriptor), size, leaf_bytes, len(chunks))
         writer, generation = self._active.writer(
-            job.segment_class, fresh, lambda w: w.need(digest, job.descriptor, size, leaf_bytes, 1), deadline
+            job.segment_class,
+            fresh,
+            everything,
+            lambda w: w.need(digest, job.descriptor, size, leaf_bytes, 1),
+            deadline,
         )
         room = writer.room(space.segment_limit(self._c.settings, fresh))
-        while wanted > 1 and writer.need(digest, job.descriptor, size, leaf_bytes, wanted) > room:
-            wanted = max(1, wanted * 7 // 8)
+        while wanted > 1 and (over := writer.need(digest, job.descriptor, size, leaf_bytes, wanted) - room) > 0:
+            wanted = max(1, wanted - max(1, over // fmt.align(size)))
         batch = chunks[:wanted]
         try:
             targets, skipped, in_flight = self._claim(job, batch, writer, generation, fresh, deadline)
@@ -223,7 +228,7 @@ class Appender:
         shape = (size, LEAF_BYTES * leaves, len(moves))
         with self._active.lock(segment_class):
             writer, generation = self._active.writer(
-                segment_class, SegmentWriter.need_fresh(len(descriptor), *shape),
+                segment_class, SegmentWriter.need_fresh(len(descriptor), *shape), 0,
                 lambda w: w.need(digest, descriptor, *shape), self._c.files.monotonic(),
             )  # fmt: skip
 
