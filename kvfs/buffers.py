@@ -15,7 +15,9 @@ def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
         data = _tensor_bytes(data, what)
     try:
         view = memoryview(data)
-    except TypeError:
+        if view.format == "O":
+            raise TypeError("references to Python objects")
+    except (TypeError, ValueError, BufferError):
         raise ConfigError(
             f"{what} is {type(data).__name__}: pass a bytes-like object, a numpy array or a CPU tensor"
         ) from None
@@ -23,6 +25,8 @@ def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
         raise ConfigError(f"{what} is not contiguous: make it so first (numpy.ascontiguousarray, tensor.contiguous())")
     if writable and view.readonly:
         raise ConfigError(f"{what} is read-only: pass a writable buffer such as a bytearray")
+    if not view.nbytes:
+        return memoryview(bytearray())  # a view whose shape has a zero cannot be cast
     return view.cast("B") if view.format != "B" or view.ndim != 1 else view
 
 

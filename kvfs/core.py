@@ -178,7 +178,7 @@ class Core:
         if report is not None:
             self.rebuilt = report
             self.c.counters.add("rebuilds")
-            if self.c.verify is Verify.OFF:
+            if self.c.verify is Verify.OFF and (report.segments or report.unreadable_segments):
                 self.c.verify = Verify.FIRST  # unchecked reads never follow an unclean stop
 
     def _open_private(self) -> None:

@@ -55,6 +55,12 @@ class Identity:
             raise ConfigError(
                 "salt and adapter must be texts (a secret of the tenant; a digest of the adapter's content)"
             )
+        if not isinstance(self.rope, Mapping) or not isinstance(self.extra, Mapping):
+            raise ConfigError("rope and extra must map names to plain JSON data")
+        try:
+            self.salt.encode()
+        except UnicodeEncodeError as exc:
+            raise ConfigError(f"salt is no Unicode text ({exc.reason}): decode it as UTF-8 first") from None
         if type(self.epoch) is not int or not 0 <= self.epoch < 2**63:
             raise ConfigError(f"epoch is {self.epoch!r}: pass a count of weight changes, 0 or more")
         packed = self.descriptor_bytes()

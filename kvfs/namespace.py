@@ -104,8 +104,8 @@ class Namespace:
         self._own(match)
         outs = []
         for gm in match.groups:
-            buffer = out[gm.name] if isinstance(out, Mapping) else out
-            if not isinstance(out, Mapping) and len(match.groups) > 1:
+            buffer = out.get(gm.name) if isinstance(out, Mapping) else out
+            if buffer is None or (not isinstance(out, Mapping) and len(match.groups) > 1):
                 raise ConfigError(f"out must map each of the groups {[g.name for g in match.groups]} to a buffer")
             view = byte_view(buffer, f"out of group {gm.name}", writable=True)
             if len(view) < gm.nbytes:
@@ -124,8 +124,9 @@ class Namespace:
         parts than the match asks for end the list.
         """
         self._own(match)
-        if group is None and len(match.groups) > 1:
-            raise ConfigError(f"name one of the groups {[g.name for g in match.groups]}")
+        names = [g.name for g in match.groups]
+        if (group is None and len(names) > 1) or group not in (None, *names):
+            raise ConfigError(f"group is {group!r}: name one of {names}")
         gm = match.groups[0] if group is None else match.group(group)
         return self._reader.view(match, gm, self.layout.groups[gm.number]) if match.tokens else []
 
@@ -173,8 +174,8 @@ class Namespace:
     ) -> PutResult:
         puts = [self._check_put(prompt, n, g, pages, start, part) for n, g in enumerate(self.layout.groups)]
         expires, segment_class = self._retention(ttl)
-        if len(attempt) != 8:
-            raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
+        if not isinstance(attempt, bytes) or len(attempt) != 8:
+            raise ConfigError(f"attempt is {attempt!r}: pass 8 bytes that all ranks of a cohort share")
         if self._c.liveness is None:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to put")
         total = Outcome()
@@ -192,12 +193,15 @@ class Namespace:
         """Store one group; (outcome, chunks up to which other groups' pages can be of use)."""
         number, group, part, start, data, pages = put
         end = min(start + pages, limit)
+        if end <= start:  # behind what another group declined: of no use
+            return Outcome(declined=pages), limit
         size = group.part_bytes(part)
         chain = group.need.kind == "all" and prompt.run_length > 1
         first = start - 1 if chain and start else start
         lookup = self._matcher.present(prompt, number, group, part, first, end, whole=False)
         present = lookup.found.present | lookup.found.claimed
         if chain and start and not present >> (start - 1) & 1:
+            self._c.counters.add("pages_declined_gap", pages)
             return Outcome(declined=pages, reason="gap"), min(limit, start - 1)
         missing = [c for c in range(start, end) if not present >> c & 1]
         at_us = self._begin_request(prompt, lookup, missing[0] if missing else end)
@@ -209,8 +213,11 @@ class Namespace:
         outcome = self._appender.store(job, missing) if missing else Outcome()
         writing = lookup.found.claimed & ~lookup.found.present
         in_flight = sum(writing >> c & 1 for c in range(start, end))
+        skipped = end - start - len(missing) - in_flight
         outcome.in_flight += in_flight
-        outcome.skipped += end - start - len(missing) - in_flight
+        outcome.skipped += skipped
+        self._c.counters.add("pages_in_flight", in_flight)
+        self._c.counters.add("pages_skipped", skipped)
         outcome.declined += start + pages - end
         if chain and outcome.declined:
             limit = min(limit, end - outcome.declined)
@@ -230,11 +237,7 @@ class Namespace:
 
     def _check_put(self, prompt: Prompt, number: int, group: Group, pages: Any, start: Any, part: Any) -> _Put | None:
         if isinstance(pages, Mapping):
-            unknown = set(pages) - {g.name for g in self.layout.groups}
-            if unknown:
-                raise ConfigError(
-                    f"pages names group {sorted(unknown)[0]!r}; the layout has {[g.name for g in self.layout.groups]}"
-                )
+            self._check_names("pages", pages)
             if group.name not in pages:
                 return None
             data = pages[group.name]
@@ -242,6 +245,8 @@ class Namespace:
             raise ConfigError(f"pages must map each of the groups {[g.name for g in self.layout.groups]} to a buffer")
         else:
             data = pages
+        if isinstance(start, Mapping):
+            self._check_names("start", start)
         first = start.get(group.name, 0) if isinstance(start, Mapping) else start
         if type(first) is not int or first < 0:
             raise ConfigError(f"start is {first!r}: pass the number of the first chunk, 0 or more")
@@ -292,6 +297,8 @@ class Namespace:
         return tokens
 
     def _chain(self, tokens: bytes, extra: ExtraKeys | None) -> list[bytes]:
+        if extra is not None and not isinstance(extra, Mapping):
+            raise ConfigError(f"extra is {type(extra).__name__}: pass a mapping from chunk number to bytes")
         for chunk, key in (extra or {}).items():
             if type(chunk) is not int or chunk < 0 or not isinstance(key, bytes):
                 raise ConfigError(f"extra maps {chunk!r} to {type(key).__name__}: map chunk numbers to bytes")
@@ -308,8 +315,14 @@ class Namespace:
     def _parts(self, part: Part | Mapping[str, Part] | None) -> list[Part]:
         return [self._part(group, part) for group in self.layout.groups]
 
-    @staticmethod
-    def _part(group: Group, part: Part | Mapping[str, Part] | None) -> Part:
+    def _check_names(self, what: str, by_group: Mapping[str, Any]) -> None:
+        for name in by_group:
+            if name not in {g.name for g in self.layout.groups}:
+                raise ConfigError(f"{what} names group {name!r}; the layout has {[g.name for g in self.layout.groups]}")
+
+    def _part(self, group: Group, part: Part | Mapping[str, Part] | None) -> Part:
+        if isinstance(part, Mapping):
+            self._check_names("part", part)
         mine = part.get(group.name) if isinstance(part, Mapping) else part
         if mine is None:
             return group.full

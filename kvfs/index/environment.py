@@ -98,6 +98,8 @@ class Index:
         return False
 
     def _submit(self, function: Callable[[Session], T], timeout: float, *, write: bool) -> T:
+        if self._closed:
+            raise IndexUnavailableError("closed")
         now = self._files.monotonic()
         if self._breaker_open:
             if now < self._broken_until:
