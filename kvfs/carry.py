@@ -17,8 +17,9 @@ from kvfs.identity import Described, parse_descriptor
 from kvfs.index.rows import RUN
 from kvfs.layout import Group, Part
 from kvfs.match import PrefixMatch
-from kvfs.segment import Record, Scan, read_descriptor, scan_segment
+from kvfs.segment import Record
 from kvfs.segment_files import Held
+from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 from kvfs.writer import Appender
 
 BATCH_BYTES = 8 << 20

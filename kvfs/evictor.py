@@ -24,7 +24,8 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.format import Entry
 from kvfs.gc import GcLock, Reclaimer, index_is_full
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
-from kvfs.segment import file_name, scan_segment
+from kvfs.segment import file_name
+from kvfs.segment_scan import scan_segment
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
 HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment

@@ -34,7 +34,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.layout import Group, Part
 from kvfs.liveness import NOBODY
-from kvfs.segment import Scan, read_descriptor, scan_segment
+from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z")

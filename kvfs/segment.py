@@ -1,4 +1,4 @@
-"""Segment files: appending records, sealing, scanning, and holding them open.
+"""Segment files: appending records and sealing.
 
 Invariants. A payload is written before its table entry, a table entry before the index names it. Nothing below
 ``tail`` is ever written again, apart from table slots that were never used. Nobody but the owner writes. Every
@@ -13,9 +13,8 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
+from kvfs.segment_scan import scan_segment
 
 WRITE_THREADS = 4
 OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while the payload is written
@@ -311,90 +311,3 @@ def _push(buffers: list[Any], data: Any) -> int:
 
 
 _ZEROS = memoryview(bytes(BLOCK))
-
-
-# -- scanning --------------------------------------------------------------------------------
-
-
-@dataclass
-class Scan:
-    """What a segment's own tables say, up to the first entry that is not valid."""
-
-    header: Header
-    entries: list[Entry]
-    seal: Seal | None
-    table: int  # table block and slot that take the next entry
-    slot: int
-    end: int  # end of what the entries cover
-    size: int
-    checks: bytes  # check words of the entries, one behind the other
-
-    def parts(self) -> Iterator[Entry]:
-        return (e for e in self.entries if e.kind == fmt.KIND_PART)
-
-
-def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Scan | None:
-    """Read the tables of a segment (untrusted bytes); None if it has no valid header. OSError as it comes."""
-    size = files.fstat(fd).st_size
-    if size < fmt.FIRST_PAYLOAD:
-        return None
-    header = fmt.parse_header(files.read(fd, BLOCK, 0))
-    if header is None:
-        return None
-    seed, table, slot, epoch = fmt.segment_seed(header.segment_id), fmt.FIRST_TABLE, 0, 0
-    entries: list[Entry] = []
-    checks: list[bytes] = []
-    end = fmt.FIRST_PAYLOAD
-    block = files.read(fd, fmt.FIRST_TABLE_BYTES, table)
-    slots = fmt.slots_of_table(True)
-    while records_max is None or len(entries) < records_max:
-        raw = memoryview(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
-        entry = fmt.parse_entry(raw, seed)
-        if (
-            entry is None
-            or entry.seq != len(entries)
-            or entry.epoch < epoch
-            or not _inside(entry, size, end, slot == slots - 1)
-        ):
-            break
-        epoch = entry.epoch
-        entries.append(entry)
-        checks.append(fmt.entry_check(raw))
-        slot += 1
-        if entry.kind == fmt.KIND_CHAIN:
-            table, slot, slots = entry.payload, 0, fmt.slots_of_table(False)
-            block = files.read(fd, fmt.TABLE_BYTES, table)
-            end = max(end, table + fmt.TABLE_BYTES)
-        else:
-            end = max(end, align(entry.payload + entry.stored_bytes))
-            if entry.leaves:
-                end = max(end, align(entry.leaves + 8))
-    words = b"".join(checks)
-    seal = _read_seal(fd, files, size, header.segment_id, len(entries), root_of(words))
-    return Scan(header, entries, seal, table, slot, end, size, words)
-
-
-def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
-    """Whether an entry points into the file; chain entries stand in the last slot and lead forward."""
-    if entry.payload % BLOCK or entry.payload < fmt.FIRST_PAYLOAD or entry.payload + entry.stored_bytes > size:
-        return False
-    if entry.kind == fmt.KIND_CHAIN:
-        return last_slot and entry.payload >= end and entry.payload + fmt.TABLE_BYTES <= size
-    return not last_slot and entry.leaves % 8 == 0 and entry.leaves <= size
-
-
-def _read_seal(fd: int, files: Files, size: int, segment_id: bytes, records: int, root: bytes) -> Seal | None:
-    if size % BLOCK:
-        return None
-    seal = fmt.parse_seal(files.read(fd, BLOCK, size - BLOCK))
-    if seal is None or seal.segment_id != segment_id or seal.tail != size - BLOCK:
-        return None
-    return seal if (seal.records, seal.table_root) == (records, root) else None
-
-
-def read_descriptor(fd: int, files: Files, entry: Entry) -> bytes | None:
-    """Namespace descriptor that a KIND_NAMESPACE entry points to, or None if its bytes do not verify."""
-    if entry.stored_bytes > fmt.DESCRIPTOR_BYTES_MAX:
-        return None
-    data = files.read(fd, entry.stored_bytes, entry.payload)
-    return data if root_of(data) == entry.root else None

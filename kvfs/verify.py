@@ -23,8 +23,8 @@ from kvfs.index.runs import forget_place
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.layout import Part
-from kvfs.segment import Scan, read_descriptor, scan_segment
 from kvfs.segment_files import Held
+from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 
 ROWS_PER_HOLD = 256
 PROBLEMS_MAX = 1000

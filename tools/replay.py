@@ -99,7 +99,9 @@ class Replayed(NamedTuple):
 def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: str) -> Replayed:
     """Run the trace through a store of ``capacity`` bytes at ``path``."""
     clock, tokens = TraceClock(), 16
-    layout = kvfs.PageLayout.kv(layers=1, kv_heads=1, head_dim=page_bytes // tokens // 4, dtype="bf16", page_tokens=tokens)
+    layout = kvfs.PageLayout.kv(
+        layers=1, kv_heads=1, head_dim=page_bytes // tokens // 4, dtype="bf16", page_tokens=tokens
+    )
     assert layout.page_bytes == page_bytes
     hits = declined = used = 0
     begin = time.perf_counter()
@@ -123,9 +125,7 @@ def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: st
                 used = max(used, store.stats()["used_bytes"])
         counters = store.stats()["counters"]
     seconds = time.perf_counter() - begin
-    return Replayed(
-        hits, counters.get("pages_stored", 0), counters.get("pages_carried", 0), declined, used, seconds
-    )
+    return Replayed(hits, counters.get("pages_stored", 0), counters.get("pages_carried", 0), declined, used, seconds)
 
 
 def shares(text: str) -> Iterator[float]:
@@ -137,10 +137,14 @@ def shares(text: str) -> Iterator[float]:
 
 
 @click.command()
-@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSON lines; default: synthetic")
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSON lines; default: synthetic"
+)
 @click.option("--capacity", default="5,10,20,40", show_default=True, help="percents of the unique blocks")
 @click.option("--page", default=8192, show_default=True, help="bytes of a block's page")
-@click.option("--path", type=click.Path(path_type=Path), help="where to make the stores (default: a temporary directory)")
+@click.option(
+    "--path", type=click.Path(path_type=Path), help="where to make the stores (default: a temporary directory)"
+)
 @click.option("--limit", type=int, help="only the first requests")
 @click.option("--seed", default=0, show_default=True)
 def main(trace: Path | None, capacity: str, page: int, path: Path | None, limit: int | None, seed: int) -> None:
@@ -149,7 +153,9 @@ def main(trace: Path | None, capacity: str, page: int, path: Path | None, limit:
     unique = len({b for r in requests for b in r.blocks})
     unbounded = exact_lru(requests, unique + 1)
     click.echo(f"{len(requests)} requests, {total} blocks, {unique} unique, unbounded {100 * unbounded / total:.2f} %")
-    click.echo("capacity     pages    LRU %   kvfs %   ratio   write amplification   declined   used max / limit   requests/s")
+    click.echo(
+        "capacity     pages    LRU %   kvfs %   ratio   write amplification   declined   used max / limit   requests/s"
+    )
     for percent in shares(capacity):
         pages = int(unique * percent / 100)
         folder = tempfile.mkdtemp(prefix="kvfs-replay-", dir=path)

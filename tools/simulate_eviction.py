@@ -143,9 +143,7 @@ class Store:
         self.budget.carried(plan.carry_bytes)
 
 
-def replay(
-    trace: Iterable[Request], capacity: int, segments: int, writers: int, *, loose: bool = False
-) -> Result:
+def replay(trace: Iterable[Request], capacity: int, segments: int, writers: int, *, loose: bool = False) -> Result:
     store, hits = Store(capacity, segments, writers, loose), 0
     for number, (now, pages) in enumerate(trace):
         hits += store.request(number % writers, now + number + 1, pages)
@@ -202,9 +200,7 @@ def synthetic_trace(requests: int = 4000, seed: int = 1) -> tuple[list[Request],
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="JSON lines; a synthetic trace if not given")
-    parser.add_argument(
-        "--capacity", type=float, nargs="+", default=[5, 10, 20, 40], help="%% of the unique blocks"
-    )
+    parser.add_argument("--capacity", type=float, nargs="+", default=[5, 10, 20, 40], help="%% of the unique blocks")
     parser.add_argument("--segments", type=int, nargs="+", default=[64, 32, 128])
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--loose-stamps", action="store_true", help="no common stamp for the pages of a request")

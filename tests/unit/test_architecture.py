@@ -21,7 +21,19 @@ PACKAGE = "kvfs"
 LAYERS: dict[int, tuple[str, ...]] = {
     5: ("cli", "integrations", "mount", "metrics"),
     4: ("store", "core", "namespace", "gc", "evictor", "keeper", "verify", "rebuild", "pins"),
-    3: ("transfer", "staging", "eviction", "reader", "writer", "active", "carry", "match", "matcher", "lookup", "context"),
+    3: (
+        "transfer",
+        "staging",
+        "eviction",
+        "reader",
+        "writer",
+        "active",
+        "carry",
+        "match",
+        "matcher",
+        "lookup",
+        "context",
+    ),
     2: ("segment*", "index", "kernels", "space", "liveness", "recency", "testing"),
     1: ("format", "codec", "hashing", "layout", "hf_config", "config", "files", "directory", "identity", "buffers"),
     0: ("types", "errors", "version"),
@@ -157,9 +169,7 @@ def broken_rules(module: Module) -> list[str]:
             if below is None:
                 found.append(f"{where}:{line}: imports {target}, which has no layer in LAYERS")
             elif layer is not None and below > layer:
-                found.append(
-                    f"{where}:{line}: layer {layer} imports {target} of layer {below}, which is above"
-                )
+                found.append(f"{where}:{line}: layer {layer} imports {target} of layer {below}, which is above")
         if library in FORBIDDEN_MODULES:
             found.append(f"{where}:{line}: imports {library}")
         if library in ONLY and not matches(module.place, ONLY[library]):

@@ -320,9 +320,7 @@ def test_damaged_packed_parts_are_refused_or_valid(packed: bytes) -> None:
     assert part.pack() == packed
 
 
-@pytest.mark.parametrize(
-    "args", [(0, 0, 0, 1), (0, 1, 0, 0), (-1, 1, 0, 1), (4095, 2, 0, 1), (0, 1, 4095, 2)]
-)
+@pytest.mark.parametrize("args", [(0, 0, 0, 1), (0, 1, 0, 0), (-1, 1, 0, 1), (4095, 2, 0, 1), (0, 1, 4095, 2)])
 def test_an_empty_or_outsized_part_is_refused(args: tuple[int, int, int, int]) -> None:
     with pytest.raises(ConfigError):
         Part(*args)

@@ -19,7 +19,7 @@ import kvfs
 from kvfs import Cell, ConfigError, Group, Need, NoSpaceError, PageLayout, Part, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.hashing import LEAF_BYTES
-from kvfs.segment import scan_segment
+from kvfs.segment_scan import scan_segment
 from tests.stores import TINY_BYTES, counted, load, restored, seeded, segment_files, tiny, tokens_of
 
 T = 16
