@@ -96,7 +96,7 @@ class Replayed(NamedTuple):
     seconds: float
 
 
-def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: str) -> Replayed:
+def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: str, segments: int | None) -> Replayed:
     """Run the trace through a store of ``capacity`` bytes at ``path``."""
     clock, tokens = TraceClock(), 16
     layout = kvfs.PageLayout.kv(
@@ -106,7 +106,7 @@ def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: st
     hits = declined = used = 0
     begin = time.perf_counter()
     page = random.Random(0).randbytes(page_bytes)
-    with kvfs.open(path, capacity=capacity, files=clock) as store:
+    with kvfs.open(path, capacity=capacity, segment_bytes=segments and capacity // segments, files=clock) as store:
         ns = store.namespace("trace", layout, revision="trace-1")
         out = bytearray(1)
         base = clock.trace_us
@@ -145,9 +145,12 @@ def shares(text: str) -> Iterator[float]:
 @click.option(
     "--path", type=click.Path(path_type=Path), help="where to make the stores (default: a temporary directory)"
 )
+@click.option("--segments", type=int, help="segments at the limit (default: the store's)")
 @click.option("--limit", type=int, help="only the first requests")
 @click.option("--seed", default=0, show_default=True)
-def main(trace: Path | None, capacity: str, page: int, path: Path | None, limit: int | None, seed: int) -> None:
+def main(
+    trace: Path | None, capacity: str, page: int, path: Path | None, segments: int | None, limit: int | None, seed: int
+) -> None:
     requests = (read_trace(trace) if trace else synthetic(seed))[:limit]
     total = sum(len(r.blocks) for r in requests)
     unique = len({b for r in requests for b in r.blocks})
@@ -161,7 +164,7 @@ def main(trace: Path | None, capacity: str, page: int, path: Path | None, limit:
         folder = tempfile.mkdtemp(prefix="kvfs-replay-", dir=path)
         try:
             limit_bytes = pages * page
-            done = replay(requests, limit_bytes, page, f"{folder}/store")
+            done = replay(requests, limit_bytes, page, f"{folder}/store", segments)
         except kvfs.NoSpaceError as exc:
             sys.exit(f"{percent} %: {exc}")
         finally:
