@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,33 +23,43 @@ SEGMENT_MIN, SEGMENT_MAX = 256 * KIB, 4 * GIB
 INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
 #: Small files of the directory: super, settings, stamps, liveness, LMDB's second file.
 OVERHEAD_BYTES = 1 * MIB
+DURATION_MAX = 1e12
 TOML_BYTES_MAX = 256 * KIB
 SYNC_LEVELS = ("cache", "batch", "sync")
 MODES = ("cache", "staging", "memory")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*\Z", re.IGNORECASE)
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|m|h|d|w)?\s*\Z", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]i?)?b?\s*\Z", re.IGNORECASE)
+_DURATION = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(s|m|h|d|w)?\s*\Z", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def _show(value: object) -> str:
+    return "a huge integer" if type(value) is int and value.bit_length() > 64 else reprlib.repr(value)
 
 
 def parse_size(value: int | str, what: str = "size") -> int:
     """Bytes of ``200G``, ``1.5TiB``, ``8388608``: decimal without the i, binary with it."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ConfigError(f"{what} is {value!r}: give bytes or a text like '200GiB'")
-    match = _SIZE.match(str(value))
-    if match is None:
-        raise ConfigError(f"{what} is {value!r}: give bytes or a text like '200GiB', '1.5T'")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match[2] else int(float(match[1]))
+    size = -1
+    if isinstance(value, str) and (match := _SIZE.match(value)) is not None:
+        unit = _UNITS[(match[2] or "").lower()]
+        size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    elif type(value) is int:
+        size = value
+    if not 0 <= size < 1 << 62:
+        raise ConfigError(f"{what} is {_show(value)}: give bytes or a text like '200GiB', '1.5T'")
+    return size
 
 
 def parse_duration(value: float | str, what: str = "duration") -> float:
     """Seconds of ``30d``, ``12h``, ``90``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{what} is {value!r}: give seconds or a text like '12h', '30d'")
-    match = _DURATION.match(str(value))
-    if match is None or not 0 <= float(match[1]) < 1e9:
-        raise ConfigError(f"{what} is {value!r}: give seconds or a text like '12h', '30d'")
-    return float(match[1]) * _SECONDS[(match[2] or "").lower()]
+    seconds = -1.0
+    if isinstance(value, str) and (match := _DURATION.match(value)) is not None:
+        seconds = float(match[1]) * _SECONDS[(match[2] or "").lower()]
+    elif type(value) is float or (type(value) is int and value < 1 << 53):
+        seconds = float(value)
+    if not 0 <= seconds < DURATION_MAX:
+        raise ConfigError(f"{what} is {_show(value)}: give seconds or a text like '12h', '30d'")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +199,11 @@ def to_toml(settings: Settings) -> bytes:
         if quota.cap_bytes is not None:
             lines.append(f"cap = {quota.cap_bytes}")
         if quota.ttl_seconds is not None:
-            lines.append(f"ttl = {quota.ttl_seconds:g}")
+            lines.append(f"ttl = {float(quota.ttl_seconds)!r}")
     return ("\n".join(lines) + "\n").encode()
 
 
 def _quoted(name: str) -> str:
-    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """A TOML basic string."""
+    escaped = (f"\\u{ord(c):04x}" if c in '"\\' or ord(c) < 32 or ord(c) == 127 else c for c in name)
+    return '"' + "".join(escaped) + '"'

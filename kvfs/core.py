@@ -50,12 +50,13 @@ def enter(path: str, read_only: bool, verify: Verify | None, threads: int | None
 
 
 def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
-    try:
-        st = os.stat(path)
-    except FileNotFoundError:
-        raise StoreNotFoundError(f"{path} does not exist; create a store with kvfs.open(path, capacity=...)") from None
-    except PermissionError:
-        raise StoreAccessError(f"{path}: no permission; run as its owner or a member of its group") from None
+    with directories.explained(path):
+        try:
+            st = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreNotFoundError(
+                f"{path} does not exist; create a store with kvfs.open(path, capacity=...)"
+            ) from None
     core = _CORES.get((st.st_dev, st.st_ino))
     if core is None:
         core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files)
@@ -81,7 +82,6 @@ class Core:
         self._files = files
         self._verify = verify or Verify.ALWAYS
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self._private: str | None = None
         self._closing = False
         self._rebuilder: threading.Thread | None = None
         self._start()
@@ -101,6 +101,8 @@ class Core:
         store_id = directory.store_id()
         settings = _read_settings(directory)
         self._check_layout(directory)
+        if not self.read_only:
+            directories.tighten(directory)
         liveness = None if self.read_only else Liveness(directory)
         if liveness is not None:
             undo.callback(liveness.close)
@@ -186,13 +188,11 @@ class Core:
         folder = tempfile.mkdtemp(prefix="kvfs-index-")
         try:
             build(self.directory, folder, self.settings, self.c.store_id, alone=False)
-        except BaseException:
+            self.c.index.close()
+            self.c.index = Index(self.directory, self.settings.index_bytes, private_path=folder)
+            self.c.index.open_private()
+        finally:  # open it stays; so nothing is left behind, however this process ends
             shutil.rmtree(folder, ignore_errors=True)
-            raise
-        self.c.index.close()
-        self.c.index = Index(self.directory, self.settings.index_bytes, private_path=folder)
-        self.c.index.open_private()
-        self._private = folder
 
     # -- upkeep ------------------------------------------------------------------------------
 
@@ -239,8 +239,6 @@ class Core:
         if self.c.liveness is not None:
             self.c.liveness.close()
         self.directory.close()
-        if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
 
     def restart_in_child(self) -> None:
         """After a fork: this process is somebody else, with its own locks, threads and active segments."""

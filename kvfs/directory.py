@@ -207,6 +207,16 @@ def create(path: str, settings: bytes, files: Files) -> None:
             directory.close()
 
 
+def is_store(path: str) -> bool:
+    """Whether there is a store, or something in its place that is not to be touched."""
+    with explained(path):
+        try:
+            os.lstat(os.path.join(path, "super"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
+
+
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
     """What the file system refuses while a store is opened or made, as an error that names the remedy."""

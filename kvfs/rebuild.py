@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,7 @@ from kvfs.files import Files
 from kvfs.format import Entry
 from kvfs.hashing import page_key
 from kvfs.identity import Described, parse_descriptor
-from kvfs.index.environment import Index, open_environment, open_tables
+from kvfs.index.environment import Index, discard_generation, open_environment, open_tables
 from kvfs.index.rows import RUN, Place
 from kvfs.index.runs import Publish, publish
 from kvfs.index.session import Session
@@ -93,7 +92,7 @@ def rebuild(
             report = build(directory, path, settings, store_id, alone=alone, cancelled=cancelled)
             index.install(name, timeout=5.0)
         except BaseException as exc:
-            shutil.rmtree(path, ignore_errors=True)
+            discard_generation(path)
             if isinstance(exc, lmdb.Error):
                 raise IndexUnavailableError(f"index error: {exc}") from None
             raise
@@ -105,11 +104,11 @@ def rebuild(
 def _remove_stale_generations(directory: Directory) -> None:
     """Left by rebuilds that died. The current one, if any, is kept."""
     current = None
-    with contextlib.suppress(FormatError):
+    with contextlib.suppress(FormatError, OSError):
         current = directory.read_small("CURRENT", 64, sub="index")
     for name in directory.files.listdir(directory.sub("index")):
         if _GENERATION.match(name) and name.encode() != current:
-            shutil.rmtree(os.path.join(directory.path, "index", name), ignore_errors=True)
+            discard_generation(os.path.join(directory.path, "index", name))
 
 
 def build(

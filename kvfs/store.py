@@ -37,9 +37,7 @@ def open_store(
     ``threads``: parallel reads of one ``get`` from the page cache. Raises StoreNotFoundError, FormatError,
     StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
     """
-    where = os.fspath(path if path is not None else os.environ.get("KVFS_DIR", ""))
-    if not where:
-        raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
+    where = _path_of(path if path is not None else os.environ.get("KVFS_DIR", ""))
     try:
         policy = None if verify is None else Verify(verify)
     except ValueError:
@@ -47,7 +45,7 @@ def open_store(
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 64):
         raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
     files = files or Files()
-    if not read_only and create and not os.path.exists(os.path.join(where, "super")):
+    if not read_only and create and not directories.is_store(where):
         if capacity is None:
             capacity = os.environ.get("KVFS_CAPACITY")
         if capacity is None:
@@ -58,6 +56,18 @@ def open_store(
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
     return Store(core.enter(where, read_only, policy, threads, files))
+
+
+def _path_of(path: object) -> str:
+    try:
+        where = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"path is {type(path).__name__}: pass the directory of the store") from None
+    if not where:
+        raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
+    if "\0" in where:
+        raise ConfigError(f"path is {where!r}: no file system takes a name with a zero in it")
+    return where
 
 
 class Store:

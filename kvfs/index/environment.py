@@ -17,6 +17,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -42,10 +43,19 @@ _DATABASES = (b"pages", b"segments", b"namespaces", b"meta")
 def open_environment(path: str, map_size: int, mode: int, *, read_only: bool = False) -> lmdb.Environment:
     """LMDB as kvfs uses it everywhere: no locking of its own, no writable map, no sync in the commit."""
     return lmdb.open(
-        path, map_size=map_size, subdir=True, readonly=read_only, metasync=False, sync=False, mode=mode,
+        os.fsencode(path), map_size=map_size, subdir=True, readonly=read_only, metasync=False, sync=False, mode=mode,
         create=False, readahead=False, writemap=False, max_dbs=len(_DATABASES), max_spare_txns=1, lock=False,
         lib_version=0,
     )  # fmt: skip
+
+
+def discard_generation(path: str) -> None:
+    """Remove a generation, or whatever else bears its name; as far as that can be done."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)  # rmtree would wait for a writer of a fifo
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def open_tables(env: lmdb.Environment, *, create: bool) -> Tables:
@@ -224,7 +234,7 @@ class Index:
             return
         with contextlib.suppress(OSError):
             self._directory.remove("CURRENT", sub="index")
-        shutil.rmtree(os.path.join(self._directory.path, "index", name), ignore_errors=True)
+        discard_generation(os.path.join(self._directory.path, "index", name))
 
     def _retire(self, exclusive: bool) -> None:
         """After an LMDB error: nobody may use this generation again."""
@@ -255,7 +265,7 @@ class Index:
                 write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=True))
                 self._directory.write_small("CURRENT", name.encode(), sub="index")
                 if old is not None and old != name:
-                    shutil.rmtree(os.path.join(self._directory.path, "index", old), ignore_errors=True)
+                    discard_generation(os.path.join(self._directory.path, "index", old))
                 self._open_current()
             finally:
                 self._gate.release()
