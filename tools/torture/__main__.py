@@ -6,6 +6,7 @@ with one line of counts. The exit status is 1 if anything was lost, wrong, block
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import TypeVar
 import click
 
 from tools.benchmarks.workspace import workspace
+from tools.torture import crash as crash_runs
 from tools.torture import fill as fill_runs
 from tools.torture import full as full_runs
 from tools.torture import kill as kill_runs
+from tools.torture import model as model_runs
 from tools.torture import mounts
 from tools.torture import power as power_runs
 from tools.torture.judge import Judge
@@ -52,6 +55,27 @@ def kill(seed: int, seconds: float, path: Path) -> None:
         kill_runs.run(folder, seed, seconds, judge)
     counts = ("rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged")
     judge.finish(**{name: judge.counts[name] for name in counts})
+
+
+@main.command(help=model_runs.__doc__)
+@common
+@click.option("--workload", type=click.Choice(["random", "small"]), default="random", show_default=True)
+def model(workload: str, seed: int, seconds: float, path: Path) -> None:
+    logging.getLogger("kvfs").addHandler(logging.NullHandler())
+    logging.getLogger("kvfs").propagate = False
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        model_runs.run(folder, seed, seconds, judge, small=workload == "small")
+    judge.finish(cases=judge.counts["cases"])
+
+
+@main.command(help=crash_runs.__doc__)
+@common
+def crash(seed: int, seconds: float, path: Path) -> None:
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        crash_runs.run(folder, seed, seconds, judge)
+    judge.finish(images=judge.counts["images"])
 
 
 def _need_mounts(*kinds: str) -> None:

@@ -36,7 +36,6 @@ class Actor:
         self.families = int(options.get("families", "60"))
         self.settings = {"capacity": options.get("capacity", "512MiB"), "sync": options.get("sync", "cache")}
         self.strict = options.get("strict", "1") == "1"  # whatever was acknowledged must be there
-        self.fresh = options.get("fresh", "1") == "1"  # and new pages must find room
         self._status = os.open(folder / "status" / name, os.O_CREAT | os.O_RDWR, 0o666)
         self._acks = os.open(folder / "acks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
 

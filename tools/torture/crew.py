@@ -64,10 +64,14 @@ class Crew:
         os.kill(self.members[name].pid, signal.SIGSTOP)
         self.stopped[name] = time.monotonic() + seconds
 
-    def tick(self) -> None:
+    def resume(self) -> None:
+        """Let all frozen processes go on."""
+        self.tick(all_of_them=True)
+
+    def tick(self, *, all_of_them: bool = False) -> None:
         now = time.monotonic()
         for name, until in list(self.stopped.items()):
-            if now >= until:
+            if now >= until or all_of_them:
                 del self.stopped[name]
                 self._touched[name] = now
                 _signal(self.members[name], signal.SIGCONT)

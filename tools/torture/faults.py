@@ -91,13 +91,14 @@ def run_case(folder: Path, faults: Sequence[Fault], judge: Judge) -> FaultyFiles
     small_workload(path, files, judge)
     gc.collect()
     judge.counts["faults"] += files.fired
-    _leaks(before, judge)
+    leaks(before, judge)
     verdict(path, judge)
     shutil.rmtree(folder, ignore_errors=True)
     return files
 
 
-def _leaks(before: dict[str, str], judge: Judge) -> None:
+def leaks(before: dict[str, str], judge: Judge) -> None:
+    """Descriptors, threads and registrations that a closed store has left."""
     left = {fd: name for fd, name in open_files().items() if before.get(fd) != name}
     if left:
         judge.found("leaked", f"descriptors: {sorted(left.values())}")

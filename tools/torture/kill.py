@@ -69,6 +69,7 @@ def _round(folder: Path, seed: int, chance: random.Random, judge: Judge, roles: 
 def _end(crew: Crew, chance: random.Random, judge: Judge) -> None:
     """All at once, or one after the other, or politely."""
     polite = chance.random() < 0.3
+    crew.resume()  # a frozen one that holds the gate would make the others' closes wait for their deadlines
     for name in list(crew.members):
         if not crew.kill(name, signal.SIGTERM if polite else signal.SIGKILL):
             judge.found("blocked", f"{name} did not end within 20 s of SIGTERM")

@@ -74,10 +74,6 @@ class Mount:
             time.sleep(0.1)
         subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
 
-    def resize(self, nbytes: int) -> None:
-        """Give a tmpfs another size."""
-        _run("mount", "-o", f"remount,size={nbytes}", str(self.path))
-
     def cut_power(self) -> None:
         """From now on nothing reaches the image, the log of the journal included."""
         fd = os.open(self.path, os.O_RDONLY)
@@ -89,6 +85,10 @@ class Mount:
     def used_bytes(self) -> int:
         st = os.statvfs(self.path)
         return (st.f_blocks - st.f_bfree) * st.f_frsize
+
+    def free_bytes(self) -> int:
+        st = os.statvfs(self.path)
+        return st.f_bfree * st.f_frsize
 
     def remove(self) -> None:
         if os.path.ismount(self.path):

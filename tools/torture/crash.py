@@ -1,0 +1,211 @@
+"""crash: every write of a workload is recorded; images are built of what a crash may have left, and opened.
+
+Blocks of 4 KiB that were not synced are there or not, each for itself, in any of their versions; files that were not
+synced may be missing, removed ones may be back. The index is never trusted after a crash and rebuilt. Pages that level
+"sync" acknowledged before the crash must be served.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvfs.files import Files
+from tools.torture.case import PROMPTS, get, namespace, open_store, put
+from tools.torture.faults import lose_index
+from tools.torture.judge import Judge
+
+BLOCK = 4096
+READY_SECONDS = 20.0
+FAMILIES = 25
+
+
+class Op(NamedTuple):
+    """Something that happened to the directory."""
+
+    kind: str  # write, size, sync, move, remove, ack
+    path: str
+    offset: int = 0
+    data: bytes = b""
+    to: str = ""
+
+
+class Recorder(Files):
+    """Files that keeps a record of what it changes below ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = os.path.realpath(root)
+        self.ops: list[Op] = []
+
+    def _name(self, fd: int, name: str = "") -> str:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        return os.path.relpath(os.path.join(path, name) if name else path, self._root)
+
+    def create(self, name: str, mode: int, *, dir_fd: int) -> int:
+        fd = super().create(name, mode, dir_fd=dir_fd)
+        self.ops.append(Op("size", self._name(fd), 0))
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        done = super().pwritev(fd, buffers, offset)
+        data = b"".join(bytes(b) for b in buffers)[:done]
+        self.ops.append(Op("write", self._name(fd), offset, data))
+        return done
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        super().truncate(fd, nbytes)
+        self.ops.append(Op("size", self._name(fd), nbytes))
+
+    def fallocate(self, fd: int, offset: int, nbytes: int, *, keep_size: bool = False) -> None:
+        super().fallocate(fd, offset, nbytes, keep_size=keep_size)
+        if not keep_size:
+            self.ops.append(Op("size", self._name(fd), os.fstat(fd).st_size))
+
+    def fsync(self, fd: int) -> None:
+        super().fsync(fd)
+        self.ops.append(Op("sync", self._name(fd)))
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self.ops.append(Op("sync", self._name(fd)))
+
+    def rename(self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        super().rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        self.ops.append(Op("move", self._name(src_dir_fd, src), to=self._name(dst_dir_fd, dst)))
+
+    def unlink(self, name: str, *, dir_fd: int) -> None:
+        super().unlink(name, dir_fd=dir_fd)
+        self.ops.append(Op("remove", self._name(dir_fd, name)))
+
+
+@dataclass
+class Content:
+    """What a file may hold after a crash: versions of each block and of the size, the last synced one first."""
+
+    blocks: dict[int, list[bytes]] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=lambda: [0])
+    synced: bool = False  # its name is durable, too
+
+    def write(self, offset: int, data: bytes) -> None:
+        end = offset + len(data)
+        for block in range(offset // BLOCK, -(-end // BLOCK)):
+            versions = self.blocks.setdefault(block, [bytes(BLOCK)])
+            first, last = max(offset, block * BLOCK), min(end, (block + 1) * BLOCK)
+            now = bytearray(versions[-1])
+            now[first - block * BLOCK : last - block * BLOCK] = data[first - offset : last - offset]
+            versions.append(bytes(now))
+        self.sizes.append(max(self.sizes[-1], end))
+
+    def sync(self) -> None:
+        self.blocks = {block: [versions[-1]] for block, versions in self.blocks.items()}
+        self.sizes, self.synced = [self.sizes[-1]], True
+
+    def image(self, chance: random.Random) -> bytes:
+        """One of the contents that a crash may leave."""
+        keep = chance.choice((0.0, 0.1, 0.5, 0.9, 1.0))
+        size = self.sizes[-1] if chance.random() < 0.8 else chance.choice(self.sizes)
+        data = bytearray(size)
+        for block, versions in self.blocks.items():
+            if block * BLOCK < size:
+                version = versions[-1] if chance.random() < keep else chance.choice(versions)
+                part = version[: size - block * BLOCK]
+                data[block * BLOCK : block * BLOCK + len(part)] = part
+        return bytes(data)
+
+
+def replay(ops: Sequence[Op]) -> tuple[dict[str, Content], dict[str, Content]]:
+    """(files, files that were removed but may be back) after these operations."""
+    files: dict[str, Content] = {}
+    removed: dict[str, Content] = {}
+    for op in ops:
+        if op.kind == "write":
+            files.setdefault(op.path, Content()).write(op.offset, op.data)
+        elif op.kind == "size":
+            files.setdefault(op.path, Content()).sizes.append(op.offset)
+        elif op.kind == "sync" and op.path in files:
+            files[op.path].sync()
+        elif op.kind == "move" and op.path in files:
+            files[op.to] = files.pop(op.path)
+        elif op.kind == "remove" and op.path in files:
+            removed[op.path] = files.pop(op.path)
+    return files, removed
+
+
+def build(image: Path, store: Path, ops: Sequence[Op], chance: random.Random) -> None:
+    """Write one image of a crash after ``ops`` to a directory."""
+    shutil.rmtree(image, ignore_errors=True)
+    for folder, _, _ in os.walk(store):
+        if not os.path.relpath(folder, store).startswith("index/"):
+            (image / os.path.relpath(folder, store)).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in ("super", "kvfs.toml"):  # durable before anything else exists, by a link
+        shutil.copy(store / name, image / name)
+    files, removed = replay(ops)
+    for path, content in {**{p: c for p, c in removed.items() if chance.random() < 0.2}, **files}.items():
+        if not path.startswith("index/") and (content.synced or chance.random() > 0.1):
+            (image / path).write_bytes(content.image(chance))
+    for name in ("gate", "main"):
+        (image / name).touch()
+
+
+def workload(path: Path, sync: str, chance: random.Random, judge: Judge) -> list[Op]:
+    """Puts, loads, closes, evictions; acknowledged prompts are part of the record."""
+    recorder = Recorder(path)
+    for _ in range(3):
+        with open_store(path, recorder, sync=sync) as store:
+            ns = namespace(store)
+            for _ in range(20):
+                family, chunks = chance.randrange(FAMILIES), chance.randint(1, 20)
+                result = put(ns, PROMPTS.tokens(family, chunks), judge)
+                if result is not None and result.stored + result.skipped == chunks:
+                    recorder.ops.append(Op("ack", f"{family} {chunks}"))
+                get(ns, PROMPTS.tokens(chance.randrange(FAMILIES), 20), judge)
+        if chance.random() < 0.3:
+            lose_index(path)
+    return recorder.ops
+
+
+def run(folder: Path, seed: int, seconds: float, judge: Judge) -> None:
+    """Workloads, and images of each, until the time is up."""
+    chance = random.Random(seed)
+    end, number = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        sync = ("cache", "sync")[number % 2]
+        judge.context = f"crash, seed {seed}, workload {number}, level {sync}: "
+        store, image = folder / "store", folder / "image"
+        shutil.rmtree(store, ignore_errors=True)
+        ops = workload(store, sync, chance, judge)
+        for _ in range(40):
+            at = chance.randrange(1, len(ops) + 1)
+            build(image, store, ops[:at], chance)
+            check(image, [op.path for op in ops[:at] if op.kind == "ack"] if sync == "sync" else [], judge)
+            judge.counts["images"] += 1
+            if time.monotonic() > end:
+                break
+        number += 1
+
+
+def check(image: Path, acknowledged: Sequence[str], judge: Judge) -> None:
+    """The image opens, serves right bytes only, all that was promised, and takes new pages."""
+    store = judge.call("open", lambda: open_store(image), may_raise=True)
+    if store is None or not store.wait_ready(READY_SECONDS):
+        judge.found("unopenable", "an image does not open")
+        return
+    with store:
+        ns = namespace(store)
+        for family in range(FAMILIES):
+            get(ns, PROMPTS.tokens(family, 20), judge, views=family % 3 == 0)
+        for line in acknowledged:
+            family, chunks = map(int, line.split())
+            if (found := get(ns, PROMPTS.tokens(family, chunks), judge)) < chunks:
+                judge.found("lost", f"{found} of {chunks} pages of family {family}")
+        put(ns, PROMPTS.tokens(1000, 5), judge)
+        if get(ns, PROMPTS.tokens(1000, 5), judge) != 5:
+            judge.found("unopenable", f"no new pages: {store.stats()}")
+        if not store._core.c.index.read(lambda s: s.check_ledger(), 5.0):
+            judge.found("raised", "the ledger does not add up")
