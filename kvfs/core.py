@@ -219,6 +219,8 @@ class Core:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
+        for io in list(self.c.attached):
+            io.close()
         self.keeper.stop()
         if not self.read_only:
             self.active.close()

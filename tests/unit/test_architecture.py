@@ -21,9 +21,10 @@ PACKAGE = "kvfs"
 LAYERS: dict[int, tuple[str, ...]] = {
     5: ("cli", "integrations", "mount", "metrics"),
     4: ("store", "core", "namespace", "gc", "evictor", "keeper", "verify", "rebuild", "pins"),
-    3: ("transfer", "staging", "eviction", "reader", "writer", "active", "carry", "match", "matcher", "lookup", "context"),
-    2: ("segment*", "index", "kernels", "space", "liveness", "recency"),
-    1: ("format", "codec", "hashing", "layout", "hf_config", "config", "files", "directory", "identity", "buffers"),
+    3: ("transfer", "host[ijls]*", "staging", "eviction", "reader", "writer", "active", "carry", "match", "matcher", "lookup", "context"),
+    2: ("segment*", "index", "kernels", "space", "liveness", "recency", "hostcopy"),
+    1: ("format", "codec", "hashing", "layout", "hf_config", "config", "files", "directory", "identity", "buffers",
+        "device", "tensors"),
     0: ("types", "errors", "version"),
 }
 TOP = max(LAYERS) + 1
