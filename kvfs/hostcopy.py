@@ -203,15 +203,19 @@ class _Copy(NamedTuple):
         """Scattered token slots: all of a layer in one call, picked by index."""
         picks = [(s.state + i, s.unit, s.inside + i) for s in spans for i in range(s.states)]
         states, units, tokens = numpy.array(picks, dtype="int64").T
-        granules, states = numpy.divmod(states, self.group.granule_states)
-        view, buffer = self._page_array(numpy), self.buffer
+        view, buffer, group = self._page_array(numpy), self.buffer, self.group
         shape = (buffer.units, buffer.states, self.rows.heads, buffer.cell[1])
+        lines = (group.granules, group.granule_states, *shape[2:])
+        granules, inside = numpy.divmod(states, group.granule_states)
         for row, index in self.rows.layers:
             cells = self._device_array(numpy, index, 0, shape, (*buffer.stride, 1))
-            if self.to_page:
-                view[granules, row, :, states] = cells[units, tokens]
+            if not self.to_page:
+                by_state = view[:, row].transpose(0, 2, 1, 3).reshape(group.states, *shape[2:])
+                cells[units, tokens] = by_state[states]
+            elif len(states) == group.states:
+                view[:, row] = cells[units, tokens].reshape(lines).transpose(0, 2, 1, 3)
             else:
-                cells[units, tokens] = view[granules, row, :, states]
+                view[granules, row, :, inside] = cells[units, tokens]
 
     def with_memmove(self, runs: Sequence[_Run]) -> None:
         """Without numpy: whatever is contiguous on both sides in one call."""
