@@ -19,6 +19,8 @@ from kvfs.version import __version__
 
 if TYPE_CHECKING:
     from kvfs.config import Quota as Quota
+    from kvfs.device import DeviceKV as DeviceKV
+    from kvfs.device import KVBuffer as KVBuffer
     from kvfs.errors import (
         ConfigError as ConfigError,
     )
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from kvfs.errors import (
         UnsupportedModelError as UnsupportedModelError,
     )
+    from kvfs.hostio import HostIO as HostIO
     from kvfs.identity import Identity as Identity
     from kvfs.layout import (
         Cell as Cell,
@@ -67,15 +70,23 @@ if TYPE_CHECKING:
     )
     from kvfs.match import PrefixMatch as PrefixMatch
     from kvfs.namespace import Namespace as Namespace
-    from kvfs.namespace import SavePlan as SavePlan
     from kvfs.store import Store as Store
     from kvfs.store import open_store as open
+    from kvfs.tensors import describe as describe
+    from kvfs.transfer import Transfer as Transfer
+    from kvfs.types import PageDone as PageDone
+    from kvfs.types import PageOutcome as PageOutcome
     from kvfs.types import PutResult as PutResult
+    from kvfs.types import SavePlan as SavePlan
     from kvfs.types import Tier as Tier
+    from kvfs.types import TransferResult as TransferResult
+    from kvfs.types import TransferState as TransferState
     from kvfs.types import Verify as Verify
 
 _HOME = {
     "Quota": "config",
+    "DeviceKV": "device",
+    "KVBuffer": "device",
     "ConfigError": "errors",
     "CorruptError": "errors",
     "FormatError": "errors",
@@ -86,6 +97,7 @@ _HOME = {
     "StoreNotFoundError": "errors",
     "StoreReadOnlyError": "errors",
     "UnsupportedModelError": "errors",
+    "HostIO": "hostio",
     "Identity": "identity",
     "Cell": "layout",
     "Group": "layout",
@@ -94,8 +106,14 @@ _HOME = {
     "Part": "layout",
     "PrefixMatch": "match",
     "Namespace": "namespace",
-    "SavePlan": "namespace",
+    "SavePlan": "types",
     "Store": "store",
+    "describe": "tensors",
+    "Transfer": "transfer",
+    "TransferResult": "types",
+    "TransferState": "types",
+    "PageDone": "types",
+    "PageOutcome": "types",
     "PutResult": "types",
     "Tier": "types",
     "Verify": "types",
@@ -105,14 +123,19 @@ __all__ = [
     "Cell",
     "ConfigError",
     "CorruptError",
+    "DeviceKV",
     "FormatError",
     "Group",
+    "HostIO",
     "Identity",
+    "KVBuffer",
     "KvfsError",
     "Namespace",
     "Need",
     "NoSpaceError",
+    "PageDone",
     "PageLayout",
+    "PageOutcome",
     "Part",
     "PrefixMatch",
     "PutResult",
@@ -124,9 +147,13 @@ __all__ = [
     "StoreNotFoundError",
     "StoreReadOnlyError",
     "Tier",
+    "Transfer",
+    "TransferResult",
+    "TransferState",
     "UnsupportedModelError",
     "Verify",
     "__version__",
+    "describe",
     "open",
 ]
 

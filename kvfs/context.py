@@ -55,6 +55,7 @@ class Context:
     threads: int
     counters: Counters = field(default_factory=Counters)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
+    attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else
 
     @property
     def owner(self) -> bytes:

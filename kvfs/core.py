@@ -21,7 +21,6 @@ from kvfs.errors import (
     ConfigError,
     CorruptError,
     IndexUnavailableError,
-    StoreAccessError,
     StoreLockedError,
     StoreNotFoundError,
 )
@@ -226,6 +225,8 @@ class Core:
 
     def close(self) -> None:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
+        for io in list(self.c.attached):
+            io.close()
         self.keeper.stop()
         if self._rebuilder is not None:
             self._rebuilder.join(10.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvfs.index.rows import Place, parse_row
@@ -49,6 +49,15 @@ class GroupMatch:
     @property
     def nbytes(self) -> int:
         return self.count * self.part_bytes
+
+    def cut(self, first: int, count: int) -> GroupMatch:
+        """The same, for chunks [first, first + count) of it only."""
+        runs = range(first // self.run_length, -(-(first + count) // self.run_length))
+        return replace(self, first=first, count=count, hits=tuple(hit for hit in self.hits if hit.run in runs))
+
+    def for_part(self, part: Part, part_bytes: int) -> GroupMatch:
+        """The same, for a reader who wants ``part``, which the rectangle of this match contains."""
+        return replace(self, want=part, part_bytes=part_bytes)
 
     def sources(self) -> dict[int, list[Source]]:
         """Chunk -> the parts that cover it, for the chunks of this match."""

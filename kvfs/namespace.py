@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs import hashing
 from kvfs.active import SegmentClass
@@ -21,21 +20,14 @@ from kvfs.reader import Reader
 from kvfs.segment import SegmentWriter
 from kvfs.space import page_limit
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
+from kvfs.types import SavePlan as SavePlan
 from kvfs.writer import Appender, Job, Outcome
 
+if TYPE_CHECKING:
+    from kvfs.device import DeviceKV
+    from kvfs.hostio import HostIO
+
 TOKENS_MAX = 1 << 24  # of one prompt
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """Which pages of a prompt are worth saving. Picklable."""
-
-    chunks: int
-    hashes: tuple[bytes, ...]
-    missing: Mapping[str, tuple[int, ...]]  # group name -> chunk numbers, ascending
-
-    def __bool__(self) -> bool:
-        return any(self.missing.values())
 
 
 class _Put(NamedTuple):
@@ -167,7 +159,28 @@ class Namespace:
             lookup = self._matcher.present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
             have = lookup.found.present | lookup.found.claimed
             missing[group.name] = tuple(c for c in range(len(hashes)) if not have >> c & 1)
-        return SavePlan(len(hashes), tuple(hashes), missing)
+        return SavePlan(len(hashes), tuple(hashes), missing, self.identity.digest)
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def attach(
+        self, device_kvs: DeviceKV | Sequence[DeviceKV], *, ring_bytes: int | str = "256MiB", threads: int = 2,
+        dirty_bytes: int | str | None = None, queue_max: int = 256,
+    ) -> HostIO:  # fmt: skip
+        """Attach the engine's buffers, one descriptor per group; saves and loads then go through ``HostIO``.
+
+        A rank attaches what it holds: groups without a layer on this rank are left out. ``ring_bytes``: staging
+        memory, at least one page. ``threads``: of copies, and again of loads. ``dirty_bytes``: how much may be
+        copied out of the engine and not be published yet (default: three quarters of the ring). ``queue_max``:
+        unfinished transfers. ConfigError for a descriptor that does not fit the layout.
+        """
+        from kvfs.hostio import HostIO  # attached processes only
+
+        kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
+        return HostIO(
+            self._c, self._appender, self._reader, self.identity, self._retention, kvs, ring_bytes=ring_bytes,
+            threads=threads, dirty_bytes=dirty_bytes, queue_max=queue_max,
+        )  # fmt: skip
 
     def _put(
         self, prompt: Prompt, pages: Any, start: Any, part: Any, ttl: float | str | None, attempt: bytes

@@ -57,13 +57,23 @@ class Reader:
 
     def load(self, match: PrefixMatch, groups: Sequence[Group], outs: Sequence[memoryview]) -> int:
         """Fill the buffers; leading chunks that are restorable from what verified."""
-        with self._held(match) as held:
+        with self.held(match) as held:
             good = {}
             for gm, out in zip(match.groups, outs, strict=True):
                 good[gm.name] = self._load_group(match, gm, groups[gm.number], out, held)
             chunks = match.restorable(good) if match.groups else 0
             self._c.counters.add("tokens_loaded", chunks * match.page_tokens)
             return chunks
+
+    def load_run(
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
+    ) -> tuple[int, dict[int, Tier]]:
+        """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; (good ones as bits, tiers).
+
+        A chunk's tier is where it lay just before it was read. For transfers: counts bytes, but no tokens.
+        """
+        tiers = self._chunk_tiers(gm, held)
+        return self._load_group(match, gm, group, out, held), tiers
 
     def _load_group(
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
@@ -233,7 +243,7 @@ class Reader:
         Each map keeps its segment's blocks; a view stays valid after eviction.
         """
         views: list[memoryview] = []
-        with self._held(match) as held:
+        with self.held(match) as held:
             direct, _ = _pages(gm)
             good = 0
             for job in _merge(direct, gm.part_bytes, held, VIEW_BYTES):
@@ -269,13 +279,18 @@ class Reader:
     def tiers(self, match: PrefixMatch) -> list[PageRef]:
         """Tier of every page of a match: HOST if the page cache has all of it."""
         refs = []
-        with self._held(match) as held:
+        with self.held(match) as held:
             for gm in match.groups:
-                sources = gm.sources()
-                for chunk in range(gm.first, gm.first + gm.count):
-                    warm = all(self._in_cache(held, s.place) for s in sources.get(chunk, []))
-                    refs.append(PageRef(gm.name, chunk, Tier.HOST if warm else Tier.DISK))
+                refs += [PageRef(gm.name, chunk, tier) for chunk, tier in self._chunk_tiers(gm, held).items()]
         return refs
+
+    def _chunk_tiers(self, gm: GroupMatch, held: dict[int, Held]) -> dict[int, Tier]:
+        sources = gm.sources()
+        tiers = {}
+        for chunk in range(gm.first, gm.first + gm.count):
+            warm = all(self._in_cache(held, s.place) for s in sources.get(chunk, []))
+            tiers[chunk] = Tier.HOST if warm else Tier.DISK
+        return tiers
 
     def _in_cache(self, held: dict[int, Held], place: Place) -> bool:
         file = held.get(place.segment)
@@ -302,7 +317,7 @@ class Reader:
             )
 
     @contextlib.contextmanager
-    def _held(self, match: PrefixMatch) -> Iterator[dict[int, Held]]:
+    def held(self, match: PrefixMatch) -> Iterator[dict[int, Held]]:
         """The open segments of a match, by number; reopened if the match came from elsewhere or has expired."""
         hold = match.hold
         if hold is None or not hold.enter():

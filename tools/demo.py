@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.role:
         return _child(args.role, Path(args.work), Path(args.path))
+    if args.path and Path(args.path).exists():
+        print(f"{args.path} exists: pass a directory that does not exist yet", file=sys.stderr)
+        return 2
     work = Path(tempfile.mkdtemp(prefix="kvfs-demo-"))
     store = Path(args.path).resolve() if args.path else work / "store"
-    if store.exists() and any(store.iterdir()):
-        print(f"{store} is not empty: pass a directory that does not exist yet", file=sys.stderr)
-        return 2
     try:
         return _compare(args.tokens, work, store)
     finally:

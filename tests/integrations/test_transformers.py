@@ -441,6 +441,8 @@ def test_the_digest_of_weights_sees_one_changed_number() -> None:
     with torch.no_grad():
         model.lm_head.weight.copy_(twin.lm_head.weight)
     assert weights_digest(model) == before
+    model.model.rotary_emb.inv_freq[1] *= 1.01  # a buffer that no checkpoint holds
+    assert weights_digest(model) != before
 
 
 @pytest.mark.parametrize("how", ["weights", "train", "adapter"])
@@ -515,8 +517,9 @@ def test_padding_is_inferred_like_the_library_does(store: Any) -> None:
         assert (done.restored, done.output.tolist()) == (expected, cold)
 
 
-def test_a_batch_restores_what_all_rows_have(store: Any) -> None:
-    model = model_of("llama")
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_batch_restores_what_all_rows_have(kind: str, store: Any) -> None:
+    model = model_of(kind)
     cache = namespace_for(store, model, page_tokens=16)
     ids = torch.cat([prompt(100), torch.cat([prompt(40), prompt(60, seed=5)], dim=1)])
     generate(model, cache, prompt(100), **NEW)

@@ -23,6 +23,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: ("store", "core", "namespace", "gc", "evictor", "keeper", "verify", "rebuild", "pins"),
     3: (
         "transfer",
+        "host[ijls]*",
         "staging",
         "eviction",
         "reader",
@@ -34,8 +35,21 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "lookup",
         "context",
     ),
-    2: ("segment*", "index", "kernels", "space", "liveness", "recency", "testing"),
-    1: ("format", "codec", "hashing", "layout", "hf_config", "config", "files", "directory", "identity", "buffers"),
+    2: ("segment*", "index", "kernels", "space", "liveness", "recency", "hostcopy", "testing"),
+    1: (
+        "format",
+        "codec",
+        "hashing",
+        "layout",
+        "hf_config",
+        "config",
+        "files",
+        "directory",
+        "identity",
+        "buffers",
+        "device",
+        "tensors",
+    ),
     0: ("types", "errors", "version"),
 }
 TOP = max(LAYERS) + 1

@@ -1,0 +1,307 @@
+"""HostIO: asynchronous saves and loads between an engine's host memory and the store.
+
+Threads: ``threads`` that copy out of the engine, one that writes, ``threads`` that read and copy into the engine.
+Everything is bounded: the ring, the slots that saves may use of it, the unfinished transfers, every wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvfs.active import SegmentClass
+from kvfs.config import parse_size
+from kvfs.context import Context
+from kvfs.device import DeviceKV
+from kvfs.errors import ConfigError, StoreReadOnlyError
+from kvfs.hostjobs import Attached, Desk, Pool
+from kvfs.hostload import Load, restored
+from kvfs.hostsave import Save, stored
+from kvfs.identity import Identity
+from kvfs.layout import Part
+from kvfs.lookup import Prompt
+from kvfs.match import PrefixMatch
+from kvfs.reader import Reader
+from kvfs.staging import StagingRing
+from kvfs.transfer import OnDone, OnPage, Task, Transfer
+from kvfs.types import PageId, PageOutcome, SavePlan, Tier
+from kvfs.writer import Appender
+
+SAVE_SECONDS = 2.0
+LOAD_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+SLOT_ALIGN = 4096
+
+#: Unit ids of a prompt: one sequence, or one per group name.
+Units = Any
+
+
+class HostIO:
+    """One rank's attached buffers. Made by ``Namespace.attach``; any thread may use it.
+
+    After a fork the child must attach anew; closing the store closes it.
+    """
+
+    transport = "host"
+
+    def __init__(
+        self, context: Context, appender: Appender, reader: Reader, identity: Identity,
+        retention: Callable[[float | str | None], tuple[int, SegmentClass]], device_kvs: Sequence[DeviceKV], *,
+        ring_bytes: int | str, threads: int, dirty_bytes: int | str | None, queue_max: int,
+    ) -> None:  # fmt: skip
+        _number("threads", threads, 64)
+        self._queue_max = _number("queue_max", queue_max, 1 << 20)
+        self._c, self._identity, self._retention = context, identity, retention
+        self._attached = self._check(device_kvs)
+        ring, keep = self._make_ring(parse_size(ring_bytes, "ring_bytes"), dirty_bytes)
+        descriptor = identity.descriptor_bytes()
+        self._desk = Desk(context, appender, reader, identity, descriptor, ring, keep)
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._unfinished: set[Transfer] = set()
+        self._closed = False
+        self._copies, self._writes, self._reads = Pool("copy", threads), Pool("write", 1), Pool("read", threads)
+        context.attached.add(self)
+
+    def _check(self, device_kvs: Sequence[DeviceKV]) -> dict[str, Attached]:
+        layout = self._identity.layout
+        attached: dict[str, Attached] = {}
+        for device in device_kvs:
+            group = device.check(layout)
+            if group.name in attached:
+                raise ConfigError(f"group {group.name} is attached twice: pass one DeviceKV with all of its buffers")
+            attached[group.name] = Attached(layout.groups.index(group), group, device.part(group), device)
+        if not attached:
+            raise ConfigError("no buffers: pass a DeviceKV for each group that this rank holds")
+        return attached
+
+    def _make_ring(self, nbytes: int, dirty_bytes: int | str | None) -> tuple[StagingRing, int]:
+        """The ring, and how many of its slots saves must leave free."""
+        page = max(a.page_bytes for a in self._attached.values())
+        slot = -(-page // SLOT_ALIGN) * SLOT_ALIGN
+        slots = nbytes // slot
+        if not slots:
+            raise ConfigError(f"ring_bytes is {nbytes}: pass at least {slot}, one page of {page} bytes")
+        dirty = slots - slots // 4 if dirty_bytes is None else parse_size(dirty_bytes, "dirty_bytes") // slot
+        if not dirty:
+            raise ConfigError(f"dirty_bytes is {dirty_bytes}: pass at least {slot}, one page of {page} bytes")
+        return StagingRing(slot, slots, self._c.files.monotonic), max(0, slots - dirty)
+
+    # -- for everybody -----------------------------------------------------------------------
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The rectangle of each attached group: pass it as ``part`` to ``match`` and ``plan_save``."""
+        return {name: a.part for name, a in self._attached.items()}
+
+    @property
+    def ring(self) -> StagingRing:
+        return self._desk.ring
+
+    def save(
+        self, plan: SavePlan, units: Units, after: Any = None, deadline: float = SAVE_SECONDS,
+        ttl: float | str | None = None, store: bool = True, *, attempt: bytes = bytes(8), on_page: OnPage = None,
+        on_done: OnDone = None,
+    ) -> Transfer:  # fmt: skip
+        """Store the pages of ``plan`` that this rank is to write, out of ``units``.
+
+        ``units[i]``: the unit with tokens [i * unit_tokens, (i + 1) * unit_tokens) of the prompt; for groups of one
+        state per page, with the state at the end of chunk i; -1 where there is none: such a page is declined. Several
+        groups: a mapping from group name. ``after``: None, or what to wait for before the units are read: an object
+        with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that have no slot
+        by then are declined. In groups of full attention the first decline ends the save, and nothing behind it is
+        stored in any group. Among replicas page c is written by rank c % count. ``store=False``: only the callbacks.
+        ``attempt``: 8 bytes that all ranks of a cohort share.
+        Raises ConfigError for bad arguments and StoreReadOnlyError; everything else is in the result.
+        """
+        self._check_open()
+        if plan.namespace != self._identity.digest:
+            raise ConfigError("this plan is of another namespace: use plan_save of the one that is attached")
+        if self._c.liveness is None:
+            raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to save")
+        if len(attempt) != 8:
+            raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
+        expires, segment_class = self._retention(ttl)
+        ids = self._units(units)
+        offered, pages = [], []
+        for a in sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all"):
+            mine = [c for c in plan.missing.get(a.group.name, ()) if a.device.writes(c)]
+            offered += [PageId(a.number, c) for c in mine]
+            pages.append((a, mine))
+        tokens = self._identity.layout.page_tokens
+        task = self._task("save", offered, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
+        transfer = Transfer(task, self._forget)
+        if not store:
+            return _refuse(transfer, "disabled")
+        save = Save(
+            self._desk, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
+            segment_class, attempt, self._writes.put,
+        )  # fmt: skip
+        save.cut_to_source()
+        return self._submit(transfer, self._copies, save.run)
+
+    def load(
+        self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
+        first_token: int = 0, *, on_page: OnPage = None, on_done: OnDone = None,
+    ) -> Transfer:  # fmt: skip
+        """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
+
+        ``result.tokens`` says how many tokens from 0 on are restored, if those before ``first_token`` and those of
+        units -1 are there already. Behind it each state is either untouched or the verified one: unverified bytes
+        never reach a unit. The match may have been made for larger parts, or in another process.
+        """
+        self._check_open()
+        if match.namespace != self._identity.digest:
+            raise ConfigError("this match is of another namespace: use the one that is attached")
+        if type(first_token) is not int or first_token < 0:
+            raise ConfigError(f"first_token is {first_token!r}: pass the number of a token, 0 or more")
+        ids = self._units(units)
+        offered, pages = [], []
+        for a in sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all"):
+            mine = self._wanted(match, a, ids.get(a.number, ()), first_token)
+            offered += [PageId(a.number, c) for c in mine]
+            pages.append((a, mine))
+        possible = {g.name: (1 << g.first + g.count) - (1 << g.first) for g in match.groups}
+        tiers: dict[PageId, Tier] = {}
+        names = {a.number: a.group.name for a in self._attached.values()}
+
+        def summarise(done: Mapping[PageId, PageOutcome]) -> tuple[int, dict[Tier, int]]:
+            return restored(match, names, done, tiers, first_token)
+
+        transfer = Transfer(
+            self._task("load", offered, deadline, after, on_page, on_done, summarise), self._forget_load(match)
+        )
+        load = Load(self._desk, transfer, match, pages, ids, after, first_token, tiers, possible)
+        return self._submit(transfer, self._reads, load.run)
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Finish what was accepted, at most ``timeout`` seconds; what is left then ends as declined ("closed").
+
+        A transfer whose disk is stalled ends when the disk comes back; its slots stay its own until then.
+        """
+        if self._pid != os.getpid():
+            return
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._unfinished, timeout)
+            left = list(self._unfinished)
+        for transfer in left:
+            transfer._stop("closed")
+        self.ring.close()
+        for pool in (self._copies, self._reads, self._writes):
+            pool.close(max(0.1, end - time.monotonic()))
+        for transfer in left:
+            transfer._try_end()
+        self._c.attached.discard(self)
+
+    def __enter__(self) -> HostIO:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ConfigError("this HostIO belongs to the parent process: call ns.attach(...) in this one")
+        if self._closed:
+            raise ConfigError("this HostIO was closed: call ns.attach(...) again")
+
+    def _units(self, units: Units) -> dict[int, Sequence[int]]:
+        """Unit ids by group number, each checked."""
+        if not isinstance(units, Mapping):
+            if len(self._attached) > 1:
+                raise ConfigError(f"units must map each of the groups {list(self._attached)} to its unit ids")
+            units = dict.fromkeys(self._attached, units)
+        ids: dict[int, Sequence[int]] = {}
+        for name, value in units.items():
+            if name not in self._attached:
+                raise ConfigError(f"units names group {name!r}; attached are {list(self._attached)}")
+            a = self._attached[name]
+            try:
+                numbers = array("q", value.tolist() if hasattr(value, "tolist") else value)
+            except (TypeError, ValueError, OverflowError):
+                raise ConfigError(f"units of group {name}: pass a flat sequence of integers, -1 for none") from None
+            if numbers and not -1 <= min(numbers) <= max(numbers) < a.device.units:
+                raise ConfigError(
+                    f"units of group {name} reach from {min(numbers)} to {max(numbers)}: pass ids in "
+                    f"0..{a.device.units - 1}, -1 for none"
+                )
+            ids[a.number] = numbers
+        return ids
+
+    def _wanted(self, match: PrefixMatch, a: Attached, ids: Sequence[int], first_token: int) -> list[int]:
+        """Chunks of a match that have something to load."""
+        gm = match.group(a.group.name)
+        if not gm.want.contains(a.part):
+            raise ConfigError(
+                f"the match is for {gm.want} of group {gm.name}, attached is {a.part}: match with io.parts"
+            )
+        chunks = range(max(gm.first, first_token // match.page_tokens), gm.first + gm.count)
+        if chunks and a.device.unit_range(a.group, chunks[-1])[-1] >= len(ids):
+            need = a.device.unit_range(a.group, chunks[-1])[-1] + 1
+            raise ConfigError(f"units of group {gm.name} has {len(ids)} ids, {need} are needed; pass -1 to leave one")
+        return [c for c in chunks if any(ids[i] >= 0 for i in a.device.unit_range(a.group, c))]
+
+    def _task(
+        self, kind: str, pages: Sequence[PageId], deadline: float, after: Any, on_page: OnPage, on_done: OnDone,
+        summarise: Any,
+    ) -> Task:  # fmt: skip
+        if not isinstance(deadline, (int, float)) or not deadline >= 0:
+            raise ConfigError(f"deadline is {deadline!r}: pass seconds from now, 0 or more")
+        if not (after is None or callable(after) or hasattr(after, "wait") or hasattr(after, "synchronize")):
+            raise ConfigError(
+                f"after is {type(after).__name__}: pass an event with synchronize() or wait(), or a callable"
+            )
+        groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._attached.values()}
+        end = self._c.files.monotonic() + deadline
+        return Task(kind, pages, groups, end, summarise, on_page, on_done)
+
+    def _submit(self, transfer: Transfer, pool: Pool, run: Callable[[], None]) -> Transfer:
+        with self._changed:
+            busy = len(self._unfinished) >= self._queue_max or self._closed
+            if not busy:
+                self._unfinished.add(transfer)
+        if busy:
+            return _refuse(transfer, "busy")
+        pool.put(run)
+        return transfer
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._changed:
+            self._unfinished.discard(transfer)
+            self._changed.notify_all()
+        self._c.counters.add(f"{transfer.kind}s_{transfer.state.value}")
+
+    def _forget_load(self, match: PrefixMatch) -> Callable[[Transfer], None]:
+        """Hold the match's segments from now until the load ends; count its tokens then."""
+        hold = match.hold if match.hold is not None and match.hold.enter() else None
+
+        def forget(transfer: Transfer) -> None:
+            if hold is not None:
+                hold.leave()
+            first = next(iter(self._attached.values()))
+            if transfer.result is not None and first.part.head == first.part.layer == 0 and first.device.writes(0):
+                moved = sum(n for tier, n in transfer.result.tiers.items() if tier is not Tier.DEVICE)
+                self._c.counters.add("tokens_loaded", moved)
+            self._forget(transfer)
+
+        return forget
+
+
+def _refuse(transfer: Transfer, reason: str) -> Transfer:
+    transfer._stop(reason)
+    transfer._end()
+    return transfer
+
+
+def _number(name: str, value: object, high: int) -> int:
+    if type(value) is int and 1 <= value <= high:
+        return value
+    raise ConfigError(f"{name} is {value!r}: pass 1 to {high}")

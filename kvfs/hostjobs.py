@@ -1,0 +1,111 @@
+"""What the saves and loads of the host transport share; ``kvfs.hostsave`` and ``kvfs.hostload`` are the jobs.
+
+save   copy thread: event, slots, gather (then the source is free); write thread: append and publish, batch by batch
+load   read thread: event, then per batch: slots, read and verify into them, scatter
+
+A copy thread never touches a disk and the write thread never waits for slots, so a disk that stalls delays nobody's
+``source_free`` while the ring has slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from kvfs.context import Context
+from kvfs.device import DeviceKV
+from kvfs.identity import Identity
+from kvfs.layout import Group, Part
+from kvfs.reader import Reader
+from kvfs.staging import StagingRing
+from kvfs.transfer import Transfer
+from kvfs.types import TransferState
+from kvfs.writer import Appender
+
+log = logging.getLogger("kvfs")
+BATCH_BYTES = 16 << 20
+BATCH_PAGES = 128
+
+
+class Attached(NamedTuple):
+    """One group on this rank."""
+
+    number: int
+    group: Group
+    part: Part
+    device: DeviceKV
+
+    @property
+    def page_bytes(self) -> int:
+        return self.group.part_bytes(self.part)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What all jobs of one HostIO share."""
+
+    context: Context
+    appender: Appender
+    reader: Reader
+    identity: Identity
+    descriptor: bytes
+    ring: StagingRing
+    save_keep: int  # slots that saves leave to loads
+
+    @property
+    def batch(self) -> int:
+        """Slots to ask for at once."""
+        return max(1, min(BATCH_PAGES, BATCH_BYTES // self.ring.slot_bytes, self.ring.slots))
+
+    def late(self, transfer: Transfer) -> bool:
+        """Whether the deadline has passed; notes it as the reason."""
+        late = self.context.files.monotonic() >= transfer.deadline
+        if late:
+            transfer._note("deadline")
+        return late
+
+
+def wait_for(transfer: Transfer, after: Any) -> None:
+    """Wait for the engine's event: ``synchronize()``, ``wait()``, or a call of it. What it raises goes up."""
+    if after is None or transfer.stopped:
+        return
+    transfer._enter(TransferState.WAITING)
+    wait = getattr(after, "synchronize", None) or getattr(after, "wait", None) or after
+    wait()
+
+
+def fail(transfer: Transfer, exc: Exception) -> None:
+    log.error("a %s failed", transfer.kind, exc_info=exc)
+    transfer._stop("error", exc)
+
+
+class Pool:
+    """Threads that run what is put, in order."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"kvfs-{name}-{i}", daemon=True) for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, run: Callable[[], None]) -> None:
+        self._queue.put(run)
+
+    def _loop(self) -> None:
+        while (run := self._queue.get()) is not None:
+            run()
+
+    def close(self, timeout: float) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        end = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))

@@ -1,0 +1,140 @@
+"""A load to host memory: pages are read into slots, verified there, and only then copied to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvfs.hostcopy import scatter
+from kvfs.hostjobs import Attached, Desk, fail, wait_for
+from kvfs.match import GroupMatch, PrefixMatch
+from kvfs.segment_files import Held
+from kvfs.staging import Lease, SlotState
+from kvfs.transfer import Transfer
+from kvfs.types import PageId, PageOutcome, Tier, TransferState
+
+
+@dataclass
+class Load:
+    """A load in progress."""
+
+    desk: Desk
+    transfer: Transfer
+    match: PrefixMatch
+    pages: list[tuple[Attached, list[int]]]
+    units: Mapping[int, Sequence[int]]
+    after: Any
+    first_token: int
+    tiers: dict[PageId, Tier]
+    possible: dict[str, int]  # chunks that may still be good, as bits, by group name
+
+    def run(self) -> None:
+        """On a read thread."""
+        try:
+            wait_for(self.transfer, self.after)
+            self.transfer._enter(TransferState.LOADING)
+            with self.desk.reader.held(self.match) as held:
+                for attached, chunks in self.pages:
+                    if self._load(attached, chunks, held):
+                        self.transfer._group_ready(attached.number)
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            self.transfer._end()
+
+    def _load(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> bool:
+        """Load a group; whether all of its pages are there."""
+        desk, transfer = self.desk, self.transfer
+        gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
+        rest, loaded = list(chunks), 0
+        while rest and not transfer.stopped:
+            limit = self.match.restorable(self.possible)
+            rest = [chunk for chunk in rest if chunk < limit]
+            if not rest or desk.late(transfer):
+                break
+            lease = desk.ring.acquire(min(desk.batch, len(rest)), transfer.deadline, least=1)
+            if lease is None:
+                transfer._note("ring")
+                break
+            batch, rest = rest[: len(lease)], rest[len(lease) :]
+            try:
+                if transfer._own(lease):
+                    loaded += self._batch(attached, gm, batch, lease, held)
+            finally:
+                lease.release()
+        for chunk in rest:
+            self.possible[gm.name] &= ~(1 << chunk)
+        return loaded == len(chunks)
+
+    def _batch(self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: dict[int, Held]) -> int:
+        """Read into the slots and verify, then copy what is good; how many pages were."""
+        good = 0
+        with self.transfer._step() as allowed:
+            if not allowed:
+                return 0
+            for first, memory in lease.runs(attached.page_bytes):
+                good |= self._read(
+                    attached, gm, chunks[first : first + len(memory) // attached.page_bytes], memory, held
+                )
+            lease.move(SlotState.FULL)
+        with self.transfer._step() as allowed:
+            if not allowed:
+                return 0
+            lease.move(SlotState.DRAINING)
+            for page, chunk in zip(lease.views(attached.page_bytes), chunks, strict=True):
+                if good >> chunk & 1:
+                    scatter(
+                        page, attached.group, attached.part, attached.device, self.units[attached.number], chunk,
+                        first_token=self.first_token,
+                    )  # fmt: skip
+            fine = [chunk for chunk in chunks if good >> chunk & 1]
+            bad = [chunk for chunk in chunks if not good >> chunk & 1]
+            if bad:
+                self.transfer._note("unreadable")
+                for chunk in bad:
+                    self.possible[gm.name] &= ~(1 << chunk)
+            self.transfer._settle([PageId(attached.number, c) for c in fine], PageOutcome.LOADED)
+            self.transfer._settle([PageId(attached.number, c) for c in bad], PageOutcome.UNREADABLE)
+        return len(fine)
+
+    def _read(
+        self, attached: Attached, gm: GroupMatch, chunks: list[int], memory: memoryview, held: dict[int, Held]
+    ) -> int:
+        """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits."""
+        good, first, size = 0, 0, attached.page_bytes
+        for i in range(1, len(chunks) + 1):
+            if i < len(chunks) and chunks[i] == chunks[i - 1] + 1:
+                continue
+            run = gm.cut(chunks[first], i - first)
+            bits, tiers = self.desk.reader.load_run(
+                self.match, run, attached.group, memory[first * size : i * size], held
+            )
+            good |= bits
+            self.tiers.update({PageId(attached.number, chunk): tier for chunk, tier in tiers.items()})
+            first = i
+        return good
+
+
+def restored(
+    match: PrefixMatch, names: Mapping[int, str], done: Mapping[PageId, PageOutcome], tiers: Mapping[PageId, Tier],
+    first_token: int,
+) -> tuple[int, dict[Tier, int]]:  # fmt: skip
+    """Tokens restored by a load, and from where."""
+    good = {g.name: (1 << g.first + g.count) - (1 << g.first) for g in match.groups}
+    slowest: dict[int, Tier] = {}
+    for page, outcome in done.items():
+        if outcome is PageOutcome.LOADED:
+            slowest[page.chunk] = max(slowest.get(page.chunk, Tier.HOST), tiers[page])
+        else:
+            good[names[page.group]] &= ~(1 << page.chunk)
+    chunks = match.restorable(good)
+    counts: dict[Tier, int] = {}
+    for chunk in range(chunks):
+        size = match.page_tokens
+        here = min(size, max(0, first_token - chunk * size)) if chunk in slowest else size  # did not move
+        if here:
+            counts[Tier.DEVICE] = counts.get(Tier.DEVICE, 0) + here
+        if here < size:
+            counts[slowest[chunk]] = counts.get(slowest[chunk], 0) + size - here
+    return chunks * match.page_tokens, counts

@@ -1,0 +1,168 @@
+"""A save from host memory: gathered on a copy thread, appended and published on the write thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvfs.active import SegmentClass
+from kvfs.hostcopy import gather
+from kvfs.hostjobs import Attached, Desk, fail, wait_for
+from kvfs.lookup import Prompt
+from kvfs.staging import Lease, SlotState
+from kvfs.transfer import Transfer
+from kvfs.types import PageId, PageOutcome, TransferState
+from kvfs.writer import Job
+
+
+class Batch(NamedTuple):
+    """Pages of one group in slots, on their way to the store."""
+
+    attached: Attached
+    chunks: list[int]
+    lease: Lease
+
+
+@dataclass
+class Save:
+    """A save in progress."""
+
+    desk: Desk
+    transfer: Transfer
+    prompt: Prompt
+    pages: list[tuple[Attached, list[int]]]
+    units: Mapping[int, Sequence[int]]  # by group number
+    after: Any
+    expires: int
+    segment_class: SegmentClass
+    attempt: bytes
+    hand_over: Callable[[Callable[[], None]], None]  # to the write thread
+    limit: int = 1 << 62  # pages from this chunk on are of no use: a group of full attention has declined one
+    _unwritten: int = 0
+    _gathering: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        first = min((chunks[0] for _, chunks in self.pages if chunks), default=0)
+        recency = self.desk.context.recency
+        #: one stamp for all pages of the request, with those that its lookup found
+        self.at_us = (first and recency.request_of(self.prompt.hashes[first - 1])) or self.desk.context.files.now_us()
+
+    def cut_to_source(self) -> None:
+        """Leave pages out that have no unit to come from; in groups of full attention all behind them too."""
+        for i, (a, chunks) in enumerate(self.pages):
+            ids = self.units.get(a.number, ())
+            needed = {c: a.device.unit_range(a.group, c) for c in chunks}
+            there = [c for c in chunks if needed[c][-1] < len(ids) and all(ids[u] >= 0 for u in needed[c])]
+            if len(there) < len(chunks):
+                self.transfer._note("source")
+                if a.group.need.kind == "all":
+                    self.limit = min(self.limit, min(set(chunks) - set(there)))
+            self.pages[i] = (a, [c for c in there if c < self.limit])
+
+    def run(self) -> None:
+        """On a copy thread: everything up to ``source_free``."""
+        try:
+            wait_for(self.transfer, self.after)
+            self.transfer._enter(TransferState.COPYING)
+            for attached, chunks in self.pages:
+                if not self._gather(attached, chunks):
+                    break
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            self.transfer._enter(TransferState.WRITING)
+            self.transfer.source_free._set()
+            self._finish(gathered=True)
+
+    def _gather(self, attached: Attached, chunks: list[int]) -> bool:
+        """Copy pages to slots, as many as there are until the deadline; False ends the save."""
+        desk, transfer, done = self.desk, self.transfer, 0
+        while done < len(chunks) and chunks[done] < self.limit:
+            if transfer.stopped or desk.late(transfer):
+                return False
+            n = min(desk.batch, len(chunks) - done)
+            lease = desk.ring.acquire(n, transfer.deadline, least=1, keep=desk.save_keep)
+            if lease is None:
+                transfer._note("ring")
+                return False
+            if not transfer._own(lease):
+                return False
+            batch = Batch(attached, chunks[done : done + len(lease)], lease)
+            with transfer._step() as allowed:
+                if not allowed:
+                    return False
+                self._fill(batch)
+                lease.move(SlotState.FULL)
+            done += len(batch.chunks)
+            with self._lock:
+                self._unwritten += 1
+            self.hand_over(partial(self._write, batch))
+        return True
+
+    def _fill(self, batch: Batch) -> None:
+        attached = batch.attached
+        for page, chunk in zip(batch.lease.views(attached.page_bytes), batch.chunks, strict=True):
+            units = self.units[attached.number]
+            copied = gather(page, attached.group, attached.part, attached.device, units, chunk)
+            assert copied == attached.page_bytes, f"page {chunk} has {copied} of {attached.page_bytes} bytes"
+
+    def _write(self, batch: Batch) -> None:
+        """On the write thread."""
+        try:
+            with self.transfer._step() as allowed:
+                if allowed:
+                    batch.lease.move(SlotState.DRAINING)
+                    self._append(batch)
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            batch.lease.release()
+            self._finish(gathered=False)
+
+    def _append(self, batch: Batch) -> None:
+        attached = batch.attached
+        views = dict(zip(batch.chunks, batch.lease.views(attached.page_bytes), strict=True))
+        written: set[int] = set()
+
+        def payload(chunk: int) -> memoryview:
+            written.add(chunk)
+            return views[chunk]
+
+        job = Job(
+            self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
+            payload, self.expires, self.at_us, self.attempt, self.segment_class,
+        )  # fmt: skip
+        useful = [chunk for chunk in batch.chunks if chunk < self.limit]
+        outcome = self.desk.appender.store(job, useful)
+        taken = useful[: len(useful) - outcome.declined]
+        if len(taken) < len(useful):
+            self.transfer._note(outcome.reason)
+            if attached.group.need.kind == "all":
+                self.limit = min(self.limit, useful[len(taken)])
+        settle = partial(self._settle, attached.number)
+        settle([c for c in taken if c in written], PageOutcome.STORED)
+        settle([c for c in taken if c not in written], PageOutcome.SKIPPED)
+        settle(batch.chunks[len(taken) :], PageOutcome.DECLINED)
+
+    def _settle(self, number: int, chunks: Sequence[int], outcome: PageOutcome) -> None:
+        self.transfer._settle([PageId(number, chunk) for chunk in chunks], outcome)
+
+    def _finish(self, *, gathered: bool) -> None:
+        """End the transfer when nothing is left to gather or to write."""
+        with self._lock:
+            if gathered:
+                self._gathering = False
+            else:
+                self._unwritten -= 1
+            over = not self._gathering and not self._unwritten
+        if over:
+            self.transfer._end()
+
+
+def stored(done: Mapping[PageId, PageOutcome]) -> int:
+    """Chunks of which at least one page was stored."""
+    return len({page.chunk for page, outcome in done.items() if outcome is PageOutcome.STORED})

@@ -1,0 +1,265 @@
+"""Transfer: the handle of one asynchronous save or load.
+
+    save   QUEUED -> WAITING (for ``after``) -> COPYING -> WRITING -> the end
+    load   QUEUED -> WAITING                 -> LOADING            -> the end
+    end    DONE, PARTIAL, DECLINED, CANCELLED or FAILED
+
+Bytes move only inside ``step()``. ``cancel`` forbids new steps and waits for those in progress, so that after it
+nothing moves. Whoever ends a transfer ends its leases too. Callbacks run outside of all locks: once per page, then
+once for the transfer, whatever becomes of them; only then ``done`` is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from kvfs.errors import ConfigError
+from kvfs.staging import Lease
+from kvfs.types import PageDone, PageId, PageOutcome, Tier, TransferResult, TransferState
+
+log = logging.getLogger("kvfs")
+
+
+class Milestone:
+    """Something that happens once, and that anybody may wait for."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._pid = os.getpid()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait, at most ``timeout`` seconds; whether it has happened. ConfigError in a forked child."""
+        if self._pid != os.getpid():
+            raise ConfigError("this transfer belongs to the parent process: attach again and start a new one here")
+        return self._event.wait(timeout)
+
+    def _set(self) -> None:
+        self._event.set()
+
+
+OnPage: TypeAlias = "Callable[[PageDone], object] | None"
+OnDone: TypeAlias = "Callable[[Transfer], object] | None"
+Summary: TypeAlias = "Callable[[Mapping[PageId, PageOutcome]], tuple[int, dict[Tier, int]]]"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is fixed about a transfer when it starts. ``groups``: (name, MODEL layers, page bytes) by number."""
+
+    kind: str  # "save" or "load"
+    pages: Sequence[PageId]
+    groups: Mapping[int, tuple[str, tuple[int, ...], int]]
+    deadline: float  # on the clock of the store
+    summarise: Summary  # tokens and tiers of the outcomes
+    on_page: OnPage = None
+    on_done: OnDone = None
+
+
+class Transfer:
+    """Handle of one save or load. Any thread may use it; the methods with an underscore are the workers'."""
+
+    def __init__(self, task: Task, at_end: Callable[[Transfer], None]) -> None:
+        self.kind = task.kind
+        self.error: BaseException | None = None
+        #: the engine may reuse its units: no byte of them will be read, or written, by this transfer any more
+        self.source_free = Milestone()
+        #: all that will be stored is visible to other processes; for loads the same as ``done``
+        self.published = Milestone()
+        #: the result is there, and every callback has been called
+        self.done = Milestone()
+        self._task = task
+        self._at_end = at_end
+        self._layers = {layer: number for number, (_, layers, _) in task.groups.items() for layer in layers}
+        self._ready = {number: Milestone() for number in task.groups}
+        self._cond = threading.Condition()
+        self._state = TransferState.QUEUED
+        self._open = dict.fromkeys(task.pages)
+        self._outcomes: dict[PageId, PageOutcome] = {}
+        self._leases: set[Lease] = set()
+        self._moving = 0
+        self._events: deque[Callable[[], object]] = deque()  # callbacks that are due, in order
+        self._dispatching = False
+        self._stopped = False  # no new steps
+        self._ended = False
+        self._reason = ""
+        self._result: TransferResult | None = None
+
+    # -- for everybody -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> TransferState:
+        return self._state
+
+    @property
+    def result(self) -> TransferResult | None:
+        """None until the end."""
+        return self._result
+
+    def layer_ready(self, layer: int) -> Milestone:
+        """When MODEL layer ``layer`` may be used. Set at the end in any case: look at ``result`` then.
+
+        The host transport loads pages, which hold all layers of a group: they all become ready together, once the
+        last page of their group has been verified and copied. Groups become ready one after another.
+        """
+        if layer not in self._layers:
+            raise ConfigError(f"layer {layer} is not part of this transfer: it has {sorted(self._layers)}")
+        return self._ready[self._layers[layer]]
+
+    def wait(self, timeout: float | None = None) -> TransferResult | None:
+        """Wait for the end; the result, or None if it has not come within ``timeout`` seconds."""
+        return self._result if self.done.wait(timeout) else None
+
+    def cancel(self, timeout: float | None = None) -> bool:
+        """Stop. True: no byte of this transfer, in the engine or in the store, can move any more.
+
+        Waits for the copy, read or append in progress; False if that takes longer than ``timeout`` seconds (the
+        cancellation stands, and its end will follow). Callbacks may still be running in another thread until
+        ``done``. Harmless when the transfer has ended.
+        """
+        if self.done._pid != os.getpid():
+            raise ConfigError("this transfer belongs to the parent process: it cannot be cancelled here")
+        self._stop("cancelled")
+        with self._cond:
+            if not self._cond.wait_for(lambda: not self._moving, timeout):
+                return False
+        self._end()
+        return True
+
+    # -- for the workers ---------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float:
+        return self._task.deadline
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def _enter(self, state: TransferState) -> None:
+        with self._cond:
+            if not self._ended:
+                self._state = state
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[bool]:
+        """Bytes may move inside, if it yields True."""
+        with self._cond:
+            allowed = not self._stopped
+            self._moving += allowed
+        try:
+            yield allowed
+        finally:
+            with self._cond:
+                self._moving -= allowed
+                self._cond.notify_all()
+            self._dispatch()
+
+    def _stop(self, reason: str, error: BaseException | None = None) -> None:
+        """No new steps; ``reason`` becomes the result's unless there is one already."""
+        with self._cond:
+            if not self._ended:
+                self._stopped = True
+                self._reason = self._reason or reason
+                self.error = self.error or error
+
+    def _try_end(self) -> None:
+        """End it if nothing moves; else whoever moves will."""
+        with self._cond:
+            if self._moving:
+                return
+        self._end()
+
+    def _note(self, reason: str) -> None:
+        with self._cond:
+            self._reason = self._reason or reason
+
+    def _own(self, lease: Lease) -> bool:
+        """Tie a lease to this transfer; False, and the lease is released, if it has ended."""
+        with self._cond:
+            if not self._ended:
+                self._leases.add(lease)
+                return True
+        lease.release()
+        return False
+
+    def _settle(self, pages: Iterable[PageId], outcome: PageOutcome) -> None:
+        """Note what became of pages; those that were settled before are left out. Callbacks follow the step."""
+        with self._cond:
+            for page in pages:
+                if page not in self._open:
+                    continue
+                del self._open[page]
+                self._outcomes[page] = outcome
+                if self._task.on_page is not None:
+                    done = PageDone(self._task.groups[page.group][0], page.chunk, outcome)
+                    self._events.append(partial(self._task.on_page, done))
+
+    def _dispatch(self) -> None:
+        """Call what is due. One thread at a time, so that the order holds; others leave their events to it."""
+        while True:
+            with self._cond:
+                if self._dispatching or not self._events:
+                    return
+                self._dispatching = True
+                event = self._events.popleft()
+            try:
+                event()
+            except Exception:  # an engine's callback must not end a worker
+                log.exception("a callback of a transfer failed")
+            finally:
+                with self._cond:
+                    self._dispatching = False
+
+    def _group_ready(self, number: int) -> None:
+        self._ready[number]._set()
+
+    def _end(self) -> None:
+        """End it, once: what is still open is declined or cancelled, leases go back, everybody is told."""
+        with self._cond:
+            if self._ended:
+                return
+            assert not self._moving, "a transfer ends while its bytes move"
+            self._ended = self._stopped = True
+            leases = list(self._leases)
+        for lease in leases:
+            lease.release()
+        self.source_free._set()
+        self._settle(list(self._open), PageOutcome.CANCELLED if self._reason == "cancelled" else PageOutcome.DECLINED)
+        self._result = self._sum_up()
+        self._state = self._last_state(self._result)
+        for ready in (*self._ready.values(), self.published):
+            ready._set()
+        self._at_end(self)
+        if self._task.on_done is not None:
+            self._events.append(partial(self._task.on_done, self))
+        self._events.append(self.done._set)
+        self._dispatch()
+
+    def _sum_up(self) -> TransferResult:
+        moved = [p for p, o in self._outcomes.items() if o in (PageOutcome.STORED, PageOutcome.LOADED)]
+        skipped = sum(o is PageOutcome.SKIPPED for o in self._outcomes.values())
+        tokens, tiers = self._task.summarise(self._outcomes)
+        nbytes = sum(self._task.groups[page.group][2] for page in moved)
+        declined = len(self._outcomes) - len(moved) - skipped
+        reason = self._reason if declined or not self._outcomes else ""
+        return TransferResult(tokens, len(moved), nbytes, skipped, declined, tiers, reason)
+
+    def _last_state(self, result: TransferResult) -> TransferState:
+        if self.error is not None:
+            return TransferState.FAILED
+        if PageOutcome.CANCELLED in self._outcomes.values():
+            return TransferState.CANCELLED
+        if not result.declined:
+            return TransferState.DECLINED if result.reason else TransferState.DONE
+        return TransferState.PARTIAL if result.pages or result.skipped else TransferState.DECLINED

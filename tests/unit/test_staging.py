@@ -1,0 +1,245 @@
+"""The ring: bounded, no slot lost or owned twice, no wait without an end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvfs.errors import ConfigError
+from kvfs.staging import Lease, SlotState, StagingRing
+
+NOW = 0.0  # a deadline that has passed
+
+
+def ring(slots: int = 4, slot_bytes: int = 4096) -> StagingRing:
+    return StagingRing(slot_bytes, slots, time.monotonic)
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def got(lease: Lease | None) -> Lease:
+    assert lease is not None
+    return lease
+
+
+def test_slots_go_round() -> None:
+    r = ring()
+    lease = got(r.acquire(2, NOW))
+    assert lease.slots == (0, 1) and r.free == 2
+    for state in (SlotState.FULL, SlotState.DRAINING):
+        assert r.states()[SlotState.FREE] == 2
+        lease.move(state)
+        assert r.states()[state] == 2
+    lease.release()
+    assert r.free == 4 and lease.state is SlotState.FREE and not lease.slots
+    lease.release()
+    assert r.free == 4
+    r.check()
+
+
+@pytest.mark.parametrize("moves", [["DRAINING"], ["FILLING"], ["FREE"], ["FULL", "FULL"], ["FULL", "DRAINING", "FULL"]])
+def test_a_wrong_transition_is_a_bug(moves: list[str]) -> None:
+    lease = got(ring().acquire(1, NOW))
+    with pytest.raises(AssertionError, match="goes from"):
+        for name in moves:
+            lease.move(SlotState[name])
+
+
+def test_a_released_lease_cannot_move() -> None:
+    lease = got(ring().acquire(1, NOW))
+    lease.release()
+    with pytest.raises(AssertionError):
+        lease.move(SlotState.FULL)
+
+
+def test_slots_do_not_overlap_and_keep_their_bytes() -> None:
+    r = ring(3, 100)
+    leases = [got(r.acquire(1, NOW)) for _ in range(3)]
+    for i, lease in enumerate(leases):
+        lease.views(100)[0][:] = bytes([i]) * 100
+    assert [bytes(lease.views(7)[0]) for lease in leases] == [bytes([i]) * 7 for i in range(3)]
+
+
+def test_neighbours_are_one_run_of_memory() -> None:
+    r = ring(6, 64)
+    held = [got(r.acquire(1, NOW)) for _ in range(6)]
+    for i in (0, 2, 3, 4):
+        held[i].release()
+    lease = got(r.acquire(3, NOW))
+    assert lease.slots == (2, 3, 4)
+    assert [(i, len(m)) for i, m in lease.runs(64)] == [(0, 192)]
+    assert [(i, len(m)) for i, m in lease.runs(60)] == [(0, 60), (1, 60), (2, 60)]
+    lease.release()
+    held[5].release()
+    apart = got(r.acquire(5, NOW))
+    assert [(i, len(m)) for i, m in apart.runs(64)] == [(0, 64), (1, 256)]
+
+
+def test_none_within_the_deadline_changes_nothing_and_is_counted() -> None:
+    r = ring(2)
+    lease = got(r.acquire(2, NOW))
+    assert r.acquire(1, NOW) is None and r.acquire(1, time.monotonic() + 0.01) is None
+    assert r.declined == 2 and r.free == 0
+    lease.release()
+    assert r.acquire(3, time.monotonic() + 1e9) is None, "more than there are is refused at once"
+    assert r.acquire(1, time.monotonic() + 1e9, keep=2) is None
+    assert len(got(r.acquire(3, NOW, least=1))) == 2
+    r.check()
+
+
+def test_saves_leave_slots_to_loads() -> None:
+    r = ring(4)
+    save = got(r.acquire(4, NOW, least=1, keep=1))
+    assert len(save) == 3
+    assert r.acquire(1, NOW, keep=1) is None
+    assert len(got(r.acquire(1, NOW))) == 1
+
+
+@pytest.mark.parametrize(("n", "least", "keep"), [(0, None, 0), (1, 2, 0), (1, 0, 0), (1, 1, -1)])
+def test_bad_requests(n: int, least: int | None, keep: int) -> None:
+    with pytest.raises(ConfigError):
+        ring().acquire(n, NOW, least=least, keep=keep)
+    with pytest.raises(ConfigError):
+        StagingRing(0, 1, time.monotonic)
+
+
+def test_first_come_first_served_and_small_ones_do_not_overtake() -> None:
+    r, order = ring(2), []
+    lease = got(r.acquire(1, NOW))
+
+    def take(name: str, n: int) -> None:
+        mine = got(r.acquire(n, time.monotonic() + 30))
+        order.append(name)
+        mine.release()
+
+    threads = []
+    for i, (name, n) in enumerate((("large", 2), ("small", 1))):
+        threads.append(threading.Thread(target=take, args=(name, n)))
+        threads[-1].start()
+        soon(lambda i=i: len(r._queues.get(0, ())) > i)  # type: ignore[misc]
+    assert not order
+    lease.release()
+    for thread in threads:
+        thread.join(30)
+    assert order == ["large", "small"]
+
+
+def test_one_slot_and_32_threads_all_end() -> None:
+    r, done = ring(1), []
+
+    def work() -> None:
+        for _ in range(20):
+            lease = r.acquire(1, time.monotonic() + 60)
+            view = got(lease).views(8)[0]
+            view[:] = threading.get_ident().to_bytes(8, "little")
+            got(lease).move(SlotState.FULL)
+            got(lease).move(SlotState.DRAINING)
+            assert bytes(view) == threading.get_ident().to_bytes(8, "little")
+            got(lease).release()
+        done.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(done) == 32 and r.free == 1
+    r.check()
+
+
+def test_close_ends_all_waits() -> None:
+    r, answers = ring(1), []
+    lease = got(r.acquire(1, NOW))
+    waiting = threading.Thread(target=lambda: answers.append(r.acquire(1, time.monotonic() + 1e6)))
+    waiting.start()
+    soon(lambda: len(r._queues.get(0, ())) == 1)
+    r.close()
+    waiting.join(30)
+    assert answers == [None]
+    lease.release()
+    assert r.acquire(1, NOW) is None
+    r.check()
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Against a model: which lease owns which slots, and in which state."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = ring(6, 16)
+        self.model: dict[Lease, SlotState] = {}
+        self.stamp = 0
+        self.stamps: dict[Lease, int] = {}
+        self.declined = 0
+
+    @rule(target=leases, n=st.integers(1, 7), least=st.integers(1, 7), keep=st.integers(0, 3))
+    def acquire(self, n: int, least: int, keep: int) -> Lease | None:
+        least = min(n, least)
+        free = self.ring.free - keep
+        lease = self.ring.acquire(n, NOW, least=least, keep=keep)
+        if free < least:
+            assert lease is None
+            self.declined += 1
+            return None
+        assert lease is not None and len(lease) == min(n, free)
+        self.stamp += 1
+        for view in lease.views(16):
+            view[:] = self.stamp.to_bytes(16, "little")
+        self.model[lease], self.stamps[lease] = SlotState.FILLING, self.stamp
+        return lease
+
+    @rule(lease=leases, state=st.sampled_from(SlotState))
+    def move(self, lease: Lease | None, state: SlotState) -> None:
+        if lease is None:
+            return
+        order = [SlotState.FILLING, SlotState.FULL, SlotState.DRAINING]
+        allowed = lease in self.model and (self.model[lease], state) in zip(order, order[1:], strict=False)
+        if allowed:
+            lease.move(state)
+            self.model[lease] = state
+        else:
+            with pytest.raises(AssertionError):
+                lease.move(state)
+
+    @rule(lease=leases)
+    def release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.release()
+            self.model.pop(lease, None)
+
+    @rule(lease=consumes(leases))
+    def release_twice(self, lease: Lease | None) -> None:
+        self.release(lease)
+        self.release(lease)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.ring.check()
+        want = dict.fromkeys(SlotState, 0)
+        for lease, state in self.model.items():
+            want[state] += len(lease)
+        want[SlotState.FREE] = self.ring.slots - sum(want.values())
+        assert self.ring.states() == want and self.ring.declined == self.declined
+
+    @invariant()
+    def nobody_writes_to_a_slot_of_another(self) -> None:
+        for lease in self.model:
+            assert all(int.from_bytes(v, "little") == self.stamps[lease] for v in lease.views(16))
+
+
+TestRingMachine = RingMachine.TestCase
+TestRingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
