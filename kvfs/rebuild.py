@@ -26,7 +26,8 @@ from kvfs.files import Files
 from kvfs.format import Entry
 from kvfs.hashing import page_key
 from kvfs.identity import Described, parse_descriptor
-from kvfs.index.environment import Index, discard_generation, open_environment, open_tables
+from kvfs.index.environment import Index
+from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
 from kvfs.index.rows import RUN, Place
 from kvfs.index.runs import Publish, publish
 from kvfs.index.session import Session

@@ -16,8 +16,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
-import stat
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +25,7 @@ from kvfs.directory import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.files import boot_id
 from kvfs.index.gate import Gate
+from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
 from kvfs.index.session import Session, Tables
 from kvfs.index.state import State, read_state, write_state
 from kvfs.index.worker import Worker
@@ -37,30 +36,6 @@ SLACK_BYTES = 8 << 20  # preallocated in the index file, so that eviction can co
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
 _MY_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
-_DATABASES = (b"pages", b"segments", b"namespaces", b"meta")
-
-
-def open_environment(path: str, map_size: int, mode: int, *, read_only: bool = False) -> lmdb.Environment:
-    """LMDB as kvfs uses it everywhere: no locking of its own, no writable map, no sync in the commit."""
-    return lmdb.open(
-        os.fsencode(path), map_size=map_size, subdir=True, readonly=read_only, metasync=False, sync=False, mode=mode,
-        create=False, readahead=False, writemap=False, max_dbs=len(_DATABASES), max_spare_txns=1, lock=False,
-        lib_version=0,
-    )  # fmt: skip
-
-
-def discard_generation(path: str) -> None:
-    """Remove a generation, or whatever else bears its name; as far as that can be done."""
-    with contextlib.suppress(OSError):
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            os.unlink(path)  # rmtree would wait for a writer of a fifo
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def open_tables(env: lmdb.Environment, *, create: bool) -> Tables:
-    """Handles of the named databases; the exclusive gate is held, or nobody else knows the environment."""
-    return Tables(*(env.open_db(name, create=create) for name in _DATABASES))
 
 
 class Index:

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from kvfs.hashing import checksum, page_key
-from kvfs.index.environment import open_environment, open_tables
+from kvfs.index.lmdb_files import open_environment, open_tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.runs import Publish, RunKeys, Target, claim_run, forget_place, publish, sweep
 from kvfs.index.session import Session
