@@ -247,6 +247,8 @@ class Core:
             hold.disown()
         self.c.segments.abandon()
         self.c.recency.abandon()
+        self.directory.abandon_locks()
+        self.evictor.abandon()
         self.active.abandon()
         self.reader.abandon()
         if self.c.liveness is not None:

@@ -42,6 +42,7 @@ class Directory:
         self.files = files
         self.read_only = read_only
         self._fds: dict[str, int] = {}
+        self._locks: set[int] = set()
         try:
             self.root = files.open_root(self.path)
         except FileNotFoundError:
@@ -79,6 +80,24 @@ class Directory:
                             self.files.close(parent)
             self._fds[name] = fd
         return fd
+
+    @contextlib.contextmanager
+    def holding(self, fd: int) -> Iterator[int]:
+        """Close ``fd`` in the end, and in a child that is forked meanwhile: its copy would keep the lock on it."""
+        self._locks.add(fd)
+        try:
+            yield fd
+        finally:
+            self._locks.discard(fd)
+            with contextlib.suppress(OSError):
+                self.files.close(fd)
+
+    def abandon_locks(self) -> None:
+        """In a forked child."""
+        for fd in self._locks:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._locks.clear()
 
     def close(self) -> None:
         for fd in [*self._fds.values(), self.root]:

@@ -65,6 +65,10 @@ class Evictor:
         self._lock = GcLock(context)
         self._reclaimer = Reclaimer(context)
 
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._lock.abandon()
+
     # -- entry points ------------------------------------------------------------------------
 
     def make_room(self, missing: int, deadline: float, owner: bytes = b"") -> bool:

@@ -51,12 +51,10 @@ class Reclaimer:
         except FileNotFoundError:
             fd = -1
         if fd >= 0:
-            try:
+            with self._c.directory.holding(fd):
                 if not files.flock(fd, fcntl.LOCK_EX):
                     return False
                 files.unlink(name, dir_fd=doomed)
-            finally:
-                files.close(fd)
         self._c.recency.forget(row.segment_id)
         self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
@@ -111,14 +109,16 @@ class GcLock:
             return
         try:
             fd = files.open("gc", os.O_RDWR, dir_fd=self._c.directory.sub("run"))
-            try:
+            with self._c.directory.holding(fd):
                 while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
                     files.sleep(0.002)
                 yield got
-            finally:
-                files.close(fd)
         finally:
             self._thread.release()
+
+    def abandon(self) -> None:
+        """In a forked child: the thread that may have held the lock is not here."""
+        self._thread = threading.Lock()
 
 
 def index_is_full(session: Session, index_bytes: int) -> bool:

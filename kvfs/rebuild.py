@@ -82,7 +82,7 @@ def rebuild(
         with contextlib.suppress(FileExistsError):
             files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
         lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
-    try:
+    with directory.holding(lock):
         if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
             return None  # somebody is at it, or was meanwhile
         _remove_stale_generations(directory)
@@ -98,8 +98,6 @@ def rebuild(
                 raise IndexUnavailableError(f"index error: {exc}") from None
             raise
         return report
-    finally:
-        files.close(lock)
 
 
 def _remove_stale_generations(directory: Directory) -> None:

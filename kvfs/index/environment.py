@@ -27,12 +27,12 @@ from kvfs.files import boot_id
 from kvfs.index.gate import Gate
 from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
 from kvfs.index.session import Session, Tables
+from kvfs.index.slack import keep_slack
 from kvfs.index.state import State, read_state, write_state
 from kvfs.index.worker import Worker
 
 T = TypeVar("T")
 PROBE_SECONDS = 0.1  # the breaker lets one call through per this time
-SLACK_BYTES = 8 << 20  # preallocated in the index file, so that eviction can commit on a full disk
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
 _MY_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
@@ -293,23 +293,9 @@ class Index:
 
     def keep_slack(self) -> None:
         """Allocate blocks ahead of the index file's end, so that a commit does not need the disk's last ones."""
-        name = self.generation
-        if not name or self._read_only or self._private is not None:
-            return
-        with contextlib.suppress(OSError):
-            index = self._directory.sub("index")
-            folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
-            try:
-                fd = self._files.open("data.mdb", os.O_RDWR, dir_fd=folder)
-            finally:
-                self._files.close(folder)
-            try:
-                st = self._files.fstat(fd)
-                wanted = min(self._map_size, st.st_size + SLACK_BYTES)
-                if st.st_blocks * 512 < min(wanted, st.st_size + SLACK_BYTES // 2):
-                    self._files.fallocate(fd, 0, wanted, keep_size=True)
-            finally:
-                self._files.close(fd)
+        if self.generation and not self._read_only and self._private is None:
+            with contextlib.suppress(OSError):
+                keep_slack(self._directory, self.generation, self._map_size)
 
     def _close_environment(self) -> None:
         env, self._env, self._tables, self._current = self._env, None, None, None
