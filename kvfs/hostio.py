@@ -98,9 +98,10 @@ class HostIO:
         ``units[i]``: the unit with tokens [i * unit_tokens, (i + 1) * unit_tokens) of the prompt; for groups of one
         state per page, with the state at the end of chunk i; -1 where there is none: such a page is declined. Several
         groups: a mapping from group name. ``after``: None, or what to wait for before the units are read: an object
-        with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that are not copied
-        by then, for want of slots or of the event, are declined. In groups of full attention the first decline ends the save, and nothing behind it is
-        stored in any group. Among replicas page c is written by rank c % count. ``store=False``: only the callbacks.
+        with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that are not
+        copied by then, for want of slots or of the event, are declined. In groups of full attention the first
+        decline ends the save, and nothing behind it is stored in any group. Among replicas page c is written by
+        rank c % count. ``store=False``: only the callbacks.
         ``attempt``: 8 bytes that all ranks of a cohort share. ``on_page`` and ``on_done`` are called on the threads
         of the transport, one call at a time: they must not wait for a transfer.
         Raises ConfigError for bad arguments and StoreReadOnlyError; everything else is in the result.
