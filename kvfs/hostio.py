@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvfs.active import SegmentClass
-from kvfs.config import parse_size
 from kvfs.context import Context
 from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError, StoreReadOnlyError
-from kvfs.hostjobs import Attached, Desk, Pool
+from kvfs.hostjobs import Attached, Desk, Pool, make_ring
 from kvfs.hostload import Load, restored
 from kvfs.hostsave import Save, stored
 from kvfs.identity import Identity
@@ -34,7 +33,6 @@ from kvfs.writer import Appender
 SAVE_SECONDS = 2.0
 LOAD_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-SLOT_ALIGN = 4096
 
 #: Unit ids of a prompt: one sequence, or one per group name.
 Units = Any
@@ -57,7 +55,7 @@ class HostIO:
         self._queue_max = _number("queue_max", queue_max, 1 << 20)
         self._c, self._identity, self._retention = context, identity, retention
         self._attached = self._check(device_kvs)
-        ring, keep = self._make_ring(parse_size(ring_bytes, "ring_bytes"), dirty_bytes)
+        ring, keep = make_ring(context, self._attached.values(), ring_bytes, dirty_bytes)
         descriptor = identity.descriptor_bytes()
         self._desk = Desk(context, appender, reader, identity, descriptor, ring, keep)
         self._pid = os.getpid()
@@ -78,18 +76,6 @@ class HostIO:
         if not attached:
             raise ConfigError("no buffers: pass a DeviceKV for each group that this rank holds")
         return attached
-
-    def _make_ring(self, nbytes: int, dirty_bytes: int | str | None) -> tuple[StagingRing, int]:
-        """The ring, and how many of its slots saves must leave free."""
-        page = max(a.page_bytes for a in self._attached.values())
-        slot = -(-page // SLOT_ALIGN) * SLOT_ALIGN
-        slots = nbytes // slot
-        if not slots:
-            raise ConfigError(f"ring_bytes is {nbytes}: pass at least {slot}, one page of {page} bytes")
-        dirty = slots - slots // 4 if dirty_bytes is None else parse_size(dirty_bytes, "dirty_bytes") // slot
-        if not dirty:
-            raise ConfigError(f"dirty_bytes is {dirty_bytes}: pass at least {slot}, one page of {page} bytes")
-        return StagingRing(slot, slots, self._c.files.monotonic), max(0, slots - dirty)
 
     # -- for everybody -----------------------------------------------------------------------
 
@@ -112,10 +98,12 @@ class HostIO:
         ``units[i]``: the unit with tokens [i * unit_tokens, (i + 1) * unit_tokens) of the prompt; for groups of one
         state per page, with the state at the end of chunk i; -1 where there is none: such a page is declined. Several
         groups: a mapping from group name. ``after``: None, or what to wait for before the units are read: an object
-        with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that have no slot
-        by then are declined. In groups of full attention the first decline ends the save, and nothing behind it is
-        stored in any group. Among replicas page c is written by rank c % count. ``store=False``: only the callbacks.
-        ``attempt``: 8 bytes that all ranks of a cohort share.
+        with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that are not
+        copied by then, for want of slots or of the event, are declined. In groups of full attention the first
+        decline ends the save, and nothing behind it is stored in any group. Among replicas page c is written by
+        rank c % count. ``store=False``: only the callbacks.
+        ``attempt``: 8 bytes that all ranks of a cohort share. ``on_page`` and ``on_done`` are called on the threads
+        of the transport, one call at a time: they must not wait for a transfer.
         Raises ConfigError for bad arguments and StoreReadOnlyError; everything else is in the result.
         """
         self._check_open()

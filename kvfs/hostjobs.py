@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from kvfs.config import parse_size
 from kvfs.context import Context
 from kvfs.device import DeviceKV
+from kvfs.errors import ConfigError
 from kvfs.identity import Identity
 from kvfs.layout import Group, Part
 from kvfs.reader import Reader
@@ -30,6 +32,7 @@ from kvfs.writer import Appender
 log = logging.getLogger("kvfs")
 BATCH_BYTES = 16 << 20
 BATCH_PAGES = 128
+SLOT_ALIGN = 4096
 
 
 class Attached(NamedTuple):
@@ -109,3 +112,18 @@ class Pool:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
+
+
+def make_ring(
+    context: Context, attached: Collection[Attached], ring_bytes: int | str, dirty_bytes: int | str | None
+) -> tuple[StagingRing, int]:
+    """The ring, and how many of its slots saves must leave free. ConfigError if it holds no page."""
+    page = max(a.page_bytes for a in attached)
+    slot = -(-page // SLOT_ALIGN) * SLOT_ALIGN
+    slots = parse_size(ring_bytes, "ring_bytes") // slot
+    if not slots:
+        raise ConfigError(f"ring_bytes is {ring_bytes}: pass at least {slot}, one page of {page} bytes")
+    dirty = slots - slots // 4 if dirty_bytes is None else parse_size(dirty_bytes, "dirty_bytes") // slot
+    if not dirty:
+        raise ConfigError(f"dirty_bytes is {dirty_bytes}: pass at least {slot}, one page of {page} bytes")
+    return StagingRing(slot, slots, context.files.monotonic), max(0, slots - dirty)

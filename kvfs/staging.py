@@ -11,6 +11,7 @@ Invariants: every slot is FREE or of exactly one open lease; free + leased = all
 
 from __future__ import annotations
 
+import bisect
 import enum
 import mmap
 import threading
@@ -18,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvfs.errors import ConfigError
+
+SEARCH_MAX = 256  # slots that are looked at for neighbours
 
 
 class SlotState(enum.Enum):
@@ -133,8 +136,9 @@ class StagingRing:
                 self._changed.notify_all()
 
     def _take(self, n: int) -> Lease:
-        taken = _neighbours(self._free, n)
-        self._free = [slot for slot in self._free if slot not in set(taken)]
+        first = _neighbours(self._free, n)
+        taken = self._free[first : first + n]
+        del self._free[first : first + n]
         lease = Lease(self, tuple(taken))
         self._leases.add(lease)
         return lease
@@ -144,7 +148,8 @@ class StagingRing:
             if lease not in self._leases:
                 return
             self._leases.remove(lease)
-            self._free = sorted([*self._free, *lease.slots])
+            for slot in lease.slots:
+                bisect.insort(self._free, slot)
             lease.slots, lease.state = (), SlotState.FREE
             self._changed.notify_all()
 
@@ -171,9 +176,9 @@ class StagingRing:
             self._changed.notify_all()
 
 
-def _neighbours(free: Sequence[int], n: int) -> list[int]:
-    """``n`` of the ascending ``free`` slots: the first run that is long enough, else the first ones."""
-    for i in range(len(free) - n + 1):
+def _neighbours(free: Sequence[int], n: int) -> int:
+    """Where in the ascending ``free`` the first run of ``n`` slots begins; 0 if there is none near the start."""
+    for i in range(min(len(free) - n + 1, SEARCH_MAX)):
         if free[i + n - 1] - free[i] == n - 1:
-            return list(free[i : i + n])
-    return list(free[:n])
+            return i
+    return 0

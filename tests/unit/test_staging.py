@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -207,7 +208,7 @@ class RingMachine(RuleBasedStateMachine):
         if lease is None:
             return
         order = [SlotState.FILLING, SlotState.FULL, SlotState.DRAINING]
-        allowed = lease in self.model and (self.model[lease], state) in zip(order, order[1:], strict=False)
+        allowed = lease in self.model and (self.model[lease], state) in pairwise(order)
         if allowed:
             lease.move(state)
             self.model[lease] = state
