@@ -231,7 +231,7 @@ def test_racing_creators_make_one_store(memory_path: Path) -> None:
     assert [one.exitcode for one in crew] == [0] * 8
     assert len({store_id for store_id, _, _ in found}) == 1 and all(ready for _, ready, _ in found)
     assert not any(declined for _, _, declined in found)
-    assert not [p for p in Path(where).rglob(".*")], "nothing temporary is left"
+    assert not list(Path(where).rglob(".*")), "nothing temporary is left"
     with kvfs.open(where) as store:
         assert serves(store)
 
@@ -489,7 +489,8 @@ BAD_SETTINGS = {
     "sync of a number": b'capacity = "16MiB"\nsync = 1', "bad mode": b'capacity = "16MiB"\nmode = "x"',
     "segment": b'capacity = "16MiB"\nsegment_bytes = "huge"', "quota": b'capacity = "16MiB"\nquota = 1',
     "quota key": b'capacity = "16MiB"\n[quota.a]\nmax = 1', "quota cap": b'capacity = "16MiB"\n[quota.a]\ncap = "x"',
-    "ttl": b'capacity = "16MiB"\n[quota.a]\nttl = "next week"', "negative ttl": b'capacity = "16MiB"\n[quota.a]\nttl = -1',
+    "ttl": b'capacity = "16MiB"\n[quota.a]\nttl = "next week"',
+    "negative ttl": b'capacity = "16MiB"\n[quota.a]\nttl = -1',
     "endless ttl": b'capacity = "16MiB"\n[quota.a]\nttl = inf',
     "promised twice": b'capacity = "16MiB"\n[quota.a]\nguaranteed = "9MiB"', "deep": b"a = " + b"[" * 3000,
 }  # fmt: skip
