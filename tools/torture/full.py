@@ -15,7 +15,8 @@ from tools.torture.crew import Crew
 from tools.torture.judge import Judge
 from tools.torture.mounts import mounted
 
-FULL_SECONDS = 6.0
+FULL_SECONDS = 3.0  # on a full disk
+WAIT_SECONDS = 40.0  # until it is full, at most
 BALLAST_BYTES = 8 << 20
 FULL_BYTES = 1 << 20  # less than that is free: too little for a segment or an index
 ROLES = ("writer", "mixed", "forker", "collector")
@@ -41,17 +42,18 @@ def _cycle(folder: Path, seed: int, kind: str, chance: random.Random, judge: Jud
         with Crew(folder, seed, options) as crew:
             for role in ROLES:
                 crew.start(role)
-            end, free_min = time.monotonic() + FULL_SECONDS, nbytes
-            while time.monotonic() < end:
+            end, full_since = time.monotonic() + WAIT_SECONDS, 0.0
+            while (now := time.monotonic()) < (full_since + FULL_SECONDS if full_since else end):
                 time.sleep(0.1)
                 crew.check(judge)
-                free_min = min(free_min, mount.free_bytes())
+                if not full_since and mount.free_bytes() < FULL_BYTES:
+                    full_since = now
                 if chance.random() < 0.1 and crew.members:
                     name = chance.choice(list(crew.members))
                     crew.kill(name)
                     judge.counts["kills"] += 1
                     crew.start(name.partition("-")[0])
-            judge.counts["faults"] += free_min < FULL_BYTES
+            judge.counts["faults"] += bool(full_since)
         ballast.unlink()
         with Crew(folder, seed + 1, options) as crew:
             crew.run("checker", judge)
