@@ -139,6 +139,8 @@ class Save:
         useful = [chunk for chunk in batch.chunks if chunk < self.limit]
         outcome = self.desk.appender.store(job, useful)
         taken = useful[: len(useful) - outcome.declined]
+        if taken:
+            self.desk.context.recency.note_request(self.prompt.hashes[taken[-1]], self.at_us)
         if len(taken) < len(useful):
             self.transfer._note(outcome.reason)
             if attached.group.need.kind == "all":
