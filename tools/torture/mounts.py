@@ -16,6 +16,7 @@ import click
 
 FS_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
+RELEASE_SECONDS = 60.0
 _MAKE = {"ext4": ("mkfs.ext4", "-q", "-F"), "xfs": ("mkfs.xfs", "-q", "-f")}
 
 
@@ -47,7 +48,7 @@ class Mount:
 
     def __init__(self, folder: Path, kind: str, nbytes: int) -> None:
         self.kind = kind
-        self.path = folder / f"mnt-{kind}"
+        self.path = folder.resolve() / f"mnt-{kind}"
         self._image = folder / f"{kind}.img"
         self._nbytes = nbytes
 
@@ -67,12 +68,29 @@ class Mount:
             _run("mount", "-o", "loop", str(self._image), str(self.path))
 
     def detach(self) -> None:
-        """Unmount; somebody may need a moment to die first."""
-        for _ in range(100):
-            if subprocess.run(["umount", str(self.path)], capture_output=True, check=False).returncode == 0:
+        """Unmount, and wait until the kernel has let go: a file system that is still in use somewhere (in the copy of
+        the mounts that a process in a namespace has, too) would be mounted again as it is, without its journal.
+        """
+        end = time.monotonic() + RELEASE_SECONDS
+        while time.monotonic() < end:
+            if self._is_mounted():
+                subprocess.run(["umount", str(self.path)], capture_output=True, check=False)
+            elif not self._is_in_use():
                 return
             time.sleep(0.1)
         subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
+        raise click.ClickException(f"{self.path} is still in use {RELEASE_SECONDS:.0f} s after everybody was killed")
+
+    def _is_mounted(self) -> bool:
+        """Asked of the kernel's table: a file system without power does not even answer stat."""
+        with open("/proc/self/mountinfo", encoding="utf-8") as lines:
+            return any(line.split()[4] == str(self.path) for line in lines)
+
+    def _is_in_use(self) -> bool:
+        if self.kind == "tmpfs":
+            return False
+        found = subprocess.run(["losetup", "-j", str(self._image)], capture_output=True, text=True, check=False)
+        return bool(found.stdout.strip())
 
     def cut_power(self) -> None:
         """From now on nothing reaches the image, the log of the journal included."""
@@ -91,9 +109,11 @@ class Mount:
         return st.f_bfree * st.f_frsize
 
     def remove(self) -> None:
-        if os.path.ismount(self.path):
-            self.detach()
-        self._image.unlink(missing_ok=True)
+        try:
+            if self._is_mounted():
+                self.detach()
+        finally:
+            self._image.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
