@@ -83,7 +83,7 @@ class Reader:
         jobs = list(_merge(direct, gm.part_bytes, held))
         bad: list[tuple[Page, Source]] = []
         good = 0
-        for bits, faults in self._map(lambda job: self._read_job(job, gm, group, out), jobs):
+        for bits, faults in self._map(lambda job: self._read_job(job, gm, group, out), jobs, out):
             good |= bits
             bad += faults
         for page in assembled:
@@ -94,11 +94,12 @@ class Reader:
         self._forget(match, gm, group, bad)
         return good
 
-    def _map(self, function: Callable[[Job], T], jobs: list[Job]) -> Iterator[T]:
+    def _map(self, function: Callable[[Job], T], jobs: list[Job], out: memoryview) -> Iterator[T]:
         """Run jobs in order, in parallel where that helps; each thread takes neighbours, which disks like."""
         if len(jobs) < 2:
             return map(function, jobs)
-        workers = min(len(jobs), COLD_THREADS if self._is_cold(jobs[0]) or self._is_cold(jobs[-1]) else self._c.threads)
+        # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
+        workers = min(len(jobs), COLD_THREADS if self._direct(jobs[-1], out) >= 0 else self._c.threads)
         if workers < 2:
             return map(function, jobs)
         with self._lock:
@@ -108,38 +109,46 @@ class Reader:
         shares = [jobs[a:b] for a, b in pairwise(bounds)]
         return chain.from_iterable(self._pool.map(lambda share: [function(job) for job in share], shares))
 
-    def _is_cold(self, job: Job) -> bool:
-        size = sum(p.sources[0].place.stored_bytes for p in job.pages)
-        return self._c.files.cached_bytes(job.held.fd, job.offset, size) == 0
+    def _direct(self, job: Job, out: memoryview) -> int:
+        """Descriptor for reading a job past the page cache, or negative if it should not be.
 
-    def _fill(self, job: Job, target: memoryview) -> None:
-        """Read a job's bytes. Cold bytes that nobody has used before go past the page cache: reading them through
-        it costs several times the CPU, and pages used once are the first that the kernel drops again."""
-        files = self._c.files
+        Cold bytes that nobody has used before go that way: reading them through the page cache costs several times
+        the CPU, and pages used once are the first that the kernel drops again.
+        """
+        first, size = job.pages[0], sum(p.sources[0].place.stored_bytes for p in job.pages)
+        target = out[first.out : first.out + size]
         if (
-            not len(target) % fmt.BLOCK
-            and not address_of(target) % fmt.BLOCK
-            and files.cached_bytes(job.held.fd, job.offset, len(target)) == 0
-            and not self._c.recency.was_used(job.held.segment_id, job.pages[0].sources[0].place.seq)
-            and (fd := self._c.segments.direct(job.held)) >= 0
+            size % fmt.BLOCK
+            or self._c.files.cached_bytes(job.held.fd, job.offset, size) != 0
+            or address_of(target) % fmt.BLOCK
+            or self._c.recency.was_used(job.held.segment_id, first.sources[0].place.seq)
         ):
-            self._c.counters.add("direct_reads")
-            files.read_into(fd, target, job.offset)
-        else:
-            files.read_into(job.held.fd, target, job.offset)
+            return -1
+        return self._c.segments.direct(job.held)
 
     def _read_job(
         self, job: Job, gm: GroupMatch, group: Group, out: memoryview
     ) -> tuple[int, list[tuple[Page, Source]]]:
         size, first = gm.part_bytes, job.pages[0].out
+        target = out[first : first + size * len(job.pages)]
+        direct = self._direct(job, out)
         try:
-            self._fill(job, out[first : first + size * len(job.pages)])
+            self._c.files.read_into(direct if direct >= 0 else job.held.fd, target, job.offset)
         except OSError:
             return self._read_singly(job, gm, group, out)
+        if direct >= 0:
+            self._c.counters.add("direct_reads")
         good, bad = 0, []
-        for page in job.pages:
+        table = leaf_table(target, group.leaf_bytes(gm.want)) if self._c.verify is Verify.ALWAYS else None
+        step = LEAF_BYTES * group.leaves(gm.want)
+        for i, page in enumerate(job.pages):
             source = page.sources[0]
-            if self._check(job.held, source.place, out[page.out : page.out + size], group.leaf_bytes(gm.want)):
+            if table is not None:
+                fine = self._agrees(table[i * step : (i + 1) * step], source.place)
+            else:
+                data = out[page.out : page.out + size]
+                fine = self._check(job.held, source.place, data, group.leaf_bytes(gm.want))
+            if fine:
                 good |= 1 << page.chunk
             else:
                 bad.append((page, source))
@@ -173,14 +182,19 @@ class Reader:
         key = (held.segment_id, place.seq)
         if policy is Verify.FIRST and key in self._verified:
             return True
-        if root_of(leaf_table(data, leaf_bytes)) != place.root:
-            self._c.counters.add("pages_corrupt")
+        if not self._agrees(leaf_table(data, leaf_bytes), place):
             return False
         if policy is Verify.FIRST:
             if len(self._verified) >= VERIFIED_MAX:
                 self._verified.clear()
             self._verified.add(key)
         return True
+
+    def _agrees(self, table: bytes, place: Place) -> bool:
+        if root_of(table) == place.root:
+            return True
+        self._c.counters.add("pages_corrupt")
+        return False
 
     # -- pages that were written in other parts than the reader wants -----------------------------
 
