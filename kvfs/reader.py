@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from kvfs.index.rows import Place
 from kvfs.index.runs import forget_place
 from kvfs.layout import Group, Part
 from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
+from kvfs.pool import Pool
 from kvfs.segment_files import Held
 from kvfs.types import Tier, Verify
 
@@ -49,7 +50,7 @@ class Reader:
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
         self._lock = threading.Lock()
         self._verified: set[tuple[bytes, int]] = set()
 
@@ -104,10 +105,11 @@ class Reader:
             return map(function, jobs)
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(max(COLD_THREADS, self._c.threads), thread_name_prefix="kvfs-read")
+                self._pool = Pool(max(COLD_THREADS, self._c.threads), "kvfs-read")
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
         shares = [jobs[a:b] for a, b in pairwise(bounds)]
-        return chain.from_iterable(self._pool.map(lambda share: [function(job) for job in share], shares))
+        calls = [partial(lambda share: [function(job) for job in share], share) for share in shares]
+        return chain.from_iterable(self._pool.run(calls))
 
     def _direct(self, job: Job, out: memoryview) -> int:
         """Descriptor for reading a job past the page cache, or negative if it should not be.
@@ -350,7 +352,7 @@ class Reader:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.close()
             self._pool = None
 
     def abandon(self) -> None:

@@ -13,8 +13,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
+from kvfs.pool import Pool
 from kvfs.segment_scan import scan_segment
 
 WRITE_THREADS = 4
@@ -58,25 +58,25 @@ class Placed(NamedTuple):
     root: bytes
 
 
-class _Pool:
+class _Writers:
     """Threads that write payloads while the caller computes their checksums: a write holds no GIL, sums need no disk.
 
     Made on first use, anew in a forked child, where the parent's threads are not.
     """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
         self._lock = threading.Lock()
 
-    def submit(self, write: Callable[[], object]) -> Future[object]:
+    def pool(self) -> Pool:
         with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kvfs-write")
-            return self._executor.submit(write)
+            if self._pool is None:
+                self._pool = Pool(WRITE_THREADS, "kvfs-write")
+            return self._pool
 
 
-_POOL = _Pool()
-os.register_at_fork(after_in_child=lambda: _POOL.__init__())  # type: ignore[misc]
+_WRITERS = _Writers()
+os.register_at_fork(after_in_child=lambda: _WRITERS.__init__())  # type: ignore[misc]
 
 
 class SegmentWriter:
@@ -185,7 +185,7 @@ class SegmentWriter:
         assert not self.dead, "append to a dead segment"
         try:
             return self._append(records, digest, descriptor, attempt, at_us)
-        except OSError:
+        except BaseException:  # an interrupt, too, may leave tables and counts half changed
             self.dead = True
             raise
 
@@ -224,16 +224,17 @@ class SegmentWriter:
         self, records: Sequence[Record], buffers: Sequence[Any], start: int, leaves_at: int
     ) -> list[bytes]:
         """Write payloads and leaf tables; the tables. Large writes and their checksums overlap."""
+        tables: list[bytes] = []
+
+        def sums() -> None:
+            tables.extend(leaf_table(r.payload, r.leaf_bytes) for r in records)
+
         if leaves_at - start < OVERLAP_BYTES:
-            tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]
+            sums()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
             return tables
-        write = _POOL.submit(partial(self._files.write_all, self.fd, buffers, start))
-        try:
-            tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]
-        finally:
-            wait([write])  # the caller's memory is not to be read any more, whatever happened
-        write.result()
+        # whatever happens, the caller's memory is not read any more, nor the segment written, when this returns
+        _WRITERS.pool().run([partial(self._files.write_all, self.fd, buffers, start)], beside=sums)
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 

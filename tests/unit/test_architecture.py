@@ -44,6 +44,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_config",
         "config",
         "files",
+        "pool",
         "directory",
         "identity",
         "buffers",
