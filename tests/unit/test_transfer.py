@@ -530,6 +530,37 @@ def test_a_disk_that_fails_declines(ns: kvfs.Namespace, files: GatedFiles, monke
         settled(io)
 
 
+def test_a_cancelled_save_gives_its_slots_back_while_the_disk_stalls(ns: kvfs.Namespace, files: GatedFiles) -> None:
+    files.writes.shut()
+    with ns.attach(Engine().kv) as io:
+        first = io.save(ns.plan_save(prompt(2)), blocks(2), deadline=LATE)
+        assert files.writes.reached.wait(SECONDS)
+        second = io.save(ns.plan_save(prompt(3, 1000)), blocks(3), deadline=LATE)
+        assert second.source_free.wait(SECONDS) and io.ring.free == io.ring.slots - 5
+        assert second.cancel(SECONDS) and second.done.wait(SECONDS) and io.ring.free == io.ring.slots - 2
+        files.writes.open()
+        assert first.wait(SECONDS) is not None and second.state is TransferState.CANCELLED
+        settled(io)
+    assert not ns.match(prompt(3, 1000))
+
+
+def test_a_decline_ends_the_batches_behind_it(
+    ns: kvfs.Namespace, files: GatedFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, real, log = [28], files.pwritev, Log()
+
+    def fails_once(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        if failures and threading.current_thread().name.startswith("kvfs-write"):
+            raise OSError(failures.pop(), "full")
+        return real(fd, buffers, offset)
+
+    with ns.attach(Engine().kv, ring_bytes=max(4096, LAYOUT.page_bytes)) as io:  # one page per batch
+        monkeypatch.setattr(files, "pwritev", fails_once)
+        result = io.save(ns.plan_save(prompt(4)), blocks(4), deadline=LATE, **log.hooks).wait(SECONDS)
+        assert result is not None and (result.pages, result.declined, result.reason) == (0, 4, "io")
+        assert not failures and log.outcomes == {PageOutcome.DECLINED: 4}
+
+
 def test_nothing_is_stored_behind_a_decline(ns: kvfs.Namespace) -> None:
     with ns.attach(Engine().kv) as io:
         t = io.save(ns.plan_save(prompt(4)), [0, 1, 2, -1, 4, 5, 6, 7])
@@ -586,17 +617,18 @@ def test_a_load_that_gets_no_slot_says_so(ns: kvfs.Namespace) -> None:
         lease.release()
 
 
-def test_the_match_may_be_closed_while_it_loads(ns: kvfs.Namespace, store: kvfs.Store, files: GatedFiles) -> None:
-    engine, other = saved(ns, 3), Engine(seed=None)
-    files.reads.shut()
+def test_the_match_may_be_closed_while_it_loads(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+    engine, other, event = saved(ns, 3), Engine(seed=None), threading.Event()
     with ns.attach(other.kv) as io:
         match = ns.match(prompt(3))
-        t = io.load(match, blocks(3), deadline=LATE)
+        t = io.load(match, blocks(3), after=event, deadline=LATE)
         match.close()
-        assert files.reads.reached.wait(SECONDS)
-        store.gc(0)
-        files.reads.open()
-        assert t.wait(SECONDS).tokens == 3 * PAGE  # type: ignore[union-attr]
+        held = store._core.c.segments
+        assert held.count() == 1, "the load holds the segment, from before it was started"
+        event.set()
+        result = t.wait(SECONDS)
+        assert held.count() == 0
+    assert result is not None and result.tokens == 3 * PAGE
     assert other.tokens(blocks(3)) == engine.tokens(blocks(3))
 
 
