@@ -53,7 +53,7 @@ class Active(NamedTuple):
 class ActiveSegments:
     """Segments that this process appends to. Whoever appends holds ``lock(segment_class)``."""
 
-    def __init__(self, context: Context, make_room: Callable[[int, float, bytes], bool]) -> None:
+    def __init__(self, context: Context, make_room: Callable[..., bool]) -> None:
         self._c = context
         self._make_room = make_room  # (bytes, deadline, quota or b"") -> whether it is worth trying again
         self._lock = threading.Lock()
@@ -81,6 +81,10 @@ class ActiveSegments:
             now = self._c.files.monotonic()
             if now >= deadline or not self._make_room(missing, deadline, owner):
                 raise Declined("space")
+
+    def free(self, nbytes: int, deadline: float) -> None:
+        """Evict, although the ledger has room."""
+        self._make_room(nbytes, deadline, b"", disk_full=True)
 
     def writer(
         self,

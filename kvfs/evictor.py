@@ -71,13 +71,17 @@ class Evictor:
 
     # -- entry points ------------------------------------------------------------------------
 
-    def make_room(self, missing: int, deadline: float, owner: bytes = b"") -> bool:
-        """Free ``missing`` bytes (of a quota, if given) for a writer; whether it is worth that he tries again."""
+    def make_room(self, missing: int, deadline: float, owner: bytes = b"", *, disk_full: bool = False) -> bool:
+        """Free ``missing`` bytes (of a quota, if given) for a writer; whether it is worth that he tries again.
+
+        ``disk_full``: the ledger has room, the file system has not, so only what is evicted now counts.
+        """
         try:
             with self._lock.hold(deadline) as held:
                 if not held:
                     return False
                 freed = self._reclaimer.finish_doomed()
+                freed = 0 if disk_full else freed
                 while freed < missing and self._c.files.monotonic() < deadline:
                     dropped = self._evict_one(owner)
                     if not dropped:

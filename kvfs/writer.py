@@ -7,6 +7,7 @@ publish one transaction: the commit point
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,11 +92,14 @@ class Appender:
             except IndexUnavailableError as exc:
                 outcome.reason = "index"
                 self._c.counters.add(f"declined_index_{str(exc).partition(':')[0].replace(' ', '_')}")
-            except OSError:
-                outcome.reason = "io"
-                self._c.counters.add("write_errors")
+            except OSError as exc:
+                full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
+                outcome.reason = "space" if full else "io"
+                self._c.counters.add("disk_full" if full else "write_errors")
                 with lock:
                     self._active.drop(job.segment_class)
+                if full:  # the file system is smaller than the capacity, or others fill it: make room for the next put
+                    self._active.free(self._c.settings.segment_bytes, deadline)
             outcome.declined += len(chunks) - done
             break
         self._c.counters.add("pages_stored", outcome.stored)
