@@ -82,9 +82,9 @@ class ActiveSegments:
             if now >= deadline or not self._make_room(missing, deadline, owner):
                 raise Declined("space")
 
-    def free(self, nbytes: int, deadline: float) -> None:
-        """Evict, although the ledger has room."""
-        self._make_room(nbytes, deadline, b"", disk_full=True)
+    def free(self, nbytes: int, deadline: float) -> bool:
+        """Evict, although the ledger has room; whether it is worth trying again."""
+        return self._make_room(nbytes, deadline, b"", disk_full=True)
 
     def writer(
         self,

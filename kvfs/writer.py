@@ -98,8 +98,14 @@ class Appender:
                 self._c.counters.add("disk_full" if full else "write_errors")
                 with lock:
                     self._active.drop(job.segment_class)
-                if full:  # the file system is smaller than the capacity, or others fill it: make room for the next put
-                    self._active.free(self._c.settings.segment_bytes, deadline)
+                # the file system is smaller than the capacity, or others fill it
+                if (
+                    full
+                    and self._c.files.monotonic() < deadline
+                    and self._active.free(self._c.settings.segment_bytes, deadline)
+                ):
+                    outcome.reason = ""
+                    continue
             outcome.declined += len(chunks) - done
             break
         self._c.counters.add("pages_stored", outcome.stored)

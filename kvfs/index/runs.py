@@ -50,10 +50,8 @@ def is_live(session: Session, place: Place) -> bool:
 
 
 def claim_holds(session: Session, place: Place) -> bool:
-    """Whether somebody is writing the chunk. A claim is never longer than CLAIM_SECONDS, whatever it says."""
-    if not place.flags & CLAIM or not session.now_s < place.expires <= session.now_s + CLAIM_SECONDS:
-        return False
-    return session.segment_alive(place.segment)
+    """Whether somebody is writing the chunk."""
+    return bool(place.flags & CLAIM) and session.claimed_until(place.segment, place.expires)
 
 
 class Claims(NamedTuple):

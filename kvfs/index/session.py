@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from kvfs.index import tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
-from kvfs.index.tables import DOOMED, Ledger, SegmentRow
+from kvfs.index.tables import ACTIVE, DOOMED, Ledger, SegmentRow
 
 PAGE = 4096
 PARTS_MAX = 256  # shapes of parts that a namespace's group may have
@@ -51,9 +51,15 @@ class Session:
         return self.segment_alive(extent.segment)
 
     def claim_holds(self, extent: Extent) -> bool:
-        """Whether a claim still keeps others from writing: not expired, and its writer's segment is there."""
-        fresh = self.now_s < extent.expires <= self.now_s + CLAIM_SECONDS
-        return fresh and self.segment_alive(extent.segment)
+        """Whether a claim still keeps others from writing: see ``claimed_until``."""
+        return self.claimed_until(extent.segment, extent.expires)
+
+    def claimed_until(self, segment: int, expires: int) -> bool:
+        """Whether a claim holds: not expired, never longer than CLAIM_SECONDS, and its segment still appended to."""
+        if not self.now_s < expires <= self.now_s + CLAIM_SECONDS:
+            return False
+        row = self.segment(segment)
+        return row is not None and row.state == ACTIVE
 
     def segment_alive(self, number: int) -> bool:
         return self.segment_id(number) is not None
