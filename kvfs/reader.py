@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -107,8 +106,7 @@ class Reader:
             if self._pool is None:
                 self._pool = Pool(max(COLD_THREADS, self._c.threads), "kvfs-read")
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
-        shares = [jobs[a:b] for a, b in pairwise(bounds)]
-        calls = [partial(lambda share: [function(job) for job in share], share) for share in shares]
+        calls = [lambda a=a, b=b: list(map(function, jobs[a:b])) for a, b in pairwise(bounds)]
         return chain.from_iterable(self._pool.run(calls))
 
     def _direct(self, job: Job, out: memoryview) -> int:
