@@ -5,7 +5,7 @@ All pages that one request touched (hit, skipped by a save, or written) should c
 equal stamp across segments means "used together last time", and the chunk indices give their order. Stamps that
 differ by segment do no harm, but links between segments are lost. For each segment and stamp (a ``Piece``):
 
-    hazard = 1 / (age + 50 s), times 2 for records that were used again after they were first written
+    hazard = 1 / (age + 50 s, or a quarter of the oldest page's age if that is less), times 2 for records that were used again after they were first written
     loss   = hazard x bytes, summed over the piece and all later pieces of that stamp, in whatever segment: they
              become unreachable with it. A piece behind a gap in the chunk indices is unreachable: loss 0.
 
@@ -173,8 +173,10 @@ def _losses(summaries: Sequence[Summary], now_us: int) -> tuple[dict[tuple[int, 
             total_bytes += p.nbytes
     losses: dict[tuple[int, int], float] = {}
     worth = 0.0
+    # a store that turns over in seconds must still tell old from new
+    half_age = max(1, min(HALF_AGE_US, (now_us - min(by_stamp, default=now_us)) // 4))
     for stamp, chain in by_stamp.items():
-        hazard = 1.0 / (max(0, now_us - stamp) + HALF_AGE_US)
+        hazard = 1.0 / (max(0, now_us - stamp) + half_age)
         chain.sort()
         reachable, end = 0, chain[0][1]
         for first, last, _, _ in chain:
