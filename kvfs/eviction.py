@@ -5,7 +5,8 @@ All pages that one request touched (hit, skipped by a save, or written) should c
 equal stamp across segments means "used together last time", and the chunk indices give their order. Stamps that
 differ by segment do no harm, but links between segments are lost. For each segment and stamp (a ``Piece``):
 
-    hazard = 1 / (age + 50 s, or a quarter of the oldest page's age if that is less), times 2 for records that were used again after they were first written
+    hazard = 1 / (age + 50 s), times 2 for records that were used again after they were first written; in a store that
+             turns over quickly a quarter of the oldest page's age stands in place of the 50 s
     loss   = hazard x bytes, summed over the piece and all later pieces of that stamp, in whatever segment: they
              become unreachable with it. A piece behind a gap in the chunk indices is unreachable: loss 0.
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
 
 from kvfs import format as fmt
+from kvfs.assemble import assemble
 from kvfs.buffers import address_of
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
-from kvfs.hashing import LEAF_BYTES, checksum, leaf_table, root_of
+from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.index.rows import Place
 from kvfs.index.runs import forget_place
-from kvfs.layout import Group, Part
+from kvfs.layout import Group
 from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
 from kvfs.pool import Pool
 from kvfs.segment_files import Held
@@ -87,17 +89,20 @@ class Reader:
             good |= bits
             bad += faults
         for page in assembled:
-            if self._assemble(page, gm, group, out, held, bad):
-                good |= 1 << page.chunk
+            target = out[page.out : page.out + gm.part_bytes]
+            whole, wrong = assemble(self._c, page.sources, gm, group, target, held)
+            bad += [(page, source) for source in wrong]
+            good |= whole << page.chunk
         self._stamp(match, gm, good, held)
         self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
         self._forget(match, gm, group, bad)
         return good
 
     def _map(self, function: Callable[[Job], T], jobs: list[Job], out: memoryview) -> Iterator[T]:
-        """Run jobs in order, in parallel where that helps; each thread takes neighbours, which disks like."""
+        """Run jobs, in parallel where that helps; results in any order."""
         if len(jobs) < 2:
             return map(function, jobs)
+        cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
         # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
         workers = min(len(jobs), COLD_THREADS if self._direct(jobs[-1], out) >= 0 else self._c.threads)
         if workers < 2:
@@ -106,8 +111,13 @@ class Reader:
             if self._pool is None:
                 self._pool = Pool(max(COLD_THREADS, self._c.threads), "kvfs-read")
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
-        calls = [lambda a=a, b=b: list(map(function, jobs[a:b])) for a, b in pairwise(bounds)]
-        return chain.from_iterable(self._pool.run(calls))
+        # from a disk each thread takes a stretch of neighbours; from memory whichever job is next
+        shares = [iter(jobs[a:b]) for a, b in pairwise(bounds)] if cold else [iter(jobs)] * workers
+        return chain.from_iterable(self._pool.run([partial(_each, function, share) for share in shares]))
+
+    def _cached(self, job: Job) -> int | None:
+        size = sum(p.sources[0].place.stored_bytes for p in job.pages)
+        return self._c.files.cached_bytes(job.held.fd, job.offset, size)
 
     def _direct(self, job: Job, out: memoryview) -> int:
         """Descriptor for reading a job past the page cache, or negative if it should not be.
@@ -119,7 +129,7 @@ class Reader:
         target = out[first.out : first.out + size]
         if (
             size % fmt.BLOCK
-            or self._c.files.cached_bytes(job.held.fd, job.offset, size) != 0
+            or self._cached(job) != 0
             or address_of(target) % fmt.BLOCK
             or self._c.recency.was_used(job.held.segment_id, first.sources[0].place.seq)
         ):
@@ -195,59 +205,6 @@ class Reader:
             return True
         self._c.counters.add("pages_corrupt")
         return False
-
-    # -- pages that were written in other parts than the reader wants -----------------------------
-
-    def _assemble(
-        self, page: Page, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held],
-        bad: list[tuple[Page, Source]],
-    ) -> bool:  # fmt: skip
-        target = out[page.out : page.out + gm.part_bytes]
-        missing = {(h, x) for h in range(gm.want.heads) for x in range(gm.want.layers)}
-        for source in page.sources:
-            shared = source.part.intersect(gm.want)
-            if shared is None or not missing:
-                continue
-            file = held.get(source.place.segment)
-            if file is None or source.place.codec != fmt.CODEC_RAW:
-                continue
-            if not self._copy_part(file, source, shared, gm, group, target):
-                bad.append((page, source))
-                continue
-            h0, l0 = shared.head - gm.want.head, shared.layer - gm.want.layer
-            missing -= {(h0 + h, l0 + x) for h in range(shared.heads) for x in range(shared.layers)}
-        return not missing
-
-    def _copy_part(
-        self, held: Held, source: Source, shared: Part, gm: GroupMatch, group: Group, target: memoryview
-    ) -> bool:
-        """Copy the shared rectangle of one stored part; whole leaves are read and checked first."""
-        part, place = source
-        leaf, want_leaf = group.leaf_bytes(part), group.leaf_bytes(gm.want)
-        try:
-            table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), place.leaf * LEAF_BYTES)
-            if root_of(table) != place.root:
-                self._c.counters.add("pages_corrupt")
-                return False
-            cell_run = group.granule_states * group.cell.nbytes  # one head of one layer of one granule
-            scratch = memoryview(bytearray(leaf * shared.layers))
-            for granule in range(group.granules):
-                first = granule * part.layers + shared.layer - part.layer
-                self._c.files.read_into(held.fd, scratch, place.block * fmt.BLOCK + first * leaf)
-                for layer in range(shared.layers):
-                    data = scratch[layer * leaf : (layer + 1) * leaf]
-                    at = (first + layer) * LEAF_BYTES
-                    if checksum(data) != int.from_bytes(table[at : at + LEAF_BYTES], "little"):
-                        self._c.counters.add("pages_corrupt")
-                        return False
-                    row = granule * gm.want.layers + shared.layer + layer - gm.want.layer
-                    to = row * want_leaf + (shared.head - gm.want.head) * cell_run
-                    begin = (shared.head - part.head) * cell_run
-                    target[to : to + shared.heads * cell_run] = data[begin : begin + shared.heads * cell_run]
-        except OSError:
-            self._c.counters.add("read_errors")
-            return False
-        return True
 
     # -- views -------------------------------------------------------------------------------
 
@@ -357,6 +314,10 @@ class Reader:
         """In a forked child: the parent's threads are not here."""
         self._pool = None
         self._lock = threading.Lock()
+
+
+def _each(function: Callable[[Job], T], jobs: Iterator[Job]) -> list[T]:
+    return [function(job) for job in jobs]
 
 
 def _pages(gm: GroupMatch) -> tuple[list[Page], list[Page]]:

@@ -27,6 +27,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "staging",
         "eviction",
         "reader",
+        "assemble",
         "writer",
         "active",
         "carry",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -517,7 +518,7 @@ def test_too_many_unfinished_transfers_are_declined_at_once(ns: kvfs.Namespace, 
 
 def test_a_disk_that_fails_declines(ns: kvfs.Namespace, files: GatedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(fd: int, buffers: Sequence[Any], offset: int) -> int:
-        raise OSError(28, "full")
+        raise OSError(errno.EIO, "broken")
 
     log = Log()
     with ns.attach(Engine().kv) as io:
@@ -551,7 +552,7 @@ def test_a_decline_ends_the_batches_behind_it(
 
     def fails_once(fd: int, buffers: Sequence[Any], offset: int) -> int:
         if failures and threading.current_thread().name.startswith("kvfs-write"):
-            raise OSError(failures.pop(), "full")
+            raise OSError(failures.pop(), "broken")
         return real(fd, buffers, offset)
 
     with ns.attach(Engine().kv, ring_bytes=max(4096, LAYOUT.page_bytes)) as io:  # one page per batch
