@@ -548,7 +548,7 @@ def test_a_cancelled_save_gives_its_slots_back_while_the_disk_stalls(ns: kvfs.Na
 def test_a_decline_ends_the_batches_behind_it(
     ns: kvfs.Namespace, files: GatedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures, real, log = [28], files.pwritev, Log()
+    failures, real, log = [errno.EIO], files.pwritev, Log()
 
     def fails_once(fd: int, buffers: Sequence[Any], offset: int) -> int:
         if failures and threading.current_thread().name.startswith("kvfs-write"):
