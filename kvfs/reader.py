@@ -162,7 +162,7 @@ class Reader:
         return good, bad
 
     def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, direct: int) -> bytes | None:
-        """Read a job; its leaf table if every read is checked. Sums are taken while the bytes are in the CPU's cache."""
+        """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
         if direct >= 0:
             self._c.counters.add("direct_reads")
         fd = direct if direct >= 0 else job.held.fd
