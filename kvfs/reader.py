@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvfs import format as fmt
 from kvfs.assemble import assemble
@@ -18,8 +18,9 @@ from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.index.rows import Place
 from kvfs.index.runs import forget_place
 from kvfs.layout import Group
-from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
+from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, used_ranges
 from kvfs.pool import Pool
+from kvfs.reads import Job, plan_reads
 from kvfs.segment_files import Held
 from kvfs.types import Tier, Verify
 
@@ -29,22 +30,6 @@ READ_BYTES = 4 << 20  # one preadv
 SUM_BYTES = 512 << 10  # read and summed at once
 VIEW_BYTES = 256 << 20  # one map
 VERIFIED_MAX = 1 << 20  # remembered pages of policy "first"
-
-
-class Page(NamedTuple):
-    """One page to load: where it goes, and where its parts lie."""
-
-    chunk: int
-    out: int  # offset in the caller's buffer
-    sources: list[Source]
-
-
-class Job(NamedTuple):
-    """Pages that lie one behind the other in a segment, and go one behind the other to the buffer."""
-
-    held: Held
-    offset: int
-    pages: list[Page]
 
 
 class Reader:
@@ -82,21 +67,22 @@ class Reader:
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
     ) -> int:
         """Set (as bits) of the chunks that are now in ``out``, verified."""
-        direct, assembled = _pages(gm)
-        jobs = list(_merge(direct, gm.part_bytes, held))
-        bad: list[tuple[Page, Source]] = []
+        jobs, covered = plan_reads(gm, held, READ_BYTES)
+        bad: list[tuple[int, int]] = []
         good = 0
         for bits, faults in self._map(lambda job: self._read_job(job, gm, group, out), jobs, out):
             good |= bits
             bad += faults
-        for page in assembled:
-            target = out[page.out : page.out + gm.part_bytes]
-            whole, wrong = assemble(self._c, page.sources, gm, group, target, held)
-            bad += [(page, source) for source in wrong]
-            good |= whole << page.chunk
+        rest = (1 << gm.count) - 1 << gm.first & ~covered
+        sources = gm.sources() if rest else {}
+        for chunk in (c for c in sources if rest >> c & 1):
+            target = out[(chunk - gm.first) * gm.part_bytes :][: gm.part_bytes]
+            whole, wrong = assemble(self._c, sources[chunk], gm, group, target, held)
+            bad += [(source.place.segment, source.place.seq) for source in wrong]
+            good |= whole << chunk
         self._stamp(match, gm, good, held)
         self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
-        self._forget(match, gm, group, bad)
+        self._forget(match, gm, bad)
         return good
 
     def _map(self, function: Callable[[Job], T], jobs: list[Job], out: memoryview) -> Iterator[T]:
@@ -117,8 +103,7 @@ class Reader:
         return chain.from_iterable(self._pool.run([partial(_each, function, share) for share in shares]))
 
     def _cached(self, job: Job) -> int | None:
-        size = sum(p.sources[0].place.stored_bytes for p in job.pages)
-        return self._c.files.cached_bytes(job.held.fd, job.offset, size)
+        return self._c.files.cached_bytes(job.held.fd, job.offset, job.nbytes)
 
     def _direct(self, job: Job, out: memoryview) -> int:
         """Descriptor for reading a job past the page cache, or negative if it should not be.
@@ -126,40 +111,38 @@ class Reader:
         Cold bytes that nobody has used before go that way: reading them through the page cache costs several times
         the CPU, and pages used once are the first that the kernel drops again.
         """
-        first, size = job.pages[0], sum(p.sources[0].place.stored_bytes for p in job.pages)
-        target = out[first.out : first.out + size]
         if (
-            size % fmt.BLOCK
+            job.size % fmt.BLOCK
             or self._cached(job) != 0
-            or address_of(target) % fmt.BLOCK
-            or self._c.recency.was_used(job.held.segment_id, first.sources[0].place.seq)
+            or address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
+            or self._c.recency.was_used(job.held.segment_id, job.seqs[0])
         ):
             return -1
         return self._c.segments.direct(job.held)
 
-    def _read_job(
-        self, job: Job, gm: GroupMatch, group: Group, out: memoryview
-    ) -> tuple[int, list[tuple[Page, Source]]]:
-        size, first = gm.part_bytes, job.pages[0].out
-        target = out[first : first + size * len(job.pages)]
+    def _read_job(self, job: Job, gm: GroupMatch, group: Group, out: memoryview) -> tuple[int, list[tuple[int, int]]]:
+        """Read and check; (good chunks as bits, bad records as (segment, seq))."""
+        target = out[job.out : job.out + job.nbytes]
+        leaf_bytes, step = group.leaf_bytes(gm.want), LEAF_BYTES * group.leaves(gm.want)
         try:
-            table = self._read_and_sum(job, target, group.leaf_bytes(gm.want), self._direct(job, out))
+            table = self._read_and_sum(job, target, leaf_bytes, self._direct(job, out))
         except OSError:
-            return self._read_singly(job, gm, group, out)
-        good, bad = 0, []
-        step = LEAF_BYTES * group.leaves(gm.want)
-        for i, page in enumerate(job.pages):
-            source = page.sources[0]
-            if table is not None:
-                fine = self._agrees(table[i * step : (i + 1) * step], source.place)
-            else:
-                data = out[page.out : page.out + size]
-                fine = self._check(job.held, source.place, data, group.leaf_bytes(gm.want))
-            if fine:
-                good |= 1 << page.chunk
-            else:
-                bad.append((page, source))
-        return good, bad
+            return self._read_singly(job, target, leaf_bytes)
+        if table is None:
+            good = [
+                self._check(job, i, target[i * job.size : (i + 1) * job.size], leaf_bytes) for i in range(job.count)
+            ]
+        else:
+            roots = [root_of(table[at : at + step]) for at in range(0, len(table), step)]
+            if b"".join(roots) == job.roots:
+                return job.bits(), []
+            good = [self._agrees(root, job, i) for i, root in enumerate(roots)]
+        return self._judged(job, good)
+
+    @staticmethod
+    def _judged(job: Job, good: Sequence[bool]) -> tuple[int, list[tuple[int, int]]]:
+        bits = sum(fine << job.chunk + i for i, fine in enumerate(good))
+        return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if not fine]
 
     def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, direct: int) -> bytes | None:
         """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
@@ -177,35 +160,28 @@ class Reader:
             tables.append(leaf_table(piece, leaf_bytes))
         return b"".join(tables)
 
-    def _read_singly(
-        self, job: Job, gm: GroupMatch, group: Group, out: memoryview
-    ) -> tuple[int, list[tuple[Page, Source]]]:
+    def _read_singly(self, job: Job, target: memoryview, leaf_bytes: int) -> tuple[int, list[tuple[int, int]]]:
         """One of the pages cannot be read: find out which."""
         self._c.counters.add("read_errors")
-        good, bad = 0, []
-        for page in job.pages:
-            source = page.sources[0]
-            target = out[page.out : page.out + gm.part_bytes]
+        good = []
+        for i in range(job.count):
+            page = target[i * job.size : (i + 1) * job.size]
             try:
-                self._c.files.read_into(job.held.fd, target, source.place.block * fmt.BLOCK)
-                fine = self._check(job.held, source.place, target, group.leaf_bytes(gm.want))
+                self._c.files.read_into(job.held.fd, page, job.offset + i * job.size)
+                good.append(self._check(job, i, page, leaf_bytes))
             except OSError:
-                fine = False
-            if fine:
-                good |= 1 << page.chunk
-            else:
-                bad.append((page, source))
-        return good, bad
+                good.append(False)
+        return self._judged(job, good)
 
-    def _check(self, held: Held, place: Place, data: memoryview, leaf_bytes: int) -> bool:
-        """Whether the bytes are the ones that the index vouches for."""
+    def _check(self, job: Job, i: int, data: memoryview, leaf_bytes: int) -> bool:
+        """Whether the bytes of page ``i`` are the ones that the index vouches for, as far as the policy asks."""
         policy = self._c.verify
         if policy is Verify.OFF:
             return True
-        key = (held.segment_id, place.seq)
+        key = (job.held.segment_id, job.seqs[i])
         if policy is Verify.FIRST and key in self._verified:
             return True
-        if not self._agrees(leaf_table(data, leaf_bytes), place):
+        if not self._agrees(root_of(leaf_table(data, leaf_bytes)), job, i):
             return False
         if policy is Verify.FIRST:
             if len(self._verified) >= VERIFIED_MAX:
@@ -213,8 +189,8 @@ class Reader:
             self._verified.add(key)
         return True
 
-    def _agrees(self, table: bytes, place: Place) -> bool:
-        if root_of(table) == place.root:
+    def _agrees(self, root: bytes, job: Job, i: int) -> bool:
+        if root == job.root(i):
             return True
         self._c.counters.add("pages_corrupt")
         return False
@@ -228,32 +204,30 @@ class Reader:
         """
         views: list[memoryview] = []
         with self.held(match) as held:
-            direct, _ = _pages(gm)
             good = 0
-            for job in _merge(direct, gm.part_bytes, held, VIEW_BYTES):
-                if job.pages[0].chunk != gm.first + len(views):
+            for job in plan_reads(gm, held, VIEW_BYTES)[0]:
+                if job.chunk != gm.first + len(views):
                     break
-                new = self._map_job(job, gm, group)
+                new = self._map_job(job, group.leaf_bytes(gm.want))
                 views += new
-                good |= (1 << len(new)) - 1 << job.pages[0].chunk
-                if len(new) < len(job.pages):
+                good |= (1 << len(new)) - 1 << job.chunk
+                if len(new) < job.count:
                     break
             self._stamp(match, gm, good, held)
         return views
 
-    def _map_job(self, job: Job, gm: GroupMatch, group: Group) -> list[memoryview]:
-        size = gm.part_bytes
+    def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
         try:
-            mapping = self._c.files.map(job.held.fd, size * len(job.pages), job.offset)
+            mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
             self._c.files.populate(mapping)
         except (OSError, ValueError):
             self._c.counters.add("read_errors")
             return []
         whole = memoryview(mapping).toreadonly()
         views = []
-        for i, page in enumerate(job.pages):
-            data = whole[i * size : (i + 1) * size]
-            if not self._check(job.held, page.sources[0].place, data, group.leaf_bytes(gm.want)):
+        for i in range(job.count):
+            data = whole[i * job.size : (i + 1) * job.size]
+            if not self._check(job, i, data, leaf_bytes):
                 break
             views.append(data)
         return views
@@ -289,11 +263,11 @@ class Reader:
                 self._c.recency.stamp(held[segment].segment_id, seq, [match.at_us] * count)
         self._c.recency.note_request(match.last_hash, match.at_us)
 
-    def _forget(self, match: PrefixMatch, gm: GroupMatch, group: Group, bad: Sequence[tuple[Page, Source]]) -> None:
+    def _forget(self, match: PrefixMatch, gm: GroupMatch, bad: Sequence[tuple[int, int]]) -> None:
         """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""
         if not bad or self._c.liveness is None:
             return
-        wrong = {(source.place.segment, source.place.seq) for _, source in bad}
+        wrong = set(bad)
         keys = {hit.key for hit in gm.hits}
         with contextlib.suppress(IndexUnavailableError):
             self._c.index.write(
@@ -331,43 +305,3 @@ class Reader:
 
 def _each(function: Callable[[Job], T], jobs: Iterator[Job]) -> list[T]:
     return [function(job) for job in jobs]
-
-
-def _pages(gm: GroupMatch) -> tuple[list[Page], list[Page]]:
-    """Pages that can be read as they lie, and pages that must be put together from parts."""
-    direct, assembled = [], []
-    sources = gm.sources()
-    for chunk in range(gm.first, gm.first + gm.count):
-        out = (chunk - gm.first) * gm.part_bytes
-        found = sources.get(chunk, [])
-        whole = [s for s in found if s.part == gm.want and s.place.stored_bytes == gm.part_bytes and not s.place.codec]
-        if whole:
-            direct.append(Page(chunk, out, whole[:1]))
-        else:
-            assembled.append(Page(chunk, out, found))
-    return direct, assembled
-
-
-def _merge(pages: Sequence[Page], size: int, held: dict[int, Held], limit: int = READ_BYTES) -> Iterator[Job]:
-    """Runs of pages that one call can move. Pages of segments that are gone are left out."""
-    job: Job | None = None
-    for page in pages:
-        place = page.sources[0].place
-        file = held.get(place.segment)
-        if file is None:
-            continue
-        offset = place.block * fmt.BLOCK
-        if (
-            job is not None
-            and job.held is file
-            and job.offset + size * len(job.pages) == offset
-            and job.pages[-1].out + size == page.out
-            and size * len(job.pages) < limit
-        ):
-            job.pages.append(page)
-            continue
-        if job is not None:
-            yield job
-        job = Job(file, offset, [page])
-    if job is not None:
-        yield job

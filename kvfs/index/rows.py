@@ -107,6 +107,20 @@ class Row:
                     e.seq + (0 if e.flags & CLAIM else i), e.expires,
                 )  # fmt: skip
 
+    def stretches(self, bits: int) -> Iterator[tuple[Extent, int, int, bytes]]:
+        """(extent, chunks of it left out before, count, roots) of each run of chunks in ``bits``."""
+        at, value = self._hashes + HASH_BYTES * self.present.bit_count(), self.value
+        for e in self.extents:
+            use, skipped = bits >> e.first & (1 << e.chunks) - 1, 0
+            while use:
+                gap = (use & -use).bit_length() - 1
+                use, skipped = use >> gap, skipped + gap
+                count = (~use & use + 1).bit_length() - 1
+                first = at + ROOT_BYTES * skipped
+                yield e, skipped, count, value[first : first + ROOT_BYTES * count]
+                use, skipped = use >> count, skipped + count
+            at += ROOT_BYTES * e.chunks
+
 
 def parse_row(key: bytes, value: bytes | None) -> Row | None:
     """The row, or None for absent or damaged bytes (then the chunks are misses)."""

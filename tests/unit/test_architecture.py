@@ -28,6 +28,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "eviction",
         "reader",
         "assemble",
+        "reads",
         "writer",
         "active",
         "carry",
