@@ -59,8 +59,10 @@ def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tupl
             file = held.get(e.segment)
             if file is None:
                 continue
-            at = Job(file, e.segment, (e.block + skipped * e.stride) * fmt.BLOCK, chunk, (chunk - gm.first) * gm.part_bytes,
-                     gm.part_bytes, roots, list(range(e.seq + skipped, e.seq + skipped + count)))  # fmt: skip
+            offset = (e.block + skipped * e.stride) * fmt.BLOCK
+            seqs = list(range(e.seq + skipped, e.seq + skipped + count))
+            out = (chunk - gm.first) * gm.part_bytes
+            at = Job(file, e.segment, offset, chunk, out, gm.part_bytes, roots, seqs)
             near = e.stride * fmt.BLOCK == gm.part_bytes
             for piece in [at] if near or count == 1 else _singly(at, e.stride * fmt.BLOCK):
                 _add(jobs, piece, max(1, bytes_max // gm.part_bytes))
