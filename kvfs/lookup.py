@@ -120,9 +120,10 @@ class GroupLookup:
         first, count = self.prompt.run(run)
         live = claimed = seen = 0
         hits = []
-        for j in range(count):
-            if seen >> j & 1:
-                continue
+        unread = (1 << count) - 1  # chunks whose own row, if they head one, has not been read
+        while left := unread & ~seen:
+            j = (left & -left).bit_length() - 1
+            unread &= -2 << j
             key = self.prompt.key(self.group, part, first + j)
             self.rows_read += 1
             row = session.row(key)

@@ -45,7 +45,8 @@ class Library:
 
     def store(self) -> kvfs.Store:
         capacity = 2 * self.pages * SMALL_PAGE_BYTES + 256 * MIB
-        return kvfs.open(self.path, capacity=capacity)
+        index = max(8 * MIB, 400 * self.pages)  # small pages need more index than the default share
+        return kvfs.open(self.path, capacity=capacity + index, index_bytes=index)
 
     def namespace(self, store: kvfs.Store) -> kvfs.Namespace:
         head_dim = SMALL_PAGE_BYTES // (4 * self.page_tokens)  # K and V of bf16
