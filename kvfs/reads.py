@@ -41,7 +41,7 @@ class Job:
 
 
 def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tuple[list[Job], int]:
-    """Reads of the pages that lie just as the reader wants them, and the set (as bits) of all chunks that do.
+    """Reads of the pages that lie just as the reader wants them, by chunk, and the set (as bits) of all that do.
 
     Chunks whose segment is gone are in the set and in no read: they are misses.
     """
@@ -66,6 +66,7 @@ def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tupl
             near = e.stride * fmt.BLOCK == gm.part_bytes
             for piece in [at] if near or count == 1 else _singly(at, e.stride * fmt.BLOCK):
                 _add(jobs, piece, max(1, bytes_max // gm.part_bytes))
+    jobs.sort(key=lambda job: job.chunk)  # rows of forks may interleave
     return jobs, covered
 
 

@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_made_is_not_charged(tmp_path: Path, judge: Judge)
         files.arm(Fault(1, "fallocate", error=errno.ENOSPC, persistent=True))
         for family in range(10):
             result = put(ns, PROMPTS.tokens(family, 3), judge)
-            assert result is not None and (result.declined, result.reason) == (3, "io")
+            assert result is not None and (result.declined, result.reason) == (3, "space")
         files.arm()
         store.gc()
         assert store.stats()["used_bytes"] == 0

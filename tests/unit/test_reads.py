@@ -1,0 +1,47 @@
+"""From rows of the index to reads."""
+
+from __future__ import annotations
+
+from kvfs.index.rows import Place, pack_row
+from kvfs.layout import Part
+from kvfs.lookup import Hit
+from kvfs.match import GroupMatch
+from kvfs.reads import plan_reads
+from kvfs.segment_files import Held
+
+WANT = Part(0, 1, 0, 1)
+PAGE = 4096
+
+
+def place(block: int, seq: int) -> Place:
+    return Place(seq.to_bytes(32, "little"), seq.to_bytes(16, "little"), 0, 0, 1, block, PAGE, block * 512, seq, 0)
+
+
+def hit(places: dict[int, Place]) -> Hit:
+    key = bytes(40)
+    return Hit(0, WANT, key, pack_row(key, places, 1), sum(1 << j for j in places))
+
+
+def planned(hits: tuple[Hit, ...], count: int, bytes_max: int = 1 << 20) -> list[tuple[int, int, int, bytes]]:
+    gm = GroupMatch(0, "full", WANT, None, PAGE, 0, count, hits, 32)
+    jobs, covered = plan_reads(gm, {1: Held(1, bytes(16), -1, "")}, bytes_max)
+    assert covered == (1 << count) - 1
+    assert all(job.roots == b"".join(seq.to_bytes(16, "little") for seq in job.seqs) for job in jobs)
+    return [(job.chunk, job.count, job.offset // PAGE, bytes(job.seqs)) for job in jobs]
+
+
+def test_rows_that_interleave_are_read_in_the_order_of_the_prompt() -> None:
+    """A view ends at the first gap: it returned 3 pages of 18 where a fork's row filled the middle of a run."""
+    outer = hit({0: place(10, 1), 1: place(11, 2), 4: place(20, 5)})
+    inner = hit({2: place(30, 7), 3: place(31, 8)})
+    assert planned((outer, inner), 5) == [(0, 2, 10, b"\1\2"), (2, 2, 30, b"\7\x08"), (4, 1, 20, b"\5")]
+
+
+def test_neighbours_are_one_read_up_to_its_limit() -> None:
+    row = hit({j: place(10 + j, 1 + j) for j in range(7)})
+    assert planned((row,), 7, 3 * PAGE) == [(0, 3, 10, b"\1\2\3"), (3, 3, 13, b"\4\5\6"), (6, 1, 16, b"\7")]
+
+
+def test_pages_with_gaps_between_them_are_read_singly() -> None:
+    row = hit({j: place(10 + 2 * j, 1 + j) for j in range(3)})
+    assert planned((row,), 3) == [(0, 1, 10, b"\1"), (1, 1, 12, b"\2"), (2, 1, 14, b"\3")]
