@@ -144,7 +144,7 @@ def test_the_capacity_holds_at_every_moment(tmp_path: Path, judge: Judge, kind: 
 
 @pytest.mark.needs_root("file systems are mounted")
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
-def test_a_full_disk_only_declines(tmp_path: Path, judge: Judge, kind: str) -> None:
+def test_a_full_disk_harms_nobody(tmp_path: Path, judge: Judge, kind: str) -> None:
     _skip_without(kind)
     full.run(tmp_path, seed=6, seconds=1.0, judge=judge, kinds=(kind,))
     assert judge.counts["faults"] >= 1, "the disk was never full"
