@@ -37,7 +37,7 @@ class Load:
             with self.desk.reader.held(self.match) as held:
                 for attached, chunks in self.pages:
                     if self._load(attached, chunks, held):
-                        self.transfer._group_ready(attached.number)
+                        self.transfer._layers_ready(attached.group.layers)
         except Exception as exc:
             fail(self.transfer, exc)
         finally:

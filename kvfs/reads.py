@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvfs import format as fmt
-from kvfs.hashing import ROOT_BYTES
+from kvfs.hashing import LEAF_BYTES, ROOT_BYTES
 from kvfs.index.rows import parse_row
 from kvfs.match import GroupMatch
 from kvfs.segment_files import Held
@@ -22,8 +22,8 @@ class Job:
     chunk: int
     out: int  # offset in the caller's buffer
     size: int
-    roots: bytes = b""  # of the pages, one behind the other
-    seqs: list[int] = field(default_factory=list)  # their records
+    roots: bytes  # of the pages, one behind the other
+    seqs: list[int]  # their records
 
     @property
     def count(self) -> int:
@@ -40,12 +40,47 @@ class Job:
         return (1 << len(self.seqs)) - 1 << self.chunk
 
 
-def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tuple[list[Job], int]:
-    """Reads of the pages that lie just as the reader wants them, by chunk, and the set (as bits) of all that do.
+@dataclass
+class Run:
+    """``count`` pages from ``chunk`` on, ``stride`` bytes apart in a segment, with their leaf tables."""
 
-    Chunks whose segment is gone are in the set and in no read: they are misses.
+    held: Held
+    segment: int
+    offset: int
+    stride: int
+    chunk: int
+    leaf: int  # offset of the first leaf table; they lie one behind the other. 0: there is none
+    leaf_bytes: int  # of the leaf table of one page
+    roots: bytes
+    seqs: list[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.seqs)
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first page to the end of the last one's stride."""
+        return self.stride * len(self.seqs)
+
+    def root(self, i: int) -> bytes:
+        return self.roots[i * ROOT_BYTES : (i + 1) * ROOT_BYTES]
+
+    def cut(self, first: int, count: int) -> Run:
+        """Pages [first, first + count) of it."""
+        return Run(
+            self.held, self.segment, self.offset + first * self.stride, self.stride, self.chunk + first,
+            self.leaf and self.leaf + first * self.leaf_bytes, self.leaf_bytes,
+            self.roots[first * ROOT_BYTES : (first + count) * ROOT_BYTES], self.seqs[first : first + count],
+        )  # fmt: skip
+
+
+def plan_runs(gm: GroupMatch, held: Mapping[int, Held]) -> tuple[list[Run], int]:
+    """The pages that lie just as the reader wants them, as runs by chunk, and the set (as bits) of all that do.
+
+    Chunks whose segment is gone are in the set and in no run: they are misses.
     """
-    jobs: list[Job] = []
+    runs: list[Run] = []
     wanted, covered = (1 << gm.count) - 1 << gm.first, 0
     for hit in gm.hits:
         base = hit.run * gm.run_length
@@ -57,42 +92,50 @@ def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tupl
             chunk = base + e.first + skipped
             covered |= (1 << count) - 1 << chunk
             file = held.get(e.segment)
-            if file is None:
-                continue
-            offset = (e.block + skipped * e.stride) * fmt.BLOCK
-            seqs = list(range(e.seq + skipped, e.seq + skipped + count))
-            out = (chunk - gm.first) * gm.part_bytes
-            at = Job(file, e.segment, offset, chunk, out, gm.part_bytes, roots, seqs)
-            near = e.stride * fmt.BLOCK == gm.part_bytes
-            for piece in [at] if near or count == 1 else _singly(at, e.stride * fmt.BLOCK):
-                _add(jobs, piece, max(1, bytes_max // gm.part_bytes))
-    jobs.sort(key=lambda job: job.chunk)  # rows of forks may interleave
-    return jobs, covered
+            if file is not None:
+                assert row is not None
+                runs.append(Run(
+                    file, e.segment, (e.block + skipped * e.stride) * fmt.BLOCK,
+                    e.stride * fmt.BLOCK or fmt.align(gm.part_bytes), chunk,
+                    e.leaf and (e.leaf + skipped * row.leaves) * LEAF_BYTES, row.leaves * LEAF_BYTES, roots,
+                    list(range(e.seq + skipped, e.seq + skipped + count)),
+                ))  # fmt: skip
+    runs.sort(key=lambda run: run.chunk)  # rows of forks may interleave
+    return _joined(runs), covered
 
 
-def _singly(job: Job, stride: int) -> Iterator[Job]:
-    """Pages with gaps between them."""
-    for i, seq in enumerate(job.seqs):
-        out = job.out + i * job.size
-        yield Job(job.held, job.segment, job.offset + i * stride, job.chunk + i, out, job.size, job.root(i), [seq])
-
-
-def _add(jobs: list[Job], job: Job, pages_max: int) -> None:
-    """Append a stretch, joined to the last one where they meet, in jobs of at most ``pages_max`` pages."""
-    done = 0
-    while done < job.count:
-        last = jobs[-1] if jobs else None
-        offset, chunk = job.offset + done * job.size, job.chunk + done
+def _joined(runs: list[Run]) -> list[Run]:
+    """Neighbours in the prompt and in a segment, their leaf tables too, become one."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
         if (
-            last is None
-            or last.held is not job.held
-            or last.offset + last.nbytes != offset
-            or last.chunk + last.count != chunk
-            or last.count >= pages_max
+            last is not None
+            and last.held is run.held
+            and last.chunk + last.count == run.chunk
+            and last.stride == run.stride
+            and last.offset + last.span == run.offset
+            and bool(last.leaf) == bool(run.leaf)
+            and (not run.leaf or last.leaf + last.count * last.leaf_bytes == run.leaf)
         ):
-            last = Job(job.held, job.segment, offset, chunk, job.out + done * job.size, job.size)
-            jobs.append(last)
-        take = min(job.count - done, pages_max - last.count)
-        last.roots += job.roots[done * ROOT_BYTES : (done + take) * ROOT_BYTES]
-        last.seqs += job.seqs[done : done + take]
-        done += take
+            last.roots += run.roots
+            last.seqs += run.seqs
+        else:
+            joined.append(run)
+    return joined
+
+
+def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tuple[list[Job], int]:
+    """``plan_runs``, cut into reads that fill a caller's buffer, page behind page, each of at most ``bytes_max``."""
+    runs, covered = plan_runs(gm, held)
+    jobs: list[Job] = []
+    size = gm.part_bytes
+    for run in runs:
+        step = max(1, bytes_max // size) if run.stride == size else 1
+        for i in range(0, run.count, step):
+            n = min(step, run.count - i)
+            jobs.append(Job(
+                run.held, run.segment, run.offset + i * run.stride, run.chunk + i, (run.chunk + i - gm.first) * size,
+                size, run.roots[i * ROOT_BYTES : (i + n) * ROOT_BYTES], run.seqs[i : i + n],
+            ))  # fmt: skip
+    return jobs, covered

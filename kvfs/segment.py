@@ -47,6 +47,7 @@ class Record(NamedTuple):
     run_hash: bytes
     expires: int
     codec: int = fmt.CODEC_RAW
+    table: bytes = b""  # its leaf table, if somebody has made it already
 
 
 class Placed(NamedTuple):
@@ -227,7 +228,7 @@ class SegmentWriter:
         tables: list[bytes] = []
 
         def sums() -> None:
-            tables.extend(leaf_table(r.payload, r.leaf_bytes) for r in records)
+            tables.extend(r.table or leaf_table(r.payload, r.leaf_bytes) for r in records)
 
         if leaves_at - start < OVERLAP_BYTES:
             sums()

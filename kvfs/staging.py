@@ -80,17 +80,20 @@ class StagingRing:
     """``slots`` slots of ``slot_bytes`` bytes in one private anonymous map. Thread-safe.
 
     The memory is a child's own after a fork (copy on write), so a child can never scribble into a page that its
-    parent writes to disk.
+    parent writes to disk. ``memory``: use this instead, for example pinned memory.
     """
 
-    def __init__(self, slot_bytes: int, slots: int, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, slot_bytes: int, slots: int, monotonic: Callable[[], float], memory: memoryview | None = None
+    ) -> None:
         if slot_bytes < 1 or slots < 1:
             raise ConfigError(f"a ring of {slots} slots of {slot_bytes} bytes: pass at least one of each")
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.declined = 0  # acquires that ended with None
-        self._map = mmap.mmap(-1, slot_bytes * slots, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory = memoryview(self._map)
+        if memory is None:
+            memory = memoryview(mmap.mmap(-1, slot_bytes * slots, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self._memory = memory
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._free = list(range(slots))

@@ -80,8 +80,7 @@ class Transfer:
         self.done = Milestone()
         self._task = task
         self._at_end = at_end
-        self._layers = {layer: number for number, (_, layers, _) in task.groups.items() for layer in layers}
-        self._ready = {number: Milestone() for number in task.groups}
+        self._ready = {layer: Milestone() for _, layers, _ in task.groups.values() for layer in layers}
         self._cond = threading.Condition()
         self._state = TransferState.QUEUED
         self._open = dict.fromkeys(task.pages)
@@ -109,12 +108,12 @@ class Transfer:
     def layer_ready(self, layer: int) -> Milestone:
         """When MODEL layer ``layer`` may be used. Set at the end in any case: look at ``result`` then.
 
-        The host transport loads pages, which hold all layers of a group: they all become ready together, once the
-        last page of their group has been verified and copied. Groups become ready one after another.
+        Layers become ready in order, each once all pages of it have been verified and copied; the host transport,
+        and loads that are not layer-wise, load whole pages: then all layers of a group become ready together.
         """
-        if layer not in self._layers:
-            raise ConfigError(f"layer {layer} is not part of this transfer: it has {sorted(self._layers)}")
-        return self._ready[self._layers[layer]]
+        if layer not in self._ready:
+            raise ConfigError(f"layer {layer} is not part of this transfer: it has {sorted(self._ready)}")
+        return self._ready[layer]
 
     def wait(self, timeout: float | None = None) -> TransferResult | None:
         """Wait for the end; the result, or None if it has not come within ``timeout`` seconds."""
@@ -221,8 +220,10 @@ class Transfer:
                 with self._cond:
                     self._dispatching = False
 
-    def _group_ready(self, number: int) -> None:
-        self._ready[number]._set()
+    def _layers_ready(self, layers: Iterable[int]) -> None:
+        """All pages of these MODEL layers are there."""
+        for layer in layers:
+            self._ready[layer]._set()
 
     def _end(self) -> None:
         """End it, once: what is still open is declined or cancelled, leases go back, everybody is told."""

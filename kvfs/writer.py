@@ -50,6 +50,7 @@ class Job:
     at_us: int = 0  # when the request began that these pages belong to
     attempt: bytes = bytes(8)
     segment_class: SegmentClass = ANYTHING
+    table: Callable[[int], bytes] | None = None  # chunk number -> leaf table, where it was made with the payload
 
     def row_key(self, chunk_hash: bytes) -> bytes:
         return page_key(self.identity.digest, self.group.name, chunk_hash) + self.part.pack()
@@ -158,6 +159,7 @@ class Appender:
         return Record(
             payload, job.group.leaf_bytes(job.part), job.group.leaves(job.part), len(payload), job.group_number,
             target.chunk, job.part.pack(), target.chunk_hash, target.head, job.expires,
+            table=job.table(target.chunk) if job.table is not None else b"",
         )  # fmt: skip
 
     def _claim(

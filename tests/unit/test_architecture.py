@@ -24,6 +24,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
     3: (
         "transfer",
         "host[ijls]*",
+        "gpu*",
+        "inplace",
         "staging",
         "eviction",
         "reader",
@@ -37,7 +39,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "lookup",
         "context",
     ),
-    2: ("segment*", "index", "kernels", "space", "liveness", "recency", "hostcopy", "testing"),
+    2: ("segment*", "index", "kernels", "cuda", "space", "liveness", "recency", "hostcopy", "testing"),
     1: (
         "format",
         "codec",

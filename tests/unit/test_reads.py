@@ -14,7 +14,7 @@ PAGE = 4096
 
 
 def place(block: int, seq: int) -> Place:
-    return Place(seq.to_bytes(32, "little"), seq.to_bytes(16, "little"), 0, 0, 1, block, PAGE, block * 512, seq, 0)
+    return Place(seq.to_bytes(32, "little"), seq.to_bytes(16, "little"), 0, 0, 1, block, PAGE, 1000 + block, seq, 0)
 
 
 def hit(places: dict[int, Place]) -> Hit:

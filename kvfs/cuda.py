@@ -1,0 +1,109 @@
+"""The few calls of the CUDA driver that torch does not offer: host registration, and copies from raw addresses.
+
+Copies are asynchronous and want pinned memory on the host's side; their calls take microseconds and keep the GIL, so
+that a busy Python thread cannot come between two of them. The driver's functions report errors by value, so a failed
+call leaves nothing behind that a later one would trip over. A context must be current on the calling thread
+(``torch.cuda.set_device``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_PORTABLE, _READ_ONLY = 1, 8
+_HOST, _DEVICE = 1, 2  # CUmemorytype
+#: CUdevice_attribute
+READ_ONLY_REGISTER = 113
+HOST_REGISTER = 99
+
+_Pointer, _Size, _Device, _Stream = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
+
+
+class CudaError(OSError):
+    """A call of the driver failed."""
+
+
+class _Copy2D(ctypes.Structure):
+    _fields_ = (
+        ("src_x", _Size), ("src_y", _Size), ("src_type", ctypes.c_int), ("src_host", _Pointer),
+        ("src_device", _Device), ("src_array", _Pointer), ("src_pitch", _Size),
+        ("dst_x", _Size), ("dst_y", _Size), ("dst_type", ctypes.c_int), ("dst_host", _Pointer),
+        ("dst_device", _Device), ("dst_array", _Pointer), ("dst_pitch", _Size),
+        ("width", _Size), ("height", _Size),
+    )  # fmt: skip
+
+
+class _Driver:
+    def __init__(self) -> None:
+        slow, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
+        self.register = _typed(slow.cuMemHostRegister_v2, _Pointer, _Size, ctypes.c_uint)
+        self.unregister = _typed(slow.cuMemHostUnregister, _Pointer)
+        self.attribute = _typed(slow.cuDeviceGetAttribute, _Pointer, ctypes.c_int, ctypes.c_int)
+        self.error_string = _typed(slow.cuGetErrorString, ctypes.c_int, _Pointer)
+        self.copy_in = _typed(quick.cuMemcpyHtoDAsync_v2, _Device, _Pointer, _Size, _Stream)
+        self.copy_out = _typed(quick.cuMemcpyDtoHAsync_v2, _Pointer, _Device, _Size, _Stream)
+        self.copy_2d = _typed(quick.cuMemcpy2DAsync_v2, _Pointer, _Stream)
+
+    def check(self, code: int, what: str) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            self.error_string(code, ctypes.byref(text))
+            raise CudaError(f"{what}: CUDA error {code} ({(text.value or b'unknown').decode()})")
+
+
+def _typed(function: ctypes._NamedFuncPointer, *types: type) -> ctypes._NamedFuncPointer:
+    function.argtypes, function.restype = types, ctypes.c_int
+    return function
+
+
+@functools.cache
+def _driver() -> _Driver:
+    try:
+        return _Driver()
+    except (OSError, AttributeError) as exc:
+        raise CudaError(f"no usable CUDA driver: {exc}") from None
+
+
+def attribute(device: int, number: int) -> int:
+    """A CUdevice_attribute of a device."""
+    value = ctypes.c_int()
+    _driver().check(_driver().attribute(ctypes.byref(value), number, device), f"attribute {number}")
+    return value.value
+
+
+def register(address: int, nbytes: int, *, read_only: bool) -> None:
+    """Pin host memory for DMA; ``read_only`` also takes read-only shared maps of files. Whole pages."""
+    flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+    _driver().check(_driver().register(address, nbytes, flags), f"register {nbytes} bytes")
+
+
+def unregister(address: int) -> None:
+    _driver().check(_driver().unregister(address), "unregister")
+
+
+def copy_in(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Host to device, in stream order."""
+    code = _driver().copy_in(target, source, nbytes, stream)
+    if code:
+        _driver().check(code, f"copy of {nbytes} bytes to the device")
+
+
+def copy_out(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Device to host, in stream order."""
+    code = _driver().copy_out(target, source, nbytes, stream)
+    if code:
+        _driver().check(code, f"copy of {nbytes} bytes to the host")
+
+
+def copy_in_2d(
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+) -> None:
+    """``height`` pieces of ``width`` bytes, each a pitch behind the last, host to device, in stream order."""
+    copy = _Copy2D(
+        src_type=_HOST, src_host=source, src_pitch=source_pitch, dst_type=_DEVICE, dst_device=target,
+        dst_pitch=target_pitch, width=width, height=height,
+    )  # fmt: skip
+    code = _driver().copy_2d(ctypes.byref(copy), stream)
+    if code:
+        _driver().check(code, f"copy of {height} x {width} bytes to the device")
