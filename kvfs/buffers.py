@@ -35,6 +35,26 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
 
 
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of the C API."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def address_of_readonly(data: Any) -> int:
+    """Address of a buffer that need not be writable. It is not kept alive."""
+    buffer = _PyBuffer()
+    api = ctypes.pythonapi
+    api.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(buffer), 0)
+    address = int(buffer.buf or 0)
+    api.PyBuffer_Release(ctypes.byref(buffer))
+    return address
+
+
 def _tensor_bytes(tensor: Any, what: str) -> Any:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":

@@ -220,6 +220,8 @@ class Core:
         for hold in list(self.c.holds):
             if hold.expires_at <= now:
                 hold.release()
+        for io in list(self.c.attached):
+            io.sweep()
 
     # -- the end -----------------------------------------------------------------------------
 

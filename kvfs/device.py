@@ -83,6 +83,11 @@ class DeviceKV:
             raise ConfigError(f"group {self.group!r}: pass a non-empty tuple of KVBuffer")
 
     @property
+    def memory(self) -> str:
+        """Where it lies: "host", "pinned" or "cuda:n"."""
+        return self.buffers[0].memory
+
+    @property
     def unit_tokens(self) -> int:
         return self.buffers[0].unit_tokens
 
@@ -121,6 +126,10 @@ class DeviceKV:
         for buffer in self.buffers:
             _check_buffer(buffer, group)
             first = self.buffers[0]
+            if buffer.memory != first.memory:
+                raise ConfigError(
+                    f"group {group.name}: buffers lie in {first.memory} and {buffer.memory}; attach one device"
+                )
             same = (buffer.unit_tokens, buffer.units, buffer.replica) == (first.unit_tokens, first.units, first.replica)
             if not same:
                 raise ConfigError(
@@ -145,10 +154,6 @@ def _check_buffer(buffer: KVBuffer, group: Group) -> None:
     where = f"of group {group.name}"
     if not _MEMORY.fullmatch(buffer.memory):
         raise ConfigError(f"memory {where} is {buffer.memory!r}: pass 'host', 'pinned' or 'cuda:<n>'")
-    if buffer.memory.startswith("cuda"):
-        raise ConfigError(
-            f"memory {where} is {buffer.memory!r}: the GPU path is not part of this build yet; use 'host'"
-        )
     (index, count), (first, heads), (offset, nbytes) = buffer.replica, buffer.heads, buffer.cell
     if not 0 <= index < count:
         raise ConfigError(f"replica {where} is {buffer.replica}: pass (index, count) with 0 <= index < count")

@@ -45,6 +45,8 @@ class HostIO:
     """
 
     transport = "host"
+    _save: type[Save] = Save
+    _load: Any = Load
 
     def __init__(
         self, context: Context, appender: Appender, reader: Reader, identity: Identity,
@@ -55,15 +57,19 @@ class HostIO:
         self._queue_max = _number("queue_max", queue_max, 1 << 20)
         self._c, self._identity, self._retention = context, identity, retention
         self._attached = self._check(device_kvs)
-        ring, keep = make_ring(context, self._attached.values(), ring_bytes, dirty_bytes)
-        descriptor = identity.descriptor_bytes()
-        self._desk = Desk(context, appender, reader, identity, descriptor, ring, keep)
+        self._desk = self._make_desk(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._unfinished: set[Transfer] = set()
         self._closed = False
         self._copies, self._writes, self._reads = Pool("copy", threads), Pool("write", 1), Pool("read", threads)
         context.attached.add(self)
+
+    def _make_desk(
+        self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
+    ) -> Desk:
+        ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
+        return Desk(self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep)
 
     def _check(self, device_kvs: Sequence[DeviceKV]) -> dict[str, Attached]:
         layout = self._identity.layout
@@ -125,7 +131,7 @@ class HostIO:
         transfer = Transfer(task, self._forget)
         if not store:
             return _refuse(transfer, "disabled")
-        save = Save(
+        save = self._save(
             self._desk, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
             segment_class, attempt, self._writes.put,
         )  # fmt: skip
@@ -134,13 +140,14 @@ class HostIO:
 
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
-        first_token: int = 0, *, on_page: OnPage = None, on_done: OnDone = None,
+        first_token: int = 0, *, layerwise: bool = False, on_page: OnPage = None, on_done: OnDone = None,
     ) -> Transfer:  # fmt: skip
         """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
 
         ``result.tokens`` says how many tokens from 0 on are restored, if those before ``first_token`` and those of
         units -1 are there already. Behind it each state is either untouched or the verified one: unverified bytes
-        never reach a unit. The match may have been made for larger parts, or in another process.
+        never reach a unit. The match may have been made for larger parts, or in another process. ``layerwise``: the
+        first layers of all pages come first, where the transport can do that (``Transfer.layer_ready``).
         """
         self._check_open()
         if match.namespace != self._identity.digest:
@@ -163,7 +170,7 @@ class HostIO:
         transfer = Transfer(
             self._task("load", offered, deadline, after, on_page, on_done, summarise), self._forget_load(match)
         )
-        load = Load(self._desk, transfer, match, pages, ids, after, first_token, tiers, possible)
+        load = self._load(self._desk, transfer, match, pages, ids, after, first_token, tiers, possible, layerwise)
         return self._submit(transfer, self._reads, load.run)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
@@ -243,13 +250,19 @@ class HostIO:
     ) -> Task:  # fmt: skip
         if not isinstance(deadline, (int, float)) or not deadline >= 0:
             raise ConfigError(f"deadline is {deadline!r}: pass seconds from now, 0 or more")
+        self._check_after(after)
+        groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._attached.values()}
+        end = self._c.files.monotonic() + deadline
+        return Task(kind, pages, groups, end, summarise, on_page, on_done)
+
+    def _check_after(self, after: Any) -> None:
         if not (after is None or callable(after) or hasattr(after, "wait") or hasattr(after, "synchronize")):
             raise ConfigError(
                 f"after is {type(after).__name__}: pass an event with synchronize() or wait(), or a callable"
             )
-        groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._attached.values()}
-        end = self._c.files.monotonic() + deadline
-        return Task(kind, pages, groups, end, summarise, on_page, on_done)
+
+    def sweep(self) -> None:
+        """Let go of what other processes wait for. Called every second."""
 
     def _submit(self, transfer: Transfer, pool: Pool, run: Callable[[], None]) -> Transfer:
         with self._changed:

@@ -115,9 +115,13 @@ class Pool:
 
 
 def make_ring(
-    context: Context, attached: Collection[Attached], ring_bytes: int | str, dirty_bytes: int | str | None
-) -> tuple[StagingRing, int]:
-    """The ring, and how many of its slots saves must leave free. ConfigError if it holds no page."""
+    context: Context, attached: Collection[Attached], ring_bytes: int | str, dirty_bytes: int | str | None,
+    allocate: Callable[[int], memoryview | None] = lambda nbytes: None,
+) -> tuple[StagingRing, int]:  # fmt: skip
+    """The ring, and how many of its slots saves must leave free. ConfigError if it holds no page.
+
+    ``allocate``: gives the memory; None: the ring makes its own.
+    """
     page = max(a.page_bytes for a in attached)
     slot = -(-page // SLOT_ALIGN) * SLOT_ALIGN
     slots = parse_size(ring_bytes, "ring_bytes") // slot
@@ -126,4 +130,4 @@ def make_ring(
     dirty = slots - slots // 4 if dirty_bytes is None else parse_size(dirty_bytes, "dirty_bytes") // slot
     if not dirty:
         raise ConfigError(f"dirty_bytes is {dirty_bytes}: pass at least {slot}, one page of {page} bytes")
-    return StagingRing(slot, slots, context.files.monotonic), max(0, slots - dirty)
+    return StagingRing(slot, slots, context.files.monotonic, allocate(slot * slots)), max(0, slots - dirty)

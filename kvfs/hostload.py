@@ -28,6 +28,7 @@ class Load:
     first_token: int
     tiers: dict[PageId, Tier]
     possible: dict[str, int]  # chunks that may still be good, as bits, by group name
+    layerwise: bool = False  # pages come whole here
 
     def run(self) -> None:
         """On a read thread."""

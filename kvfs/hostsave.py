@@ -132,12 +132,8 @@ class Save:
             written.add(chunk)
             return views[chunk]
 
-        job = Job(
-            self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
-            payload, self.expires, self.at_us, self.attempt, self.segment_class,
-        )  # fmt: skip
         useful = [chunk for chunk in batch.chunks if chunk < self.limit]
-        outcome = self.desk.appender.store(job, useful)
+        outcome = self.desk.appender.store(self._job(attached, payload), useful)
         taken = useful[: len(useful) - outcome.declined]
         if taken:
             self.desk.context.recency.note_request(self.prompt.hashes[taken[-1]], self.at_us)
@@ -149,6 +145,12 @@ class Save:
         settle([c for c in taken if c in written], PageOutcome.STORED)
         settle([c for c in taken if c not in written], PageOutcome.SKIPPED)
         settle(batch.chunks[len(taken) :], PageOutcome.DECLINED)
+
+    def _job(self, attached: Attached, payload: Callable[[int], memoryview]) -> Job:
+        return Job(
+            self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
+            payload, self.expires, self.at_us, self.attempt, self.segment_class,
+        )  # fmt: skip
 
     def _settle(self, number: int, chunks: Sequence[int], outcome: PageOutcome) -> None:
         self.transfer._settle([PageId(number, chunk) for chunk in chunks], outcome)

@@ -165,22 +165,33 @@ class Namespace:
 
     def attach(
         self, device_kvs: DeviceKV | Sequence[DeviceKV], *, ring_bytes: int | str = "256MiB", threads: int = 2,
-        dirty_bytes: int | str | None = None, queue_max: int = 256,
+        dirty_bytes: int | str | None = None, queue_max: int = 256, scratch_bytes: int | str = "128MiB",
+        registered_bytes: int | str = "16GiB",
     ) -> HostIO:  # fmt: skip
-        """Attach the engine's buffers, one descriptor per group; saves and loads then go through ``HostIO``.
+        """Attach the engine's buffers, one descriptor per group; saves and loads then go through ``HostIO``, or
+        ``GpuIO`` if they lie on a GPU.
 
         A rank attaches what it holds: groups without a layer on this rank are left out. ``ring_bytes``: staging
         memory, at least one page. ``threads``: of copies, and again of loads. ``dirty_bytes``: how much may be
         copied out of the engine and not be published yet (default: three quarters of the ring). ``queue_max``:
-        unfinished transfers. ConfigError for a descriptor that does not fit the layout.
+        unfinished transfers. On a GPU ``scratch_bytes`` of its memory are used in each direction, and at most
+        ``registered_bytes`` of the page cache are pinned for it (0: none, everything goes through the ring).
+        ConfigError for a descriptor that does not fit the layout, or a device that is not there.
         """
-        from kvfs.hostio import HostIO  # attached processes only
-
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
-        return HostIO(
-            self._c, self._appender, self._reader, self.identity, self._retention, kvs, ring_bytes=ring_bytes,
-            threads=threads, dirty_bytes=dirty_bytes, queue_max=queue_max,
-        )  # fmt: skip
+        args = (self._c, self._appender, self._reader, self.identity, self._retention, kvs)
+        settings: dict[str, Any] = {
+            "ring_bytes": ring_bytes, "threads": threads, "dirty_bytes": dirty_bytes, "queue_max": queue_max
+        }  # fmt: skip
+        memory = next((kv.memory for kv in kvs), "host")
+        if not memory.startswith("cuda"):
+            from kvfs.hostio import HostIO  # attached processes only
+
+            return HostIO(*args, **settings)
+        from kvfs.gpu import Gpu
+        from kvfs.gpuio import GpuIO
+
+        return GpuIO(Gpu(memory), *args, **settings, scratch_bytes=scratch_bytes, registered_bytes=registered_bytes)
 
     def _put(
         self, prompt: Prompt, pages: Any, start: Any, part: Any, ttl: float | str | None, attempt: bytes

@@ -63,6 +63,13 @@ class Reader:
         tiers = self._chunk_tiers(gm, held)
         return self._load_group(match, gm, group, out, held), tiers
 
+    def note(self, match: PrefixMatch, gm: GroupMatch, good: int, bad: Sequence[tuple[int, int]]) -> None:
+        """After a load: stamps for the chunks in ``good``; the records in ``bad`` leave the index."""
+        with self.held(match) as held:
+            self._stamp(match, gm, good, held)
+        self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
+        self._forget(match, gm, bad)
+
     def _load_group(
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
     ) -> int:
@@ -80,9 +87,7 @@ class Reader:
             whole, wrong = assemble(self._c, sources[chunk], gm, group, target, held)
             bad += [(source.place.segment, source.place.seq) for source in wrong]
             good |= whole << chunk
-        self._stamp(match, gm, good, held)
-        self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
-        self._forget(match, gm, bad)
+        self.note(match, gm, good, bad)
         return good
 
     def _map(self, function: Callable[[Job], T], jobs: list[Job], out: memoryview) -> Iterator[T]:

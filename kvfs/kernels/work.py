@@ -26,7 +26,6 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvfs.device import DeviceKV
 from kvfs.layout import Group, Part
@@ -38,14 +37,6 @@ WORD = 8
 ROWS_MAX = 128  # of a tile: states x heads
 COLS_MAX = 64  # of a tile: elements of a cell piece
 LEAF_BYTES_MIN = 241  # shorter inputs take other paths of XXH3: the host sums those
-
-
-class Granule(NamedTuple):
-    """One granule of a batch."""
-
-    offset: int  # in scratch
-    token: int  # of the prompt; the chunk, for groups of one state
-    page: int  # index of its flag
 
 
 @dataclass(frozen=True)
@@ -99,16 +90,23 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def granule_words(offset: int, step: int, tokens: Sequence[int], pages: Sequence[int]) -> array[int]:
+    """Words of granules that lie ``step`` bytes apart from ``offset`` on."""
+    words = array("q", bytes(len(tokens) * GRANULE_WORDS * WORD))
+    words[0::GRANULE_WORDS] = array("q", range(offset, offset + step * len(tokens), step))
+    words[1::GRANULE_WORDS] = array("q", tokens)
+    words[2::GRANULE_WORDS] = array("q", pages)
+    return words
+
+
 def pack(
-    shape: Shape, granules: Sequence[Granule], *, scratch: int, unit_ids: int, units: int, flags: int, leaves: int,
+    shape: Shape, granules: array[int], *, scratch: int, unit_ids: int, units: int, flags: int, leaves: int,
     buffers: int, first_token: int = 0, first_row: int = 0, rows: int | None = None,
 ) -> bytes:  # fmt: skip
     """The work list; the keyword arguments but the last four are addresses, ``units`` is their number."""
     rows = shape.layers if rows is None else rows
     words = array("q", [
-        len(granules), rows, first_row, shape.leaf_bytes, shape.cell_bytes, shape.unit_tokens, units, first_token,
-        scratch, unit_ids, flags, leaves, buffers, BUFFER_WORDS + shape.layers, 0, 0,
+        len(granules) // GRANULE_WORDS, rows, first_row, shape.leaf_bytes, shape.cell_bytes, shape.unit_tokens, units,
+        first_token, scratch, unit_ids, flags, leaves, buffers, BUFFER_WORDS + shape.layers, 0, 0,
     ])  # fmt: skip
-    for granule in granules:
-        words.extend(granule)
-    return words.tobytes()
+    return words.tobytes() + granules.tobytes()

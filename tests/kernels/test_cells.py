@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from kvfs.device import DeviceKV
 from kvfs.kernels import cells
-from kvfs.kernels.work import Granule, pack, shape_of
+from kvfs.kernels.work import pack, shape_of
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.tensors import describe
 from tests.cells import GUARD, ORDERS, Case, Copies, guarded, reference
@@ -31,15 +33,15 @@ def words(raw: bytes) -> Any:
 
 
 def run(
-    scratch: np.ndarray, granules: Sequence[Granule], group: Group, part: Part, kv: DeviceKV, units: Sequence[int],
-    first: int, *, to_page: bool, flags: np.ndarray, rows: range | None = None,
+    scratch: np.ndarray, granules: Sequence[tuple[int, int, int]], group: Group, part: Part, kv: DeviceKV,
+    units: Sequence[int], first: int, *, to_page: bool, flags: np.ndarray, rows: range | None = None,
 ) -> None:  # fmt: skip
     shape = shape_of(group, part, kv)
     ids, table = np.array(units, dtype="int64"), np.frombuffer(bytearray(shape.table), dtype="uint8")
     work = pack(
-        shape, granules, scratch=address(scratch), unit_ids=address(ids), units=len(ids), flags=address(flags),
-        leaves=0, buffers=address(table), first_token=first if group.states > 1 else 0,
-        first_row=rows.start if rows else 0,
+        shape, array("q", chain.from_iterable(granules)), scratch=address(scratch), unit_ids=address(ids),
+        units=len(ids), flags=address(flags), leaves=0, buffers=address(table),
+        first_token=first if group.states > 1 else 0, first_row=rows.start if rows else 0,
         rows=len(rows) if rows else None,
     )  # fmt: skip
     cells.move(words(work), shape, to_page=to_page, programs=PROGRAMS)
@@ -52,7 +54,7 @@ def move(
     data = np.frombuffer(bytearray(page), dtype="uint8")
     step = len(data) // group.granules
     token = chunk if group.states == 1 else chunk * group.states
-    granules = [Granule(i * step, token + i * 16, 0) for i in range(group.granules)]
+    granules = [(i * step, token + i * 16, 0) for i in range(group.granules)]
     run(data, granules, group, part, kv, units, first, to_page=to_page, flags=np.zeros(1, dtype="int32"))
     if to_page:
         ctypes.memmove((ctypes.c_uint8 * len(page)).from_buffer(page), address(data), len(page))
@@ -148,7 +150,7 @@ def test_states_and_mla() -> None:
 def test_a_flagged_page_is_not_scattered() -> None:
     case = Case("block,kv,token,head,dim", 16, 16)
     data = np.full(2 * case.group.page_bytes, 7, dtype="uint8")
-    granules = [Granule(0, 0, 0), Granule(case.group.page_bytes, 16, 1)]
+    granules = [(0, 0, 0), (case.group.page_bytes, 16, 1)]
     before = case.snapshot()
     one = Case("block,kv,token,head,dim", 16, 16)
     flags = np.array([1, 0], dtype="int32")
@@ -163,7 +165,7 @@ def test_a_band_of_layers_of_a_batch() -> None:
     case = Case("block,kv,token,head,dim", 16, 16, layers=4)
     group = case.group
     page = np.zeros(group.page_bytes, dtype="uint8")
-    granules = [Granule(0, 0, 0)]
+    granules = [(0, 0, 0)]
     flags = np.zeros(1, dtype="int32")
     run(page, granules, group, case.part, case.kv, case.ids, 0, to_page=True, flags=flags)
     leaf = group.leaf_bytes(case.part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import xxhash
 
 from kvfs.hashing import leaf_table
 from kvfs.kernels import xxh3
-from kvfs.kernels.work import LEAF_BYTES_MIN, Granule, Shape, pack
+from kvfs.kernels.work import LEAF_BYTES_MIN, Shape, pack
 
 
 def address(array: np.ndarray) -> int:
@@ -32,7 +34,7 @@ def run(
     data: np.ndarray, offsets: list[int], s: Shape, leaves: np.ndarray, *, check: bool, pages: int = 0
 ) -> list[int]:
     flags = np.zeros(max(1, pages or len(offsets)), dtype="int32")
-    granules = [Granule(offset, 0, i) for i, offset in enumerate(offsets)]
+    granules = array("q", chain.from_iterable((offset, 0, i) for i, offset in enumerate(offsets)))
     work = pack(
         s, granules, scratch=address(data), unit_ids=0, units=0, flags=address(flags), leaves=address(leaves), buffers=0
     )

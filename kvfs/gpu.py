@@ -1,0 +1,201 @@
+"""One GPU as the transports use it: streams, events, scratch, pinned memory, copies, kernels.
+
+``Gpu`` is the real one, through torch and ``kvfs.cuda``. Whatever has the same methods can take its place: tests run
+the transports over host memory and interpreted kernels (``tests/kernels/simulated.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from typing import Any, Protocol
+
+from kvfs import cuda
+from kvfs.errors import ConfigError
+from kvfs.kernels.work import Shape
+
+COPY_PROGRAMS = 32
+SUM_PROGRAMS = 64
+WARPS = 8
+
+
+class Event(Protocol):
+    """Something that a stream will have done."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Work in order. Host addresses must be pinned, or registered; nothing here waits."""
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None: ...
+
+    def copy_in_2d(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None: ...
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None: ...
+
+    def record(self) -> Event: ...
+
+    def after(self, event: Event) -> None: ...
+
+    def move(self, work: Any, shape: Shape, *, to_page: bool) -> None: ...
+
+    def sums(self, work: Any, shape: Shape, *, check: bool) -> None: ...
+
+
+class Memory(Protocol):
+    """Memory of the device."""
+
+    address: int
+
+    def words(self, offset: int) -> Any:
+        """From byte ``offset`` on, as what kernels take."""
+
+
+class Device(Protocol):
+    """A GPU."""
+
+    name: str
+
+    def enter(self) -> None:
+        """Make it current on the calling thread."""
+
+    def stream(self) -> Stream: ...
+
+    def memory(self, nbytes: int) -> Memory: ...
+
+    def pinned(self, nbytes: int) -> Pinned: ...
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
+
+    def owns(self, memory: str) -> bool:
+        """Whether buffers with this ``KVBuffer.memory`` are its own."""
+
+
+#: Maps of pinned memory. A forked child does not have these addresses (MADV_DONTFORK), so it must never unmap them.
+_MAPS: set[mmap.mmap] = set()
+
+
+class Pinned:
+    """Host memory for DMA: anonymous, not inherited by children, pinned until ``close``."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._device = device
+        self._pid = os.getpid()
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        device.register(self.address, self.nbytes, read_only=False)
+        _MAPS.add(self._map)
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unpin. Nothing may copy any more; views that are left keep the memory, not the pinning."""
+        if self._map in _MAPS and self._pid == os.getpid():
+            _MAPS.discard(self._map)
+            self._device.unregister(self.address)
+
+
+class _Stream:
+    """A CUDA stream. The calling thread has entered its device."""
+
+    def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
+        self._torch, self._stream, self._constants = torch, stream, constants
+        self._handle = int(stream.cuda_stream)
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None:
+        cuda.copy_in(target, source, nbytes, self._handle)
+
+    def copy_in_2d(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None:
+        cuda.copy_in_2d(target, target_pitch, source, source_pitch, width, height, self._handle)
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None:
+        cuda.copy_out(target, source, nbytes, self._handle)
+
+    def record(self) -> Event:
+        event = self._torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event  # type: ignore[no-any-return]
+
+    def after(self, event: Event) -> None:
+        self._stream.wait_event(event)
+
+    def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
+        from kvfs.kernels import cells
+
+        with self._torch.cuda.stream(self._stream):
+            cells.move(work, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=WARPS)
+
+    def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
+        from kvfs.kernels import xxh3
+
+        with self._torch.cuda.stream(self._stream):
+            xxh3.leaves(work, self._constants, shape, check=check, programs=SUM_PROGRAMS)
+
+
+class _Memory:
+    def __init__(self, tensor: Any, int64: Any) -> None:
+        self._tensor, self._int64 = tensor, int64
+        self.address = int(tensor.data_ptr())
+
+    def words(self, offset: int) -> Any:
+        return self._tensor[offset:].view(self._int64)
+
+
+class Gpu:
+    """A CUDA device. ConfigError if it is not there, or lacks what kvfs needs."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            import torch
+            import triton  # noqa: F401  (only asks whether it is there)
+
+            from kvfs.kernels import xxh3
+        except ImportError as exc:
+            raise ConfigError(f"memory on {name} needs torch and triton ({exc}): pip install 'kvfs[gpu]'") from None
+        index = int(name.partition(":")[2])
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise ConfigError(f"memory is on {name}: torch sees {found} CUDA devices here")
+        self.name, self.index, self._torch = name, index, torch
+        self.enter()
+        self._constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64).to(name)
+
+    def owns(self, memory: str) -> bool:
+        return memory == self.name
+
+    def enter(self) -> None:
+        self._torch.cuda.set_device(self.index)
+        self._torch.cuda.current_stream().query()  # makes the context current where this is a thread's first call
+
+    def stream(self) -> Stream:
+        return _Stream(self._torch, self._torch.cuda.Stream(self.index), self._constants)
+
+    def memory(self, nbytes: int) -> Memory:
+        torch = self._torch
+        return _Memory(torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.name), torch.int64)
+
+    def pinned(self, nbytes: int) -> Pinned:
+        return Pinned(self, nbytes)
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        cuda.register(address, nbytes, read_only=read_only)
+
+    def unregister(self, address: int) -> None:
+        cuda.unregister(address)
+
+    def supports_read_only_maps(self) -> bool:
+        return cuda.attribute(self.index, cuda.READ_ONLY_REGISTER) == 1

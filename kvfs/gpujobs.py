@@ -1,0 +1,53 @@
+"""What the saves and loads of the GPU transport share; ``kvfs.gpusave`` and ``kvfs.gpuload`` are the jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvfs.gpu import Device, Memory
+from kvfs.gpulane import Lane
+from kvfs.hostjobs import Desk, wait_for
+from kvfs.inplace import InPlace
+from kvfs.kernels.work import Shape
+from kvfs.pool import Pool
+from kvfs.transfer import Transfer
+from kvfs.types import TransferState
+
+POLL_SECONDS = 20e-6
+
+
+@dataclass(frozen=True)
+class GpuDesk(Desk):
+    """What all jobs of one GpuIO share. The lanes are of one thread each."""
+
+    device: Device
+    shapes: Mapping[int, Shape]  # by group number
+    tables: Mapping[int, Memory]  # buffer tables, likewise
+    saves: Lane
+    loads: Lane
+    in_place: InPlace | None
+    readers: Pool
+    ring_address: int
+
+    def address_in_ring(self, slot: int) -> int:
+        return self.ring_address + slot * self.ring.slot_bytes
+
+
+def wait_for_event(desk: GpuDesk, transfer: Transfer, after: Any) -> bool:
+    """Wait for the engine's event until the deadline; False, and the reason noted, if it has not come by then.
+
+    Asked from here rather than left to a stream, which could neither be cancelled nor give up.
+    """
+    query: Callable[[], bool] | None = getattr(after, "query", None)
+    if query is None:
+        wait_for(transfer, after)
+        return not transfer.stopped
+    if not query():
+        transfer._enter(TransferState.WAITING)
+        while not query():
+            if transfer.stopped or desk.late(transfer):
+                return False
+            desk.context.files.sleep(POLL_SECONDS)
+    return not transfer.stopped

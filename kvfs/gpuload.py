@@ -1,0 +1,305 @@
+"""A load to a GPU: runs of pages by DMA into scratch, checked there, and only then scattered to the engine's units.
+
+Leaf tables are read and held against the index's roots by the host; the GPU holds the sums of the bytes that really
+came against them, and leaves out pages that differ. Everything is enqueued ahead; the host looks at the outcome at the
+end, or, layer-wise, at the end of each band of layers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvfs.gpu import Event
+from kvfs.gpujobs import GpuDesk, wait_for_event
+from kvfs.gpulane import ALIGN, Sheet, Slot
+from kvfs.gpusource import PageSource
+from kvfs.hostjobs import Attached, fail
+from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
+from kvfs.match import GroupMatch, PrefixMatch
+from kvfs.reads import Run, plan_runs
+from kvfs.segment_files import Held
+from kvfs.transfer import Transfer
+from kvfs.types import PageId, PageOutcome, Tier, TransferState
+
+BATCHES = 16  # of one load, at least: the last one's check and scatter come on top of the copies
+BATCH_BYTES_MIN = 8 << 20
+BANDS = 8  # of a layer-wise load
+FLAG = 4
+
+
+class _Band(NamedTuple):
+    """Layer positions [first, first + rows), when all pages of it are there, and where their flags lie then."""
+
+    first: int
+    rows: int
+    end: Event
+    flags: int
+
+
+@dataclass
+class _Group:
+    """The load of one group."""
+
+    attached: Attached
+    gm: GroupMatch
+    shape: Shape
+    source: PageSource
+    sheet: Sheet
+    units: int  # offset of the unit ids in the sheet
+    unit_count: int
+    flags: int  # offset of the pages' flags in it
+    index: dict[int, int]  # chunk -> its flag
+    sent: dict[int, None] = field(default_factory=dict)  # chunks that were enqueued
+
+    @property
+    def granules(self) -> int:
+        return self.attached.group.granules
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in scratch, when all of it comes."""
+        return self.source.stride
+
+
+@dataclass
+class GpuLoad:
+    """A load in progress."""
+
+    desk: GpuDesk
+    transfer: Transfer
+    match: PrefixMatch
+    pages: list[tuple[Attached, list[int]]]
+    units: Mapping[int, Sequence[int]]
+    after: Any
+    first_token: int
+    tiers: dict[PageId, Tier]
+    possible: dict[str, int]  # chunks that may still be good, as bits, by group name
+    layerwise: bool = False
+
+    def run(self) -> None:
+        """On the load thread."""
+        try:
+            self.desk.device.enter()
+            if wait_for_event(self.desk, self.transfer, self.after):
+                self.transfer._enter(TransferState.LOADING)
+                with self.desk.reader.held(self.match) as held:
+                    for attached, chunks in self.pages:
+                        self._load(attached, chunks, held)
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            self.transfer._end()
+
+    def _load(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> None:
+        limit = self.match.restorable(self.possible)
+        wanted = [chunk for chunk in chunks if chunk < limit]
+        with self.transfer._step() as allowed:
+            if allowed and wanted:
+                self._load_group(attached, wanted, held)
+
+    def _load_group(self, attached: Attached, wanted: list[int], held: dict[int, Held]) -> None:
+        gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
+        runs, covered = plan_runs(gm, held)
+        runs = list(_cut(runs, wanted))
+        source = PageSource(self.desk, self.transfer, attached, gm, runs, held, self.tiers)
+        group = self._begin(attached, gm, source, wanted)
+        others = [chunk for chunk in wanted if not covered >> chunk & 1]
+        bands: list[_Band] = []
+        try:
+            for first, rows in self._plan_bands(group, runs, others):
+                self._send(group, runs, first, rows)
+                self._send_assembled(group, others)
+                bands.append(self._end_band(group, first, rows))
+            self._await(group, bands, wanted)
+        finally:
+            self.desk.loads.quiet()
+            source.release()
+        self._settle(group, bands[-1].flags, wanted, runs, covered)
+
+    def _begin(self, attached: Attached, gm: GroupMatch, source: PageSource, wanted: list[int]) -> _Group:
+        shape, lane = self.desk.shapes[attached.number], self.desk.loads
+        ids = array("q", self.units[attached.number])
+        lists = BANDS * len(wanted) * (attached.group.granules * GRANULE_WORDS + HEAD_WORDS) * WORD
+        leaves = len(wanted) * attached.group.granules * shape.layers * WORD
+        padding = (3 * len(wanted) * BANDS + BANDS + 8) * ALIGN
+        sheet = lane.sheet(len(ids) * WORD + (BANDS + 2) * len(wanted) * FLAG + lists + leaves + padding)
+        units, flags = sheet.put(ids), sheet.put(bytes(FLAG * len(wanted)))
+        sheet.send(lane.dma, units)
+        return _Group(
+            attached, gm, shape, source, sheet, units, len(ids), flags, {chunk: i for i, chunk in enumerate(wanted)}
+        )
+
+    # -- bands and batches -------------------------------------------------------------------
+
+    def _plan_bands(self, group: _Group, runs: list[Run], others: list[int]) -> list[tuple[int, int]]:
+        """(first layer position, layers) of what comes one behind the other: all at once, unless layer-wise."""
+        layers = group.shape.layers
+        if not self.layerwise or others or any(group.source.in_place(run) is None for run in runs):
+            return [(0, layers)]
+        step = -(-layers // BANDS)
+        return [(first, min(step, layers - first)) for first in range(0, layers, step)]
+
+    def _send(self, group: _Group, runs: list[Run], first: int, rows: int) -> None:
+        """Enqueue some layers of all pages, batch by batch."""
+        whole = rows == group.shape.layers
+        page = group.page_bytes if whole else rows * group.shape.leaf_bytes * group.granules
+        total = page * sum(run.count for run in runs)
+        size = min(self.desk.loads.slot_bytes, max(BATCH_BYTES_MIN, total // BATCHES))
+        for batch in _batches(runs, max(1, size // page)):
+            if self._stop():
+                return
+            if whole:
+                self._send_whole(group, batch)
+            else:
+                self._send_rows(group, batch, first, rows)
+
+    def _stop(self) -> bool:
+        return self.transfer.stopped or self.desk.late(self.transfer)
+
+    def _slot(self) -> Slot:
+        lane = self.desk.loads
+        slot = lane.slot()
+        if slot.done is not None:
+            lane.dma.after(slot.done)
+        return slot
+
+    def _send_whole(self, group: _Group, batch: list[Run]) -> None:
+        """All layers of some pages, as they lie in the segment."""
+        slot, at, words, tables = self._slot(), 0, array("q"), []
+        step = group.shape.layers * group.shape.leaf_bytes
+        for run in batch:
+            for part in group.source.send(run, slot.address + at):
+                for i, table in enumerate(group.source.tables(part)):
+                    if table is not None:
+                        tables.append(table)
+                        begin = at + (part.chunk + i - run.chunk) * run.stride
+                        words += self._words(group, part.chunk + i, begin, step)
+            at += run.span
+        self._launch(group, slot, words, tables, 0, group.shape.layers, check=group.source.sums)
+
+    def _send_rows(self, group: _Group, batch: list[Run], first: int, rows: int) -> None:
+        """Some layers of pages that lie in registered maps."""
+        slot, at, words, tables = self._slot(), 0, array("q"), []
+        leaf, granules = group.shape.leaf_bytes, group.granules
+        width, step = rows * leaf, group.shape.layers * WORD
+        for run in batch:
+            group.source.send_rows(run, first * leaf, width, granules, slot.address + at)
+            for i, table in enumerate(group.source.tables(run)):
+                if table is not None:
+                    begin = at + i * granules * width
+                    words += self._words(group, run.chunk + i, begin, width)
+                    if table:
+                        cut = range(first * WORD, len(table), step)
+                        tables += [table[at_table : at_table + rows * WORD] for at_table in cut]
+            at += run.count * granules * width
+        self._launch(group, slot, words, tables, first, rows, check=group.source.sums)
+
+    def _send_assembled(self, group: _Group, chunks: Sequence[int]) -> None:
+        """Pages that were written for other head slots or layers than these."""
+        left, size = list(chunks), group.page_bytes
+        step = max(1, self.desk.loads.slot_bytes // size)
+        while left and not self._stop():
+            slot, words = self._slot(), array("q")
+            taken, good = group.source.send_assembled(left[:step], slot.address)
+            if not taken:
+                return
+            for i in good:
+                words += self._words(group, taken[i], i * size, group.shape.layers * group.shape.leaf_bytes)
+            self._launch(group, slot, words, [], 0, group.shape.layers, check=False)
+            left = left[len(taken) :]
+
+    def _words(self, group: _Group, chunk: int, offset: int, step: int) -> array[int]:
+        """The granules of a page that begins at ``offset`` of a slot."""
+        states = group.attached.group.states
+        tokens = [chunk] if states == 1 else range(chunk * states, (chunk + 1) * states, states // group.granules)
+        group.sent[chunk] = None
+        return granule_words(offset, step, tokens, [group.index[chunk]] * group.granules)
+
+    def _launch(
+        self, group: _Group, slot: Slot, words: array[int], tables: list[bytes], first: int, rows: int, *, check: bool
+    ) -> None:
+        """Check and scatter what the DMA stream brings to ``slot``."""
+        lane, sheet, shape = self.desk.loads, group.sheet, group.shape
+        leaves = sheet.put(b"".join(tables))
+        work = sheet.put(pack(
+            shape, words, scratch=slot.address, unit_ids=sheet.address(group.units), units=group.unit_count,
+            flags=sheet.address(group.flags), leaves=sheet.address(leaves),
+            buffers=self.desk.tables[group.attached.number].address,
+            first_token=self.first_token if group.attached.group.states > 1 else 0, first_row=first, rows=rows,
+        ))  # fmt: skip
+        sheet.send(lane.dma, leaves)
+        lane.kernels.after(lane.dma.record())
+        if words:
+            if check:
+                lane.kernels.sums(sheet.words(work), shape, check=True)
+            lane.kernels.move(sheet.words(work), shape, to_page=False)
+        slot.done = lane.kernels.record()
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _end_band(self, group: _Group, first: int, rows: int) -> _Band:
+        kernels, nbytes = self.desk.loads.kernels, FLAG * len(group.index)
+        room = group.sheet.room(nbytes)
+        group.sheet.fetch(kernels, group.flags, nbytes, into=room)
+        return _Band(first, rows, kernels.record(), room)
+
+    def _await(self, group: _Group, bands: list[_Band], wanted: list[int]) -> None:
+        """Wait for the bands; while all pages are well, their layers are ready."""
+        whole = len(group.sent) == len(wanted)
+        layers = group.attached.group.layers[group.attached.part.layer :]
+        for band in bands:
+            band.end.synchronize()
+            whole = whole and not any(group.sheet.host(band.flags, FLAG * len(wanted)))
+            if whole:
+                self.transfer._layers_ready(layers[band.first : band.first + band.rows])
+
+    def _settle(self, group: _Group, flags: int, wanted: list[int], runs: list[Run], covered: int) -> None:
+        """What became of each page; those that were not reached stay open, and are declined at the end."""
+        flagged = group.sheet.host(flags, FLAG * len(wanted))
+        records = {run.chunk + i: (run.segment, seq) for run in runs for i, seq in enumerate(run.seqs)}
+        differ = [chunk for chunk in group.sent if flagged[group.index[chunk] * FLAG]] if any(flagged) else []
+        self.desk.context.counters.add("pages_corrupt", len(differ))
+        gone = [chunk for chunk in wanted if covered >> chunk & 1 and chunk not in records]
+        bad = {*differ, *gone, *group.source.refused}
+        loaded = [chunk for chunk in group.sent if chunk not in bad]
+        good = sum(1 << chunk for chunk in loaded)
+        self.possible[group.gm.name] &= ~sum(1 << chunk for chunk in wanted) | good
+        faults = group.source.faults + [records[chunk] for chunk in differ]
+        self.desk.reader.note(self.match, group.gm, good, faults)
+        if bad:
+            self.transfer._note("unreadable")
+        number = group.attached.number
+        self.transfer._settle([PageId(number, chunk) for chunk in loaded], PageOutcome.LOADED)
+        self.transfer._settle([PageId(number, chunk) for chunk in sorted(bad)], PageOutcome.UNREADABLE)
+
+
+def _cut(runs: Sequence[Run], wanted: Sequence[int]) -> Iterator[Run]:
+    """The stretches of ``runs`` whose chunks are wanted."""
+    chunks = set(wanted)
+    for run in runs:
+        first = 0
+        for i in range(run.count + 1):
+            if i == run.count or run.chunk + i not in chunks:
+                if i > first:
+                    yield run.cut(first, i - first) if i - first < run.count else run
+                first = i + 1
+
+
+def _batches(runs: Sequence[Run], pages: int) -> Iterator[list[Run]]:
+    """Runs, cut where need be, in batches of at most ``pages`` pages."""
+    batch: list[Run] = []
+    room = pages
+    for run in runs:
+        done = 0
+        while done < run.count:
+            take = min(room, run.count - done)
+            batch.append(run.cut(done, take))
+            done, room = done + take, room - take
+            if not room:
+                yield batch
+                batch, room = [], pages
+    if batch:
+        yield batch

@@ -1,0 +1,194 @@
+"""A save from a GPU: gathered into scratch, summed there, by DMA to the ring; appended on the write thread.
+
+The pages of a batch and their leaf tables arrive together. A batch is handed to the write thread when its DMA is over;
+meanwhile the next ones are gathered. Without slots for a page within the deadline it is declined before it is gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+from kvfs.gpu import Event
+from kvfs.gpujobs import GpuDesk, wait_for_event
+from kvfs.gpulane import ALIGN, Sheet, aligned
+from kvfs.hashing import LEAF_BYTES
+from kvfs.hostjobs import Attached, fail
+from kvfs.hostsave import Batch, Save
+from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.staging import Lease, SlotState
+from kvfs.types import TransferState
+from kvfs.writer import Job
+
+BATCH_BYTES = 16 << 20
+AHEAD = 3  # batches that are gathered while the oldest is on its way
+
+
+class _Flight(NamedTuple):
+    """A batch on its way to its slots."""
+
+    batch: Batch
+    arrived: Event
+    sheet: Sheet
+    tables: int  # where in it the leaf tables arrive; negative: they are made by the CPU
+    step: contextlib.ExitStack  # bytes move until it is closed
+
+
+@dataclass
+class GpuSave(Save):
+    """A save in progress."""
+
+    _tables: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by group number and chunk
+    _flights: deque[_Flight] = field(default_factory=deque)
+
+    @property
+    def gpu(self) -> GpuDesk:
+        assert isinstance(self.desk, GpuDesk)
+        return self.desk
+
+    def run(self) -> None:
+        """On the save thread: everything up to ``source_free``."""
+        lane = self.gpu.saves
+        try:
+            self.gpu.device.enter()
+            if wait_for_event(self.gpu, self.transfer, self.after):
+                self.transfer._enter(TransferState.COPYING)
+                for attached, chunks in self.pages:
+                    if chunks and not self._gather(attached, chunks):
+                        break
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            try:
+                while self._flights:
+                    self._land()
+                lane.quiet()
+            finally:
+                for flight in self._flights:
+                    flight.step.close()
+                self.transfer._enter(TransferState.WRITING)
+                self.transfer.source_free._set()
+                self._finish(gathered=True)
+
+    def _gather(self, attached: Attached, chunks: list[int]) -> bool:
+        """Enqueue the batches of a group; False ends the save."""
+        desk, transfer, done = self.gpu, self.transfer, 0
+        sheet, units = self._begin(attached, chunks)
+        slot_pages = max(1, min(BATCH_BYTES, desk.saves.slot_bytes) // aligned(attached.page_bytes))
+        try:
+            while done < len(chunks) and chunks[done] < self.limit:
+                if transfer.stopped or desk.late(transfer):
+                    return False
+                lease = self._lease(min(slot_pages, len(chunks) - done))
+                if lease is None:
+                    return False
+                batch = Batch(attached, chunks[done : done + len(lease)], lease)
+                step = contextlib.ExitStack()
+                if not step.enter_context(transfer._step()):
+                    step.close()
+                    return False
+                self._flights.append(self._send(batch, sheet, units, step))
+                done += len(batch.chunks)
+                if len(self._flights) > AHEAD:
+                    self._land()
+            return True
+        finally:
+            while self._flights:  # the sheet is used anew by the next group
+                self._land()
+
+    def _lease(self, pages: int) -> Lease | None:
+        """Slots for a batch; batches on their way are landed before it waits."""
+        desk, ring = self.gpu, self.gpu.ring
+        while True:
+            clock = desk.context.files.monotonic
+            lease = ring.acquire(
+                pages, clock() if self._flights else self.transfer.deadline, least=1, keep=desk.save_keep
+            )
+            if lease is not None:
+                return lease if self.transfer._own(lease) else None
+            if not self._flights:
+                self.transfer._note("ring")
+                return None
+            self._land()
+
+    def _begin(self, attached: Attached, chunks: list[int]) -> tuple[Sheet, tuple[int, int]]:
+        shape, granules = self.gpu.shapes[attached.number], attached.group.granules
+        ids = array("q", self.units[attached.number])
+        words = (granules * (GRANULE_WORDS + shape.layers) + HEAD_WORDS) * WORD + 3 * ALIGN
+        sheet = self.gpu.saves.sheet(len(ids) * WORD + len(chunks) * words + 8 * ALIGN)
+        at = sheet.put(ids)
+        sheet.send(self.gpu.saves.dma, at)
+        self.gpu.saves.kernels.after(self.gpu.saves.dma.record())
+        return sheet, (at, len(ids))
+
+    def _send(self, batch: Batch, sheet: Sheet, units: tuple[int, int], step: contextlib.ExitStack) -> _Flight:
+        """Enqueue: work list, gather, sums, copies to the slots."""
+        desk, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
+        shape, group, size = desk.shapes[attached.number], attached.group, aligned(attached.page_bytes)
+        slot, words = lane.slot(), array("q")
+        for i, chunk in enumerate(chunks):
+            tokens = (
+                [chunk]
+                if group.states == 1
+                else range(chunk * group.states, (chunk + 1) * group.states, group.states // group.granules)
+            )
+            words += granule_words(i * size, shape.layers * shape.leaf_bytes, tokens, [0] * group.granules)
+        nbytes = len(chunks) * group.granules * shape.layers * LEAF_BYTES
+        tables = sheet.room(nbytes)
+        work = sheet.put(pack(
+            shape, words, scratch=slot.address, unit_ids=sheet.address(units[0]), units=units[1], flags=0,
+            leaves=sheet.address(tables), buffers=desk.tables[attached.number].address,
+        ))  # fmt: skip
+        if slot.done is not None:
+            lane.kernels.after(slot.done)
+        sheet.send(lane.kernels, work)
+        lane.kernels.move(sheet.words(work), shape, to_page=True)
+        if shape.sums:
+            lane.kernels.sums(sheet.words(work), shape, check=False)
+        lane.dma.after(lane.kernels.record())
+        self._copy_out(lease, slot.address, size, attached.page_bytes)
+        if shape.sums:
+            sheet.fetch(lane.dma, tables, nbytes, into=tables)
+        slot.done = lane.dma.record()
+        return _Flight(batch, slot.done, sheet, tables if shape.sums else -1, step)
+
+    def _copy_out(self, lease: Lease, source: int, size: int, page_bytes: int) -> None:
+        """Scratch to slots: neighbours in one copy where pages fill their slots."""
+        desk, slots, first = self.gpu, lease.slots, 0
+        joined = size == desk.ring.slot_bytes
+        for i in range(1, len(slots) + 1):
+            if i < len(slots) and joined and slots[i] == slots[i - 1] + 1:
+                continue
+            nbytes = (i - first) * size if joined else page_bytes
+            desk.saves.dma.copy_out(desk.address_in_ring(slots[first]), source + first * size, nbytes)
+            first = i
+
+    def _land(self) -> None:
+        """The oldest batch has arrived: hand it to the write thread."""
+        batch, arrived, sheet, tables, step = self._flights.popleft()
+        with step:
+            arrived.synchronize()
+            if tables >= 0:
+                self._keep_tables(batch, sheet, tables)
+            batch.lease.move(SlotState.FULL)
+        with self._lock:
+            self._unwritten += 1
+        self.hand_over(partial(self._write, batch))
+
+    def _keep_tables(self, batch: Batch, sheet: Sheet, at: int) -> None:
+        attached = batch.attached
+        size = attached.group.leaves(attached.part) * LEAF_BYTES
+        raw = bytes(sheet.host(at, size * len(batch.chunks)))
+        mine = self._tables.setdefault(attached.number, {})
+        for i, chunk in enumerate(batch.chunks):
+            mine[chunk] = raw[i * size : (i + 1) * size]
+
+    def _job(self, attached: Attached, payload: Callable[[int], memoryview]) -> Job:
+        job = super()._job(attached, payload)
+        tables = self._tables.get(attached.number)
+        return replace(job, table=tables.pop) if tables else job

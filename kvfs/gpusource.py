@@ -1,0 +1,271 @@
+"""Where a load's bytes come from: registered maps, or the ring.
+
+Copies are enqueued on the lane's DMA stream and not waited for. Pages that other parts make up, and leaves that are
+too short for the GPU's checksum, are verified by the CPU in the ring; all others are verified by the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from kvfs import format as fmt
+from kvfs.assemble import assemble
+from kvfs.gpu import Event
+from kvfs.gpujobs import GpuDesk
+from kvfs.hashing import leaf_table, root_of
+from kvfs.hostjobs import Attached
+from kvfs.inplace import SECONDS_PER_GIB_MAX, Stretch, Use
+from kvfs.match import GroupMatch
+from kvfs.reads import Run
+from kvfs.segment_files import Held
+from kvfs.staging import Lease, SlotState
+from kvfs.transfer import Transfer
+from kvfs.types import PageId, Tier, Verify
+
+READ_BYTES = 2 << 20  # one preadv
+
+
+class PageSource:
+    """The pages of one group of one load."""
+
+    def __init__(
+        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, runs: Sequence[Run],
+        held: dict[int, Held], tiers: dict[PageId, Tier],
+    ) -> None:  # fmt: skip
+        self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
+        self._tiers = tiers
+        self._use = Use()
+        self._leases: list[tuple[Event, Lease]] = []
+        self._published: dict[int, int] = {}  # segment -> bytes that are known to be published
+        for run in runs:
+            self._published[run.segment] = max(self._published.get(run.segment, 0), run.offset + run.span)
+        self.sums = desk.shapes[attached.number].sums and desk.context.verify is not Verify.OFF
+        self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
+        self.refused: list[int] = []  # chunks that are not loaded because of them
+
+    # -- registered maps ---------------------------------------------------------------------
+
+    def in_place(self, run: Run) -> list[Stretch] | None:
+        """Registered memory of a run, from now until ``release``; None if it is to come through the ring."""
+        maps = self._desk.in_place
+        if maps is None or not self._desk.shapes[self._attached.number].sums:
+            return None
+        return maps.stretches(
+            run.held, run.offset, run.span, self._published[run.segment], self._use,
+            register=maps.seconds_per_gib <= SECONDS_PER_GIB_MAX,
+        )  # fmt: skip
+
+    def send(self, run: Run, target: int) -> Iterator[Run]:
+        """Enqueue the copies of a run, gaps included, to ``target``; yields the stretches of it that come."""
+        dma = self._desk.loads.dma
+        stretches = self.in_place(run)
+        if stretches is not None:
+            self._note(run, Tier.HOST)
+            for address, nbytes in stretches:
+                dma.copy_in(target, address, nbytes)
+                target += nbytes
+            yield run
+            return
+        done = 0
+        while done < run.count:
+            lease = self._lease(run.count - done)
+            if lease is None:
+                return
+            part = run.cut(done, len(lease))
+            good = self._read(part, lease)
+            self._drain(lease, part.stride, target + done * run.stride)
+            yield from (part.cut(first, count) for first, count in _streaks(good))
+            self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
+            done += part.count
+
+    def send_rows(self, run: Run, offset: int, width: int, granules: int, target: int) -> None:
+        """Enqueue ``width`` bytes of each granule of a registered run, from ``offset`` in the granule on."""
+        stretches = self.in_place(run)
+        assert stretches is not None, "a run that was registered is so no more"
+        self._note(run, Tier.HOST)
+        step = self._attached.page_bytes // granules
+        if granules == 1 or run.stride == self._attached.page_bytes:
+            rows = [(offset, run.stride if granules == 1 else step, run.count * granules)]
+        else:
+            rows = [(i * run.stride + offset, step, granules) for i in range(run.count)]
+        for first, pitch, count in rows:
+            self._copy_rows(stretches, first, pitch, count, width, target)
+            target += count * width
+
+    def _copy_rows(
+        self, stretches: Sequence[Stretch], offset: int, pitch: int, count: int, width: int, target: int
+    ) -> None:
+        """Rows ``pitch`` apart; one strided copy for each stretch, two plain ones where a row is in two."""
+        dma, start = self._desk.loads.dma, 0
+        for number, (address, nbytes) in enumerate(stretches):
+            end = start + nbytes
+            if count and offset < end:
+                inside = min(count, max(0, (end - offset - width) // pitch + 1))
+                if inside:
+                    dma.copy_in_2d(target, width, address + offset - start, pitch, width, inside)
+                    offset, target, count = offset + inside * pitch, target + inside * width, count - inside
+                if count and offset < end:
+                    head = end - offset
+                    dma.copy_in(target, address + offset - start, head)
+                    dma.copy_in(target + head, stretches[number + 1].address, width - head)
+                    offset, target, count = offset + pitch, target + width, count - 1
+            start = end
+        assert not count, "rows reach beyond what is registered"
+
+    # -- the ring ----------------------------------------------------------------------------
+
+    def _lease(self, pages: int) -> Lease | None:
+        """Slots, FILLING; those whose copies are over go back first. None, and the reason noted, if none come."""
+        ring, clock = self._desk.ring, self._desk.context.files.monotonic
+        pages = min(pages, max(1, ring.slots // 4))
+        while True:
+            self._reap()
+            lease = ring.acquire(pages, clock() if self._leases else self._transfer.deadline, least=1)
+            if lease is not None:
+                return lease if self._transfer._own(lease) else None
+            if not self._leases:
+                self._transfer._note("ring")
+                return None
+            self._leases[0][0].synchronize()
+
+    def _reap(self) -> None:
+        while self._leases and self._leases[0][0].query():
+            self._leases.pop(0)[1].release()
+
+    def _read(self, run: Run, lease: Lease) -> list[bool]:
+        """Fill the slots, a page each, by several threads; which pages are fit to be sent."""
+        files = self._desk.context.files
+        cached = files.cached_bytes(run.held.fd, run.offset, run.span)
+        self._note(run, Tier.HOST if cached == run.span else Tier.DISK)
+        direct = self._direct(run) if cached == 0 else -1
+        fd = direct if direct >= 0 else run.held.fd
+        calls: list[Callable[[], None]] = []
+        for first, memory in lease.runs(run.stride):
+            offset = run.offset + first * run.stride
+            calls += [
+                partial(files.read_into, fd, memory[at : at + READ_BYTES], offset + at)
+                for at in range(0, len(memory), READ_BYTES)
+            ]
+        try:
+            self._desk.readers.run(calls)
+            good = [True] * run.count
+        except OSError:
+            good = self._read_singly(run, lease)
+        if not self.sums and self._desk.context.verify is not Verify.OFF:
+            self._verify(run, lease, good)
+        return good
+
+    def _direct(self, run: Run) -> int:
+        """Descriptor for reading past the page cache what nobody has used before; else negative."""
+        c = self._desk.context
+        return -1 if c.recency.was_used(run.held.segment_id, run.seqs[0]) else c.segments.direct(run.held)
+
+    def _read_singly(self, run: Run, lease: Lease) -> list[bool]:
+        """One of the pages cannot be read: find out which."""
+        self._desk.context.counters.add("read_errors")
+        good = []
+        for i, memory in enumerate(lease.views(self._attached.page_bytes)):
+            try:
+                self._desk.context.files.read_into(run.held.fd, memory, run.offset + i * run.stride)
+                good.append(True)
+            except OSError:
+                good.append(False)
+        return good
+
+    def _verify(self, run: Run, lease: Lease, good: list[bool]) -> None:
+        leaf_bytes = self._attached.group.leaf_bytes(self._attached.part)
+        for i, memory in enumerate(lease.views(self._attached.page_bytes)):
+            if good[i] and root_of(leaf_table(memory, leaf_bytes)) != run.root(i):
+                self._desk.context.counters.add("pages_corrupt")
+                good[i] = False
+
+    def _drain(self, lease: Lease, stride: int, target: int) -> None:
+        """Enqueue the copies out of the slots; the lease goes back when they are over."""
+        dma, slots, first = self._desk.loads.dma, lease.slots, 0
+        lease.move(SlotState.FULL)
+        lease.move(SlotState.DRAINING)
+        joined = stride == self._desk.ring.slot_bytes
+        for i in range(1, len(slots) + 1):
+            if i < len(slots) and joined and slots[i] == slots[i - 1] + 1:
+                continue
+            dma.copy_in(target + first * stride, self._desk.address_in_ring(slots[first]), (i - first) * stride)
+            first = i
+        self._leases.append((dma.record(), lease))
+
+    def send_assembled(self, chunks: Sequence[int], target: int) -> tuple[list[int], list[int]]:
+        """Pages that other parts make up, put together and verified by the CPU, ``stride`` apart.
+
+        (chunks dealt with, positions of those that come); fewer than asked if slots are short.
+        """
+        lease = self._lease(len(chunks))
+        if lease is None:
+            return [], []
+        taken = list(chunks[: len(lease)])
+        sources, good = self._gm.sources(), []
+        for i, (chunk, page) in enumerate(zip(taken, lease.views(self._attached.page_bytes), strict=True)):
+            whole, wrong = assemble(
+                self._desk.context, sources.get(chunk, []), self._gm, self._attached.group, page, self._held
+            )
+            self.faults += [(source.place.segment, source.place.seq) for source in wrong]
+            self._tiers[PageId(self._attached.number, chunk)] = Tier.DISK
+            if whole:
+                good.append(i)
+            else:
+                self.refused.append(chunk)
+        self._drain(lease, self.stride, target)
+        return taken, good
+
+    @property
+    def stride(self) -> int:
+        """Bytes from page to page in scratch, where they do not come as they lie in a segment."""
+        return fmt.align(self._attached.page_bytes)
+
+    # -- checksums, the end --------------------------------------------------------------------
+
+    def tables(self, run: Run) -> list[bytes | None]:
+        """What the GPU's sums of each page must be; None for a table that the index does not vouch for."""
+        if not self.sums:
+            return [b""] * run.count
+        c, size = self._desk.context, run.leaf_bytes
+        try:
+            raw = c.files.read(run.held.fd, size * run.count, run.leaf) if run.leaf else b""
+        except OSError:
+            c.counters.add("read_errors")
+            raw = b""
+        tables: list[bytes | None] = []
+        for i in range(run.count):
+            table = raw[i * size : (i + 1) * size]
+            fine = bool(table) and root_of(table) == run.root(i)
+            tables.append(table if fine else None)
+            if not fine:
+                c.counters.add("pages_corrupt")
+                self._refuse([(run.chunk + i, run.seqs[i])], run.segment)
+        return tables
+
+    def _refuse(self, pages: Sequence[tuple[int, int]], segment: int) -> None:
+        for chunk, seq in pages:
+            self.refused.append(chunk)
+            self.faults.append((segment, seq))
+
+    def _note(self, run: Run, tier: Tier) -> None:
+        number = self._attached.number
+        self._tiers.update({PageId(number, chunk): tier for chunk in range(run.chunk, run.chunk + run.count)})
+
+    def release(self) -> None:
+        """Let go of maps and slots; no copy of this load is under way any more."""
+        for _, lease in self._leases:
+            lease.release()
+        self._leases.clear()
+        if self._desk.in_place is not None:
+            self._desk.in_place.release(self._use)
+
+
+def _streaks(good: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of True."""
+    first = 0
+    for i in range(1, len(good) + 1):
+        if i == len(good) or good[i] != good[first]:
+            if good[first]:
+                yield first, i - first
+            first = i

@@ -1,0 +1,123 @@
+"""A device over host memory: copies happen at once, kernels run under the interpreter. For the GPU transport in CI.
+
+It checks what a real GPU would not forgive: copies only touch memory that is pinned, registered or its own, and
+registered memory is still there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvfs.cuda import CudaError
+from kvfs.gpu import Event, Pinned, Stream
+from kvfs.kernels import cells, xxh3
+from kvfs.kernels.work import Shape
+
+
+class Happened:
+    """An event of the past."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class SimulatedMemory:
+    def __init__(self, nbytes: int) -> None:
+        self.array = np.full(-(-nbytes // 8) * 8, 0xA5, dtype="uint8")
+        self.address = int(self.array.__array_interface__["data"][0])
+
+    def words(self, offset: int) -> Any:
+        return torch.from_numpy(self.array[offset:].view("int64"))
+
+
+class SimulatedStream:
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None:
+        self._device.check_host(source, nbytes)
+        self._device.check_own(target, nbytes)
+        self._device.copied += nbytes
+        ctypes.memmove(target, source, nbytes)
+
+    def copy_in_2d(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None:
+        for i in range(height):
+            self.copy_in(target + i * target_pitch, source + i * source_pitch, width)
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None:
+        self._device.check_host(target, nbytes)
+        self._device.check_own(source, nbytes)
+        ctypes.memmove(target, source, nbytes)
+
+    def record(self) -> Event:
+        return Happened()
+
+    def after(self, event: Event) -> None:
+        pass
+
+    def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
+        self._device.launches += 1
+        cells.move(work, shape, to_page=to_page, programs=2)
+
+    def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
+        xxh3.leaves(work, self._device.constants, shape, check=check, programs=2)
+
+
+class SimulatedDevice:
+    """``refuse``: registrations of maps fail, as on hosts whose driver cannot do it."""
+
+    name = "host"
+
+    def __init__(self, *, refuse: bool = False) -> None:
+        self.constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64)
+        self.refuse = refuse
+        self.registered: dict[int, tuple[int, bool]] = {}
+        self.blocks: list[SimulatedMemory] = []
+        self.launches = self.copied = 0
+
+    def owns(self, memory: str) -> bool:
+        return memory == "host"
+
+    def enter(self) -> None:
+        pass
+
+    def stream(self) -> Stream:
+        return SimulatedStream(self)
+
+    def memory(self, nbytes: int) -> SimulatedMemory:
+        self.blocks.append(SimulatedMemory(nbytes))
+        return self.blocks[-1]
+
+    def pinned(self, nbytes: int) -> Pinned:
+        return Pinned(self, nbytes)
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        if read_only and self.refuse:
+            raise CudaError("register: not supported")
+        for start, (length, _) in self.registered.items():
+            assert address + nbytes <= start or start + length <= address, "registered twice"
+        self.registered[address] = (nbytes, read_only)
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def maps(self) -> int:
+        """Bytes of files that are registered."""
+        return sum(nbytes for nbytes, read_only in self.registered.values() if read_only)
+
+    def check_host(self, address: int, nbytes: int) -> None:
+        inside = any(s <= address and address + nbytes <= s + n for s, (n, _) in self.registered.items())
+        assert inside, f"{nbytes} bytes at {address:#x} are not pinned as one"
+
+    def check_own(self, address: int, nbytes: int) -> None:
+        inside = any(b.address <= address and address + nbytes <= b.address + b.array.nbytes for b in self.blocks)
+        assert inside, f"{nbytes} bytes at {address:#x} are not the device's"

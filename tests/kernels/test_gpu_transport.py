@@ -1,0 +1,327 @@
+"""The GPU transport over a simulated device: kernels under the interpreter, copies that check their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the GPU transport needs triton")
+
+import kvfs
+from kvfs import PageOutcome
+from kvfs.gpuio import GpuIO
+from kvfs.layout import Cell, Group, Need, PageLayout, Part
+from kvfs.types import Tier
+from tests.kernels.simulated import Happened, SimulatedDevice
+from tests.stores import counted, segment_files
+
+SECONDS = 60.0
+PAGE, BLOCK = 32, 16
+LAYOUT = PageLayout.kv(layers=4, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=PAGE)
+ORDER = "layer,block,token,head,2*dim"
+NOW = Happened()
+
+
+def attach(ns: kvfs.Namespace, *kvs: kvfs.DeviceKV, device: SimulatedDevice | None = None, **changes: Any) -> GpuIO:
+    settings: dict[str, Any] = {
+        "ring_bytes": "1MiB", "threads": 1, "dirty_bytes": None, "queue_max": 16, "scratch_bytes": "1MiB",
+        "registered_bytes": "64MiB",
+    }  # fmt: skip
+    return GpuIO(
+        device or SimulatedDevice(), ns._c, ns._appender, ns._reader, ns.identity, ns._retention, list(kvs),
+        **{**settings, **changes},
+    )  # fmt: skip
+
+
+class Engine:
+    """The KV memory of a rank, with random bytes or poison."""
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        units: int = 32,
+        layers: Sequence[int] = range(4),
+        heads: Sequence[int] = (0, 2),
+    ) -> None:
+        shape = (4, units, BLOCK, 2, 16)
+        self.memory = np.full(shape, 0xA5A5, "uint16")
+        if seed is not None:
+            self.memory[...] = np.random.default_rng(seed).integers(0, 65536, shape, dtype="uint16")
+        first, count = heads
+        self.memory = np.ascontiguousarray(self.memory[list(layers), :, :, first : first + count])
+        self.kv = kvfs.describe(LAYOUT.groups[0], self.memory, ORDER, layers=list(layers), first_head=first)
+
+    def tokens(self, units: Sequence[int]) -> bytes:
+        return self.memory[:, list(units)].tobytes()
+
+
+def prompt(chunks: int, first: int = 0) -> list[int]:
+    return list(range(first, first + chunks * PAGE))
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(store_path, capacity="64MiB") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ns(store: kvfs.Store) -> kvfs.Namespace:
+    return store.namespace("model", LAYOUT, "1")
+
+
+@pytest.fixture(params=["in_place", "ring", "refused"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How segments reach the device."""
+    return {
+        "in_place": {},
+        "ring": {"registered_bytes": 0},
+        "refused": {"device": SimulatedDevice(refuse=True)},
+    }[request.param]
+
+
+def saved(ns: kvfs.Namespace, chunks: int, *, seed: int = 1, first: int = 0) -> Engine:
+    """A prompt in the store, with its KV in blocks 0, 1, ..."""
+    engine = Engine(seed=seed)
+    io = attach(ns, engine.kv)
+    tokens = prompt(chunks, first)
+    result = io.save(ns.plan_save(tokens), range(2 * chunks), NOW).wait(SECONDS)
+    assert result is not None and result.pages == chunks and result.tokens == len(tokens), result
+    io.close()
+    return engine
+
+
+def test_what_was_saved_is_loaded_into_other_units(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
+    source = saved(ns, 6)
+    target = Engine()
+    with attach(ns, target.kv, **way) as io, ns.match(prompt(6)) as match:
+        assert io.transport == ("in_place" if not way else "ring")
+        units = [20 - i for i in range(12)]
+        transfer = io.load(match, units, NOW)
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.pages, result.declined) == (6 * PAGE, 6, 0)
+        assert result.tiers == {Tier.HOST: 6 * PAGE}
+        assert target.tokens(units) == source.tokens(range(12))
+        untouched = sorted({*range(32)} - {*units})
+        assert set(target.tokens(untouched)) == {0xA5}
+        assert all(transfer.layer_ready(layer).is_set() for layer in range(4))
+
+
+def test_a_page_is_the_same_whichever_transport_wrote_it(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+    engine = saved(ns, 3)
+    with ns.match(prompt(3)) as match:
+        by_gpu = bytearray(match.nbytes)
+        assert ns.get(match, by_gpu) == 3
+    other = store.namespace("model", LAYOUT, "1", salt="by the host")
+    with other.attach(engine.kv) as io:
+        io.save(other.plan_save(prompt(3)), range(6)).wait(SECONDS)
+    with other.match(prompt(3)) as match:
+        by_host = bytearray(match.nbytes)
+        assert other.get(match, by_host) == 3
+    assert by_gpu == by_host
+
+
+def test_a_flipped_bit_is_refused_before_anything_is_scattered(
+    ns: kvfs.Namespace, store: kvfs.Store, way: dict[str, Any]
+) -> None:
+    source = saved(ns, 4)
+    with ns.match(prompt(4)) as match:
+        page = bytes(memoryview(ns.view(match)[2])[:64])
+    [path] = segment_files(Path(store.path))
+    at = path.read_bytes().index(page)
+    with path.open("r+b") as file:
+        file.seek(at + 5)
+        byte = file.read(1)[0]
+        file.seek(at + 5)
+        file.write(bytes([byte ^ 4]))
+    target = Engine()
+    with attach(ns, target.kv, **way) as io, ns.match(prompt(4)) as match, counted(store) as moved:
+        transfer = io.load(match, range(8), NOW)
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.reason) == (2 * PAGE, "unreadable")
+        assert moved("pages_corrupt") == 1
+        assert target.tokens(range(4)) == source.tokens(range(4))
+        assert set(target.tokens(range(4, 6))) == {0xA5}, "unverified bytes reached a unit"
+    with ns.match(prompt(4)) as match:
+        assert match.tokens == 2 * PAGE, "the damaged page is still in the index"
+
+
+@pytest.mark.parametrize("first_token", [1, 31, 33, 100])
+def test_only_the_last_tokens_move(ns: kvfs.Namespace, way: dict[str, Any], first_token: int) -> None:
+    source = saved(ns, 4)
+    target = Engine()
+    with attach(ns, target.kv, **way) as io, ns.match(prompt(4)) as match:
+        result = io.load(match, range(8), NOW, first_token=first_token).wait(SECONDS)
+        assert result is not None and result.tokens == 4 * PAGE
+    flat = target.memory[:, :8].reshape(4, 128, 2, 16)
+    want = source.memory[:, :8].reshape(4, 128, 2, 16)
+    assert (flat[:, first_token:] == want[:, first_token:]).all()
+    assert (flat[:, :first_token] == 0xA5A5).all()
+
+
+def test_units_of_minus_one_are_left_alone(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
+    source = saved(ns, 4)
+    target = Engine()
+    with attach(ns, target.kv, **way) as io, ns.match(prompt(4)) as match:
+        result = io.load(match, [-1, -1, -1, 3, 4, -1, -1, -1], NOW).wait(SECONDS)
+        assert result is not None and (result.tokens, result.pages) == (4 * PAGE, 2)
+    assert target.tokens([3, 4]) == source.tokens([3, 4])
+    assert set(target.tokens([0, 1, 2, 5, 6, 7])) == {0xA5}
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4])
+def test_layer_by_layer(ns: kvfs.Namespace, store: kvfs.Store, layers: int) -> None:
+    source = saved(ns, 5)
+    mine = range(4 - layers, 4)
+    target = Engine(layers=mine) if layers == 4 else None
+    with attach(ns, (target or Engine()).kv) as io, ns.match(prompt(5)) as match:
+        engine = target or Engine()
+        if target is None:
+            io.close()
+            io = attach(ns, engine.kv)
+        device = io._device
+        assert isinstance(device, SimulatedDevice)
+        launches = device.launches
+        transfer = io.load(match, range(10), NOW, layerwise=True)
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens == 5 * PAGE, result
+        assert device.launches - launches == 4, "one band a layer"
+        assert engine.tokens(range(10)) == source.tokens(range(10))
+        io.close()
+
+
+def test_pages_of_another_degree_are_put_together(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
+    whole = Engine(seed=9)
+    halves = [Engine(heads=(h, 1)) for h in (0, 1)]
+    for h, half in enumerate(halves):
+        half.memory[...] = whole.memory[:, :, :, h : h + 1]
+        with attach(ns, half.kv) as io:
+            plan = ns.plan_save(prompt(3), part=io.parts)
+            result = io.save(plan, range(6), NOW).wait(SECONDS)
+            assert result is not None and result.pages == 3
+    target = Engine()
+    with attach(ns, target.kv, **way) as io, ns.match(prompt(3)) as match:
+        result = io.load(match, range(6), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == 3 * PAGE, result
+    assert target.tokens(range(6)) == whole.tokens(range(6))
+    upper = Engine(heads=(1, 1), layers=(2, 3))
+    with attach(ns, upper.kv, **way) as io, ns.match(prompt(3), part=io.parts) as match:
+        result = io.load(match, range(6), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == 3 * PAGE
+    assert (upper.memory[:, :6] == whole.memory[2:, :6, :, 1:2]).all()
+
+
+def test_small_leaves_and_states_are_verified_by_the_cpu(store: kvfs.Store, way: dict[str, Any]) -> None:
+    layout = PageLayout.of(
+        [
+            Group("full", (0, 2), 1, Cell("opaque", 5), Need.all(), PAGE),
+            Group("state", (1,), 1, Cell("opaque", 300), Need.exact(), 1),
+        ],
+        PAGE,
+    )
+    ns = store.namespace("hybrid", layout, "1")
+    rng = np.random.default_rng(2)
+    full = [rng.integers(0, 256, (8, BLOCK, 1, 5), dtype="uint8") for _ in range(2)]
+    state = [rng.integers(0, 256, (8, 1, 300), dtype="uint8")]
+
+    def describe(tensors: Any, states: Any) -> list[kvfs.DeviceKV]:
+        return [
+            kvfs.describe(layout.groups[0], tensors, "block,token,head,dim"),
+            kvfs.describe(layout.groups[1], states, "slot,head,dim"),
+        ]
+
+    with attach(ns, *describe(full, state)) as io:
+        units = {"full": range(8), "state": [0, 1, 2, 3]}
+        result = io.save(ns.plan_save(prompt(4)), units, NOW).wait(SECONDS)
+        assert result is not None and result.pages == 8, result
+    targets, states = [np.zeros_like(t) for t in full], [np.zeros_like(s) for s in state]
+    with attach(ns, *describe(targets, states), **way) as io, ns.match(prompt(4)) as match:
+        result = io.load(match, {"full": [7, 6, 5, 4, 3, 2, 1, 0], "state": [-1, -1, -1, 6]}, NOW).wait(SECONDS)
+        assert result is not None and result.tokens == 4 * PAGE, result
+    assert all((t[::-1] == f).all() for t, f in zip(targets, full, strict=True))
+    assert (states[0][6] == state[0][3]).all() and not states[0][:6].any()
+
+
+def test_a_ring_of_one_slot_serves_many_transfers(ns: kvfs.Namespace) -> None:
+    source = saved(ns, 4)
+    target = Engine()
+    page = LAYOUT.groups[0].page_bytes
+    with attach(ns, target.kv, registered_bytes=0, ring_bytes=page, queue_max=64) as io:
+        matches = [ns.match(prompt(4)) for _ in range(32)]
+        transfers = [io.load(match, range(8), NOW) for match in matches]
+        results = [transfer.wait(SECONDS) for transfer in transfers]
+        assert all(result is not None and result.tokens == 4 * PAGE for result in results)
+        io.ring.check()
+        assert io.ring.free == 1
+    assert target.tokens(range(8)) == source.tokens(range(8))
+
+
+def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+    device = SimulatedDevice()
+    saved(ns, 4)
+    target = Engine()
+    with attach(ns, target.kv, device=device) as io, ns.match(prompt(4)) as match:
+        assert io.warm(match) == match.nbytes
+        assert 0 < device.maps() <= 64 << 20
+        io.load(match, range(8), NOW).wait(SECONDS)
+        io.sweep()
+        assert device.maps() > 0
+        match.close()
+        [path] = segment_files(Path(store.path))
+        path.rename(path.parent.parent / "doomed" / path.name)
+        io.sweep()
+        assert device.maps() == 0
+    assert not device.registered, "something is still pinned"
+
+
+def test_what_exceeds_the_budget_goes_through_the_ring(ns: kvfs.Namespace) -> None:
+    source = saved(ns, 4)
+    device, target = SimulatedDevice(), Engine()
+    with attach(ns, target.kv, device=device, registered_bytes="4KiB") as io, ns.match(prompt(4)) as match:
+        result = io.load(match, range(8), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == 4 * PAGE
+        assert device.maps() == 0
+    assert target.tokens(range(8)) == source.tokens(range(8))
+
+
+def test_an_event_is_required_and_waited_for_within_the_deadline(ns: kvfs.Namespace) -> None:
+    class Never(Happened):
+        def query(self) -> bool:
+            return False
+
+    engine = Engine(seed=3)
+    with attach(ns, engine.kv) as io:
+        plan = ns.plan_save(prompt(2))
+        with pytest.raises(kvfs.ConfigError, match=r"after is None: pass a torch\.cuda\.Event"):
+            io.save(plan, range(4))
+        transfer = io.save(plan, range(4), Never(), deadline=0.05)
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.pages, result.reason) == (0, "deadline")
+        waiting = io.save(plan, range(4), Never(), deadline=3600)
+        assert waiting.cancel(SECONDS)
+        result = waiting.wait(SECONDS)
+        assert result is not None and result.reason == "cancelled"
+    with ns.match(prompt(2)) as match:
+        assert match.tokens == 0
+
+
+def test_outcomes_are_told_once_for_each_page(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
+    saved(ns, 3)
+    seen: list[Any] = []
+    with attach(ns, Engine().kv, **way) as io, ns.match(prompt(3)) as match:
+        transfer = io.load(match, range(6), NOW, on_page=seen.append, on_done=seen.append)
+        transfer.wait(SECONDS)
+    assert [(s.chunk, s.outcome) for s in seen[:3]] == [(c, PageOutcome.LOADED) for c in range(3)]
+    assert seen[3:] == [transfer]
+
+
+def test_parts_are_refused_where_the_match_lacks_them(ns: kvfs.Namespace) -> None:
+    saved(ns, 2)
+    narrow = ns.match(prompt(2), part=Part(0, 1, 0, 4))
+    with attach(ns, Engine().kv) as io, narrow, pytest.raises(kvfs.ConfigError, match=r"match with io\.parts"):
+        io.load(narrow, range(4), NOW)
