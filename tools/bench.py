@@ -1,4 +1,4 @@
-"""Benchmarks of a store against the bare system calls: host, match, procs.
+"""Benchmarks of a store against the bare system calls, and of the GPU path against the link: host, match, procs, gpu.
 
 Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
 at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
@@ -20,6 +20,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python tools/bench.py` from anywhere
 
 from kvfs.errors import KvfsError
+from tools.benchmarks import gpu as gpu_bench
 from tools.benchmarks import host as host_bench
 from tools.benchmarks import match as match_bench
 from tools.benchmarks import procs as procs_bench
@@ -140,6 +141,22 @@ def procs(
     options = dict[str, Value](seconds=seconds, rounds=rounds, size=size_text(size), threads=threads, seed=seed)
     with session("procs", path, need, json_path, options) as (report, folder):
         procs_bench.run(report, folder, plan)
+
+
+@main.command(help=gpu_bench.__doc__)
+@click.option("--shape", "shapes", type=Many(click.Choice(list(gpu_bench.SHAPES))), default="gqa16", show_default=True)
+@click.option("--tokens", type=COUNTS, default="1024,4096,32768", show_default=True, help="Prefix lengths.")
+@click.option("--ring", "ring_bytes", type=Size(), default="5GiB", show_default=True, help="Of pinned slots.")
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+@common
+def gpu(
+    shapes: tuple[str, ...], tokens: tuple[int, ...], ring_bytes: int, rounds: int, path: Path, json_path: Path | None,
+    seed: int,
+) -> None:  # fmt: skip
+    plan = gpu_bench.Plan(shapes, sorted(tokens), rounds, seed, ring_bytes)
+    options = dict[str, Value](shapes=",".join(shapes), rounds=rounds, ring=size_text(ring_bytes), seed=seed)
+    with session("gpu", path, plan.need_bytes, json_path, options) as (report, folder):
+        gpu_bench.run(report, folder, plan)
 
 
 if __name__ == "__main__":

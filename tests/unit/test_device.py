@@ -44,7 +44,6 @@ def test_a_good_descriptor_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory": "cuda:0"}, "'cuda:0': the GPU path is not part of this build yet"),
         ({"memory": "gpu"}, "'gpu': pass 'host'"),
         ({"replica": (2, 2)}, r"\(2, 2\): pass \(index, count\)"),
         ({"heads": (3, 2)}, r"\(3, 2\): \(first, count\) within its 4"),

@@ -1,0 +1,435 @@
+"""The GPU path against the link: saves and loads through the public API on one CUDA device.
+
+Baselines of the same run and the same bytes: memcpy between pinned memory and the device, one call; preadv into
+pinned memory by 4 and by 16 threads, then memcpy; `tensor[...].cpu()`. A load's time is that of match, load and wait,
+with verification on the GPU. Targets are poisoned before each load and compared with what was saved after it, bit for
+bit. Loads read sealed segments from the page cache, in the process that saved them, unless a row says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kvfs
+from kvfs.layout import Group, Need, PageLayout
+from tools.benchmarks.measure import BenchError, Contender, Sample, Spread, Stopwatch, interleave, rate_ratio
+from tools.benchmarks.report import Report, Table, rates
+
+SECONDS = 60.0
+SEGMENT = "256MiB"
+
+
+def _gqa(page_tokens: int) -> PageLayout:
+    return PageLayout.kv(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", page_tokens=page_tokens)
+
+
+def _hybrid() -> PageLayout:
+    whole = _gqa(16).groups[0]
+    window = Group("window", tuple(range(8, 32)), 8, whole.cell, Need.window_of(1024), 16)
+    return PageLayout.of([Group("full", tuple(range(8)), 8, whole.cell, Need.all(), 16), window], 16)
+
+
+SHAPES: dict[str, Callable[[], PageLayout]] = {
+    "gqa16": lambda: _gqa(16),
+    "gqa64": lambda: _gqa(64),
+    "mla64": lambda: PageLayout.mla(layers=61, kv_lora_rank=512, rope_dim=64, dtype="bfloat16", page_tokens=64),
+    "int8": lambda: PageLayout.kv(
+        layers=32, kv_heads=8, head_dim=128, dtype="int8", scale="float32", page_tokens=16
+    ),
+    "hybrid": _hybrid,
+}  # fmt: skip
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    shapes: Sequence[str]
+    tokens: Sequence[int]
+    rounds: int
+    seed: int
+    ring_bytes: int
+
+    @property
+    def need_bytes(self) -> int:
+        token_bytes = [sum(g.page_bytes for g in SHAPES[s]().groups) // SHAPES[s]().page_tokens for s in self.shapes]
+        return (5 + max(1, self.rounds // 3)) * max(token_bytes) * max(self.tokens)
+
+
+class Engine:
+    """Paged KV memory on the device, as vLLM lays it out; blocks in random order."""
+
+    def __init__(self, torch: Any, layout: PageLayout, tokens: int, seed: int) -> None:
+        self.torch, self.layout = torch, layout
+        blocks = tokens // BLOCK * 5 // 4
+        generator = torch.Generator().manual_seed(seed)
+        self.units = torch.randperm(blocks, generator=generator)[: tokens // BLOCK].tolist()
+        self.tensors: list[Any] = []
+        self.kvs = [self._describe(group, blocks) for group in layout.groups]
+
+    def _describe(self, group: Group, blocks: int) -> kvfs.DeviceKV:
+        torch, heads, encoding = self.torch, group.heads, group.cell.encoding
+        if heads == 1:
+            shape = (blocks, BLOCK, group.cell.nbytes // 2)
+            made = [torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for _ in group.layers]
+            self.tensors += made
+            return kvfs.describe(group, made, "block,token,dim")
+        if "int8" in encoding:
+            rows = []
+            for _ in group.layers:
+                values = [torch.empty(blocks, BLOCK, heads, 128, dtype=torch.int8, device="cuda") for _ in range(2)]
+                scales = [torch.empty(blocks, BLOCK, heads, dtype=torch.float32, device="cuda") for _ in range(2)]
+                rows.append((*values, *scales))
+                self.tensors += [*values, *scales]
+            return kvfs.describe(group, rows, ["block,token,head,dim"] * 2 + ["block,token,head"] * 2)
+        made = [torch.empty(2, blocks, BLOCK, heads, 128, dtype=torch.bfloat16, device="cuda") for _ in group.layers]
+        self.tensors += made
+        return kvfs.describe(group, made, "kv,block,token,head,dim")
+
+    def fill(self, seed: int | None) -> None:
+        """Random bytes, or poison."""
+        for i, tensor in enumerate(self.tensors):
+            raw = tensor.view(self.torch.uint8)
+            if seed is None:
+                raw.fill_(0xA5)
+            else:
+                raw.random_(0, 256, generator=self.torch.Generator("cuda").manual_seed(seed * 1000 + i))
+
+    def same(self, other: Engine, tokens: int) -> bool:
+        """Whether the first ``tokens`` tokens hold the same bytes, block by block."""
+        torch, n = self.torch, tokens // BLOCK
+        mine = torch.tensor(self.units[:n], device="cuda")
+        theirs = torch.tensor(other.units[:n], device="cuda")
+        for a, b in zip(self.tensors, other.tensors, strict=True):
+            dim = 1 if a.shape[0] == 2 and a.dim() == 5 else 0
+            if not torch.equal(
+                a.index_select(dim, mine).view(torch.uint8), b.index_select(dim, theirs).view(torch.uint8)
+            ):
+                return False
+        return True
+
+    def needed(self, tokens: int) -> int:
+        """Bytes of a prompt that a load moves."""
+        total = 0
+        for group in self.layout.groups:
+            chunks, last = tokens // self.layout.page_tokens, group.need.chunks(self.layout.page_tokens)
+            total += group.page_bytes * (chunks if last is None else min(chunks, last))
+        return total
+
+
+def run(report: Report, folder: Path, plan: Plan) -> None:
+    try:
+        import torch
+    except ImportError as exc:
+        raise BenchError(f"this benchmark needs torch and a GPU: {exc}") from None
+    if not torch.cuda.is_available():
+        raise BenchError("this benchmark needs a CUDA device, torch sees none")
+    for shape in plan.shapes:
+        _Bench(torch, report, folder, plan, shape).run()
+
+
+class _Bench:
+    """One shape."""
+
+    def __init__(self, torch: Any, report: Report, folder: Path, plan: Plan, shape: str) -> None:
+        self.torch, self.report, self.folder, self.plan, self.shape = torch, report, folder, plan, shape
+        self.layout = SHAPES[shape]()
+        self.most = max(plan.tokens)
+        self.source = Engine(torch, self.layout, self.most, plan.seed)
+        self.target = Engine(torch, self.layout, self.most, plan.seed + 1)
+        self.source.fill(plan.seed)
+        self.path = folder / shape
+        self.capacity = plan.need_bytes + (4 << 30)
+        self.prompts = 0
+        most = max(self.source.needed(n) for n in plan.tokens)
+        self.pinned = torch.empty(most, dtype=torch.uint8, pin_memory=True)
+        self.scratch = torch.empty(most, dtype=torch.uint8, device="cuda")
+
+    def run(self) -> None:
+        try:
+            with self._store() as (store, ns):
+                self._saves(store, ns)
+                for tokens in self.plan.tokens:
+                    self._save(ns, tokens, self._tokens(tokens, 7))
+                self._loads(ns, self.plan.tokens[-1:], "active")
+            with self._store() as (store, ns):
+                self._loads(ns, self.plan.tokens, "sealed")
+                self._layerwise(ns, self.most)
+                self._cold(ns, self.most)
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    @contextmanager
+    def _store(self) -> Iterator[tuple[kvfs.Store, kvfs.Namespace]]:
+        with kvfs.open(self.path, capacity=self.capacity, segment_bytes=SEGMENT) as store:
+            yield store, store.namespace("bench", self.layout, "1")
+
+    def _tokens(self, tokens: int, salt: int) -> list[int]:
+        return [salt * 1_000_003 + i for i in range(tokens)]
+
+    def _event(self) -> Any:
+        event = self.torch.cuda.Event()
+        event.record()
+        return event
+
+    def _units(self, engine: Engine, tokens: int) -> Any:
+        ids = engine.units[: tokens // BLOCK]
+        return {kv.group: ids for kv in engine.kvs}
+
+    def _attach(self, ns: kvfs.Namespace, engine: Engine, **settings: Any) -> Any:
+        return ns.attach(engine.kvs, **{"ring_bytes": self.plan.ring_bytes, **settings})
+
+    # -- baselines ---------------------------------------------------------------------------
+
+    def _memcpy(self, nbytes: int, *, to_host: bool) -> Callable[[], Sample]:
+        def copy() -> Sample:
+            host, device = self.pinned[:nbytes], self.scratch[:nbytes]
+            with Stopwatch() as watch:
+                (host.copy_(device, non_blocking=True) if to_host else device.copy_(host, non_blocking=True))
+                event = self.torch.cuda.Event(blocking=True)
+                event.record()
+                event.synchronize()
+            return watch.sample(nbytes)
+
+        return copy
+
+    def _preadv(self, nbytes: int, threads: int) -> Callable[[], Sample]:
+        """What others do: threads read files into pinned memory, piece by piece, and each piece is copied."""
+        files = [os.open(p, os.O_RDONLY) for p in sorted((self.path / "segments").glob("*.kvs"))]
+        pieces, left, step = [], nbytes, 4 << 20
+        for fd in files:
+            size = os.fstat(fd).st_size
+            pieces += [(fd, at) for at in range(0, min(size - step, left), step)]
+            left = nbytes - len(pieces) * step
+        view = memoryview(self.pinned.numpy())
+        pool = ThreadPoolExecutor(threads)
+
+        def load() -> Sample:
+            stream = self.torch.cuda.Stream()
+
+            def one(index: int) -> None:
+                fd, at = pieces[index]
+                start = index * step
+                os.preadv(fd, [view[start : start + step]], at)
+                with self.torch.cuda.stream(stream):
+                    self.scratch[start : start + step].copy_(self.pinned[start : start + step], non_blocking=True)
+
+            with Stopwatch() as watch:
+                list(pool.map(one, range(min(len(pieces), nbytes // step))))
+                stream.synchronize()
+            return watch.sample(min(len(pieces), nbytes // step) * step)
+
+        return load
+
+    def _naive(self, tokens: int) -> Sample:
+        """`tensor[blocks].cpu()`, what a naive store saves with."""
+        torch = self.torch
+        ids = torch.tensor(self.source.units[: tokens // BLOCK], device="cuda")
+        nbytes = 0
+        with Stopwatch() as watch:
+            for tensor in self.source.tensors[:8]:
+                dim = 1 if tensor.dim() == 5 else 0
+                nbytes += tensor.index_select(dim, ids).cpu().nbytes
+        return watch.sample(nbytes)
+
+    # -- saves -------------------------------------------------------------------------------
+
+    def _save(self, ns: kvfs.Namespace, tokens: int, prompt: list[int]) -> tuple[float, float, float]:
+        """(seconds until source_free, until published, CPU seconds)."""
+        with self._attach(ns, self.source) as io:
+            return self._save_with(io, ns, tokens, prompt)
+
+    def _save_with(self, io: Any, ns: kvfs.Namespace, tokens: int, prompt: list[int]) -> tuple[float, float, float]:
+        begin, cpu = time.perf_counter(), time.process_time()
+        plan = ns.plan_save(prompt)
+        transfer = io.save(plan, self._units(self.source, tokens), self._event(), deadline=SECONDS)
+        transfer.source_free.wait(SECONDS)
+        free, cpu_free = time.perf_counter() - begin, time.process_time() - cpu
+        result = transfer.wait(SECONDS)
+        published = time.perf_counter() - begin
+        if result is None or result.declined:
+            raise BenchError(f"a save of {tokens} tokens ended with {result}")
+        return free, published, cpu_free
+
+    def _saves(self, store: kvfs.Store, ns: kvfs.Namespace) -> None:
+        tokens = self.most
+        nbytes = sum(g.page_bytes for g in self.layout.groups) * (tokens // self.layout.page_tokens)
+        io = self._attach(ns, self.source)
+        published: list[Sample] = []
+
+        def save() -> Sample:
+            self.prompts += 1
+            free, done, cpu = self._save_with(io, ns, tokens, self._tokens(tokens, 100 + self.prompts))
+            published.append(Sample(done, 0.0, nbytes))
+            return Sample(free, cpu, nbytes)
+
+        rows = [
+            Contender("pinned memcpy", self._memcpy(min(nbytes, self.pinned.numel()), to_host=True)),
+            Contender("save until source_free", save),
+            Contender("bare buffered write, 4 threads", lambda: self._bare_write(nbytes)),
+            Contender("naive tensor[...].cpu()", lambda: self._naive(tokens)),
+        ]
+        samples = interleave(rows, max(1, self.plan.rounds // 3))
+        samples["save until published"] = published[1:]
+        io.close()
+        self._report("save", tokens, "active", samples, "pinned memcpy")
+
+    def _bare_write(self, nbytes: int) -> Sample:
+        names = [self.folder / f"bare-{i}" for i in range(4)]
+        view = memoryview(self.pinned.numpy())
+        share = min(nbytes, len(view)) // 4 // (1 << 20) * (1 << 20)
+
+        def one(index: int) -> None:
+            fd = os.open(names[index], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for at in range(0, share, 4 << 20):
+                os.pwrite(fd, view[index * share + at : index * share + min(at + (4 << 20), share)], at)
+            os.close(fd)
+
+        with ThreadPoolExecutor(4) as pool, Stopwatch() as watch:
+            list(pool.map(one, range(4)))
+        for name in names:
+            name.unlink()
+        return watch.sample(4 * share)
+
+    # -- loads -------------------------------------------------------------------------------
+
+    def _load(self, io: Any, ns: kvfs.Namespace, tokens: int) -> Callable[[], Sample]:
+        prompt, units = self._tokens(tokens, 7), self._units(self.target, tokens)
+        nbytes = self.source.needed(tokens)
+
+        def load() -> Sample:
+            with Stopwatch() as watch, ns.match(prompt) as match:
+                result = io().load(match, units, self._event()).wait(SECONDS)
+            if result is None or result.tokens != tokens:
+                raise BenchError(f"a load of {tokens} tokens ended with {result}")
+            return watch.sample(nbytes)
+
+        return load
+
+    def _check(self, tokens: int) -> None:
+        if len(self.layout.groups) == 1 and not self.target.same(self.source, tokens):
+            raise BenchError(f"{self.shape}, {tokens} tokens: the loaded bytes differ")
+
+    def _loads(self, ns: kvfs.Namespace, sizes: Sequence[int], state: str) -> None:
+        for tokens in sizes:
+            self._loads_of(ns, tokens, state)
+
+    def _loads_of(self, ns: kvfs.Namespace, tokens: int, state: str) -> None:
+        nbytes = self.source.needed(tokens)
+        ring = self._attach(ns, self.target, registered_bytes=0)
+        placed = self._attach(ns, self.target, registered_bytes="32GiB")
+        fresh: list[Any] = []
+
+        def poison() -> None:
+            self.target.fill(None)
+
+        def renew() -> None:
+            poison()
+            fresh.append(self._attach(ns, self.target, registered_bytes="32GiB"))
+
+        def check() -> None:
+            self._check(tokens)
+
+        def let_go() -> None:
+            check()
+            fresh.pop().close()
+
+        rows = [
+            Contender("pinned memcpy", self._memcpy(nbytes, to_host=False)),
+            Contender("in place, registered", self._load(lambda: placed, ns, tokens), poison, check),
+            Contender("in place, first touch", self._load(lambda: fresh[-1], ns, tokens), renew, let_go),
+            Contender("ring", self._load(lambda: ring, ns, tokens), poison, check),
+        ]
+        if state == "sealed":
+            rows += [Contender(f"bare preadv, {n} threads", self._preadv(nbytes, n)) for n in (4, 16)]
+        samples = interleave(rows, self.plan.rounds)
+        ring.close()
+        placed.close()
+        self._report("load", tokens, state, samples, "pinned memcpy")
+
+    def _layerwise(self, ns: kvfs.Namespace, tokens: int) -> None:
+        """When layer 0 may start, against the whole load."""
+        io = self._attach(ns, self.target, registered_bytes="32GiB")
+        prompt, units = self._tokens(tokens, 7), self._units(self.target, tokens)
+        first: list[float] = []
+
+        def load() -> Sample:
+            with Stopwatch() as watch:
+                begin = time.perf_counter()
+                with ns.match(prompt) as match:
+                    transfer = io.load(match, units, self._event(), layerwise=True)
+                    transfer.layer_ready(0).wait(SECONDS)
+                    first.append(time.perf_counter() - begin)
+                    transfer.wait(SECONDS)
+            return watch.sample(self.source.needed(tokens))
+
+        rows = [
+            Contender("pinned memcpy", self._memcpy(self.source.needed(tokens), to_host=False)),
+            Contender("in place, layer-wise", load, lambda: self.target.fill(None), lambda: self._check(tokens)),
+        ]
+        samples = interleave(rows, self.plan.rounds)
+        io.close()
+        share = [a / s.seconds for a, s in zip(first[1:], samples["in place, layer-wise"], strict=True)]
+        note = f"layer 0 may start after {_text(Spread.of(share))} of the load"
+        self._report("load", tokens, "sealed", samples, "pinned memcpy", note)
+
+    def _cold(self, ns: kvfs.Namespace, tokens: int) -> None:
+        nbytes = self.source.needed(tokens)
+
+        def drop() -> None:
+            self.target.fill(None)
+            os.sync()
+            for path in (self.path / "segments").glob("*.kvs"):
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+        io = self._attach(ns, self.target)
+        rows = [
+            Contender("cold, bare O_DIRECT, 16 threads", self._bare_direct(nbytes, 16), drop),
+            Contender("cold, bare buffered, 4 threads", self._preadv(nbytes, 4), drop),
+            Contender("cold load", self._load(lambda: io, ns, tokens), drop, lambda: self._check(tokens)),
+        ]
+        samples = interleave(rows, max(1, self.plan.rounds // 3))
+        io.close()
+        self._report("load", tokens, "cold", samples, "cold, bare O_DIRECT, 16 threads")
+
+    def _bare_direct(self, nbytes: int, threads: int) -> Callable[[], Sample]:
+        paths = sorted((self.path / "segments").glob("*.kvs"))
+        view = memoryview(self.pinned.numpy())
+        step = 4 << 20
+
+        def read() -> Sample:
+            files = [os.open(p, os.O_RDONLY | os.O_DIRECT) for p in paths]
+            pieces = [(fd, at) for fd in files for at in range(0, os.fstat(fd).st_size - step, step)][: nbytes // step]
+
+            def one(index: int) -> None:
+                fd, at = pieces[index]
+                os.preadv(fd, [view[index * step : (index + 1) * step]], at)
+
+            with ThreadPoolExecutor(threads) as pool, Stopwatch() as watch:
+                list(pool.map(one, range(len(pieces))))
+            for fd in files:
+                os.close(fd)
+            return watch.sample(len(pieces) * step)
+
+        return read
+
+    def _report(
+        self, what: str, tokens: int, state: str, samples: dict[str, list[Sample]], base: str, *notes: str
+    ) -> None:
+        table = Table(f"{self.shape}: {what} of {tokens} tokens, {state} segments; ratio to {base}", notes=list(notes))
+        for name, taken in samples.items():
+            table.add(way=name, **rates(taken), ratio=rate_ratio(taken, samples[base]) if name != base else None)
+        self.report.show(table)
+
+
+def _text(spread: Spread) -> str:
+    return f"{spread.middle:.2f} [{spread.low:.2f} {spread.high:.2f}]"
