@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvfs import cuda
@@ -30,7 +31,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work in order. Host addresses must be pinned, or registered; nothing here waits."""
+    """Work in order. Host addresses must be pinned, or registered; nothing here waits. Kernels want ``use``."""
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None: ...
 
@@ -40,7 +41,13 @@ class Stream(Protocol):
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None: ...
 
-    def record(self) -> Event: ...
+    def use(self) -> AbstractContextManager[object]:
+        """Launch kernels on it from this thread, inside."""
+
+    def event(self) -> Event:
+        """An event for ``record``, to be used again and again."""
+
+    def record(self, event: Event | None = None) -> Event: ...
 
     def after(self, event: Event) -> None: ...
 
@@ -111,6 +118,9 @@ class _Stream:
     """A CUDA stream. The calling thread has entered its device."""
 
     def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
+        from kvfs.kernels import cells, xxh3
+
+        self._cells, self._xxh3 = cells, xxh3
         self._torch, self._stream, self._constants = torch, stream, constants
         self._handle = int(stream.cuda_stream)
 
@@ -125,8 +135,14 @@ class _Stream:
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
         cuda.copy_out(target, source, nbytes, self._handle)
 
-    def record(self) -> Event:
-        event = self._torch.cuda.Event(blocking=True)
+    def use(self) -> AbstractContextManager[object]:
+        return self._torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
+
+    def event(self) -> Event:
+        return self._torch.cuda.Event(blocking=True)  # type: ignore[no-any-return]
+
+    def record(self, event: Any = None) -> Event:
+        event = event or self.event()
         event.record(self._stream)
         return event  # type: ignore[no-any-return]
 
@@ -134,16 +150,10 @@ class _Stream:
         self._stream.wait_event(event)
 
     def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
-        from kvfs.kernels import cells
-
-        with self._torch.cuda.stream(self._stream):
-            cells.move(work, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=WARPS)
+        self._cells.move(work, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=WARPS)
 
     def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
-        from kvfs.kernels import xxh3
-
-        with self._torch.cuda.stream(self._stream):
-            xxh3.leaves(work, self._constants, shape, check=check, programs=SUM_PROGRAMS)
+        self._xxh3.leaves(work, self._constants, shape, check=check, programs=SUM_PROGRAMS)
 
 
 class _Memory:

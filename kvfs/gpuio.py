@@ -190,9 +190,10 @@ def _warm_up(desk: GpuDesk, shape: Shape, table: Memory) -> None:
         shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
     ))  # fmt: skip
     sheet.send(lane.kernels, work)
-    for to_page in (False, True):
-        lane.kernels.move(sheet.words(work), shape, to_page=to_page)
-    if shape.sums:
-        for check in (False, True):
-            lane.kernels.sums(sheet.words(work), shape, check=check)
+    with lane.kernels.use():
+        for to_page in (False, True):
+            lane.kernels.move(sheet.words(work), shape, to_page=to_page)
+        if shape.sums:
+            for check in (False, True):
+                lane.kernels.sums(sheet.words(work), shape, check=check)
     lane.quiet()

@@ -20,11 +20,10 @@ def aligned(nbytes: int) -> int:
 
 
 class Slot:
-    """A piece of scratch."""
+    """A piece of scratch, and events of its last use: ``arrived`` what it was filled with, and ``done``."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
-        self.done: Event | None = None  # of its last use
+    def __init__(self, address: int, arrived: Event, done: Event) -> None:
+        self.address, self.arrived, self.done = address, arrived, done
 
 
 class Sheet:
@@ -82,7 +81,7 @@ class Lane:
         self.dma, self.kernels = device.stream(), device.stream()
         self._scratch: Memory = device.memory(slot_bytes * slots + ALIGN)
         base = aligned(self._scratch.address)
-        self._slots = [Slot(base + i * slot_bytes) for i in range(slots)]
+        self._slots = [Slot(base + i * slot_bytes, self.dma.event(), self.dma.event()) for i in range(slots)]
         self._next = 0
         self._sheet: Sheet | None = None
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvfs.gpu import Event
 from kvfs.gpujobs import GpuDesk, wait_for_event
 from kvfs.gpulane import ALIGN, Sheet, Slot
-from kvfs.gpusource import PageSource
+from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
 from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
 from kvfs.match import GroupMatch, PrefixMatch
@@ -24,8 +24,7 @@ from kvfs.segment_files import Held
 from kvfs.transfer import Transfer
 from kvfs.types import PageId, PageOutcome, Tier, TransferState
 
-BATCHES = 16  # of one load, at least: the last one's check and scatter come on top of the copies
-BATCH_BYTES_MIN = 8 << 20
+BATCH_BYTES_MIN = 8 << 20  # of the last batches: their check and scatter come on top of the copies
 BANDS = 8  # of a layer-wise load
 FLAG = 4
 
@@ -85,7 +84,7 @@ class GpuLoad:
             self.desk.device.enter()
             if wait_for_event(self.desk, self.transfer, self.after):
                 self.transfer._enter(TransferState.LOADING)
-                with self.desk.reader.held(self.match) as held:
+                with self.desk.reader.held(self.match) as held, self.desk.loads.kernels.use():
                     for attached, chunks in self.pages:
                         self._load(attached, chunks, held)
         except Exception as exc:
@@ -146,9 +145,8 @@ class GpuLoad:
         """Enqueue some layers of all pages, batch by batch."""
         whole = rows == group.shape.layers
         page = group.page_bytes if whole else rows * group.shape.leaf_bytes * group.granules
-        total = page * sum(run.count for run in runs)
-        size = min(self.desk.loads.slot_bytes, max(BATCH_BYTES_MIN, total // BATCHES))
-        for batch in _batches(runs, max(1, size // page)):
+        most, least = max(1, self.desk.loads.slot_bytes // page), max(1, BATCH_BYTES_MIN // page)
+        for batch in _batches(runs, most, least):
             if self._stop():
                 return
             if whole:
@@ -162,8 +160,7 @@ class GpuLoad:
     def _slot(self) -> Slot:
         lane = self.desk.loads
         slot = lane.slot()
-        if slot.done is not None:
-            lane.dma.after(slot.done)
+        lane.dma.after(slot.done)
         return slot
 
     def _send_whole(self, group: _Group, batch: list[Run]) -> None:
@@ -172,11 +169,10 @@ class GpuLoad:
         step = group.shape.layers * group.shape.leaf_bytes
         for run in batch:
             for part in group.source.send(run, slot.address + at):
-                for i, table in enumerate(group.source.tables(part)):
-                    if table is not None:
-                        tables.append(table)
-                        begin = at + (part.chunk + i - run.chunk) * run.stride
-                        words += self._words(group, part.chunk + i, begin, step)
+                begin = at + (part.chunk - run.chunk) * run.stride
+                found = group.source.tables(part)
+                tables += [table for table in found if table is not None]
+                words += self._words(group, part.chunk, found, begin, run.stride, step)
             at += run.span
         self._launch(group, slot, words, tables, 0, group.shape.layers, check=group.source.sums)
 
@@ -187,13 +183,11 @@ class GpuLoad:
         width, step = rows * leaf, group.shape.layers * WORD
         for run in batch:
             group.source.send_rows(run, first * leaf, width, granules, slot.address + at)
-            for i, table in enumerate(group.source.tables(run)):
-                if table is not None:
-                    begin = at + i * granules * width
-                    words += self._words(group, run.chunk + i, begin, width)
-                    if table:
-                        cut = range(first * WORD, len(table), step)
-                        tables += [table[at_table : at_table + rows * WORD] for at_table in cut]
+            found = group.source.tables(run)
+            words += self._words(group, run.chunk, found, at, granules * width, width)
+            for table in found:
+                if table:
+                    tables += [table[i : i + rows * WORD] for i in range(first * WORD, len(table), step)]
             at += run.count * granules * width
         self._launch(group, slot, words, tables, first, rows, check=group.source.sums)
 
@@ -207,16 +201,32 @@ class GpuLoad:
             if not taken:
                 return
             for i in good:
-                words += self._words(group, taken[i], i * size, group.shape.layers * group.shape.leaf_bytes)
+                words += self._words(
+                    group, taken[i], [b""], i * size, size, group.shape.layers * group.shape.leaf_bytes
+                )
             self._launch(group, slot, words, [], 0, group.shape.layers, check=False)
             left = left[len(taken) :]
 
-    def _words(self, group: _Group, chunk: int, offset: int, step: int) -> array[int]:
-        """The granules of a page that begins at ``offset`` of a slot."""
-        states = group.attached.group.states
-        tokens = [chunk] if states == 1 else range(chunk * states, (chunk + 1) * states, states // group.granules)
-        group.sent[chunk] = None
-        return granule_words(offset, step, tokens, [group.index[chunk]] * group.granules)
+    def _words(
+        self, group: _Group, chunk: int, tables: Sequence[bytes | None], offset: int, stride: int, step: int
+    ) -> array[int]:
+        """The granules of pages from ``chunk`` on that lie ``stride`` apart from ``offset`` of a slot on.
+
+        Pages without a table are left out; granules of a page lie ``step`` apart.
+        """
+        states, granules = group.attached.group.states, group.granules
+        jump = 1 if states == 1 else states // granules
+        even = granules == 1 or stride == granules * step
+        words = array("q")
+        for first, count in streaks([table is not None for table in tables], len(tables) if even else 1):
+            group.sent.update(dict.fromkeys(range(chunk + first, chunk + first + count)))
+            begin = (chunk + first) * (1 if states == 1 else states)
+            flags = [group.index[c] for c in range(chunk + first, chunk + first + count) for _ in range(granules)]
+            words += granule_words(
+                offset + first * stride, stride if granules == 1 else step,
+                range(begin, begin + count * granules * jump, jump), flags,
+            )  # fmt: skip
+        return words
 
     def _launch(
         self, group: _Group, slot: Slot, words: array[int], tables: list[bytes], first: int, rows: int, *, check: bool
@@ -231,12 +241,12 @@ class GpuLoad:
             first_token=self.first_token if group.attached.group.states > 1 else 0, first_row=first, rows=rows,
         ))  # fmt: skip
         sheet.send(lane.dma, leaves)
-        lane.kernels.after(lane.dma.record())
+        lane.kernels.after(lane.dma.record(slot.arrived))
         if words:
             if check:
                 lane.kernels.sums(sheet.words(work), shape, check=True)
             lane.kernels.move(sheet.words(work), shape, to_page=False)
-        slot.done = lane.kernels.record()
+        lane.kernels.record(slot.done)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -280,26 +290,26 @@ def _cut(runs: Sequence[Run], wanted: Sequence[int]) -> Iterator[Run]:
     """The stretches of ``runs`` whose chunks are wanted."""
     chunks = set(wanted)
     for run in runs:
-        first = 0
-        for i in range(run.count + 1):
-            if i == run.count or run.chunk + i not in chunks:
-                if i > first:
-                    yield run.cut(first, i - first) if i - first < run.count else run
-                first = i + 1
+        if chunks.issuperset(range(run.chunk, run.chunk + run.count)):
+            yield run
+        else:
+            for first, count in streaks([run.chunk + i in chunks for i in range(run.count)]):
+                yield run.cut(first, count)
 
 
-def _batches(runs: Sequence[Run], pages: int) -> Iterator[list[Run]]:
-    """Runs, cut where need be, in batches of at most ``pages`` pages."""
+def _batches(runs: Sequence[Run], most: int, least: int) -> Iterator[list[Run]]:
+    """Runs, cut where need be, in batches of at most ``most`` pages; towards the end ever fewer, down to ``least``."""
+    left = sum(run.count for run in runs)
     batch: list[Run] = []
-    room = pages
+    room = min(most, max(least, left // 3))
     for run in runs:
         done = 0
         while done < run.count:
             take = min(room, run.count - done)
-            batch.append(run.cut(done, take))
-            done, room = done + take, room - take
+            batch.append(run.cut(done, take) if take < run.count else run)
+            done, room, left = done + take, room - take, left - take
             if not room:
                 yield batch
-                batch, room = [], pages
+                batch, room = [], min(most, max(least, left // 3))
     if batch:
         yield batch

@@ -25,8 +25,8 @@ from kvfs.staging import Lease, SlotState
 from kvfs.types import TransferState
 from kvfs.writer import Job
 
-BATCH_BYTES = 16 << 20
-AHEAD = 3  # batches that are gathered while the oldest is on its way
+BATCH_BYTES = 32 << 20
+AHEAD = 2  # batches that are gathered while the oldest is on its way; fewer than there are slots
 
 
 class _Flight(NamedTuple):
@@ -58,9 +58,10 @@ class GpuSave(Save):
             self.gpu.device.enter()
             if wait_for_event(self.gpu, self.transfer, self.after):
                 self.transfer._enter(TransferState.COPYING)
-                for attached, chunks in self.pages:
-                    if chunks and not self._gather(attached, chunks):
-                        break
+                with lane.kernels.use():
+                    for attached, chunks in self.pages:
+                        if chunks and not self._gather(attached, chunks):
+                            break
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
@@ -144,17 +145,16 @@ class GpuSave(Save):
             shape, words, scratch=slot.address, unit_ids=sheet.address(units[0]), units=units[1], flags=0,
             leaves=sheet.address(tables), buffers=desk.tables[attached.number].address,
         ))  # fmt: skip
-        if slot.done is not None:
-            lane.kernels.after(slot.done)
+        lane.kernels.after(slot.done)
         sheet.send(lane.kernels, work)
         lane.kernels.move(sheet.words(work), shape, to_page=True)
         if shape.sums:
             lane.kernels.sums(sheet.words(work), shape, check=False)
-        lane.dma.after(lane.kernels.record())
+        lane.dma.after(lane.kernels.record(slot.arrived))
         self._copy_out(lease, slot.address, size, attached.page_bytes)
         if shape.sums:
             sheet.fetch(lane.dma, tables, nbytes, into=tables)
-        slot.done = lane.dma.record()
+        lane.dma.record(slot.done)
         return _Flight(batch, slot.done, sheet, tables if shape.sums else -1, step)
 
     def _copy_out(self, lease: Lease, source: int, size: int, page_bytes: int) -> None:

@@ -75,7 +75,7 @@ class PageSource:
             part = run.cut(done, len(lease))
             good = self._read(part, lease)
             self._drain(lease, part.stride, target + done * run.stride)
-            yield from (part.cut(first, count) for first, count in _streaks(good))
+            yield from (part.cut(first, count) for first, count in streaks(good))
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
             done += part.count
 
@@ -261,11 +261,11 @@ class PageSource:
             self._desk.in_place.release(self._use)
 
 
-def _streaks(good: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """(first, count) of each run of True."""
+def streaks(good: Sequence[bool], most: int = 1 << 62) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of True, in pieces of at most ``most``."""
     first = 0
     for i in range(1, len(good) + 1):
-        if i == len(good) or good[i] != good[first]:
+        if i == len(good) or good[i] != good[first] or i - first == most:
             if good[first]:
                 yield first, i - first
             first = i

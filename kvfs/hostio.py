@@ -242,6 +242,8 @@ class HostIO:
         if chunks and a.device.unit_range(a.group, chunks[-1])[-1] >= len(ids):
             need = a.device.unit_range(a.group, chunks[-1])[-1] + 1
             raise ConfigError(f"units of group {gm.name} has {len(ids)} ids, {need} are needed; pass -1 to leave one")
+        if not chunks or min(ids[a.device.unit_range(a.group, chunks[0])[0] :]) >= 0:
+            return list(chunks)
         return [c for c in chunks if any(ids[i] >= 0 for i in a.device.unit_range(a.group, c))]
 
     def _task(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,13 +130,13 @@ def restored(
             slowest[page.chunk] = max(slowest.get(page.chunk, Tier.HOST), tiers[page])
         else:
             good[names[page.group]] &= ~(1 << page.chunk)
-    chunks = match.restorable(good)
-    counts: dict[Tier, int] = {}
-    for chunk in range(chunks):
-        size = match.page_tokens
-        here = min(size, max(0, first_token - chunk * size)) if chunk in slowest else size  # did not move
-        if here:
-            counts[Tier.DEVICE] = counts.get(Tier.DEVICE, 0) + here
-        if here < size:
-            counts[slowest[chunk]] = counts.get(slowest[chunk], 0) + size - here
-    return chunks * match.page_tokens, counts
+    chunks, size = match.restorable(good), match.page_tokens
+    moved = Counter(tier for chunk, tier in slowest.items() if chunk < chunks)
+    counts = {tier: pages * size for tier, pages in moved.items()}
+    edge, kept = divmod(first_token, size)  # the tokens before ``first_token`` did not move
+    if edge < chunks and edge in slowest:
+        counts[slowest[edge]] -= kept
+    stayed = chunks * size - sum(counts.values())
+    if stayed:
+        counts[Tier.DEVICE] = stayed
+    return chunks * size, {tier: tokens for tier, tokens in counts.items() if tokens}

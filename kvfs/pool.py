@@ -48,6 +48,21 @@ class _Task(Generic[T]):
         return self.claims[0] is _SKIP
 
 
+class Begun(Generic[T]):
+    """Calls that were begun."""
+
+    def __init__(self, tasks: Sequence[_Task[T]]) -> None:
+        self._tasks = tasks
+
+    def wait(self) -> None:
+        """Wait for all of them; raises what the first one that failed did."""
+        for task in self._tasks:
+            task.wait()
+        for task in self._tasks:
+            if task.error is not None:
+                raise task.error
+
+
 class Pool:
     """A fixed number of daemon threads. Not for a forked child, where they are not: make another there."""
 
@@ -73,6 +88,13 @@ class Pool:
             if task.error is not None:
                 raise task.error
         return [task.result for task in tasks]  # type: ignore[misc]
+
+    def begin(self, calls: Sequence[Callable[[], T]]) -> Begun[T]:
+        """Let ``calls`` run while the caller goes on. Not for callers that an interrupt may end."""
+        tasks = [_Task(call) for call in calls]
+        for task in tasks:
+            self._queue.put(task)
+        return Begun(tasks)
 
     @staticmethod
     def _end(tasks: Sequence[_Task[Any]]) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -195,12 +195,12 @@ class Transfer:
     def _settle(self, pages: Iterable[PageId], outcome: PageOutcome) -> None:
         """Note what became of pages; those that were settled before are left out. Callbacks follow the step."""
         with self._cond:
-            for page in pages:
-                if page not in self._open:
-                    continue
+            fresh = [page for page in pages if page in self._open]
+            for page in fresh:
                 del self._open[page]
-                self._outcomes[page] = outcome
-                if self._task.on_page is not None:
+            self._outcomes.update(dict.fromkeys(fresh, outcome))
+            if self._task.on_page is not None:
+                for page in fresh:
                     done = PageDone(self._task.groups[page.group][0], page.chunk, outcome)
                     self._events.append(partial(self._task.on_page, done))
 
@@ -248,13 +248,20 @@ class Transfer:
         self._dispatch()
 
     def _sum_up(self) -> TransferResult:
-        moved = [p for p, o in self._outcomes.items() if o in (PageOutcome.STORED, PageOutcome.LOADED)]
-        skipped = sum(o is PageOutcome.SKIPPED for o in self._outcomes.values())
+        counts = Counter(self._outcomes.values())
+        moved = counts[PageOutcome.STORED] + counts[PageOutcome.LOADED]
+        skipped = counts[PageOutcome.SKIPPED]
         tokens, tiers = self._task.summarise(self._outcomes)
-        nbytes = sum(self._task.groups[page.group][2] for page in moved)
-        declined = len(self._outcomes) - len(moved) - skipped
+        declined = len(self._outcomes) - moved - skipped
         reason = self._reason if declined or not self._outcomes else ""
-        return TransferResult(tokens, len(moved), nbytes, skipped, declined, tiers, reason)
+        return TransferResult(tokens, moved, self._moved_bytes(moved), skipped, declined, tiers, reason)
+
+    def _moved_bytes(self, moved: int) -> int:
+        sizes = {number: nbytes for number, (_, _, nbytes) in self._task.groups.items()}
+        if len(sizes) == 1:
+            return moved * sum(sizes.values())
+        ends = (PageOutcome.STORED, PageOutcome.LOADED)
+        return sum(sizes[page.group] for page, outcome in self._outcomes.items() if outcome in ends)
 
     def _last_state(self, result: TransferResult) -> TransferState:
         if self.error is not None:

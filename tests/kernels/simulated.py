@@ -6,6 +6,7 @@ registered memory is still there.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -58,8 +59,14 @@ class SimulatedStream:
         self._device.check_own(source, nbytes)
         ctypes.memmove(target, source, nbytes)
 
-    def record(self) -> Event:
+    def use(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def event(self) -> Event:
         return Happened()
+
+    def record(self, event: Event | None = None) -> Event:
+        return event or Happened()
 
     def after(self, event: Event) -> None:
         pass
