@@ -142,9 +142,10 @@ class GpuIO(HostIO):
     def sweep(self) -> None:
         """Let go of maps whose segments were dropped. Called every second."""
         maps = self._gpu_desk.in_place
-        if maps is not None and maps.nbytes:
+        if maps is not None:
             self._device.enter()
             maps.sweep(self._gone)
+            maps.work()
 
     def _gone(self, segment_id: bytes) -> bool:
         try:

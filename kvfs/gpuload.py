@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kvfs.gpu import Event
@@ -25,6 +26,7 @@ from kvfs.transfer import Transfer
 from kvfs.types import PageId, PageOutcome, Tier, TransferState
 
 BATCH_BYTES_MIN = 8 << 20  # of the last batches: their check and scatter come on top of the copies
+AHEAD = 3  # batches that are prepared while one is sent
 BANDS = 8  # of a layer-wise load
 FLAG = 4
 
@@ -146,9 +148,12 @@ class GpuLoad:
         whole = rows == group.shape.layers
         page = group.page_bytes if whole else rows * group.shape.leaf_bytes * group.granules
         most, least = max(1, self.desk.loads.slot_bytes // page), max(1, BATCH_BYTES_MIN // page)
-        for batch in _batches(runs, most, least):
+        batches = list(_batches(runs, most, least))
+        for number, batch in enumerate(batches):
             if self._stop():
                 return
+            for run in chain(*batches[number and number + AHEAD : number + AHEAD + 1]):
+                group.source.prepare(run)
             if whole:
                 self._send_whole(group, batch)
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvfs import format as fmt
 from kvfs.assemble import assemble
@@ -15,15 +16,24 @@ from kvfs.gpu import Event
 from kvfs.gpujobs import GpuDesk
 from kvfs.hashing import leaf_table, root_of
 from kvfs.hostjobs import Attached
-from kvfs.inplace import SECONDS_PER_GIB_MAX, Stretch, Use
+from kvfs.inplace import Stretch, Use
 from kvfs.match import GroupMatch
+from kvfs.pool import Begun
 from kvfs.reads import Run
 from kvfs.segment_files import Held
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Transfer
 from kvfs.types import PageId, Tier, Verify
 
-READ_BYTES = 2 << 20  # one preadv
+READ_BYTES = 4 << 20  # one preadv
+
+
+class _Reading(NamedTuple):
+    """Pages on their way from a segment to slots."""
+
+    run: Run
+    lease: Lease
+    begun: Begun[None]
 
 
 class PageSource:
@@ -37,6 +47,7 @@ class PageSource:
         self._tiers = tiers
         self._use = Use()
         self._leases: list[tuple[Event, Lease]] = []
+        self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
         self._published: dict[int, int] = {}  # segment -> bytes that are known to be published
         for run in runs:
             self._published[run.segment] = max(self._published.get(run.segment, 0), run.offset + run.span)
@@ -52,9 +63,25 @@ class PageSource:
         if maps is None or not self._desk.shapes[self._attached.number].sums:
             return None
         return maps.stretches(
-            run.held, run.offset, run.span, self._published[run.segment], self._use,
-            register=maps.seconds_per_gib <= SECONDS_PER_GIB_MAX,
-        )  # fmt: skip
+            run.held, run.offset, run.span, self._published[run.segment], self._use, register=maps.worth_it
+        )
+
+    def prepare(self, run: Run) -> None:
+        """Begin what a later ``send`` of this run will wait for: page tables to register, or reads into the ring."""
+        maps = self._desk.in_place
+        if maps is not None and self._desk.shapes[self._attached.number].sums:
+            place = (run.held, run.offset, run.span)
+            if maps.covers(*place):
+                return
+            if maps.worth_it and maps.prepare(*place, self._published[run.segment], self._desk.readers):
+                return
+        ring, now = self._desk.ring, self._desk.context.files.monotonic()
+        if run.count > ring.slots // 4:
+            return
+        self._reap()
+        lease = ring.acquire(run.count, now)
+        if lease is not None and self._transfer._own(lease):
+            self._ahead[run.segment, run.offset] = self._begin(run, lease)
 
     def send(self, run: Run, target: int) -> Iterator[Run]:
         """Enqueue the copies of a run, gaps included, to ``target``; yields the stretches of it that come."""
@@ -69,12 +96,15 @@ class PageSource:
             return
         done = 0
         while done < run.count:
-            lease = self._lease(run.count - done)
-            if lease is None:
-                return
-            part = run.cut(done, len(lease))
-            good = self._read(part, lease)
-            self._drain(lease, part.stride, target + done * run.stride)
+            reading = self._ahead.pop((run.segment, run.offset), None) if not done else None
+            if reading is None:
+                lease = self._lease(run.count - done)
+                if lease is None:
+                    return
+                reading = self._begin(run.cut(done, len(lease)), lease)
+            part = reading.run
+            good = self._end(reading)
+            self._drain(reading.lease, part.stride, target + done * run.stride)
             yield from (part.cut(first, count) for first, count in streaks(good))
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
             done += part.count
@@ -121,20 +151,26 @@ class PageSource:
         pages = min(pages, max(1, ring.slots // 4))
         while True:
             self._reap()
-            lease = ring.acquire(pages, clock() if self._leases else self._transfer.deadline, least=1)
+            mine = bool(self._leases or self._ahead)
+            lease = ring.acquire(pages, clock() if mine else self._transfer.deadline, least=1)
             if lease is not None:
                 return lease if self._transfer._own(lease) else None
-            if not self._leases:
+            if self._leases:
+                self._leases[0][0].synchronize()
+            elif self._ahead:  # read ahead has taken what is needed now
+                reading = self._ahead.popitem()[1]
+                self._end(reading)
+                reading.lease.release()
+            else:
                 self._transfer._note("ring")
                 return None
-            self._leases[0][0].synchronize()
 
     def _reap(self) -> None:
         while self._leases and self._leases[0][0].query():
             self._leases.pop(0)[1].release()
 
-    def _read(self, run: Run, lease: Lease) -> list[bool]:
-        """Fill the slots, a page each, by several threads; which pages are fit to be sent."""
+    def _begin(self, run: Run, lease: Lease) -> _Reading:
+        """Have the slots filled, a page each, by several threads."""
         files = self._desk.context.files
         cached = files.cached_bytes(run.held.fd, run.offset, run.span)
         self._note(run, Tier.HOST if cached == run.span else Tier.DISK)
@@ -147,8 +183,13 @@ class PageSource:
                 partial(files.read_into, fd, memory[at : at + READ_BYTES], offset + at)
                 for at in range(0, len(memory), READ_BYTES)
             ]
+        return _Reading(run, lease, self._desk.readers.begin(calls))
+
+    def _end(self, reading: _Reading) -> list[bool]:
+        """Which pages are in their slots, fit to be sent."""
+        run, lease, begun = reading
         try:
-            self._desk.readers.run(calls)
+            begun.wait()
             good = [True] * run.count
         except OSError:
             good = self._read_singly(run, lease)
@@ -254,11 +295,16 @@ class PageSource:
 
     def release(self) -> None:
         """Let go of maps and slots; no copy of this load is under way any more."""
+        for reading in self._ahead.values():
+            self._end(reading)
+            reading.lease.release()
+        self._ahead.clear()
         for _, lease in self._leases:
             lease.release()
         self._leases.clear()
         if self._desk.in_place is not None:
             self._desk.in_place.release(self._use)
+            self._desk.in_place.forget()
 
 
 def streaks(good: Sequence[bool], most: int = 1 << 62) -> Iterator[tuple[int, int]]:

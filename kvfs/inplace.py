@@ -12,7 +12,8 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvfs import format as fmt
@@ -20,11 +21,16 @@ from kvfs.buffers import address_of_readonly
 from kvfs.cuda import CudaError
 from kvfs.files import Files
 from kvfs.gpu import Device
+from kvfs.pool import Begun, Pool
 from kvfs.segment_files import Held
 
 PIECE_BYTES = 64 << 20
+POPULATE_BYTES = 8 << 20  # of a piece, by one thread
 MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
-SECONDS_PER_GIB_MAX = 0.04  # dearer than this, a load is faster through the ring than by registering first
+SECONDS_PER_GIB_MAX = 0.06  # dearer than this, a load is faster through the ring than by registering first
+SEEN_MAX = 4096
+WISHES_MAX = 256
+WORK_SECONDS = 0.1
 
 
 class Stretch(NamedTuple):
@@ -40,6 +46,16 @@ class _Piece:
     def __init__(self, mapping: Any, address: int, nbytes: int) -> None:
         self.mapping, self.address, self.nbytes = mapping, address, nbytes
         self.users = 0
+
+
+class _Mapped:
+    """A piece that is mapped, not registered. ``begun``: its page tables are being filled."""
+
+    __slots__ = ("begun", "mapping", "nbytes")
+
+    def __init__(self, mapping: Any, nbytes: int) -> None:
+        self.mapping, self.nbytes = mapping, nbytes
+        self.begun: Begun[None] | None = None
 
 
 _Key = tuple[bytes, int]  # segment id, number of the piece
@@ -59,6 +75,8 @@ class InPlace:
         self._device, self._files, self._budget, self._piece_bytes = device, files, budget, piece_bytes
         self._lock = threading.RLock()
         self._pieces: OrderedDict[_Key, _Piece] = OrderedDict()  # least recently used first
+        self._mapped: dict[_Key, _Mapped] = {}  # about to be registered
+        self._seen: OrderedDict[_Key, None] = OrderedDict()  # went through the ring once
         self._sealed: dict[bytes, int] = {}
         self.nbytes = 0
         self.failed = 0  # registrations that the driver refused
@@ -66,9 +84,10 @@ class InPlace:
         self.registered = 0  # bytes, since the start
 
     @property
-    def seconds_per_gib(self) -> float:
-        """What registering has cost so far; 0 before there is enough to tell."""
-        return self.seconds * (1 << 30) / self.registered if self.registered >= MEASURED_BYTES else 0.0
+    def worth_it(self) -> bool:
+        """Whether a load gains by registering first, by what that has cost so far."""
+        seconds = self.seconds * (1 << 30) / self.registered if self.registered >= MEASURED_BYTES else 0.0
+        return seconds <= SECONDS_PER_GIB_MAX
 
     def stretches(
         self, held: Held, offset: int, nbytes: int, published: int, use: Use, *, register: bool
@@ -76,27 +95,31 @@ class InPlace:
         """Registered memory of [offset, offset + nbytes) of a segment, in use by ``use`` from now on.
 
         ``published``: bytes of the segment that are known to be published. None: not all of it is registered, and
-        ``register`` is not set, the budget is spent or the driver refuses.
+        ``register`` is not set, the budget is spent or the driver refuses. What is asked for a second time is then
+        registered by ``work``.
         """
         found = []
-        end = offset + nbytes
         with self._lock:
-            while offset < end:
-                number, inside = divmod(offset, self._piece_bytes)
-                need = min(end - number * self._piece_bytes, self._piece_bytes)
+            for number, inside, need in self._cuts(offset, nbytes):
                 piece = self._piece(held, number, need, published, register)
                 if piece is None:
                     return None
-                self._take((held.segment_id, number), piece, use)
+                key = (held.segment_id, number)
+                if key not in use.keys:
+                    use.keys.add(key)
+                    piece.users += 1
+                self._pieces.move_to_end(key)
                 found.append(Stretch(piece.address + inside, need - inside))
-                offset += need - inside
         return found
 
-    def _take(self, key: _Key, piece: _Piece, use: Use) -> None:
-        if key not in use.keys:
-            use.keys.add(key)
-            piece.users += 1
-        self._pieces.move_to_end(key)
+    def _cuts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(piece, first byte in it, end in it) of a stretch of a segment."""
+        end = offset + nbytes
+        while offset < end:
+            number, inside = divmod(offset, self._piece_bytes)
+            need = min(end - number * self._piece_bytes, self._piece_bytes)
+            yield number, inside, need
+            offset += need - inside
 
     def release(self, use: Use) -> None:
         """Nothing copies from these pieces any more."""
@@ -107,17 +130,86 @@ class InPlace:
                 assert piece.users >= 0, "a piece is released twice"
             use.keys.clear()
 
+    def covers(self, held: Held, offset: int, nbytes: int) -> bool:
+        """Whether all of it is registered."""
+        with self._lock:
+            for number, _, need in self._cuts(offset, nbytes):
+                piece = self._pieces.get((held.segment_id, number))
+                if piece is None or piece.nbytes < need:
+                    return False
+        return True
+
+    def prepare(self, held: Held, offset: int, nbytes: int, published: int, pool: Pool) -> bool:
+        """Map what will be registered, and have its page tables filled meanwhile; False if there is no room for it."""
+        with self._lock:
+            for number, _, need in self._cuts(offset, nbytes):
+                key = (held.segment_id, number)
+                piece = self._pieces.get(key)
+                if (piece is not None and piece.nbytes >= need) or key in self._mapped:
+                    continue
+                if piece is not None and piece.users:
+                    return False
+                pending = sum(mapped.nbytes for mapped in self._mapped.values())
+                free = self._budget - sum(p.nbytes for p in self._pieces.values() if p.users) - pending
+                mapped = self._map(held, number, published) if free >= self._piece_bytes else None
+                if mapped is None:
+                    return False
+                mapped.begun = pool.begin([
+                    partial(self._files.populate, mapped.mapping, at, min(POPULATE_BYTES, mapped.nbytes - at))
+                    for at in range(0, mapped.nbytes, POPULATE_BYTES)
+                ])  # fmt: skip
+                self._mapped[key] = mapped
+        return True
+
     def _piece(self, held: Held, number: int, need: int, published: int, register: bool) -> _Piece | None:
         key = (held.segment_id, number)
         piece = self._pieces.get(key)
         if piece is not None and piece.nbytes >= need:
             return piece
-        if not register or (piece is not None and piece.users):
+        if piece is not None and piece.users:
+            return None
+        if not register:
+            self._wish(held, key, published)
             return None
         if piece is not None:  # more has been published since
             self._drop(key)
-        limit = max(published, self._sealed_bytes(held)) - number * self._piece_bytes
-        return self._register(held, key, min(limit, self._piece_bytes))
+        mapped = self._mapped.pop(key, None)
+        if mapped is None or mapped.nbytes < need:
+            mapped = self._map(held, number, published)
+        return self._register(key, mapped) if mapped is not None else None
+
+    def _wish(self, held: Held, key: _Key, published: int) -> None:
+        if key in self._seen and key not in self._mapped and len(self._mapped) < WISHES_MAX:
+            mapped = self._map(held, key[1], published)
+            if mapped is not None:
+                self._mapped[key] = mapped
+        self._seen[key] = None
+        if len(self._seen) > SEEN_MAX:
+            self._seen.popitem(last=False)
+
+    def work(self) -> None:
+        """Register what was wished for, for a short while. Called every second."""
+        end = time.monotonic() + WORK_SECONDS
+        while time.monotonic() < end:
+            with self._lock:
+                key = next((key for key, mapped in self._mapped.items() if mapped.begun is None), None)
+                if key is None:
+                    return
+                mapped = self._mapped.pop(key)
+                piece = self._pieces.get(key)
+                if piece is None or not piece.users:
+                    if piece is not None:
+                        self._drop(key)
+                    self._register(key, mapped)
+
+    def _map(self, held: Held, number: int, published: int) -> _Mapped | None:
+        """All of a piece that is published, as far as is known."""
+        start = number * self._piece_bytes
+        nbytes = min(max(published, self._sealed_bytes(held)) - start, self._piece_bytes)
+        try:
+            return _Mapped(self._files.map(held.fd, nbytes, start), nbytes)
+        except (OSError, ValueError):
+            return None
 
     def _sealed_bytes(self, held: Held) -> int:
         """Size of a segment if it is sealed, else 0."""
@@ -129,28 +221,26 @@ class InPlace:
                     fmt.parse_seal(self._files.read(held.fd, fmt.BLOCK, end - fmt.BLOCK)) if end > fmt.BLOCK else None
                 )
                 if seal is not None and seal.segment_id == held.segment_id and seal.tail == end - fmt.BLOCK:
-                    if len(self._sealed) > 4096:
+                    if len(self._sealed) > SEEN_MAX:
                         self._sealed.clear()
                     size = self._sealed[held.segment_id] = end
         return size
 
-    def _register(self, held: Held, key: _Key, nbytes: int) -> _Piece | None:
-        if not self._make_room(nbytes):
+    def _register(self, key: _Key, mapped: _Mapped) -> _Piece | None:
+        if not self._make_room(mapped.nbytes):
             return None
         begin = time.perf_counter()
+        address = address_of_readonly(mapped.mapping)
         try:
-            mapping = self._files.map(held.fd, nbytes, key[1] * self._piece_bytes)
-        except (OSError, ValueError):
-            return None
-        address = address_of_readonly(mapping)
-        try:
-            self._device.register(address, nbytes, read_only=True)
-        except CudaError:
+            if mapped.begun is not None:
+                mapped.begun.wait()
+            self._device.register(address, mapped.nbytes, read_only=True)
+        except OSError:  # the disk, or the driver
             self.failed += 1
             return None
-        piece = self._pieces[key] = _Piece(mapping, address, nbytes)
-        self.nbytes += nbytes
-        self.registered += nbytes
+        piece = self._pieces[key] = _Piece(mapped.mapping, address, mapped.nbytes)
+        self.nbytes += mapped.nbytes
+        self.registered += mapped.nbytes
         self.seconds += time.perf_counter() - begin
         return piece
 
@@ -169,12 +259,24 @@ class InPlace:
             self._device.unregister(piece.address)
         piece.mapping.close()
 
+    def forget(self) -> None:
+        """Let go of what was prepared and not registered. No load is under way."""
+        with self._lock:
+            for mapped in self._mapped.values():
+                if mapped.begun is not None:
+                    with contextlib.suppress(OSError):
+                        mapped.begun.wait()
+            self._mapped = {key: mapped for key, mapped in self._mapped.items() if mapped.begun is None}
+
     def sweep(self, gone: Callable[[bytes], bool]) -> None:
         """Let go of the segments that are ``gone``, as far as nobody copies from them."""
         with self._lock:
-            for segment_id in {key[0] for key in self._pieces}:
+            for segment_id in {key[0] for key in (*self._pieces, *self._mapped)}:
                 if gone(segment_id):
                     self._sealed.pop(segment_id, None)
+                    for key in [key for key in self._mapped if key[0] == segment_id]:
+                        if self._mapped[key].begun is None:
+                            del self._mapped[key]
                     self._drop_all(key for key in list(self._pieces) if key[0] == segment_id)
 
     def _drop_all(self, keys: Iterable[_Key]) -> None:
@@ -183,7 +285,9 @@ class InPlace:
                 self._drop(key)
 
     def close(self) -> None:
+        self.forget()
         with self._lock:
+            self._mapped.clear()
             self._drop_all(list(self._pieces))
 
 
