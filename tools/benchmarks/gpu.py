@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -171,8 +172,8 @@ class _Bench:
         with kvfs.open(self.path, capacity=self.capacity, segment_bytes=SEGMENT) as store:
             yield store, store.namespace("bench", self.layout, "1")
 
-    def _tokens(self, tokens: int, salt: int) -> list[int]:
-        return [salt * 1_000_003 + i for i in range(tokens)]
+    def _tokens(self, tokens: int, salt: int) -> array[int]:
+        return array("I", range(salt * 1_000_003, salt * 1_000_003 + tokens))
 
     def _event(self) -> Any:
         event = self.torch.cuda.Event()
@@ -241,12 +242,12 @@ class _Bench:
 
     # -- saves -------------------------------------------------------------------------------
 
-    def _save(self, ns: kvfs.Namespace, tokens: int, prompt: list[int]) -> tuple[float, float, float]:
+    def _save(self, ns: kvfs.Namespace, tokens: int, prompt: array[int]) -> tuple[float, float, float]:
         """(seconds until source_free, until published, CPU seconds)."""
         with self._attach(ns, self.source) as io:
             return self._save_with(io, ns, tokens, prompt)
 
-    def _save_with(self, io: Any, ns: kvfs.Namespace, tokens: int, prompt: list[int]) -> tuple[float, float, float]:
+    def _save_with(self, io: Any, ns: kvfs.Namespace, tokens: int, prompt: array[int]) -> tuple[float, float, float]:
         begin, cpu = time.perf_counter(), time.process_time()
         plan = ns.plan_save(prompt)
         transfer = io.save(plan, self._units(self.source, tokens), self._event(), deadline=SECONDS)
