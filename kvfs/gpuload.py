@@ -8,8 +8,10 @@ end, or, layer-wise, at the end of each band of layers.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -54,6 +56,7 @@ class _Group:
     flags: int  # offset of the pages' flags in it
     index: dict[int, int]  # chunk -> its flag
     sent: dict[int, None] = field(default_factory=dict)  # chunks that were enqueued
+    whole: bool = True  # nothing is known to be missing
 
     @property
     def granules(self) -> int:
@@ -79,6 +82,7 @@ class GpuLoad:
     tiers: dict[PageId, Tier]
     possible: dict[str, int]  # chunks that may still be good, as bits, by group name
     layerwise: bool = False
+    _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def run(self) -> None:
         """On the load thread."""
@@ -93,6 +97,8 @@ class GpuLoad:
             fail(self.transfer, exc)
         finally:
             self.transfer._end()
+        for call in self._afterwards:
+            call()
 
     def _load(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> None:
         limit = self.match.restorable(self.possible)
@@ -107,18 +113,27 @@ class GpuLoad:
         runs = list(_cut(runs, wanted))
         source = PageSource(self.desk, self.transfer, attached, gm, runs, held, self.tiers)
         group = self._begin(attached, gm, source, wanted)
-        others = [chunk for chunk in wanted if not covered >> chunk & 1]
-        bands: list[_Band] = []
+        others = [] if covered.bit_count() == gm.count else [c for c in wanted if not covered >> c & 1]
+        bands: deque[_Band] = deque()
         try:
             for first, rows in self._plan_bands(group, runs, others):
                 self._send(group, runs, first, rows)
                 self._send_assembled(group, others)
                 bands.append(self._end_band(group, first, rows))
-            self._await(group, bands, wanted)
+                flags = bands[-1].flags
+                self._announce(group, bands, wait=False)
+            self._announce(group, bands, wait=True)
         finally:
             self.desk.loads.quiet()
             source.release()
-        self._settle(group, bands[-1].flags, wanted, runs, covered)
+        if not group.whole or len(group.sent) < len(wanted):
+            self._sort_out(group, flags, wanted, runs, covered)
+        elif len(self.transfer.groups) == 1:
+            self.transfer._settle_rest(PageOutcome.LOADED)
+            self._account(group, wanted, [])
+        else:
+            self._settle(group, wanted, PageOutcome.LOADED)
+            self._account(group, wanted, [])
 
     def _begin(self, attached: Attached, gm: GroupMatch, source: PageSource, wanted: list[int]) -> _Group:
         shape, lane = self.desk.shapes[attached.number], self.desk.loads
@@ -261,34 +276,49 @@ class GpuLoad:
         group.sheet.fetch(kernels, group.flags, nbytes, into=room)
         return _Band(first, rows, kernels.record(), room)
 
-    def _await(self, group: _Group, bands: list[_Band], wanted: list[int]) -> None:
-        """Wait for the bands; while all pages are well, their layers are ready."""
-        whole = len(group.sent) == len(wanted)
+    def _announce(self, group: _Group, bands: deque[_Band], *, wait: bool) -> None:
+        """Bands that have arrived: while all pages are well, their layers are ready."""
         layers = group.attached.group.layers[group.attached.part.layer :]
-        for band in bands:
+        while bands and (wait or bands[0].end.query()):
+            band = bands.popleft()
             band.end.synchronize()
-            whole = whole and not any(group.sheet.host(band.flags, FLAG * len(wanted)))
-            if whole:
+            flags = group.sheet.host(band.flags, FLAG * len(group.index))
+            group.whole = group.whole and len(group.sent) == len(group.index) and not any(flags)
+            if group.whole:
                 self.transfer._layers_ready(layers[band.first : band.first + band.rows])
 
-    def _settle(self, group: _Group, flags: int, wanted: list[int], runs: list[Run], covered: int) -> None:
-        """What became of each page; those that were not reached stay open, and are declined at the end."""
+    def _sort_out(self, group: _Group, flags: int, wanted: list[int], runs: list[Run], covered: int) -> None:
+        """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""
         flagged = group.sheet.host(flags, FLAG * len(wanted))
         records = {run.chunk + i: (run.segment, seq) for run in runs for i, seq in enumerate(run.seqs)}
-        differ = [chunk for chunk in group.sent if flagged[group.index[chunk] * FLAG]] if any(flagged) else []
+        differ = [chunk for chunk in group.sent if flagged[group.index[chunk] * FLAG]]
         self.desk.context.counters.add("pages_corrupt", len(differ))
         gone = [chunk for chunk in wanted if covered >> chunk & 1 and chunk not in records]
         bad = {*differ, *gone, *group.source.refused}
         loaded = [chunk for chunk in group.sent if chunk not in bad]
-        good = sum(1 << chunk for chunk in loaded)
-        self.possible[group.gm.name] &= ~sum(1 << chunk for chunk in wanted) | good
-        faults = group.source.faults + [records[chunk] for chunk in differ]
-        self.desk.reader.note(self.match, group.gm, good, faults)
+        self.possible[group.gm.name] &= ~(_bits(wanted) & ~_bits(loaded))
+        self._account(group, loaded, group.source.faults + [records[chunk] for chunk in differ])
         if bad:
             self.transfer._note("unreadable")
+        self._settle(group, loaded, PageOutcome.LOADED)
+        self._settle(group, sorted(bad), PageOutcome.UNREADABLE)
+
+    def _settle(self, group: _Group, chunks: Sequence[int], outcome: PageOutcome) -> None:
         number = group.attached.number
-        self.transfer._settle([PageId(number, chunk) for chunk in loaded], PageOutcome.LOADED)
-        self.transfer._settle([PageId(number, chunk) for chunk in sorted(bad)], PageOutcome.UNREADABLE)
+        self.transfer._settle([PageId(number, chunk) for chunk in chunks], outcome)
+
+    def _account(self, group: _Group, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
+        """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
+        if faults:
+            self.desk.reader.forget(self.match, group.gm, faults)
+        self._afterwards.append(partial(self.desk.reader.note, self.match, group.gm, _bits(loaded)))
+
+
+def _bits(chunks: Sequence[int]) -> int:
+    """A set of chunks as bits."""
+    if chunks and chunks[-1] - chunks[0] + 1 == len(chunks):  # they ascend
+        return (1 << chunks[-1] + 1) - (1 << chunks[0])
+    return sum(1 << chunk for chunk in chunks)
 
 
 def _cut(runs: Sequence[Run], wanted: Sequence[int]) -> Iterator[Run]:

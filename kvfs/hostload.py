@@ -125,6 +125,9 @@ def restored(
     """Tokens restored by a load, and from where."""
     good = {g.name: (1 << g.first + g.count) - (1 << g.first) for g in match.groups}
     slowest: dict[int, Tier] = {}
+    if len(names) == 1 and all(outcome is PageOutcome.LOADED for outcome in done.values()):
+        slowest = {page.chunk: tiers[page] for page in done}  # the usual case, quickly
+        done = {}
     for page, outcome in done.items():
         if outcome is PageOutcome.LOADED:
             slowest[page.chunk] = max(slowest.get(page.chunk, Tier.HOST), tiers[page])

@@ -63,12 +63,11 @@ class Reader:
         tiers = self._chunk_tiers(gm, held)
         return self._load_group(match, gm, group, out, held), tiers
 
-    def note(self, match: PrefixMatch, gm: GroupMatch, good: int, bad: Sequence[tuple[int, int]]) -> None:
-        """After a load: stamps for the chunks in ``good``; the records in ``bad`` leave the index."""
+    def note(self, match: PrefixMatch, gm: GroupMatch, good: int) -> None:
+        """After a load: stamps and counts for the chunks in ``good``."""
         with self.held(match) as held:
             self._stamp(match, gm, good, held)
         self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
-        self._forget(match, gm, bad)
 
     def _load_group(
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
@@ -87,7 +86,8 @@ class Reader:
             whole, wrong = assemble(self._c, sources[chunk], gm, group, target, held)
             bad += [(source.place.segment, source.place.seq) for source in wrong]
             good |= whole << chunk
-        self.note(match, gm, good, bad)
+        self.note(match, gm, good)
+        self.forget(match, gm, bad)
         return good
 
     def _map(self, function: Callable[[Job], T], jobs: list[Job], out: memoryview) -> Iterator[T]:
@@ -268,7 +268,7 @@ class Reader:
                 self._c.recency.stamp(held[segment].segment_id, seq, [match.at_us] * count)
         self._c.recency.note_request(match.last_hash, match.at_us)
 
-    def _forget(self, match: PrefixMatch, gm: GroupMatch, bad: Sequence[tuple[int, int]]) -> None:
+    def forget(self, match: PrefixMatch, gm: GroupMatch, bad: Sequence[tuple[int, int]]) -> None:
         """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""
         if not bad or self._c.liveness is None:
             return

@@ -138,6 +138,10 @@ class Transfer:
     # -- for the workers ---------------------------------------------------------------------
 
     @property
+    def groups(self) -> Mapping[int, tuple[str, tuple[int, ...], int]]:
+        return self._task.groups
+
+    @property
     def deadline(self) -> float:
         return self._task.deadline
 
@@ -204,6 +208,15 @@ class Transfer:
                     done = PageDone(self._task.groups[page.group][0], page.chunk, outcome)
                     self._events.append(partial(self._task.on_page, done))
 
+    def _settle_rest(self, outcome: PageOutcome) -> None:
+        """Note what became of all pages that are still open."""
+        if self._task.on_page is not None:
+            self._settle(list(self._open), outcome)
+            return
+        with self._cond:
+            self._outcomes.update(dict.fromkeys(self._open, outcome))
+            self._open.clear()
+
     def _dispatch(self) -> None:
         """Call what is due. One thread at a time, so that the order holds; others leave their events to it."""
         while True:
@@ -236,7 +249,7 @@ class Transfer:
         for lease in leases:
             lease.release()
         self.source_free._set()
-        self._settle(list(self._open), PageOutcome.CANCELLED if self._reason == "cancelled" else PageOutcome.DECLINED)
+        self._settle_rest(PageOutcome.CANCELLED if self._reason == "cancelled" else PageOutcome.DECLINED)
         self._result = self._sum_up()
         self._state = self._last_state(self._result)
         for ready in (*self._ready.values(), self.published):
