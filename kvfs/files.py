@@ -164,10 +164,10 @@ class Files:
         """A shared read-only map. Python's map keeps a duplicate of ``fd``, so a flock lives as long as it."""
         return mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
 
-    def populate(self, mapping: Mapping, start: int = 0, nbytes: int | None = None) -> None:
-        """Read a map in, or a piece of it; a bad sector is an ``OSError`` here and would be SIGBUS later."""
+    def populate(self, mapping: Mapping) -> None:
+        """Read the whole map in; a bad sector is an ``OSError`` here and would be SIGBUS later."""
         try:
-            mapping.madvise(_MADV_POPULATE_READ, start, len(mapping) - start if nbytes is None else nbytes)
+            mapping.madvise(_MADV_POPULATE_READ)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # kernels before 5.14 do not know the advice
                 raise

@@ -67,14 +67,14 @@ class PageSource:
         )
 
     def prepare(self, run: Run) -> None:
-        """Begin what a later ``send`` of this run will wait for: page tables to register, or reads into the ring."""
+        """Begin the reads into the ring that a later ``send`` of this run will wait for, if there will be any."""
         maps = self._desk.in_place
-        if maps is not None and self._desk.shapes[self._attached.number].sums:
-            place = (run.held, run.offset, run.span)
-            if maps.covers(*place):
-                return
-            if maps.worth_it and maps.prepare(*place, self._published[run.segment], self._desk.readers):
-                return
+        if (
+            maps is not None
+            and self._desk.shapes[self._attached.number].sums
+            and (maps.worth_it or maps.covers(run.held, run.offset, run.span))
+        ):
+            return
         ring, now = self._desk.ring, self._desk.context.files.monotonic()
         if run.count > ring.slots // 4:
             return
@@ -304,7 +304,6 @@ class PageSource:
         self._leases.clear()
         if self._desk.in_place is not None:
             self._desk.in_place.release(self._use)
-            self._desk.in_place.forget()
 
 
 def streaks(good: Sequence[bool], most: int = 1 << 62) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from kvfs import format as fmt
@@ -21,11 +20,9 @@ from kvfs.buffers import address_of_readonly
 from kvfs.cuda import CudaError
 from kvfs.files import Files
 from kvfs.gpu import Device
-from kvfs.pool import Begun, Pool
 from kvfs.segment_files import Held
 
 PIECE_BYTES = 64 << 20
-POPULATE_BYTES = 8 << 20  # of a piece, by one thread
 MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
 SECONDS_PER_GIB_MAX = 0.06  # dearer than this, a load is faster through the ring than by registering first
 SEEN_MAX = 4096
@@ -48,14 +45,11 @@ class _Piece:
         self.users = 0
 
 
-class _Mapped:
-    """A piece that is mapped, not registered. ``begun``: its page tables are being filled."""
+class _Mapped(NamedTuple):
+    """A piece that is mapped, not registered."""
 
-    __slots__ = ("begun", "mapping", "nbytes")
-
-    def __init__(self, mapping: Any, nbytes: int) -> None:
-        self.mapping, self.nbytes = mapping, nbytes
-        self.begun: Begun[None] | None = None
+    mapping: Any
+    nbytes: int
 
 
 _Key = tuple[bytes, int]  # segment id, number of the piece
@@ -75,7 +69,7 @@ class InPlace:
         self._device, self._files, self._budget, self._piece_bytes = device, files, budget, piece_bytes
         self._lock = threading.RLock()
         self._pieces: OrderedDict[_Key, _Piece] = OrderedDict()  # least recently used first
-        self._mapped: dict[_Key, _Mapped] = {}  # about to be registered
+        self._wishes: dict[_Key, _Mapped] = {}  # to be registered by ``work``
         self._seen: OrderedDict[_Key, None] = OrderedDict()  # went through the ring once
         self._sealed: dict[bytes, int] = {}
         self.nbytes = 0
@@ -139,28 +133,6 @@ class InPlace:
                     return False
         return True
 
-    def prepare(self, held: Held, offset: int, nbytes: int, published: int, pool: Pool) -> bool:
-        """Map what will be registered, and have its page tables filled meanwhile; False if there is no room for it."""
-        with self._lock:
-            for number, _, need in self._cuts(offset, nbytes):
-                key = (held.segment_id, number)
-                piece = self._pieces.get(key)
-                if (piece is not None and piece.nbytes >= need) or key in self._mapped:
-                    continue
-                if piece is not None and piece.users:
-                    return False
-                pending = sum(mapped.nbytes for mapped in self._mapped.values())
-                free = self._budget - sum(p.nbytes for p in self._pieces.values() if p.users) - pending
-                mapped = self._map(held, number, published) if free >= self._piece_bytes else None
-                if mapped is None:
-                    return False
-                mapped.begun = pool.begin([
-                    partial(self._files.populate, mapped.mapping, at, min(POPULATE_BYTES, mapped.nbytes - at))
-                    for at in range(0, mapped.nbytes, POPULATE_BYTES)
-                ])  # fmt: skip
-                self._mapped[key] = mapped
-        return True
-
     def _piece(self, held: Held, number: int, need: int, published: int, register: bool) -> _Piece | None:
         key = (held.segment_id, number)
         piece = self._pieces.get(key)
@@ -173,16 +145,15 @@ class InPlace:
             return None
         if piece is not None:  # more has been published since
             self._drop(key)
-        mapped = self._mapped.pop(key, None)
-        if mapped is None or mapped.nbytes < need:
-            mapped = self._map(held, number, published)
-        return self._register(key, mapped) if mapped is not None else None
+        self._wishes.pop(key, None)
+        mapped = self._map(held, number, published)
+        return self._register(key, mapped) if mapped is not None and mapped.nbytes >= need else None
 
     def _wish(self, held: Held, key: _Key, published: int) -> None:
-        if key in self._seen and key not in self._mapped and len(self._mapped) < WISHES_MAX:
+        if key in self._seen and key not in self._wishes and len(self._wishes) < WISHES_MAX:
             mapped = self._map(held, key[1], published)
             if mapped is not None:
-                self._mapped[key] = mapped
+                self._wishes[key] = mapped
         self._seen[key] = None
         if len(self._seen) > SEEN_MAX:
             self._seen.popitem(last=False)
@@ -192,10 +163,9 @@ class InPlace:
         end = time.monotonic() + WORK_SECONDS
         while time.monotonic() < end:
             with self._lock:
-                key = next((key for key, mapped in self._mapped.items() if mapped.begun is None), None)
-                if key is None:
+                if not self._wishes:
                     return
-                mapped = self._mapped.pop(key)
+                key, mapped = self._wishes.popitem()
                 piece = self._pieces.get(key)
                 if piece is None or not piece.users:
                     if piece is not None:
@@ -232,10 +202,8 @@ class InPlace:
         begin = time.perf_counter()
         address = address_of_readonly(mapped.mapping)
         try:
-            if mapped.begun is not None:
-                mapped.begun.wait()
             self._device.register(address, mapped.nbytes, read_only=True)
-        except OSError:  # the disk, or the driver
+        except CudaError:
             self.failed += 1
             return None
         piece = self._pieces[key] = _Piece(mapped.mapping, address, mapped.nbytes)
@@ -259,24 +227,14 @@ class InPlace:
             self._device.unregister(piece.address)
         piece.mapping.close()
 
-    def forget(self) -> None:
-        """Let go of what was prepared and not registered. No load is under way."""
-        with self._lock:
-            for mapped in self._mapped.values():
-                if mapped.begun is not None:
-                    with contextlib.suppress(OSError):
-                        mapped.begun.wait()
-            self._mapped = {key: mapped for key, mapped in self._mapped.items() if mapped.begun is None}
-
     def sweep(self, gone: Callable[[bytes], bool]) -> None:
         """Let go of the segments that are ``gone``, as far as nobody copies from them."""
         with self._lock:
-            for segment_id in {key[0] for key in (*self._pieces, *self._mapped)}:
+            for segment_id in {key[0] for key in (*self._pieces, *self._wishes)}:
                 if gone(segment_id):
                     self._sealed.pop(segment_id, None)
-                    for key in [key for key in self._mapped if key[0] == segment_id]:
-                        if self._mapped[key].begun is None:
-                            del self._mapped[key]
+                    for key in [key for key in self._wishes if key[0] == segment_id]:
+                        del self._wishes[key]
                     self._drop_all(key for key in list(self._pieces) if key[0] == segment_id)
 
     def _drop_all(self, keys: Iterable[_Key]) -> None:
@@ -285,9 +243,8 @@ class InPlace:
                 self._drop(key)
 
     def close(self) -> None:
-        self.forget()
         with self._lock:
-            self._mapped.clear()
+            self._wishes.clear()
             self._drop_all(list(self._pieces))
 
 

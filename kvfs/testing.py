@@ -210,9 +210,9 @@ class FaultyFiles(Files):
         self._enter("map", fd)
         return super().map(fd, length, offset)
 
-    def populate(self, mapping: Map, start: int = 0, nbytes: int | None = None) -> None:
+    def populate(self, mapping: Map) -> None:
         self._enter("populate")
-        super().populate(mapping, start, nbytes)
+        super().populate(mapping)
 
     def flock(self, fd: int, operation: int) -> bool:
         self._enter("flock", f"{fd} {operation}")
