@@ -10,22 +10,34 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import kvfs
 from kvfs.layout import Group, Need, PageLayout
-from tools.benchmarks.measure import BenchError, Contender, Sample, Spread, Stopwatch, interleave, rate_ratio
+from tools.benchmarks.measure import (
+    BenchError,
+    Contender,
+    Sample,
+    Spread,
+    Stopwatch,
+    interleave,
+    percentile,
+    rate_ratio,
+)
 from tools.benchmarks.report import Report, Table, rates
 
 SECONDS = 60.0
 SEGMENT = "256MiB"
+REPLAYS = 1000
 
 
 def _gqa(page_tokens: int) -> PageLayout:
@@ -57,6 +69,7 @@ class Plan:
     rounds: int
     seed: int
     ring_bytes: int
+    beside: bool
 
     @property
     def need_bytes(self) -> int:
@@ -73,7 +86,11 @@ class Engine:
         generator = torch.Generator().manual_seed(seed)
         self.units = torch.randperm(blocks, generator=generator)[: tokens // BLOCK].tolist()
         self.tensors: list[Any] = []
-        self.kvs = [self._describe(group, blocks) for group in layout.groups]
+        self.windows: list[int] = []  # of each tensor's group, 0: all tokens
+        self.kvs = []
+        for group in layout.groups:
+            self.kvs.append(self._describe(group, blocks))
+            self.windows += [group.need.window] * (len(self.tensors) - len(self.windows))
 
     def _describe(self, group: Group, blocks: int) -> kvfs.DeviceKV:
         torch, heads, encoding = self.torch, group.heads, group.cell.encoding
@@ -104,11 +121,12 @@ class Engine:
                 raw.random_(0, 256, generator=self.torch.Generator("cuda").manual_seed(seed * 1000 + i))
 
     def same(self, other: Engine, tokens: int) -> bool:
-        """Whether the first ``tokens`` tokens hold the same bytes, block by block."""
-        torch, n = self.torch, tokens // BLOCK
-        mine = torch.tensor(self.units[:n], device="cuda")
-        theirs = torch.tensor(other.units[:n], device="cuda")
-        for a, b in zip(self.tensors, other.tensors, strict=True):
+        """Whether the tokens that a load of ``tokens`` moves hold the same bytes, block by block."""
+        torch = self.torch
+        for a, b, window in zip(self.tensors, other.tensors, self.windows, strict=True):
+            first = max(0, tokens - window) // BLOCK if window else 0
+            mine = torch.tensor(self.units[first : tokens // BLOCK], device="cuda")
+            theirs = torch.tensor(other.units[first : tokens // BLOCK], device="cuda")
             dim = 1 if a.shape[0] == 2 and a.dim() == 5 else 0
             if not torch.equal(
                 a.index_select(dim, mine).view(torch.uint8), b.index_select(dim, theirs).view(torch.uint8)
@@ -163,6 +181,8 @@ class _Bench:
             with self._store() as (store, ns):
                 self._loads(ns, self.plan.tokens, "sealed")
                 self._layerwise(ns, self.most)
+                if self.plan.beside:
+                    self._beside(ns, self.most)
                 self._cold(ns, self.most)
         finally:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -315,7 +335,7 @@ class _Bench:
         return load
 
     def _check(self, tokens: int) -> None:
-        if len(self.layout.groups) == 1 and not self.target.same(self.source, tokens):
+        if not self.target.same(self.source, tokens):
             raise BenchError(f"{self.shape}, {tokens} tokens: the loaded bytes differ")
 
     def _loads(self, ns: kvfs.Namespace, sizes: Sequence[int], state: str) -> None:
@@ -401,6 +421,86 @@ class _Bench:
         samples = interleave(rows, max(1, self.plan.rounds // 3))
         io.close()
         self._report("load", tokens, "cold", samples, "cold, bare O_DIRECT, 16 threads")
+
+    def _beside(self, ns: kvfs.Namespace, tokens: int) -> None:
+        """What a model's work on the same GPU loses while loads, and while saves, follow one another."""
+        table = Table(f"{self.shape}: time of a CUDA graph beside transfers of {tokens} tokens, against alone")
+        load_io = self._attach(ns, self.target, registered_bytes="32GiB")
+        save_io = self._attach(ns, self.source)
+        load = self._load(lambda: load_io, ns, tokens)
+        load()
+
+        def save() -> None:
+            self.prompts += 1
+            io, prompt = save_io, self._tokens(tokens, 500 + self.prompts)
+            transfer = io.save(ns.plan_save(prompt), self._units(self.source, tokens), self._event(), deadline=SECONDS)
+            transfer.source_free.wait(SECONDS)
+            transfer.cancel(SECONDS)
+
+        for name, graph in (("matmul 8192", self._matmul()), ("32 matrix-vector products", self._decode())):
+            alone = self._replay(graph)
+            for kind, work in (("loads", load), ("saves", save)):
+                stop = threading.Event()
+
+                def loop(stop: threading.Event = stop, work: Callable[[], object] = work) -> None:
+                    self.torch.cuda.set_device(0)
+                    while not stop.is_set():
+                        work()
+
+                thread = threading.Thread(target=loop)
+                thread.start()
+                busy = self._replay(graph)
+                stop.set()
+                thread.join()
+                table.add(
+                    work=name, beside=kind, alone_ms=percentile(alone, 50) * 1e3,
+                    median=percentile(busy, 50) / percentile(alone, 50), p99=percentile(busy, 99) / percentile(alone, 99),
+                )  # fmt: skip
+        load_io.close()
+        save_io.close()
+        self.report.show(table)
+
+    def _graph(self, work: Callable[[], object]) -> Any:
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph
+
+    def _matmul(self) -> Any:
+        a, b = (self.torch.randn(8192, 8192, dtype=self.torch.bfloat16, device="cuda") for _ in range(2))
+        return self._graph(lambda: a @ b)
+
+    def _decode(self) -> Any:
+        """The weights of 32 layers read once, a token at a time: bound by memory, many short kernels."""
+        torch = self.torch
+        weights = [torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(32)]
+        x = torch.randn(1, 4096, dtype=torch.bfloat16, device="cuda")
+
+        def step() -> None:
+            y = x
+            for w in weights:
+                y = y @ w
+
+        return self._graph(step)
+
+    def _replay(self, graph: Any) -> list[float]:
+        """Seconds of each replay, by events."""
+        torch = self.torch
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            marks[0].record()
+            for mark in marks[1:]:
+                graph.replay()
+                mark.record()
+        stream.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
     def _bare_direct(self, nbytes: int, threads: int) -> Callable[[], Sample]:
         paths = sorted((self.path / "segments").glob("*.kvs"))
