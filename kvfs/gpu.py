@@ -17,8 +17,8 @@ from kvfs import cuda
 from kvfs.errors import ConfigError
 from kvfs.kernels.work import Shape
 
-COPY_PROGRAMS = 32
-SUM_PROGRAMS = 64
+COPY_PROGRAMS, COPY_PROGRAMS_MAX, COPY_TILE_BYTES = 16, 128, 32 << 10  # small tiles want more programs
+SUM_PROGRAMS = 32
 WARPS = 8
 
 
@@ -150,7 +150,8 @@ class _Stream:
         self._stream.wait_event(event)
 
     def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
-        self._cells.move(work, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=WARPS)
+        programs = min(COPY_PROGRAMS_MAX, COPY_PROGRAMS * max(1, COPY_TILE_BYTES // shape.tile_bytes))
+        self._cells.move(work, shape, to_page=to_page, programs=programs, warps=WARPS)
 
     def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
         self._xxh3.leaves(work, self._constants, shape, check=check, programs=SUM_PROGRAMS)

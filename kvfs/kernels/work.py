@@ -56,6 +56,10 @@ class Shape:
     unit_tokens: int
 
     @property
+    def tile_bytes(self) -> int:
+        return self.rows * self.cols * self.element
+
+    @property
     def sums(self) -> bool:
         """Whether the kernels can sum its leaves."""
         return self.leaf_bytes >= LEAF_BYTES_MIN

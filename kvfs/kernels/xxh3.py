@@ -59,18 +59,16 @@ def _swap(lanes, LEAVES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _stripes(lanes, data, keys, mask, LEAVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add a tile of stripes to the lanes; ``data`` is 0 where ``mask`` is not set."""
-    keyed = data ^ keys
-    product = (keyed & 0xFFFFFFFF) * (keyed >> 32)
-    product = tl.where(mask, product, 0)
-    return lanes + tl.sum(product, axis=1) + _swap(tl.sum(data, axis=1), LEAVES)
+def _product(data, key):  # type: ignore[no-untyped-def]
+    keyed = data ^ key
+    return (keyed & 0xFFFFFFFF) * (keyed >> 32)
 
 
 @triton.jit
 def _leaves(  # type: ignore[no-untyped-def]
     work, constants, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr
 ):
+    # A tile is (leaf, lane): a thread adds up the stripes of its lanes alone, with all loads of a block in flight.
     rows = tl.load(work + 1)
     size = tl.load(work + 3)
     scratch = tl.load(work + 8)
@@ -79,32 +77,36 @@ def _leaves(  # type: ignore[no-untyped-def]
     total = tl.load(work) * rows
     constants = constants.to(tl.pointer_type(tl.uint64), bitcast=True)
     lane = tl.arange(0, 8)
-    stripe = tl.arange(0, 16)
-    keys = tl.load(constants + (stripe[:, None] + lane[None, :]))[None, :, :]
     scramble = tl.load(constants + 16 + lane)[None, :]
     start = tl.load(constants + _FIRST + lane)[None, :]
     blocks = (size - 1) // 1024
     stripes = (size - 1 - blocks * 1024) // 64
-    within = (stripe[:, None] * 64 + lane[None, :] * 8)[None, :, :].to(tl.int64)
     step = tl.num_programs(0) * LEAVES
     for first in range(tl.program_id(0).to(tl.int64) * LEAVES, total, step):
         leaf = first + tl.arange(0, LEAVES)
         there = leaf < total
+        mask = there[:, None] & (lane < 8)[None, :]
         granule = work + _HEAD + (leaf // rows) * _GRANULE
         address = scratch + tl.load(granule, mask=there, other=0) + (leaf % rows) * size
         lanes = tl.zeros((LEAVES, 8), tl.uint64) + start
-        at = address[:, None, None] + within
-        whole = there[:, None, None] & (stripe < 16)[None, :, None]
+        at = address[:, None] + (lane * 8)[None, :]
         for _ in range(blocks):
-            lanes = _stripes(lanes, _words(at, whole, ALIGNED), keys, whole, LEAVES)
+            plain = tl.zeros((LEAVES, 8), tl.uint64)
+            for stripe in tl.static_range(16):
+                data = _words(at + stripe * 64, mask, ALIGNED)
+                lanes += _product(data, tl.load(constants + stripe + lane)[None, :])
+                plain += data
+            lanes += _swap(plain, LEAVES)
             lanes = (lanes ^ (lanes >> 47) ^ scramble) * _PRIME32_1
             at += 1024
-        rest = there[:, None, None] & (stripe < stripes)[None, :, None]
-        lanes = _stripes(lanes, _words(at, rest, ALIGNED), keys, rest, LEAVES)
-        end = (address + size - 64)[:, None] + lane[None, :] * 8
-        data = _words(end, there[:, None], ALIGNED)
-        keyed = data ^ tl.load(constants + _LAST + lane)[None, :]
-        lanes += (keyed & 0xFFFFFFFF) * (keyed >> 32) + _swap(data, LEAVES)
+        plain = tl.zeros((LEAVES, 8), tl.uint64)
+        for stripe in range(stripes):
+            data = _words(at, mask, ALIGNED)
+            lanes += _product(data, tl.load(constants + stripe + lane)[None, :])
+            plain += data
+            at += 64
+        data = _words((address + size - 64)[:, None] + (lane * 8)[None, :], mask, ALIGNED)
+        lanes += _product(data, tl.load(constants + _LAST + lane)[None, :]) + _swap(plain + data, LEAVES)
         even, odd = tl.split(tl.reshape(lanes ^ tl.load(constants + _MERGE + lane)[None, :], (LEAVES, 4, 2)))
         digest = tl.sum((even * odd) ^ tl.umulhi(even, odd), axis=1) + size.to(tl.uint64) * _PRIME64_1
         digest = (digest ^ (digest >> 37)) * _AVALANCHE
@@ -117,7 +119,7 @@ def _leaves(  # type: ignore[no-untyped-def]
             tl.store(leaves + leaf, digest, mask=there)
 
 
-def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int, tile: int = 4) -> None:
+def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int, tile: int = 16) -> None:
     """Sum the leaves of a batch on the current stream: against ``leaves``, setting flags (``check``), or into it.
 
     ``constants``: an i64 tensor that holds CONSTANTS. ``shape.sums`` must be true.
