@@ -15,6 +15,7 @@ from kvfs.index.environment import Index
 from kvfs.liveness import Liveness
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
+from kvfs.tally import Tallies
 from kvfs.types import Verify
 
 #: Index calls of lookups and of writers give up after this long; the engine recomputes.
@@ -33,6 +34,10 @@ class Counters:
         if n:
             with self._lock:
                 self._counts[name] += n
+
+    def took(self, what: str, seconds: float) -> None:
+        """Count a latency in a bucket of its own: ``<what>_us_<n>`` holds those below 2**n microseconds."""
+        self.add(f"{what}_us_{min(40, int(seconds * 1e6).bit_length())}")
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:
@@ -53,6 +58,7 @@ class Context:
     segments: SegmentFiles
     verify: Verify
     threads: int
+    tallies: Tallies
     counters: Counters = field(default_factory=Counters)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
     attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else

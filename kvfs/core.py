@@ -34,6 +34,7 @@ from kvfs.reader import Reader
 from kvfs.rebuild import Report, build, rebuild
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
+from kvfs.tally import EVERY_SECONDS, Tallies
 from kvfs.types import Verify
 from kvfs.writer import Appender
 
@@ -111,7 +112,7 @@ class Core:
         undo.callback(lambda: self.c.index.close())
         context = Context(
             directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
-            self._verify, self._threads,
+            self._verify, self._threads, Tallies(directory, liveness),
         )  # fmt: skip
         if again:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
@@ -208,8 +209,13 @@ class Core:
                 Chore("sweep", 0.5, self.evictor.sweep),
                 Chore("slack", 5.0, self.c.index.keep_slack),
                 Chore("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
+                Chore("tally", EVERY_SECONDS, self._tally),
             ]
         return chores
+
+    def _tally(self) -> None:
+        self.c.tallies.write(self.c.counters.snapshot())
+        self.c.tallies.fold_dead()
 
     def _sync(self) -> None:
         if self.settings.sync == "batch":
@@ -237,6 +243,7 @@ class Core:
             hold.release()
         self.c.index.close()
         self.c.recency.close()
+        self.c.tallies.close(self.c.counters.snapshot())
         if self.c.liveness is not None:
             self.c.liveness.close()
         self.directory.close()
@@ -247,6 +254,7 @@ class Core:
             hold.disown()
         self.c.segments.abandon()
         self.c.recency.abandon()
+        self.c.tallies.abandon()
         self.directory.abandon_locks()
         self.evictor.abandon()
         self.active.abandon()

@@ -29,6 +29,7 @@ class Matcher:
 
     def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
         """Longest restorable prefix; ``wants``: the rectangle wanted of each group."""
+        began = self._c.files.monotonic()
         lookups = [GroupLookup(prompt, *pair) for pair in zip(self._layout.groups, wants, strict=True)]
         chunks = 0
         generation = ""
@@ -41,7 +42,9 @@ class Matcher:
                 self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
         self._c.counters.add("lookups")
         self._c.counters.add("tokens_queried", len(prompt.hashes) * self._layout.page_tokens)
-        return self._hold(lookups, chunks, generation)
+        match = self._hold(lookups, chunks, generation)
+        self._c.counters.took("match", self._c.files.monotonic() - began)
+        return match
 
     def use_parts(self, session: Session, lookups: Sequence[GroupLookup]) -> None:
         """Tell lookups which parts their groups have."""

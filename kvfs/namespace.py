@@ -107,7 +107,10 @@ class Namespace:
             outs.append(view)
         if not match.tokens:
             return 0
-        return self._reader.load(match, self.layout.groups, outs)
+        began = self._c.files.monotonic()
+        chunks = self._reader.load(match, self.layout.groups, outs)
+        self._c.counters.took("get", self._c.files.monotonic() - began)
+        return chunks
 
     def view(self, match: PrefixMatch, group: str | None = None) -> list[memoryview]:
         """Read-only buffers over the page cache, one per leading page that verifies; no copy.
@@ -191,6 +194,7 @@ class Namespace:
             raise ConfigError(f"attempt is {attempt!r}: pass 8 bytes that all ranks of a cohort share")
         if self._c.liveness is None:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to put")
+        began = self._c.files.monotonic()
         total = Outcome()
         limit = len(prompt.hashes)
         for put in sorted((p for p in puts if p is not None), key=lambda p: p.group.need.kind != "all"):
@@ -198,6 +202,7 @@ class Namespace:
             for name in ("stored", "skipped", "in_flight", "declined"):
                 setattr(total, name, getattr(total, name) + getattr(done, name))
             total.reason = total.reason or done.reason
+        self._c.counters.took("put", self._c.files.monotonic() - began)
         return PutResult(total.stored, total.skipped, total.declined, total.in_flight, total.reason)
 
     def _store(

@@ -275,6 +275,8 @@ class _SegmentBuilder:
                 records = [r._replace(slot=0) for r in records]
             session.put_namespace(described.digest, self._descriptors[described.digest], number, packed)
             named = publish(session, partial(_row_key, described.digest, group.name, packed), leaves, records)
+            stored = sum(r.place.stored_bytes for r in records) * named // len(records) if records else 0
+            session.add_contents(self._number, described.digest, named, stored)
             self._report.pages += named
             self._report.duplicates += len(records) - named
 

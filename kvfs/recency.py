@@ -75,6 +75,15 @@ class Recency:
     def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
         """Last use of each record; where there is no stamp, the time at which it was written."""
         now = self._files.now_us()
+        stamps = self.raw(segment_id)
+        used = list(written_us)
+        for i, stamp in enumerate(stamps[: len(used)]):
+            if 0 < stamp <= now:
+                used[i] = stamp
+        return used
+
+    def raw(self, segment_id: bytes) -> array[int]:
+        """The stamps as they lie in the file, by seq; empty if there are none."""
         stamps = array("Q")
         with contextlib.suppress(OSError):
             fd = self._files.open(segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
@@ -83,11 +92,7 @@ class Recency:
                 stamps.frombytes(self._files.read(fd, size, 0))
             finally:
                 self._files.close(fd)
-        used = list(written_us)
-        for i, stamp in enumerate(stamps[: len(used)]):
-            if 0 < stamp <= now:
-                used[i] = stamp
-        return used
+        return stamps
 
     def was_used(self, segment_id: bytes, seq: int) -> bool:
         """Whether a record was used since it was written."""

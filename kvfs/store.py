@@ -8,6 +8,7 @@ from typing import Any
 
 from kvfs import config, core
 from kvfs import directory as directories
+from kvfs.catalog import Catalog
 from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
@@ -28,13 +29,14 @@ def open_store(
     path: str | os.PathLike[str] | None = None, *, capacity: int | str | None = None, create: bool = True,
     read_only: bool = False, segment_bytes: int | str | None = None, index_bytes: int | str | None = None,
     sync: str = "cache", mode: str = "cache", verify: str | Verify | None = None, threads: int | None = None,
-    files: Files | None = None,
+    files: Files | None = None, counted: bool = True,
 ) -> Store:  # fmt: skip
     """Open the store at ``path``, creating it if it is missing.
 
     ``capacity`` and the settings beside it are used when the store is created; afterwards kvfs.toml decides, for
     every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off".
-    ``threads``: parallel reads of one ``get`` from the page cache. Raises StoreNotFoundError, FormatError,
+    ``threads``: parallel reads of one ``get`` from the page cache. ``counted=False`` keeps what this process does out
+    of the counters that all processes share. Raises StoreNotFoundError, FormatError,
     StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
     """
     where = _path_of(path if path is not None else os.environ.get("KVFS_DIR", ""))
@@ -55,7 +57,9 @@ def open_store(
         settings = config.make_settings(capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode)
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    return Store(core.enter(where, read_only, policy, threads, files))
+    shared = core.enter(where, read_only, policy, threads, files)
+    shared.c.tallies.muted = not counted
+    return Store(shared)
 
 
 def _path_of(path: object) -> str:
@@ -122,6 +126,7 @@ class Store:
             "read_only": shared.read_only,
             "verify": shared.c.verify.value,
             "counters": shared.c.counters.snapshot(),
+            "totals": shared.c.tallies.total(),
             "index": {"state": "ready", "generation": shared.c.index.generation, "timeouts": shared.c.index.timeouts},
         }
         try:
@@ -155,6 +160,12 @@ class Store:
         self._check_open()
         with directories.explained(self.path):
             return self._core.pins.list()
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is in the store: namespaces, segments, prefixes."""
+        self._check_open()
+        return Catalog(self._core.c)
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
         """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""

@@ -208,6 +208,7 @@ class Appender:
         def transact(session: Session) -> int:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
             count = publish(session, job.row_key, job.group.leaves(job.part), named)
+            session.add_contents(writer.number, job.identity.digest, count, count * named[0].place.stored_bytes)
             moved = row._replace(
                 records=writer.records, tail=writer.tail, table=writer.table,
                 expires=max(row.expires, job.expires) if job.expires else row.expires,
@@ -256,7 +257,7 @@ class Appender:
                 for p, stamp in zip(placed, stamps, strict=True):
                     self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
                 return self._c.index.write(
-                    lambda s: self._move(s, writer, generation, row_key, leaves, moves, placed), COMMIT_SECONDS
+                    lambda s: self._move(s, writer, generation, digest, row_key, leaves, moves, placed), COMMIT_SECONDS
                 )
             except NeedSpaceError:
                 raise Declined("space") from None
@@ -265,15 +266,19 @@ class Appender:
                 raise Declined("io") from None
 
     def _move(
-        self, session: Session, writer: SegmentWriter, generation: str, row_key: Callable[[bytes], bytes], leaves: int,
-        moves: Sequence[tuple[int, int, int, Record]], placed: Sequence[Placed],
+        self, session: Session, writer: SegmentWriter, generation: str, digest: bytes,
+        row_key: Callable[[bytes], bytes], leaves: int, moves: Sequence[tuple[int, int, int, Record]],
+        placed: Sequence[Placed],
     ) -> int:  # fmt: skip
         row = space.own_segment(session, writer.number, self._c.owner, generation)
         moved = 0
         for (source, seq, slot, r), p in zip(moves, placed, strict=True):
             place = Place(r.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
                           p.leaves // 8, p.seq, r.expires)  # fmt: skip
-            moved += move(session, row_key, leaves, source, [(seq, Publish(r.run_hash, slot, place))])
+            if move(session, row_key, leaves, source, [(seq, Publish(r.run_hash, slot, place))]):
+                moved += 1
+                session.add_contents(source, digest, -1, -place.stored_bytes)
+                session.add_contents(writer.number, digest, 1, place.stored_bytes)
         session.set_segment(
             writer.number, row, row._replace(records=writer.records, tail=writer.tail, table=writer.table)
         )
