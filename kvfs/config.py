@@ -139,12 +139,17 @@ def make_settings(
     return Settings(total, segment_bytes, index_bytes, sync, mode, quotas)
 
 
-def parse_toml(data: bytes, path: str) -> Settings:
-    """Settings of a kvfs.toml; ConfigError names the line or key."""
+def parse_document(data: bytes, path: str) -> dict[str, Any]:
+    """A TOML file as it is, unchecked."""
     try:
-        document = tomllib.loads(data.decode("utf-8"))
+        return tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"{path}: {exc}; correct the file") from None
+
+
+def parse_toml(data: bytes, path: str) -> Settings:
+    """Settings of a kvfs.toml; ConfigError names the line or key."""
+    document = parse_document(data, path)
     known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "quota"}
     unknown = sorted(set(document) - known)
     if unknown:
@@ -195,7 +200,7 @@ def to_toml(settings: Settings) -> bytes:
         f'mode = "{settings.mode}"',
     ]
     for name, quota in sorted(settings.quotas.items()):
-        lines += ["", f"[quota.{_quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
+        lines += ["", f"[quota.{quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
         if quota.cap_bytes is not None:
             lines.append(f"cap = {quota.cap_bytes}")
         if quota.ttl_seconds is not None:
@@ -203,7 +208,7 @@ def to_toml(settings: Settings) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """A TOML basic string."""
     escaped = (f"\\u{ord(c):04x}" if c in '"\\' or ord(c) < 32 or ord(c) == 127 else c for c in name)
     return '"' + "".join(escaped) + '"'

@@ -125,3 +125,21 @@ class Liveness:
             self._files.unlink(f"{self.owner.hex()}.live", dir_fd=self._run)
         with contextlib.suppress(OSError):
             self._files.close(self._fd)
+
+
+def census(directory: Directory) -> list[tuple[str, bool]]:
+    """(owner in hex, whether it lives) of every process that has, or had, the store open. Removes nothing."""
+    files, run = directory.files, directory.sub("run")
+    found = []
+    for name in sorted(files.listdir(run)):
+        if not _NAME.match(name):
+            continue
+        try:
+            fd = files.open(name, os.O_RDONLY, dir_fd=run)
+        except OSError:
+            continue
+        try:
+            found.append((name[: 2 * OWNER_BYTES], not files.flock(fd, fcntl.LOCK_SH)))
+        finally:
+            files.close(fd)
+    return found

@@ -31,6 +31,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "rebuild",
         "pins",
         "catalog",
+        "settings",
         "records",
         "walk",
         "warm",
