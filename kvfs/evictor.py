@@ -122,8 +122,9 @@ class Evictor:
                     self._reclaimer.sweep_all()
                     full = self._c.index.read(lambda s: index_is_full(s, self._c.settings.index_bytes), COMMIT_SECONDS)
 
-    def collect(self, target_bytes: int | None) -> dict[str, int]:
-        """Evict until ``target_bytes`` are in use; what was done."""
+    def collect(self, target_bytes: int | None, seconds: float | None = None) -> dict[str, int]:
+        """Evict until ``target_bytes`` are in use or so many ``seconds`` have passed; what was done."""
+        end = None if seconds is None else self._c.files.monotonic() + seconds
         limit = space.budget(self._c.settings).limit if target_bytes is None else target_bytes
         dropped = 0
         before = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
@@ -131,10 +132,10 @@ class Evictor:
             if held:
                 self._reclaimer.finish_doomed()
                 while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
-                    if self._evict_one() is None:
+                    if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
                         break
                     dropped += 1
-                self._reclaimer.sweep_all()
+                self._reclaimer.sweep_all(end)
         after = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
         return {"segments_dropped": dropped, "bytes_before": before, "bytes_after": after}
 
@@ -172,14 +173,11 @@ class Evictor:
 
     def _choose(self, owner: bytes) -> tuple[Candidate | None, Sequence[int]]:
         """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
-        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        evictable = self._evictable(rows, owner)
-        now = self._c.files.now_us()
-        uses = [self._summary(Candidate(n, r), n in evictable, now) for n, r in rows if r.state != DOOMED]
+        evictable, uses, now = self.survey(owner)
         held = 0
         while (plan := eviction.choose(uses, now, self.budget.available)) is not None:
             victim = Candidate(plan.victim, evictable[plan.victim])
-            if not self._is_held(victim.row):
+            if not self.is_held(victim.row):
                 self.budget.carried(plan.carry_bytes)
                 return victim, plan.carry
             held += 1
@@ -188,7 +186,18 @@ class Evictor:
             return Candidate(*next(iter(evictable.items()))), ()  # one at a time: it frees nothing yet
         return None, ()
 
-    def _is_held(self, row: SegmentRow) -> bool:
+    def survey(self, owner: bytes = b"") -> tuple[dict[int, SegmentRow], list[eviction.Summary], int]:
+        """(segments that may be dropped, what the policy sees of all, the time of that)."""
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        evictable = self._evictable(rows, owner)
+        now = self._c.files.now_us()
+        return (
+            evictable,
+            [self._summary(Candidate(n, r), n in evictable, now) for n, r in rows if r.state != DOOMED],
+            now,
+        )
+
+    def is_held(self, row: SegmentRow) -> bool:
         """Whether a reader has the segment open, so that dropping it would not free its blocks."""
         files = self._c.files
         try:

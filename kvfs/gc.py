@@ -84,12 +84,12 @@ class Reclaimer:
                 self._c.index.write(partial(Session.swept, dropped=done), COMMIT_SECONDS)
             self._sweep_at = following
 
-    def sweep_all(self) -> None:
-        """A full round, for an index that is short of room."""
+    def sweep_all(self, end: float | None = None) -> None:
+        """A full round, for an index that is short of room; the upkeep goes on with it where ``end`` cuts it short."""
         self._sweep_at = None
         for _ in range(1_000_000):
             self.sweep_step(1)
-            if self._sweep_at is None:
+            if self._sweep_at is None or (end is not None and self._c.files.monotonic() >= end):
                 return
 
 

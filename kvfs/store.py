@@ -20,6 +20,7 @@ from kvfs.index.tables import STATE_NAMES
 from kvfs.layout import PageLayout
 from kvfs.namespace import Namespace
 from kvfs.pins import Pin
+from kvfs.plan import Plan, make_plan
 from kvfs.types import TokensLike, Verify
 from kvfs.verify import Verification, Verifier
 from kvfs.version import FORMAT
@@ -135,12 +136,20 @@ class Store:
             result["index"]["state"] = str(exc)
         return result
 
-    def gc(self, target_bytes: int | None = None) -> dict[str, int]:
-        """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now)."""
+    def gc(self, target_bytes: int | None = None, *, seconds: float | None = None) -> dict[str, int]:
+        """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now).
+
+        Ends after ``seconds``, if given, whatever is left to do then.
+        """
         self._check_open()
         self._check_writable()
         with directories.explained(self.path):
-            return self._core.evictor.collect(target_bytes)
+            return self._core.evictor.collect(target_bytes, seconds)
+
+    def gc_plan(self, target_bytes: int | None = None) -> Plan:
+        """What ``gc`` would do now. Changes nothing."""
+        self._check_open()
+        return make_plan(self._core.c, self._core.evictor, target_bytes)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""

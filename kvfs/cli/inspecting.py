@@ -139,7 +139,7 @@ def _namespace(app: App, catalog: Catalog, described: Described) -> None:
 
     info = next(i for i in catalog.namespaces() if i.digest == described.digest)
     body = described.body
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"name": g.name, "layers": len(g.layers), "heads": g.heads, "cell": g.cell.encoding, "need": g.need.kind,
          "page_bytes": g.page_bytes}
         for g in described.layout.groups
