@@ -86,6 +86,14 @@ class Records:
             return None
         return parse_descriptor(data) if data is not None else None
 
+    def payload(self, segment_id: bytes, entry: Entry) -> bytes | None:
+        """The stored bytes of a part, unchecked."""
+        segment = self._segment(segment_id)
+        try:
+            return self._files.read(segment.fd, entry.stored_bytes, entry.payload) if segment is not None else None
+        except OSError:
+            return None
+
     def stamps(self, segment_id: bytes) -> array[int]:
         """When each record was last used, by seq; 0 or too short: not since it was written. Read once."""
         if segment_id not in self._stamps:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvfs import config, core
+from kvfs import bundle, config, core
 from kvfs import directory as directories
+from kvfs.bundle import Exported
+from kvfs.bundle_import import Imported, Importer
 from kvfs.catalog import Catalog
-from kvfs.config import Settings
+from kvfs.config import Settings, parse_size
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreReadOnlyError
@@ -18,12 +21,14 @@ from kvfs.identity import Identity
 from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
 from kvfs.layout import PageLayout
+from kvfs.match import PrefixMatch
 from kvfs.namespace import Namespace
 from kvfs.pins import Pin
 from kvfs.plan import Plan, make_plan
 from kvfs.types import TokensLike, Verify
 from kvfs.verify import Verification, Verifier
 from kvfs.version import FORMAT
+from kvfs.warm import Warmed, Warmer
 
 
 def open_store(
@@ -169,6 +174,45 @@ class Store:
         self._check_open()
         with directories.explained(self.path):
             return self._core.pins.list()
+
+    def warm(
+        self, namespaces: Sequence[str] = (), *, prefixes: Sequence[str] = (), match: PrefixMatch | None = None,
+        pinned: bool = False, hottest: int | str | None = None, check: bool = False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Warmed:  # fmt: skip
+        """Read pages into the page cache: of namespaces, of prefixes (ids of ``kvfs ls``), of a match, of all pins,
+        or the ``hottest`` bytes. ``check`` only says how much is there. ``progress(done, total)`` in bytes.
+        """
+        self._check_open()
+        warmer = Warmer(self._core.c, self._core.pins.segments)
+        with directories.explained(self.path):
+            ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []
+            ranges += warmer.of_prefixes(prefixes) if prefixes else []
+            ranges += warmer.of_match(match) if match is not None else []
+            ranges += warmer.of_pins() if pinned else []
+            ranges += warmer.hottest(parse_size(hottest, "hottest")) if hottest is not None else []
+            return warmer.run(ranges, check=check, progress=progress)
+
+    def export(
+        self, path: str, namespaces: Sequence[str] = (), *, match: PrefixMatch | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Exported:  # fmt: skip
+        """Write the pages of namespaces, or of a match, to a bundle; see ``kvfs.bundle``."""
+        self._check_open()
+        c = self._core.c
+        with directories.explained(path):
+            chosen = bundle.choose_namespaces(c, [self.catalog.find(n) for n in namespaces]) if namespaces else []
+            chosen += bundle.choose_match(match) if match is not None else []
+            return bundle.export(c, chosen, path, progress)
+
+    def import_bundle(
+        self, path: str, *, partial: bool = False, digest: str | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Imported:  # fmt: skip
+        """Verify a bundle page by page and take its pages in; nothing of one that was changed, unless ``partial``."""
+        self._check_open()
+        self._check_writable()
+        return Importer(self._core.c, self._core.active, partial_=partial).run(path, progress, digest=digest)
 
     @property
     def catalog(self) -> Catalog:

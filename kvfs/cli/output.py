@@ -83,9 +83,10 @@ class Output:
 class Progress:
     """Bytes done of bytes to do, with rate and time left."""
 
-    def __init__(self, output: Output, what: str, total: int) -> None:
+    def __init__(self, output: Output, what: str, total: int, unit: Callable[[float], str] = text.size) -> None:
         self._output = output
         self._what = what
+        self._unit = unit
         self.total = total
         self._began = self._shown = time.monotonic()
 
@@ -97,4 +98,16 @@ class Progress:
         rate = done / max(1e-9, now - self._began)
         left = text.seconds((self.total - done) / rate) if rate and self.total >= done else "?"
         share = f"{text.bar(done, self.total)} {text.percent(done, self.total)}"
-        self._output.draw(f"{self._what} {share}  {text.size(done)}  {text.size(rate)}/s  {left} left")
+        self._output.draw(f"{self._what} {share}  {self._unit(done)}  {self._unit(rate)}/s  {left} left")
+
+
+def shown(output: Output, what: str, unit: Callable[[float], str] = text.size) -> Callable[[int, int], None]:
+    """A callback (done, total) that makes its bar when the total is known."""
+    bars: list[Progress] = []
+
+    def show(done: int, total: int) -> None:
+        if not bars:
+            bars.append(Progress(output, what, total, unit))
+        bars[0](done)
+
+    return show
