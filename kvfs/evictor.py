@@ -62,12 +62,12 @@ class Evictor:
         self._c = context
         self._uses: dict[bytes, _Known] = {}
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
-        self._lock = GcLock(context)
-        self._reclaimer = Reclaimer(context)
+        self.lock = GcLock(context)
+        self.reclaimer = Reclaimer(context)
 
     def abandon(self) -> None:
         """In a forked child."""
-        self._lock.abandon()
+        self.lock.abandon()
 
     # -- entry points ------------------------------------------------------------------------
 
@@ -77,10 +77,10 @@ class Evictor:
         ``disk_full``: the ledger has room, the file system has not, so only what is evicted now counts.
         """
         try:
-            with self._lock.hold(deadline) as held:
+            with self.lock.hold(deadline) as held:
                 if not held:
                     return False
-                freed = self._reclaimer.finish_doomed()
+                freed = self.reclaimer.finish_doomed()
                 freed = 0 if disk_full else freed
                 while freed < missing and self._c.files.monotonic() < deadline:
                     dropped = self._evict_one(owner)
@@ -106,12 +106,12 @@ class Evictor:
         limit = space.budget(self._c.settings).limit - self._c.settings.segment_bytes // STEP
         if not ledger.doomed and ledger.used <= limit and not full:
             return
-        with self._lock.hold(self._c.files.monotonic()) as held:
+        with self.lock.hold(self._c.files.monotonic()) as held:
             if not held:
                 return
-            self._reclaimer.finish_doomed()
+            self.reclaimer.finish_doomed()
             if full:
-                self._reclaimer.sweep_all()
+                self.reclaimer.sweep_all()
             for _ in range(64):
                 used = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
                 if used <= limit and not full:
@@ -119,7 +119,7 @@ class Evictor:
                 if self._evict_one() is None:
                     break
                 if full:
-                    self._reclaimer.sweep_all()
+                    self.reclaimer.sweep_all()
                     full = self._c.index.read(lambda s: index_is_full(s, self._c.settings.index_bytes), COMMIT_SECONDS)
 
     def collect(self, target_bytes: int | None) -> dict[str, int]:
@@ -127,14 +127,14 @@ class Evictor:
         limit = space.budget(self._c.settings).limit if target_bytes is None else target_bytes
         dropped = 0
         before = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
-        with self._lock.hold(self._c.files.monotonic() + 30.0) as held:
+        with self.lock.hold(self._c.files.monotonic() + 30.0) as held:
             if held:
-                self._reclaimer.finish_doomed()
+                self.reclaimer.finish_doomed()
                 while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
                     if self._evict_one() is None:
                         break
                     dropped += 1
-                self._reclaimer.sweep_all()
+                self.reclaimer.sweep_all()
         after = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
         return {"segments_dropped": dropped, "bytes_before": before, "bytes_after": after}
 
@@ -144,13 +144,17 @@ class Evictor:
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
         overdue = [n for n, row in rows if row.state == SEALED and row.expires and row.expires <= now_s]
         if overdue:
-            with self._lock.hold(self._c.files.monotonic()) as held:
+            with self.lock.hold(self._c.files.monotonic()) as held:
                 for number in overdue if held else ():
-                    self._reclaimer.drop(number)
+                    self.reclaimer.drop(number)
                     self._c.counters.add("segments_expired")
 
     def sweep(self) -> None:
-        self._reclaimer.sweep_step()
+        self.reclaimer.sweep_step()
+
+    def forget(self, segment_id: bytes) -> None:
+        """What is known of a segment is out of date."""
+        self._uses.pop(segment_id, None)
 
     # -- one victim --------------------------------------------------------------------------
 
@@ -166,7 +170,7 @@ class Evictor:
         row = self._c.index.write(partial(space.doom, number=victim.number, owner=self._c.owner), COMMIT_SECONDS)
         self._uses.pop(victim.row.segment_id, None)
         self._c.counters.add("segments_evicted")
-        if row is None or not self._reclaimer.finish(victim.number, row):
+        if row is None or not self.reclaimer.finish(victim.number, row):
             return 0
         return row.allocated
 
@@ -175,7 +179,12 @@ class Evictor:
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
         evictable = self._evictable(rows, owner)
         now = self._c.files.now_us()
-        uses = [self._summary(Candidate(n, r), n in evictable, now) for n, r in rows if r.state != DOOMED]
+        marked = self._c.marks.ids()
+        uses = [
+            self._summary(Candidate(n, r), n in evictable, r.segment_id in marked, now)
+            for n, r in rows
+            if r.state != DOOMED
+        ]
         held = 0
         while (plan := eviction.choose(uses, now, self.budget.available)) is not None:
             victim = Candidate(plan.victim, evictable[plan.victim])
@@ -226,14 +235,14 @@ class Evictor:
         take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
-    def _summary(self, candidate: Candidate, evictable: bool, now_us: int) -> eviction.Summary:
+    def _summary(self, candidate: Candidate, evictable: bool, marked: bool, now_us: int) -> eviction.Summary:
         """What the policy sees of a segment. Tables are read once, stamps when they have changed."""
         row = candidate.row
-        version = (row.records, row.allocated, evictable, *self._c.recency.version(row.segment_id))
+        version = (row.records, row.allocated, evictable, marked, *self._c.recency.version(row.segment_id))
         cached = self._uses.get(row.segment_id)
         if cached is not None and cached.version == version and not row.expires:
             return cached.summary
-        table = cached.table if cached is not None else None
+        table = cached.table if cached is not None and cached.version[3] == marked else None
         if table is None or len(table.written_us) < row.records:
             table = self._read_table(candidate)
         stamps = self._c.recency.stamps(row.segment_id, table.written_us)
@@ -251,11 +260,14 @@ class Evictor:
 
     def _read_table(self, candidate: Candidate) -> Table:
         held = self._c.segments.acquire(candidate.number, candidate.row.segment_id, self._c.index.generation)
+        mark = self._c.marks.read(candidate.row.segment_id)
+        purged: set[int] = set()
         entries: list[Entry] = []
         if held is not None:
             try:
                 scan = scan_segment(held.fd, self._c.files, records_max=candidate.row.records)
                 entries = scan.entries if scan is not None else []
+                purged = {e.seq for e in entries if mark is not None and mark.covers(e)}
             except OSError:
                 self._c.counters.add("read_errors")
             finally:
@@ -264,7 +276,7 @@ class Evictor:
         return Table(
             array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
             array("Q", [e.stored_bytes for e in parts]), array("I", [e.chunk for e in parts]),
-            array("I", [e.expires for e in parts]),
+            array("I", [1 if e.seq in purged else e.expires for e in parts]),  # 1: long ago
         )  # fmt: skip
 
     def _carry(self, victim: Candidate, ordinals: Sequence[int]) -> None:
