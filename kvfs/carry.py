@@ -108,7 +108,7 @@ class Carrier:
             return None
         return Record(
             payload, group.leaf_bytes(part), group.leaves(part), entry.raw_bytes, entry.group, entry.chunk, entry.part,
-            entry.chunk_hash, entry.run_hash, entry.expires,
+            entry.chunk_hash, entry.run_hash, entry.expires, attempt=entry.attempt,
         )  # fmt: skip
 
     def _write(

@@ -20,13 +20,13 @@ from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError
 from kvfs.evictor import Evictor
 from kvfs.format import Entry, PurgeMark
 from kvfs.hashing import page_key
-from kvfs.identity import Described, parse_descriptor
+from kvfs.identity import Described
 from kvfs.index.runs import forget
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.pins import Pins
 from kvfs.segment import file_name
-from kvfs.segment_scan import Scan, read_descriptor, scan_segment
+from kvfs.segment_scan import Scan, read_namespace, scan_segment
 from kvfs.selection import Selection
 from kvfs.types import PurgeResult
 
@@ -144,19 +144,15 @@ class Purger:
                 scan = scan_segment(fd, files)
                 if scan is None or len(scan.entries) < (row.records if row is not None else 0):
                     return _Segment(None, {})
-                spaces = {e.seq: self._describe(fd, e) for e in scan.entries if e.kind == fmt.KIND_NAMESPACE}
-                if not all(spaces.get(e.ns_seq) for e in scan.parts()):
+                numbers = {e.ns_seq for e in scan.parts()}
+                spaces = {seq: read_namespace(fd, files, scan.entries, seq) for seq in numbers}
+                if not all(spaces.values()):
                     return _Segment(None, {})
             except OSError as exc:
                 if exc.errno != errno.EIO:
                     raise
                 return _Segment(None, {})
         return _Segment(scan, spaces)
-
-    def _describe(self, fd: int, entry: Entry) -> Described | None:
-        data = read_descriptor(fd, self._c.files, entry)
-        described = parse_descriptor(data) if data is not None else None
-        return described if described is not None and described.digest == entry.chunk_hash else None
 
     # -- what marks ask for --------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "host[ijls]*",
         "staging",
         "eviction",
+        "cohorts",
         "reader",
         "assemble",
         "reads",
