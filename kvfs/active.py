@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -286,6 +286,12 @@ class ActiveSegments:
                     self._seal(segment_class)
                 except (OSError, IndexUnavailableError):
                     self.drop(segment_class)
+
+    def finish_all(self, ids: Container[bytes] | None = None) -> None:
+        """Seal all active segments, or those of them that are in ``ids``."""
+        for segment_class, (writer, _) in list(self._writers.items()):
+            if ids is None or writer.segment_id in ids:
+                self.finish(segment_class)
 
     def close(self) -> None:
         """Leave the active segments, trimmed, to whoever comes next."""

@@ -205,7 +205,7 @@ class _Writer:
         return self._writer.tail
 
     def append(self, records: list[Record], digest: bytes, descriptor: bytes, stamp_us: int) -> None:
-        self._writer.append(records, digest, descriptor, bytes(8), stamp_us)
+        self._writer.append(records, digest, descriptor, stamp_us)
 
     def seal(self) -> int:
         return self._writer.seal()

@@ -321,7 +321,7 @@ class Importer:
                    p.entry.part, p.entry.chunk_hash, head, p.entry.expires)
             for (head, _), p in batch
         ]  # fmt: skip
-        placed = writer.append(made, digest, descriptor, bytes(8), at_us)
+        placed = writer.append(made, digest, descriptor, at_us)
         named = [
             Publish(
                 head, slot,

@@ -13,6 +13,7 @@ from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.liveness import Liveness
+from kvfs.marks import Marks
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
 from kvfs.tally import Tallies
@@ -56,6 +57,7 @@ class Context:
     liveness: Liveness | None  # None: read-only
     recency: Recency
     segments: SegmentFiles
+    marks: Marks
     verify: Verify
     threads: int
     tallies: Tallies

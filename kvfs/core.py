@@ -29,7 +29,9 @@ from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.keeper import Chore, Keeper
 from kvfs.liveness import HEARTBEAT_SECONDS, Liveness
+from kvfs.marks import Marks
 from kvfs.pins import Pins
+from kvfs.purge import Purger
 from kvfs.reader import Reader
 from kvfs.rebuild import Report, build, rebuild
 from kvfs.recency import Recency
@@ -84,6 +86,7 @@ class Core:
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._closing = False
         self._rebuilder: threading.Thread | None = None
+        self._private_of: tuple[int, ...] | None = None  # version of the purge marks that a private index obeys
         self._start()
 
     c: Context
@@ -112,7 +115,7 @@ class Core:
         undo.callback(lambda: self.c.index.close())
         context = Context(
             directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
-            self._verify, self._threads, Tallies(directory, liveness),
+            Marks(directory), self._verify, self._threads, Tallies(directory, liveness),
         )  # fmt: skip
         if again:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
@@ -125,6 +128,7 @@ class Core:
             self.evictor.carrier = Carrier(self.c, self.appender)
             self.pins = Pins(self.c, self.active, self.evictor.carrier)
             self.evictor.pinned = self.pins.segments
+            self.purger = Purger(self.c, self.evictor, self.active, self.pins)
         self._become_ready()
         self.keeper = Keeper(self.c, self._chores())
 
@@ -136,6 +140,8 @@ class Core:
                 parent, _, leaf = name.rpartition("/")
                 over = directory.sub(parent) if parent else directory.root
                 if self.read_only:
+                    if name in directories.OPTIONAL_SUBDIRECTORIES:
+                        continue
                     raise CorruptError(f"{directory.path}/{name} is missing: open the store for writing once") from None
                 directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
             except NotADirectoryError:
@@ -186,18 +192,25 @@ class Core:
     def _open_private(self) -> None:
         """A reader that may not write builds an index of its own, outside the store."""
         folder = tempfile.mkdtemp(prefix="kvfs-index-")
+        self._private_of = self.c.marks.version()
         try:
             build(self.directory, folder, self.settings, self.c.store_id, alone=False)
-            self.c.index.close()
-            self.c.index = Index(self.directory, self.settings.index_bytes, private_path=folder)
-            self.c.index.open_private()
+            index = Index(self.directory, self.settings.index_bytes, private_path=folder)
+            index.open_private()
         finally:  # open it stays; so nothing is left behind, however this process ends
             shutil.rmtree(folder, ignore_errors=True)
+        old, self.c.index = self.c.index, index
+        old.close()
+
+    def _follow_purges(self) -> None:
+        """An index of one's own does not learn of pages that others purge: it is built anew."""
+        if self._private_of is not None and self._private_of != self.c.marks.version():
+            self._open_private()
 
     # -- upkeep ------------------------------------------------------------------------------
 
     def _chores(self) -> list[Chore]:
-        chores = [Chore("holds", 1.0, self._expire_holds)]
+        chores = [Chore("holds", 1.0, self._expire_holds), Chore("follow", 1.0, self._follow_purges)]
         if not self.read_only:
             assert self.c.liveness is not None
             chores += [
@@ -207,6 +220,7 @@ class Core:
                 Chore("sync", 1.0, self._sync),
                 Chore("tidy", 2.0, self.active.tidy),
                 Chore("sweep", 0.5, self.evictor.sweep),
+                Chore("purge", 5.0, self.purger.resume),
                 Chore("slack", 5.0, self.c.index.keep_slack),
                 Chore("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
                 Chore("tally", EVERY_SECONDS, self._tally),

@@ -19,7 +19,9 @@ from kvfs.files import Files
 from kvfs.hashing import checksum
 from kvfs.version import FORMAT
 
-SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine")
+SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged")
+#: Younger than format 1: a store that nobody has opened for writing since may lack them.
+OPTIONAL_SUBDIRECTORIES = frozenset({"purged"})
 SUPER_BYTES_MAX = 16 * 1024
 #: File systems whose flock, rename and mmap are known to behave for all processes of one host.
 GOOD_FILESYSTEMS = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "f2fs", "zfs", "bcachefs"})

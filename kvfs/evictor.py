@@ -14,10 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from kvfs import eviction, space
+from kvfs import cohorts, eviction, space
 from kvfs import format as fmt
 from kvfs.active import STEP, Declined, SegmentClass
 from kvfs.carry import Carrier
+from kvfs.cohorts import CohortTable
 from kvfs.config import quota_id
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
@@ -25,9 +26,10 @@ from kvfs.format import Entry
 from kvfs.gc import GcLock, Reclaimer, index_is_full
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.segment import file_name
-from kvfs.segment_scan import scan_segment
+from kvfs.segment_scan import read_namespace, scan_segment
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
+COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
 HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
 
 
@@ -44,11 +46,12 @@ class Table(NamedTuple):
     sizes: array[int]
     chunks: array[int]
     expires: array[int]
+    cohorts: CohortTable
+    marked: bool  # read with a purge mark
 
 
 class _Known(NamedTuple):
     version: tuple[object, ...]
-    table: Table
     summary: eviction.Summary
 
 
@@ -60,14 +63,15 @@ class Evictor:
 
     def __init__(self, context: Context) -> None:
         self._c = context
+        self._tables: dict[bytes, Table] = {}
         self._uses: dict[bytes, _Known] = {}
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
-        self._lock = GcLock(context)
-        self._reclaimer = Reclaimer(context)
+        self.lock = GcLock(context)
+        self.reclaimer = Reclaimer(context)
 
     def abandon(self) -> None:
         """In a forked child."""
-        self._lock.abandon()
+        self.lock.abandon()
 
     # -- entry points ------------------------------------------------------------------------
 
@@ -77,10 +81,10 @@ class Evictor:
         ``disk_full``: the ledger has room, the file system has not, so only what is evicted now counts.
         """
         try:
-            with self._lock.hold(deadline) as held:
+            with self.lock.hold(deadline) as held:
                 if not held:
                     return False
-                freed = self._reclaimer.finish_doomed()
+                freed = self.reclaimer.finish_doomed()
                 freed = 0 if disk_full else freed
                 while freed < missing and self._c.files.monotonic() < deadline:
                     dropped = self._evict_one(owner)
@@ -106,12 +110,12 @@ class Evictor:
         limit = space.budget(self._c.settings).limit - self._c.settings.segment_bytes // STEP
         if not ledger.doomed and ledger.used <= limit and not full:
             return
-        with self._lock.hold(self._c.files.monotonic()) as held:
+        with self.lock.hold(self._c.files.monotonic()) as held:
             if not held:
                 return
-            self._reclaimer.finish_doomed()
+            self.reclaimer.finish_doomed()
             if full:
-                self._reclaimer.sweep_all()
+                self.reclaimer.sweep_all()
             for _ in range(64):
                 used = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
                 if used <= limit and not full:
@@ -119,7 +123,7 @@ class Evictor:
                 if self._evict_one() is None:
                     break
                 if full:
-                    self._reclaimer.sweep_all()
+                    self.reclaimer.sweep_all()
                     full = self._c.index.read(lambda s: index_is_full(s, self._c.settings.index_bytes), COMMIT_SECONDS)
 
     def collect(self, target_bytes: int | None, seconds: float | None = None) -> dict[str, int]:
@@ -128,14 +132,14 @@ class Evictor:
         limit = space.budget(self._c.settings).limit if target_bytes is None else target_bytes
         dropped = 0
         before = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
-        with self._lock.hold(self._c.files.monotonic() + 30.0) as held:
+        with self.lock.hold(self._c.files.monotonic() + 30.0) as held:
             if held:
-                self._reclaimer.finish_doomed()
+                self.reclaimer.finish_doomed()
                 while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
                     if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
                         break
                     dropped += 1
-                self._reclaimer.sweep_all(end)
+                self.reclaimer.sweep_all(end)
         after = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
         return {"segments_dropped": dropped, "bytes_before": before, "bytes_after": after}
 
@@ -145,13 +149,18 @@ class Evictor:
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
         overdue = [n for n, row in rows if row.state == SEALED and row.expires and row.expires <= now_s]
         if overdue:
-            with self._lock.hold(self._c.files.monotonic()) as held:
+            with self.lock.hold(self._c.files.monotonic()) as held:
                 for number in overdue if held else ():
-                    self._reclaimer.drop(number)
+                    self.reclaimer.drop(number)
                     self._c.counters.add("segments_expired")
 
     def sweep(self) -> None:
-        self._reclaimer.sweep_step()
+        self.reclaimer.sweep_step()
+
+    def forget(self, segment_id: bytes) -> None:
+        """What is known of a segment is out of date."""
+        self._uses.pop(segment_id, None)
+        self._tables.pop(segment_id, None)
 
     # -- one victim --------------------------------------------------------------------------
 
@@ -165,9 +174,9 @@ class Evictor:
         if carry:
             self._carry(victim, carry)
         row = self._c.index.write(partial(space.doom, number=victim.number, owner=self._c.owner), COMMIT_SECONDS)
-        self._uses.pop(victim.row.segment_id, None)
+        self.forget(victim.row.segment_id)
         self._c.counters.add("segments_evicted")
-        if row is None or not self._reclaimer.finish(victim.number, row):
+        if row is None or not self.reclaimer.finish(victim.number, row):
             return 0
         return row.allocated
 
@@ -191,11 +200,19 @@ class Evictor:
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
         evictable = self._evictable(rows, owner)
         now = self._c.files.now_us()
-        return (
-            evictable,
-            [self._summary(Candidate(n, r), n in evictable, now) for n, r in rows if r.state != DOOMED],
-            now,
-        )
+        marked = self._c.marks.ids()
+        tables = {n: self._table(Candidate(n, r), r.segment_id in marked) for n, r in rows if r.state != DOOMED}
+        if len(self._tables) > 2 * len(rows) + 64:  # others dropped segments, too
+            known = {r.segment_id for _, r in rows}
+            self._tables = {i: t for i, t in self._tables.items() if i in known}
+            self._uses = {i: u for i, u in self._uses.items() if i in known}
+        orphans = cohorts.orphans({n: t.cohorts for n, t in tables.items()}, now - COHORT_US)
+        uses = [
+            self._summary(Candidate(n, r), tables[n], n in evictable, orphans.get(n, frozenset()), now)
+            for n, r in rows
+            if n in tables
+        ]
+        return evictable, uses, now
 
     def is_held(self, row: SegmentRow) -> bool:
         """Whether a reader has the segment open, so that dropping it would not free its blocks."""
@@ -235,50 +252,70 @@ class Evictor:
         take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
-    def _summary(self, candidate: Candidate, evictable: bool, now_us: int) -> eviction.Summary:
-        """What the policy sees of a segment. Tables are read once, stamps when they have changed."""
+    def _table(self, candidate: Candidate, marked: bool) -> Table:
+        """A segment's records, read once, and again when there are more."""
+        segment_id = candidate.row.segment_id
+        known = self._tables.get(segment_id)
+        if known is None or known.marked != marked or len(known.written_us) < candidate.row.records:
+            known = self._tables[segment_id] = self._read_table(candidate, marked)
+        return known
+
+    def _summary(
+        self, candidate: Candidate, table: Table, evictable: bool, orphans: frozenset[int], now_us: int
+    ) -> eviction.Summary:
+        """What the policy sees of a segment; made anew when stamps or records have changed."""
         row = candidate.row
-        version = (row.records, row.allocated, evictable, *self._c.recency.version(row.segment_id))
+        version = (
+            row.records, row.allocated, evictable, table.marked, orphans, *self._c.recency.version(row.segment_id)
+        )  # fmt: skip
         cached = self._uses.get(row.segment_id)
         if cached is not None and cached.version == version and not row.expires:
             return cached.summary
-        table = cached.table if cached is not None else None
-        if table is None or len(table.written_us) < row.records:
-            table = self._read_table(candidate)
         stamps = self._c.recency.stamps(row.segment_id, table.written_us)
         carried, now_s = bool(row.flags & fmt.FLAG_CARRIED), now_us // 1_000_000
+        dead = [0 < e <= now_s or i in orphans for i, e in enumerate(table.expires)]
         summary = eviction.summarise(
             eviction.SegmentUse(
                 candidate.number, row.allocated,
-                [0 if 0 < e <= now_s else stamps[seq] for seq, e in zip(table.seqs, table.expires, strict=True)],
+                [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
                 table.sizes, table.chunks,
                 [carried or stamps[seq] > table.written_us[seq] for seq in table.seqs], evictable,
             )
         )  # fmt: skip
-        self._uses[row.segment_id] = _Known(version, table, summary)
+        self._uses[row.segment_id] = _Known(version, summary)
         return summary
 
-    def _read_table(self, candidate: Candidate) -> Table:
+    def _read_table(self, candidate: Candidate, marked: bool) -> Table:
         held = self._c.segments.acquire(candidate.number, candidate.row.segment_id, self._c.index.generation)
+        mark = self._c.marks.read(candidate.row.segment_id) if marked else None
+        purged: set[int] = set()
         entries: list[Entry] = []
+        found = CohortTable()
         if held is not None:
             try:
                 scan = scan_segment(held.fd, self._c.files, records_max=candidate.row.records)
                 entries = scan.entries if scan is not None else []
+                purged = {e.seq for e in entries if mark is not None and mark.covers(e)}
+                found = cohorts.collect(
+                    (e for e in entries if e.kind == fmt.KIND_PART),
+                    partial(read_namespace, held.fd, self._c.files, entries), purged,
+                )  # fmt: skip
             except OSError:
                 self._c.counters.add("read_errors")
+                entries, found = [], CohortTable()
             finally:
                 self._c.segments.release(held)
         parts = [e for e in entries if e.kind == fmt.KIND_PART]
         return Table(
             array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
             array("Q", [e.stored_bytes for e in parts]), array("I", [e.chunk for e in parts]),
-            array("I", [e.expires for e in parts]),
+            array("I", [1 if e.seq in purged else e.expires for e in parts]),  # 1: long ago
+            found, marked,
         )  # fmt: skip
 
     def _carry(self, victim: Candidate, ordinals: Sequence[int]) -> None:
         """Copy hot pages to a segment of their own; what does not fit is lost."""
-        seqs = [self._uses[victim.row.segment_id].table.seqs[i] for i in ordinals]
+        seqs = [self._tables[victim.row.segment_id].seqs[i] for i in ordinals]
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return

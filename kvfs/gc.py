@@ -34,11 +34,10 @@ class Reclaimer:
         self._sweep_at: bytes | None = None
         self._sweep_dropped = 0
 
-    def drop(self, number: int) -> None:
-        """Doom a segment and free its space if nobody holds it."""
+    def drop(self, number: int) -> bool:
+        """Doom a segment and free its space if nobody holds it; whether it is free."""
         row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner), COMMIT_SECONDS)
-        if row is not None:
-            self.finish(number, row)
+        return row is not None and self.finish(number, row)
 
     def finish(self, number: int, row: SegmentRow) -> bool:
         """Unlink a doomed segment; True if its bytes are free now."""
@@ -56,6 +55,9 @@ class Reclaimer:
                     return False
                 files.unlink(name, dir_fd=doomed)
         self._c.recency.forget(row.segment_id)
+        if self._c.marks.has(row.segment_id):
+            files.fsync(doomed)  # a segment that comes back after a power failure must find its mark
+            self._c.marks.forget(row.segment_id)
         self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
         return True

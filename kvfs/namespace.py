@@ -151,6 +151,10 @@ class Namespace:
         """Store one page per opaque key (namespaces of kind ``opaque``)."""
         return self._put(self._key_prompt(keys), pages, 0, None, ttl, bytes(8))
 
+    def chunk_hashes(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None) -> list[bytes]:
+        """Names of the full chunks of a prompt: each stands for the whole prefix up to its end."""
+        return self._chain(self._tokens(token_ids), extra)
+
     def plan_save(
         self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
     ) -> SavePlan:

@@ -47,6 +47,7 @@ class Record(NamedTuple):
     run_hash: bytes
     expires: int
     codec: int = fmt.CODEC_RAW
+    attempt: bytes = bytes(8)  # the cohort of ranks that wrote it
 
 
 class Placed(NamedTuple):
@@ -178,20 +179,16 @@ class SegmentWriter:
             raise
         self.allocated = allocated
 
-    def append(
-        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes, at_us: int
-    ) -> list[Placed]:
+    def append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, at_us: int) -> list[Placed]:
         """Write records and their entries. On return they lie in the file; nothing names them yet."""
         assert not self.dead, "append to a dead segment"
         try:
-            return self._append(records, digest, descriptor, attempt, at_us)
+            return self._append(records, digest, descriptor, at_us)
         except BaseException:  # an interrupt, too, may leave tables and counts half changed
             self.dead = True
             raise
 
-    def _append(
-        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes, now: int
-    ) -> list[Placed]:
+    def _append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, now: int) -> list[Placed]:
         start = self.tail
         buffers: list[Any] = []
         entries: list[Entry] = []
@@ -214,7 +211,7 @@ class SegmentWriter:
             entries.append(
                 Entry(fmt.KIND_PART, r.codec, r.group, 0, self.epoch, 0, r.chunk, r.expires, r.part, payload,
                       len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash,
-                      root_of(table), attempt)
+                      root_of(table), r.attempt)
             )  # fmt: skip
             leaves_at += len(table)
         placed = self._write_entries(entries, end, digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvfs import bundle, config, core
@@ -15,7 +15,7 @@ from kvfs.catalog import Catalog
 from kvfs.config import Settings, parse_size
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
-from kvfs.errors import ConfigError, IndexUnavailableError, StoreReadOnlyError
+from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.identity import Identity
 from kvfs.index.session import Session
@@ -25,7 +25,9 @@ from kvfs.match import PrefixMatch
 from kvfs.namespace import Namespace
 from kvfs.pins import Pin
 from kvfs.plan import Plan, make_plan
-from kvfs.types import TokensLike, Verify
+from kvfs.purge import LOCK_SECONDS
+from kvfs.selection import select
+from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
 from kvfs.verify import Verification, Verifier
 from kvfs.version import FORMAT
 from kvfs.warm import Warmed, Warmer
@@ -156,12 +158,35 @@ class Store:
         self._check_open()
         return make_plan(self._core.c, self._core.evictor, target_bytes)
 
+    def purge(
+        self, namespace: Namespace | str | bytes | None = None, *, salt: str | None = None,
+        prefix: TokensLike | None = None, chunks: Iterable[bytes] | None = None, extra: ExtraKeys | None = None,
+    ) -> PurgeResult:  # fmt: skip
+        """Remove pages for good: no lookup finds them afterwards, and no rebuild brings them back.
+
+        ``namespace``: one as ``namespace()`` gives it, its digest (32 bytes, or in hex), or a name (then all of that
+        name, whatever their revision). ``salt``: a tenant's secret, everything stored under it. ``prefix``: only the
+        full chunks of these token ids, heads that other prompts share included; needs a Namespace. ``chunks``: only
+        chunks of these hashes (see ``Namespace.chunk_hashes``). Pages stored afterwards are served, and so are matches
+        and views that somebody holds already, until he lets go. ConfigError if a pin protects some of the pages.
+        """
+        self._check_open()
+        selection = select(namespace, salt, prefix, chunks, extra)
+        self._check_writable()
+        with directories.explained(self.path):
+            return self._core.purger.purge(selection)
+
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
         self._check_open()
         self._check_writable()
-        with namespace.match(token_ids) as match, directories.explained(self.path):
-            return self._core.pins.pin(name, match)
+        deadline = self._core.c.files.monotonic() + LOCK_SECONDS
+        with directories.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
+            if not held:
+                raise StoreLockedError(f"{name!r} is not pinned: somebody evicts or purges; try again")
+            # under the lock from the lookup on: nothing that is being purged may be copied
+            with namespace.match(token_ids) as match:
+                return self._core.pins.pin(name, match)
 
     def unpin(self, name: str) -> bool:
         """Make a pinned prefix ordinary again; False if there is no such pin."""

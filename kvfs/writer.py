@@ -140,7 +140,7 @@ class Appender:
             raise Declined("index") from None
         if targets:
             records = [self._record(job, t) for t in targets]
-            placed = writer.append(records, job.identity.digest, job.descriptor, job.attempt, job.at_us)
+            placed = writer.append(records, job.identity.digest, job.descriptor, job.at_us)
             if self._c.settings.sync == "sync":
                 self._active.sync(writer)
             else:
@@ -157,7 +157,7 @@ class Appender:
         payload = job.payload(target.chunk)
         return Record(
             payload, job.group.leaf_bytes(job.part), job.group.leaves(job.part), len(payload), job.group_number,
-            target.chunk, job.part.pack(), target.chunk_hash, target.head, job.expires,
+            target.chunk, job.part.pack(), target.chunk_hash, target.head, job.expires, attempt=job.attempt,
         )  # fmt: skip
 
     def _claim(
@@ -253,7 +253,7 @@ class Appender:
                 allocated = self._c.index.write(claim, COMMIT_SECONDS)
                 if allocated > writer.allocated:
                     writer.grow(allocated)
-                placed = writer.append([m[3] for m in moves], digest, descriptor, bytes(8), self._c.files.now_us())
+                placed = writer.append([m[3] for m in moves], digest, descriptor, self._c.files.now_us())
                 for p, stamp in zip(placed, stamps, strict=True):
                     self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
                 return self._c.index.write(

@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": ("care", "Check the store, and repair it."),
     "pin": ("pinning", "Keep a prefix from eviction, or list such prefixes."),
     "unpin": ("pinning", "Make a pinned prefix ordinary again."),
+    "rm": ("removing", "Remove a namespace, a prompt or a tenant for good."),
     "warm": ("warming", "Read pages into the page cache."),
     "export": ("bundles", "Write pages to a bundle, a file that another store can import."),
     "import": ("bundles", "Verify a bundle and take its pages in."),
