@@ -40,7 +40,7 @@ class App:
 
     @property
     def path_origin(self) -> str:
-        return "option" if self._path else "$KVFS_DIR" if os.environ.get("KVFS_DIR") else "default"
+        return "-C" if self._path else "$KVFS_DIR" if os.environ.get("KVFS_DIR") else "default"
 
     def open(self, *, write: bool = False, counted: bool = False) -> Store:
         """The store, with an index that answers. Commands that only look fall back to reading on a read-only mount."""

@@ -50,7 +50,9 @@ def match_command(app: App, prompt: str, ref: str | None, kind: str, tokenizer: 
             f"matched {text.count(matched)} tokens ({text.percent(matched, len(ids))})   "
             f"{text.count(sum(tiers.values()))} pages, {text.size(nbytes)}   {where}".rstrip()
         )
-        if gap is None:
+        if not chunks:
+            yield f"shorter than a chunk ({step} tokens): nothing of it can be stored"
+        elif gap is None:
             yield "no gap: every full chunk is stored"
         else:
             yield f"first gap at token {text.count(matched)} (chunk {matched // step}, hash {gap[:12]})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ import click
 from kvfs.cli import text
 
 PROGRESS_SECONDS = 0.2
+_HEADING = re.compile(r"[A-Z]{3,}(?: +[A-Z ]+)+\Z")
 
 
 class Output:
@@ -36,7 +38,11 @@ class Output:
             click.echo(json.dumps(data, indent=2))
         else:
             for line in ids if self.quiet else lines():
-                click.echo(text.printable(line))
+                click.echo(self._styled(text.printable(line)))
+
+    def _styled(self, line: str) -> str:
+        """Headings of tables are bold; nothing else has a style."""
+        return click.style(line, bold=True) if self.color and _HEADING.match(line) else line
 
     def note(self, message: str) -> None:
         """Something a person should know and a script need not."""

@@ -81,11 +81,15 @@ def _show(app: App) -> None:
     }
 
     def rows() -> Iterator[tuple[str, str, str]]:
-        yield "store", path, app.path_origin
         for s in found:
             yield s.name, _value(s.name, s.value), s.origin
 
-    app.out.result(data, lambda: text.table(("SETTING", "VALUE", "FROM"), rows()), (s.name for s in found))
+    def lines() -> Iterator[str]:
+        yield f"store {path} (from {app.path_origin})"
+        yield ""
+        yield from text.table(("SETTING", "VALUE", "FROM"), rows())
+
+    app.out.result(data, lines, (s.name for s in found))
 
 
 def _value(name: str, value: object) -> str:
