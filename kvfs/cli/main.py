@@ -40,6 +40,12 @@ COMMANDS = {
 class Commands(click.Group):
     """Commands are imported when they are run; their summaries stand above."""
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
