@@ -105,6 +105,7 @@ class Walk:
                 yield key, value, segments
 
     def _slices(self) -> Iterator[tuple[list[tuple[bytes, bytes]], dict[int, bytes]]]:
+        self._c.index.read_ahead()
         start, segments = b"\0", dict[int, bytes]()
         while True:
             rows, more = self._c.index.read(partial(_slice, start=start, segments=segments), COMMIT_SECONDS)

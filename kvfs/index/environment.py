@@ -34,6 +34,7 @@ from kvfs.index.worker import Worker
 T = TypeVar("T")
 PROBE_SECONDS = 0.1  # the breaker lets one call through per this time
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
+READ_AHEAD_BYTES_MAX = 1 << 30
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
 _MY_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
@@ -290,6 +291,22 @@ class Index:
     @property
     def map_size(self) -> int:
         return self._map_size
+
+    def read_ahead(self) -> None:
+        """Ask the kernel for the whole index, for somebody who will walk it: its pages lie in no order."""
+        if self.generation and self._private is None:
+            with contextlib.suppress(OSError):
+                folder = self._files.open(
+                    self.generation, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._directory.sub("index")
+                )
+                try:
+                    fd = self._files.open("data.mdb", os.O_RDONLY, dir_fd=folder)
+                    try:
+                        self._files.readahead(fd, 0, min(self._files.fstat(fd).st_size, READ_AHEAD_BYTES_MAX))
+                    finally:
+                        self._files.close(fd)
+                finally:
+                    self._files.close(folder)
 
     def keep_slack(self) -> None:
         """Allocate blocks ahead of the index file's end, so that a commit does not need the disk's last ones."""
