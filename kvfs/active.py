@@ -218,6 +218,16 @@ class ActiveSegments:
             with contextlib.suppress(ValueError):
                 self._left.remove(left)
 
+    def _leave_lost(self) -> None:
+        """Give up rows of this process that no writer stands for: an interrupt came between a commit and its use."""
+        rows, generation = self._c.index.read(lambda s: (s.segments_in(ACTIVE), s.generation), COMMIT_SECONDS)
+        for number, row in rows:
+            if row.owner == self._c.owner and number not in self.active_numbers():
+                carried = bool(row.flags & fmt.FLAG_CARRIED)
+                with self.lock(SegmentClass(row.class_id, row.flags, carried)):  # it may be about to be used
+                    if number not in self.active_numbers():
+                        self._leave(number, generation, space.retire if row.records else space.doom)
+
     def sync(self, writer: SegmentWriter) -> None:
         """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
         try:
@@ -251,6 +261,7 @@ class ActiveSegments:
     def tidy(self) -> None:
         """Seal or trim active segments that nobody has written to for a while."""
         self._finish_left()
+        self._leave_lost()
         now = self._c.files.monotonic()
         for segment_class, at in list(self._used_at.items()):
             if now - at >= IDLE_SECONDS:

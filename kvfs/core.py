@@ -10,7 +10,7 @@ import tempfile
 import threading
 from typing import Any
 
-from kvfs import config
+from kvfs import config, descriptors
 from kvfs import directory as directories
 from kvfs.active import ActiveSegments
 from kvfs.carry import Carrier
@@ -230,6 +230,7 @@ class Core:
             self.active.sync_dirty()
 
     def _expire_holds(self) -> None:
+        descriptors.sweep()
         now = self._files.monotonic()
         for hold in list(self.c.holds):
             if hold.expires_at <= now:
@@ -261,8 +262,6 @@ class Core:
             hold.disown()
         self.c.segments.abandon()
         self.c.recency.abandon()
-        self.directory.abandon_locks()
-        self.evictor.abandon()
         self.active.abandon()
         self.reader.abandon()
         if self.c.liveness is not None:

@@ -21,6 +21,7 @@ from kvfs.carry import Carrier
 from kvfs.cohorts import CohortTable
 from kvfs.config import quota_id
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.descriptors import Descriptor
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import Entry
 from kvfs.gc import GcLock, Reclaimer, index_is_full
@@ -68,10 +69,6 @@ class Evictor:
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
         self.lock = GcLock(context)
         self.reclaimer = Reclaimer(context)
-
-    def abandon(self) -> None:
-        """In a forked child."""
-        self.lock.abandon()
 
     # -- entry points ------------------------------------------------------------------------
 
@@ -212,13 +209,14 @@ class Evictor:
         """Whether a reader has the segment open, so that dropping it would not free its blocks."""
         files = self._c.files
         try:
-            fd = files.open(file_name(row.segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments"))
+            segments = self._c.directory.sub("segments")
+            file = Descriptor.open(files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments)
         except OSError:
             return False
         try:
-            return not files.flock(fd, fcntl.LOCK_EX)
+            return not files.flock(file.fd, fcntl.LOCK_EX)
         finally:
-            files.close(fd)
+            file.close()
 
     def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
         """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
@@ -297,8 +295,6 @@ class Evictor:
             except OSError:
                 self._c.counters.add("read_errors")
                 entries, found = [], CohortTable()
-            finally:
-                self._c.segments.release(held)
         parts = [e for e in entries if e.kind == fmt.KIND_PART]
         return Table(
             array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
@@ -319,5 +315,3 @@ class Evictor:
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")
-        finally:
-            self._c.segments.release(held)

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 
+from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
 from kvfs.errors import StoreLockedError
 from kvfs.files import boot_id
@@ -69,15 +70,15 @@ class Liveness:
 
     def _locked(self, name: str) -> bool:
         try:
-            fd = self._files.open(name, os.O_RDONLY, dir_fd=self._run)
+            file = Descriptor.open(self._files, name, os.O_RDONLY, dir_fd=self._run)
         except FileNotFoundError:
             return False
         except OSError:
             return True  # cannot tell: nobody's property is taken on a doubt
         try:
-            return not self._files.flock(fd, fcntl.LOCK_SH)
+            return not self._files.flock(file.fd, fcntl.LOCK_SH)
         finally:
-            self._files.close(fd)
+            file.close()
 
     def others(self) -> list[bytes]:
         """Owners of the other live processes; files of the dead are removed on the way."""

@@ -49,6 +49,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "files",
         "pool",
         "directory",
+        "descriptors",
         "identity",
         "buffers",
         "device",
