@@ -44,13 +44,15 @@ _LOCK = threading.RLock()
 _CORES: dict[tuple[int, int], Core] = {}
 
 
-def enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
+def enter(
+    path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
+) -> Core:
     """The one core of this process for a directory (LMDB must not be opened twice); ``leave`` it when done."""
     with _LOCK:
-        return _enter(path, read_only, verify, threads, files)
+        return _enter(path, read_only, verify, threads, files, declines)
 
 
-def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
+def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str) -> Core:
     with directories.explained(path):
         try:
             st = os.stat(path)
@@ -60,7 +62,7 @@ def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | Non
             ) from None
     core = _CORES.get((st.st_dev, st.st_ino))
     if core is None:
-        core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files)
+        core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files, declines)
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
     elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
@@ -75,12 +77,17 @@ def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | Non
 class Core:
     """Everything that the Store objects of one directory share in this process."""
 
-    def __init__(self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> None:
+    disabled = False
+
+    def __init__(
+        self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
+    ) -> None:
         self.path = os.path.abspath(path)
         self.read_only = read_only
         self.users = 0
         self.rebuilt: Report | None = None
         self._files = files
+        self._declines = declines
         self._verify = verify or Verify.ALWAYS
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._closing = False
@@ -114,7 +121,7 @@ class Core:
         undo.callback(lambda: self.c.index.close())
         context = Context(
             directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
-            Marks(directory), self._verify, self._threads,
+            Marks(directory), self._verify, self._threads, self._declines,
         )  # fmt: skip
         if again:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts

@@ -20,9 +20,9 @@ from kvfs.files import Files
 from kvfs.hashing import checksum
 from kvfs.version import FORMAT
 
-SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged")
+SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged", "epochs")
 #: Younger than format 1: a store that nobody has opened for writing since may lack them.
-OPTIONAL_SUBDIRECTORIES = frozenset({"purged"})
+OPTIONAL_SUBDIRECTORIES = frozenset({"purged", "epochs"})
 SUPER_BYTES_MAX = 16 * 1024
 #: File systems whose flock, rename and mmap are known to behave for all processes of one host.
 GOOD_FILESYSTEMS = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "f2fs", "zfs", "bcachefs"})
@@ -75,8 +75,8 @@ class Directory:
             for step in name.split("/"):
                 folder = Descriptor.open(self.files, step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
                 fd, parent = folder.fd, folder  # the parent is closed when its child is open
-            self._fds[name] = parent
-        return self._fds[name].fd
+            folder = self._fds.setdefault(name, parent)  # another thread may have been first; it is using its own
+        return folder.fd
 
     def close(self) -> None:
         for folder in self._fds.values():

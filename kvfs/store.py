@@ -12,6 +12,7 @@ from kvfs import directory as directories
 from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
+from kvfs.disabled import DisabledCore
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.identity import Identity
@@ -39,8 +40,14 @@ def open_store(
     every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off".
     ``threads``: parallel reads of one ``get`` from the page cache. Raises StoreNotFoundError, FormatError,
     StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
+
+    Operators may set ``KVFS_DISABLE=1`` (every match misses, every put declines, nothing is touched) and
+    ``KVFS_READONLY=1`` (as ``read_only=True``, but puts decline in place of raising).
     """
-    where = _path_of(path if path is not None else os.environ.get("KVFS_DIR", ""))
+    disabled = config.switch("KVFS_DISABLE", os.environ.get("KVFS_DISABLE"))
+    forced = config.switch("KVFS_READONLY", os.environ.get("KVFS_READONLY")) and not read_only
+    named = path if path is not None else os.environ.get("KVFS_DIR", "")
+    where = _path_of(named or "disabled" if disabled else named)
     try:
         policy = None if verify is None else Verify(verify)
     except ValueError:
@@ -48,6 +55,9 @@ def open_store(
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 64):
         raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
     files = files or Files()
+    if disabled:
+        return Store(DisabledCore(where, policy, threads, files))
+    read_only = read_only or forced
     if not read_only and create and not directories.is_store(where):
         if capacity is None:
             capacity = os.environ.get("KVFS_CAPACITY")
@@ -58,7 +68,7 @@ def open_store(
         settings = config.make_settings(capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode)
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    return Store(core.enter(where, read_only, policy, threads, files))
+    return Store(core.enter(where, read_only, policy, threads, files, "read-only" if forced else ""))
 
 
 def _path_of(path: object) -> str:
@@ -137,6 +147,8 @@ class Store:
         """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now)."""
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
         with directories.explained(self.path):
             return self._core.evictor.collect(target_bytes)
 
@@ -154,6 +166,7 @@ class Store:
         """
         self._check_open()
         selection = select(namespace, salt, prefix, chunks, extra)
+        self._check_enabled()
         self._check_writable()
         with directories.explained(self.path):
             return self._core.purger.purge(selection)
@@ -162,6 +175,8 @@ class Store:
         """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return 0
         deadline = self._core.c.files.monotonic() + LOCK_SECONDS
         with directories.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
             if not held:
@@ -174,17 +189,22 @@ class Store:
         """Make a pinned prefix ordinary again; False if there is no such pin."""
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return False
         with directories.explained(self.path):
             return self._core.pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         self._check_open()
+        if self._core.disabled:
+            return []
         with directories.explained(self.path):
             return self._core.pins.list()
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
         """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""
         self._check_open()
+        self._check_enabled()
         verifier = Verifier(self._core.c, sample, seed)
         with directories.explained(self.path):
             report = verifier.run()
@@ -197,6 +217,11 @@ class Store:
     def _check_writable(self) -> None:
         if self._core.read_only:
             raise StoreReadOnlyError(f"{self.path} is open read-only")
+
+    def _check_enabled(self) -> None:
+        """For calls whose answer would be a lie."""
+        if self._core.disabled:
+            raise ConfigError("kvfs is switched off (KVFS_DISABLE is set): unset it for this command")
 
     def _check_open(self) -> None:
         if self._closed:

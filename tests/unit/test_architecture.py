@@ -20,7 +20,20 @@ PACKAGE = "kvfs"
 #: The first name below kvfs (a module, a package, or a pattern) -> its layer. kvfs/__init__.py is above all.
 LAYERS: dict[int, tuple[str, ...]] = {
     5: ("cli", "integrations", "mount", "metrics"),
-    4: ("store", "core", "namespace", "gc", "evictor", "keeper", "verify", "rebuild", "pins", "purge", "selection"),
+    4: (
+        "store",
+        "core",
+        "disabled",
+        "namespace",
+        "gc",
+        "evictor",
+        "keeper",
+        "verify",
+        "rebuild",
+        "pins",
+        "purge",
+        "selection",
+    ),
     3: (
         "transfer",
         "host[ijls]*",
@@ -38,7 +51,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "lookup",
         "context",
     ),
-    2: ("segment*", "index", "kernels", "space", "liveness", "recency", "marks", "hostcopy", "testing"),
+    2: ("segment*", "index", "kernels", "space", "liveness", "recency", "marks", "epochs", "hostcopy", "testing"),
     1: (
         "format",
         "codec",
