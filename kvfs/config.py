@@ -141,6 +141,9 @@ def make_settings(
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
     quotas = dict(quotas or {})
+    for name, quota in quotas.items():
+        if not isinstance(name, str) or not isinstance(quota, Quota):
+            raise ConfigError(f"quota {name!r} is {type(quota).__name__}: map names of namespaces to kvfs.Quota")
     guaranteed = sum(q.guaranteed_bytes for q in quotas.values())
     if guaranteed > total // 2:
         raise ConfigError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -143,12 +142,18 @@ class Evictor:
         """Drop segments all of whose pages have passed their time."""
         now_s = self._c.files.now_us() // 1_000_000
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        overdue = [n for n, row in rows if row.state == SEALED and row.expires and row.expires <= now_s]
+        overdue = [n for n, row in rows if row.expires and row.expires <= now_s and self._is_left(row)]
         if overdue:
             with self.lock.hold(self._c.files.monotonic()) as held:
                 for number in overdue if held else ():
                     self.reclaimer.drop(number)
                     self._c.counters.add("segments_expired")
+
+    def _is_left(self, row: SegmentRow) -> bool:
+        """Whether nobody appends to a segment any more."""
+        if row.state == ACTIVE:
+            return self._c.liveness is not None and not self._c.liveness.is_alive(row.owner)
+        return row.state == SEALED
 
     def sweep(self) -> None:
         self.reclaimer.sweep_step()
@@ -220,24 +225,29 @@ class Evictor:
 
     def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
         """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
-        pinned, guaranteed = self.pinned(), self._guaranteed(rows)
+        pinned, spare = self.pinned(), self._above_guarantee(rows)
         free = {}
         for number, row in rows:
-            if row.state == DOOMED or row.segment_id in pinned or row.class_id[:8] in guaranteed:
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if row.state == DOOMED or row.segment_id in pinned:
                 continue
+            if mine != owner and mine in spare and row.allocated > spare[mine]:
+                continue  # others would take what was promised; a quota's own pages may make room for new ones
             if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
                 continue
             if row.class_id.startswith(owner):
                 free[number] = row
         return free
 
-    def _guaranteed(self, rows: Iterable[tuple[int, SegmentRow]]) -> set[bytes]:
-        """Quota classes that are within what was promised to them."""
-        used: Counter[bytes] = Counter()
+    def _above_guarantee(self, rows: Iterable[tuple[int, SegmentRow]]) -> dict[bytes, int]:
+        """Quota classes that were promised something -> what they use above it (negative: below)."""
+        promised = {quota_id(name): q.guaranteed_bytes for name, q in self._c.settings.quotas.items()}
+        above = {i: -nbytes for i, nbytes in promised.items() if nbytes}
         for _, row in rows:
-            used[row.class_id[:8]] += row.allocated
-        quotas = {quota_id(name): q for name, q in self._c.settings.quotas.items()}
-        return {i for i, q in quotas.items() if q.guaranteed_bytes and used[i] <= q.guaranteed_bytes}
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if mine in above and row.state != DOOMED:
+                above[mine] += row.allocated
+        return above
 
     def _take_over(self, victim: Candidate) -> bool:
         """A dead owner's active segment becomes ours, so that nobody goes on with it while it is dropped."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvfs import config, core
 from kvfs import directory as directories
-from kvfs.config import Settings
+from kvfs.config import Quota, Settings
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
 from kvfs.disabled import DisabledCore
@@ -31,8 +31,8 @@ from kvfs.version import FORMAT
 def open_store(
     path: str | os.PathLike[str] | None = None, *, capacity: int | str | None = None, create: bool = True,
     read_only: bool = False, segment_bytes: int | str | None = None, index_bytes: int | str | None = None,
-    sync: str = "cache", mode: str = "cache", verify: str | Verify | None = None, threads: int | None = None,
-    files: Files | None = None,
+    sync: str = "cache", mode: str = "cache", quotas: Mapping[str, Quota] | None = None,
+    verify: str | Verify | None = None, threads: int | None = None, files: Files | None = None,
 ) -> Store:  # fmt: skip
     """Open the store at ``path``, creating it if it is missing.
 
@@ -65,7 +65,9 @@ def open_store(
             raise ConfigError(
                 f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one"
             )
-        settings = config.make_settings(capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode)
+        settings = config.make_settings(
+            capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas
+        )
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
     return Store(core.enter(where, read_only, policy, threads, files, "read-only" if forced else ""))
