@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -149,7 +150,11 @@ class Core:
                     if name in directories.OPTIONAL_SUBDIRECTORIES:
                         continue
                     raise CorruptError(f"{directory.path}/{name} is missing: open the store for writing once") from None
-                directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+                try:
+                    directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+                except OSError as exc:
+                    if exc.errno != errno.ENOSPC or name not in directories.OPTIONAL_SUBDIRECTORIES:
+                        raise
             except NotADirectoryError:
                 raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
 

@@ -8,6 +8,7 @@ LOCK_UN, since both would act through a forked child.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -40,7 +41,11 @@ class Liveness:
         try:
             if not self._files.flock(self._fd, fcntl.LOCK_EX):
                 raise StoreLockedError(f"{name}: somebody locked a file that was just created")
-            self.beat()
+            try:
+                self.beat()
+            except OSError as exc:  # a full disk: the lock is what counts; the next beats will try again
+                if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
             # renamed when locked: nobody can find it unlocked and take it for a dead process's
             self._files.rename(temporary, name, src_dir_fd=self._run, dst_dir_fd=self._run)
         except BaseException:
