@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,6 +23,7 @@ from typing import IO, NamedTuple
 from kvfs import format as fmt
 from kvfs.catalog import Catalog
 from kvfs.context import Context
+from kvfs.descriptors import Descriptor
 from kvfs.errors import KvfsError
 from kvfs.format import BLOCK, Entry, Header
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
@@ -189,14 +189,20 @@ class _Writer:
     """One segment of a bundle, in an unnamed file beside it."""
 
     def __init__(self, context: Context, folder: str) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by close()
-        self.fd = self._file.fileno()
-        segment_id = context.files.random(16)
+        files, segment_id = context.files, context.files.random(16)
+        root = files.open_root(folder)
+        try:
+            temporary = f".{segment_id.hex()}.tmp"
+            self._file = Descriptor.create(files, temporary, 0o600, dir_fd=root)
+            files.unlink(temporary, dir_fd=root)
+        finally:
+            files.close(root)
+        self.fd = self._file.fd
         self.name = file_name(segment_id)
         header = Header(segment_id, context.store_id, context.files.now_us())
         context.files.write_all(self.fd, [fmt.pack_header(header), bytes(fmt.FIRST_TABLE_BYTES)], 0)
         self._writer = SegmentWriter(
-            self.fd, segment_id, 0, context.files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE, records=0,
+            self._file, segment_id, 0, context.files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE, records=0,
             allocated=1 << 62,
         )  # fmt: skip
 

@@ -45,10 +45,7 @@ class Carrier:
             held = self._c.segments.acquire(number, match.segments[number], match.generation)
             if held is None:
                 raise Declined("a segment is gone")
-            try:
-                copied += self.copy(segment_class, held, sorted(seqs))
-            finally:
-                self._c.segments.release(held)
+            copied += self.copy(segment_class, held, sorted(seqs))
         if copied < sum(map(len, wanted.values())):
             raise Declined("some pages changed meanwhile or could not be read")
         return copied

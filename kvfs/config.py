@@ -93,6 +93,16 @@ class Settings:
         return 2 * self.segment_bytes
 
 
+def switch(name: str, value: str | None) -> bool:
+    """Whether an environment variable is set to yes."""
+    text = (value or "").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{name} is {value!r}: set it to 1 or 0")
+
+
 def quota_id(name: str) -> bytes:
     """First 8 bytes of the class of segments that a quota's pages go to."""
     return checksum(name.encode()).to_bytes(8, "little")
@@ -131,6 +141,9 @@ def make_settings(
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
     quotas = dict(quotas or {})
+    for name, quota in quotas.items():
+        if not isinstance(name, str) or not isinstance(quota, Quota):
+            raise ConfigError(f"quota {name!r} is {type(quota).__name__}: map names of namespaces to kvfs.Quota")
     guaranteed = sum(q.guaranteed_bytes for q in quotas.values())
     if guaranteed > total // 2:
         raise ConfigError(

@@ -61,6 +61,7 @@ class Context:
     verify: Verify
     threads: int
     tallies: Tallies
+    declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
     counters: Counters = field(default_factory=Counters)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
     attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
 import threading
 from typing import Any
 
-from kvfs import config
+from kvfs import config, descriptors
 from kvfs import directory as directories
 from kvfs.active import ActiveSegments
 from kvfs.carry import Carrier
@@ -45,13 +46,15 @@ _LOCK = threading.RLock()
 _CORES: dict[tuple[int, int], Core] = {}
 
 
-def enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
+def enter(
+    path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
+) -> Core:
     """The one core of this process for a directory (LMDB must not be opened twice); ``leave`` it when done."""
     with _LOCK:
-        return _enter(path, read_only, verify, threads, files)
+        return _enter(path, read_only, verify, threads, files, declines)
 
 
-def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
+def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str) -> Core:
     with directories.explained(path):
         try:
             st = os.stat(path)
@@ -61,7 +64,7 @@ def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | Non
             ) from None
     core = _CORES.get((st.st_dev, st.st_ino))
     if core is None:
-        core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files)
+        core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files, declines)
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
     elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
@@ -76,12 +79,17 @@ def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | Non
 class Core:
     """Everything that the Store objects of one directory share in this process."""
 
-    def __init__(self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> None:
+    disabled = False
+
+    def __init__(
+        self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
+    ) -> None:
         self.path = os.path.abspath(path)
         self.read_only = read_only
         self.users = 0
         self.rebuilt: Report | None = None
         self._files = files
+        self._declines = declines
         self._verify = verify or Verify.ALWAYS
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._closing = False
@@ -115,7 +123,7 @@ class Core:
         undo.callback(lambda: self.c.index.close())
         context = Context(
             directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
-            Marks(directory), self._verify, self._threads, Tallies(directory, liveness),
+            Marks(directory), self._verify, self._threads, Tallies(directory, liveness), self._declines,
         )  # fmt: skip
         if again:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
@@ -143,7 +151,11 @@ class Core:
                     if name in directories.OPTIONAL_SUBDIRECTORIES:
                         continue
                     raise CorruptError(f"{directory.path}/{name} is missing: open the store for writing once") from None
-                directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+                try:
+                    directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+                except OSError as exc:
+                    if exc.errno != errno.ENOSPC or name not in directories.OPTIONAL_SUBDIRECTORIES:
+                        raise
             except NotADirectoryError:
                 raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
 
@@ -236,6 +248,7 @@ class Core:
             self.active.sync_dirty()
 
     def _expire_holds(self) -> None:
+        descriptors.sweep()
         now = self._files.monotonic()
         for hold in list(self.c.holds):
             if hold.expires_at <= now:
@@ -269,8 +282,6 @@ class Core:
         self.c.segments.abandon()
         self.c.recency.abandon()
         self.c.tallies.abandon()
-        self.directory.abandon_locks()
-        self.evictor.abandon()
         self.active.abandon()
         self.reader.abandon()
         if self.c.liveness is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from kvfs.carry import Carrier
 from kvfs.cohorts import CohortTable
 from kvfs.config import quota_id
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.descriptors import Descriptor
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import Entry
 from kvfs.gc import GcLock, Reclaimer, index_is_full
@@ -68,10 +68,6 @@ class Evictor:
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
         self.lock = GcLock(context)
         self.reclaimer = Reclaimer(context)
-
-    def abandon(self) -> None:
-        """In a forked child."""
-        self.lock.abandon()
 
     # -- entry points ------------------------------------------------------------------------
 
@@ -147,12 +143,18 @@ class Evictor:
         """Drop segments all of whose pages have passed their time."""
         now_s = self._c.files.now_us() // 1_000_000
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        overdue = [n for n, row in rows if row.state == SEALED and row.expires and row.expires <= now_s]
+        overdue = [n for n, row in rows if row.expires and row.expires <= now_s and self._is_left(row)]
         if overdue:
             with self.lock.hold(self._c.files.monotonic()) as held:
                 for number in overdue if held else ():
                     self.reclaimer.drop(number)
                     self._c.counters.add("segments_expired")
+
+    def _is_left(self, row: SegmentRow) -> bool:
+        """Whether nobody appends to a segment any more."""
+        if row.state == ACTIVE:
+            return self._c.liveness is not None and not self._c.liveness.is_alive(row.owner)
+        return row.state == SEALED
 
     def sweep(self) -> None:
         self.reclaimer.sweep_step()
@@ -218,34 +220,40 @@ class Evictor:
         """Whether a reader has the segment open, so that dropping it would not free its blocks."""
         files = self._c.files
         try:
-            fd = files.open(file_name(row.segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments"))
+            segments = self._c.directory.sub("segments")
+            file = Descriptor.open(files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments)
         except OSError:
             return False
         try:
-            return not files.flock(fd, fcntl.LOCK_EX)
+            return not files.flock(file.fd, fcntl.LOCK_EX)
         finally:
-            files.close(fd)
+            file.close()
 
     def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
         """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
-        pinned, guaranteed = self.pinned(), self._guaranteed(rows)
+        pinned, spare = self.pinned(), self._above_guarantee(rows)
         free = {}
         for number, row in rows:
-            if row.state == DOOMED or row.segment_id in pinned or row.class_id[:8] in guaranteed:
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if row.state == DOOMED or row.segment_id in pinned:
                 continue
+            if mine != owner and mine in spare and row.allocated > spare[mine]:
+                continue  # others would take what was promised; a quota's own pages may make room for new ones
             if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
                 continue
             if row.class_id.startswith(owner):
                 free[number] = row
         return free
 
-    def _guaranteed(self, rows: Iterable[tuple[int, SegmentRow]]) -> set[bytes]:
-        """Quota classes that are within what was promised to them."""
-        used: Counter[bytes] = Counter()
+    def _above_guarantee(self, rows: Iterable[tuple[int, SegmentRow]]) -> dict[bytes, int]:
+        """Quota classes that were promised something -> what they use above it (negative: below)."""
+        promised = {quota_id(name): q.guaranteed_bytes for name, q in self._c.settings.quotas.items()}
+        above = {i: -nbytes for i, nbytes in promised.items() if nbytes}
         for _, row in rows:
-            used[row.class_id[:8]] += row.allocated
-        quotas = {quota_id(name): q for name, q in self._c.settings.quotas.items()}
-        return {i for i, q in quotas.items() if q.guaranteed_bytes and used[i] <= q.guaranteed_bytes}
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if mine in above and row.state != DOOMED:
+                above[mine] += row.allocated
+        return above
 
     def _take_over(self, victim: Candidate) -> bool:
         """A dead owner's active segment becomes ours, so that nobody goes on with it while it is dropped."""
@@ -303,8 +311,6 @@ class Evictor:
             except OSError:
                 self._c.counters.add("read_errors")
                 entries, found = [], CohortTable()
-            finally:
-                self._c.segments.release(held)
         parts = [e for e in entries if e.kind == fmt.KIND_PART]
         return Table(
             array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
@@ -325,5 +331,3 @@ class Evictor:
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")
-        finally:
-            self._c.segments.release(held)

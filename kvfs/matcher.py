@@ -63,7 +63,7 @@ class Matcher:
             one = self._c.segments.acquire(number, segment_id, generation)
             if one is not None:
                 held[number] = one
-        hold = Hold(self._c.segments, held, self._c.files.monotonic() + HOLD_SECONDS)
+        hold = Hold(held, self._c.files.monotonic() + HOLD_SECONDS)
         if len(held) < len(match.segments):
             match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
         match.hold, match._tiers = hold, self._tiers

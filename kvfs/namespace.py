@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs import hashing
@@ -10,6 +11,8 @@ from kvfs.active import SegmentClass
 from kvfs.buffers import byte_view
 from kvfs.config import Quota, parse_duration, quota_id
 from kvfs.context import Context
+from kvfs.directory import explained
+from kvfs.epochs import next_epoch
 from kvfs.errors import ConfigError, NoSpaceError, StoreReadOnlyError
 from kvfs.identity import Identity, salt_digest
 from kvfs.layout import Group, PageLayout, Part
@@ -62,6 +65,20 @@ class Namespace:
     @property
     def name(self) -> str:
         return self.identity.name
+
+    def new_epoch(self) -> Namespace:
+        """The namespace of the same model after its weights were changed in place: nothing stored before is found.
+
+        The number is one that the store never gave before, to nobody and in no process. Of several ranks one calls
+        this; the others open the namespace with ``epoch=`` its ``identity.epoch``. This object stays as it is.
+        """
+        if self._c.liveness is None:
+            raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to raise the epoch")
+        epoch = self.identity.epoch + 1
+        if self._c.declines != "disabled":
+            with explained(self._c.directory.path):
+                epoch = next_epoch(self._c.directory, replace(self.identity, epoch=0).digest, self.identity.epoch)
+        return Namespace(self._c, self._appender, self._reader, replace(self.identity, epoch=epoch))
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -196,6 +213,10 @@ class Namespace:
         expires, segment_class = self._retention(ttl)
         if not isinstance(attempt, bytes) or len(attempt) != 8:
             raise ConfigError(f"attempt is {attempt!r}: pass 8 bytes that all ranks of a cohort share")
+        if self._c.declines:
+            pages_n = sum(put.pages for put in puts if put is not None)
+            self._c.counters.add(f"pages_declined_{self._c.declines}", pages_n)
+            return PutResult(0, 0, pages_n, 0, self._c.declines if pages_n else "")
         if self._c.liveness is None:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to put")
         began = self._c.files.monotonic()

@@ -16,6 +16,7 @@ from kvfs import format as fmt
 from kvfs import space
 from kvfs.active import ActiveSegments
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.descriptors import opened
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError
 from kvfs.evictor import Evictor
 from kvfs.format import Entry, PurgeMark
@@ -138,8 +139,7 @@ class Purger:
     def _read(self, segment_id: bytes, row: SegmentRow | None) -> _Segment:
         """FileNotFoundError if it is gone. All entries count, published or not: a rebuild would find them."""
         files = self._c.files
-        fd = files.open(file_name(segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments"))
-        with self._c.directory.holding(fd):
+        with opened(files, file_name(segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments")) as fd:
             try:
                 scan = scan_segment(fd, files)
                 if scan is None or len(scan.entries) < (row.records if row is not None else 0):

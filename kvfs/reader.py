@@ -286,7 +286,7 @@ class Reader:
                 one = self._c.segments.acquire(number, segment_id, match.generation)
                 if one is not None:
                     held[number] = one
-            hold = Hold(self._c.segments, held, 0.0)
+            hold = Hold(held, 0.0)
             hold.enter()
             hold.release()
         try:

@@ -20,6 +20,7 @@ import lmdb
 from kvfs import format as fmt
 from kvfs import space
 from kvfs.config import Settings
+from kvfs.descriptors import opened
 from kvfs.directory import Directory
 from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
 from kvfs.files import Files
@@ -79,12 +80,11 @@ def rebuild(
     files = directory.files
     run = directory.sub("run")
     try:
-        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
+        files.stat("rebuild", dir_fd=run)
     except FileNotFoundError:
         with contextlib.suppress(FileExistsError):
             files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
-        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
-    with directory.holding(lock):
+    with opened(files, "rebuild", os.O_RDWR, dir_fd=run) as lock:
         if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
             return None  # somebody is at it, or was meanwhile
         _remove_stale_generations(directory)

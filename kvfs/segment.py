@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvfs import format as fmt
+from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
@@ -88,10 +89,10 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, fd: int, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
+        self, file: Descriptor, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
         records: int, allocated: int,
     ) -> None:  # fmt: skip
-        self.fd = fd
+        self._file = file
         self.segment_id = segment_id
         self.number = number
         self.epoch = epoch
@@ -110,18 +111,18 @@ class SegmentWriter:
     def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
         """Make the file with its header page and ``allocated`` bytes of blocks."""
         files, name = directory.files, file_name(header.segment_id)
-        fd = files.create(name, directory.file_mode, dir_fd=directory.sub("segments"))
+        file = Descriptor.create(files, name, directory.file_mode, dir_fd=directory.sub("segments"))
         try:
-            files.flock(fd, fcntl.LOCK_SH)
-            files.fallocate(fd, 0, allocated)
-            files.write_all(fd, [fmt.pack_header(header)], 0)
+            files.flock(file.fd, fcntl.LOCK_SH)
+            files.fallocate(file.fd, 0, allocated)
+            files.write_all(file.fd, [fmt.pack_header(header)], 0)
         except OSError:
-            files.close(fd)
+            file.close()
             with contextlib.suppress(OSError):
                 files.unlink(name, dir_fd=directory.sub("segments"))
             raise
         return cls(
-            fd, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
+            file, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
             records=0, allocated=allocated,
         )  # fmt: skip
 
@@ -132,7 +133,8 @@ class SegmentWriter:
     ) -> SegmentWriter:  # fmt: skip
         """Go on where a dead process stopped, behind the last published record. OSError if the file disagrees."""
         files = directory.files
-        fd = files.open(file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
+        file = Descriptor.open(files, file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
+        fd = file.fd
         try:
             if not files.flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EBUSY, "segment is being removed")
@@ -141,14 +143,18 @@ class SegmentWriter:
                 raise OSError(errno.EIO, "the table does not hold what was published")
             files.fallocate(fd, 0, allocated)
         except OSError:
-            files.close(fd)
+            file.close()
             raise
         writer = cls(
-            fd, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
+            file, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
             allocated=allocated,
         )  # fmt: skip
         writer._slot, writer._checks = scan.slot, bytearray(scan.checks)
         return writer
+
+    @property
+    def fd(self) -> int:
+        return self._file.fd
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -286,8 +292,7 @@ class SegmentWriter:
         return end
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._files.close(self.fd)
+        self._file.close()
 
 
 def _need(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, pages: int, free_slots: int) -> int:

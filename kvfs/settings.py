@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kvfs import config
 from kvfs.config import Settings
+from kvfs.descriptors import opened
 from kvfs.directory import Directory, explained
 from kvfs.errors import ConfigError, CorruptError, StoreLockedError
 from kvfs.files import Files
@@ -141,12 +142,9 @@ def _locked(directory: Directory) -> Iterator[None]:
     """One change at a time: the file itself is locked, and still is the one that the name leads to."""
     files = directory.files
     deadline = files.monotonic() + LOCK_SECONDS
+    _read(directory)  # says so if there is none
     while True:
-        try:
-            fd = files.open(NAME, os.O_RDONLY, dir_fd=directory.root)
-        except FileNotFoundError:
-            raise CorruptError(f'{directory.path}/{NAME} is missing: write one with capacity = "200GiB"') from None
-        with directory.holding(fd):
+        with opened(files, NAME, os.O_RDONLY, dir_fd=directory.root) as fd:
             if files.flock(fd, fcntl.LOCK_EX):
                 if files.stat(NAME, dir_fd=directory.root).st_ino == files.fstat(fd).st_ino:
                     yield

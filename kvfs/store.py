@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvfs import bundle, config, core
@@ -12,9 +12,10 @@ from kvfs import directory as directories
 from kvfs.bundle import Exported
 from kvfs.bundle_import import Imported, Importer
 from kvfs.catalog import Catalog
-from kvfs.config import Settings, parse_size
+from kvfs.config import Quota, Settings, parse_size
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
+from kvfs.disabled import DisabledCore
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.identity import Identity
@@ -36,8 +37,9 @@ from kvfs.warm import Warmed, Warmer
 def open_store(
     path: str | os.PathLike[str] | None = None, *, capacity: int | str | None = None, create: bool = True,
     read_only: bool = False, segment_bytes: int | str | None = None, index_bytes: int | str | None = None,
-    sync: str = "cache", mode: str = "cache", verify: str | Verify | None = None, threads: int | None = None,
-    files: Files | None = None, counted: bool = True,
+    sync: str = "cache", mode: str = "cache", quotas: Mapping[str, Quota] | None = None,
+    verify: str | Verify | None = None, threads: int | None = None, files: Files | None = None,
+    counted: bool = True,
 ) -> Store:  # fmt: skip
     """Open the store at ``path``, creating it if it is missing.
 
@@ -46,8 +48,14 @@ def open_store(
     ``threads``: parallel reads of one ``get`` from the page cache. ``counted=False`` keeps what this process does out
     of the counters that all processes share. Raises StoreNotFoundError, FormatError,
     StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
+
+    Operators may set ``KVFS_DISABLE=1`` (every match misses, every put declines, nothing is touched) and
+    ``KVFS_READONLY=1`` (as ``read_only=True``, but puts decline in place of raising).
     """
-    where = _path_of(path if path is not None else os.environ.get("KVFS_DIR", ""))
+    disabled = config.switch("KVFS_DISABLE", os.environ.get("KVFS_DISABLE"))
+    forced = config.switch("KVFS_READONLY", os.environ.get("KVFS_READONLY")) and not read_only
+    named = path if path is not None else os.environ.get("KVFS_DIR", "")
+    where = _path_of(named or "disabled" if disabled else named)
     try:
         policy = None if verify is None else Verify(verify)
     except ValueError:
@@ -55,6 +63,9 @@ def open_store(
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 64):
         raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
     files = files or Files()
+    if disabled:
+        return Store(DisabledCore(where, policy, threads, files))
+    read_only = read_only or forced
     if not read_only and create and not directories.is_store(where):
         if capacity is None:
             capacity = os.environ.get("KVFS_CAPACITY")
@@ -62,10 +73,12 @@ def open_store(
             raise ConfigError(
                 f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one"
             )
-        settings = config.make_settings(capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode)
+        settings = config.make_settings(
+            capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas
+        )
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    shared = core.enter(where, read_only, policy, threads, files)
+    shared = core.enter(where, read_only, policy, threads, files, "read-only" if forced else "")
     shared.c.tallies.muted = not counted
     return Store(shared)
 
@@ -150,6 +163,8 @@ class Store:
         """
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
         with directories.explained(self.path):
             return self._core.evictor.collect(target_bytes, seconds)
 
@@ -172,6 +187,7 @@ class Store:
         """
         self._check_open()
         selection = select(namespace, salt, prefix, chunks, extra)
+        self._check_enabled()
         self._check_writable()
         with directories.explained(self.path):
             return self._core.purger.purge(selection)
@@ -180,6 +196,8 @@ class Store:
         """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return 0
         deadline = self._core.c.files.monotonic() + LOCK_SECONDS
         with directories.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
             if not held:
@@ -192,11 +210,15 @@ class Store:
         """Make a pinned prefix ordinary again; False if there is no such pin."""
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return False
         with directories.explained(self.path):
             return self._core.pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         self._check_open()
+        if self._core.disabled:
+            return []
         with directories.explained(self.path):
             return self._core.pins.list()
 
@@ -248,6 +270,7 @@ class Store:
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
         """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""
         self._check_open()
+        self._check_enabled()
         verifier = Verifier(self._core.c, sample, seed)
         with directories.explained(self.path):
             report = verifier.run()
@@ -260,6 +283,11 @@ class Store:
     def _check_writable(self) -> None:
         if self._core.read_only:
             raise StoreReadOnlyError(f"{self.path} is open read-only")
+
+    def _check_enabled(self) -> None:
+        """For calls whose answer would be a lie."""
+        if self._core.disabled:
+            raise ConfigError("kvfs is switched off (KVFS_DISABLE is set): unset it for this command")
 
     def _check_open(self) -> None:
         if self._closed:

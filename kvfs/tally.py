@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from kvfs.descriptors import Descriptor, opened
 from kvfs.directory import Directory
 from kvfs.hashing import checksum
 from kvfs.liveness import Liveness
@@ -56,7 +57,7 @@ class Tallies:
         self._directory = directory
         self._files = directory.files
         self._liveness = liveness
-        self._fd = -1
+        self._file: Descriptor | None = None
         self._turn = 0
         self._written: Mapping[str, int] = {}
         self.muted = False  # what this process counts is not for the others
@@ -69,10 +70,10 @@ class Tallies:
         if self._liveness is None or self.muted or counts == self._written:
             return
         with self._lock, contextlib.suppress(OSError):
-            if self._fd < 0:
-                self._fd = self._make(f"{self._liveness.owner.hex()}.count")
+            if self._file is None:
+                self._file = self._make(f"{self._liveness.owner.hex()}.count")
             self._turn += 1
-            self._write_slot(self._fd, Tally(self._turn, dict(counts), frozenset()))
+            self._write_slot(self._file.fd, Tally(self._turn, dict(counts), frozenset()))
             self._written = dict(counts)
 
     def close(self, counts: Mapping[str, int]) -> None:
@@ -81,18 +82,15 @@ class Tallies:
             return
         self.write(counts)
         with self._lock, contextlib.suppress(OSError):
-            if self._fd >= 0:
-                self._files.close(self._fd)
-                self._fd = -1
+            if self._file is not None:
+                self._file.close()
+                self._file = None
                 self._fold({self._liveness.owner.hex()})
 
     def abandon(self) -> None:
         """In a forked child: the file is the parent's."""
         self._lock = threading.Lock()
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-        self._fd = -1
+        self._file = None
 
     # -- all processes -----------------------------------------------------------------------
 
@@ -146,12 +144,11 @@ class Tallies:
         """The totals, open and locked; -1 if somebody else is at it for a long time."""
         run = self._directory.sub("run")
         try:
-            fd = self._files.open(TOTALS, os.O_RDWR, dir_fd=run)
+            self._files.stat(TOTALS, dir_fd=run)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
-                self._files.close(self._make(TOTALS))
-            fd = self._files.open(TOTALS, os.O_RDWR, dir_fd=run)
-        with self._directory.holding(fd):
+                self._make(TOTALS).close()
+        with opened(self._files, TOTALS, os.O_RDWR, dir_fd=run) as fd:
             for _ in range(200):
                 if self._files.flock(fd, fcntl.LOCK_EX):
                     yield fd
@@ -161,25 +158,24 @@ class Tallies:
 
     # -- files -------------------------------------------------------------------------------
 
-    def _make(self, name: str) -> int:
+    def _make(self, name: str) -> Descriptor:
         """A new file with its blocks; it appears under its name when it is complete."""
         run = self._directory.sub("run")
         temporary = f".{name}.{self._files.random(4).hex()}"
-        fd = self._files.create(temporary, self._directory.file_mode, dir_fd=run)
+        file = Descriptor.create(self._files, temporary, self._directory.file_mode, dir_fd=run)
         try:
-            self._files.write_all(fd, [bytes(2 * SLOT_BYTES)], 0)
+            self._files.write_all(file.fd, [bytes(2 * SLOT_BYTES)], 0)
             if name == TOTALS:  # of two who make it, one wins
                 os.link(temporary, name, src_dir_fd=run, dst_dir_fd=run, follow_symlinks=False)
                 self._files.unlink(temporary, dir_fd=run)
             else:
                 self._files.rename(temporary, name, src_dir_fd=run, dst_dir_fd=run)
         except BaseException:
-            with contextlib.suppress(OSError):
-                self._files.close(fd)
+            file.close()
             with contextlib.suppress(OSError):
                 self._files.unlink(temporary, dir_fd=run)
             raise
-        return fd
+        return file
 
     def _write_slot(self, fd: int, tally: Tally) -> None:
         counts = dict(sorted(tally.counts.items())[:NAMES_MAX])
@@ -191,13 +187,10 @@ class Tallies:
 
     def _read(self, name: str) -> Tally:
         try:
-            fd = self._files.open(name, os.O_RDONLY, dir_fd=self._directory.sub("run"))
+            with opened(self._files, name, os.O_RDONLY, dir_fd=self._directory.sub("run")) as fd:
+                return self._read_fd(fd)
         except OSError:
             return _EMPTY
-        try:
-            return self._read_fd(fd)
-        finally:
-            self._files.close(fd)
 
     def _read_fd(self, fd: int) -> Tally:
         try:

@@ -109,8 +109,6 @@ class Verifier:
             self._pages(number, row, held, scan)
         except OSError as exc:
             self._bad_segment(number, row, str(exc.strerror))
-        finally:
-            self._c.segments.release(held)
 
     def _still_there(self, number: int, row: SegmentRow) -> bool:
         now = self._c.index.read(lambda s: s.segment(number), COMMIT_SECONDS)

@@ -143,8 +143,6 @@ class Warmer:
                 self._one(held, block, sums, check)
             except OSError:
                 sums.add(block.nbytes, failed=block.nbytes)
-            finally:
-                self._c.segments.release(held)
 
     def _one(self, held: Held, block: Range, sums: _Sums, check: bool) -> None:
         files = self._c.files

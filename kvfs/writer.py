@@ -79,6 +79,9 @@ class Appender:
     def store(self, job: Job, chunks: Sequence[int]) -> Outcome:
         """Store ``chunks`` (ascending) of a job; the first decline ends it."""
         outcome = Outcome()
+        if self._c.declines:
+            self._c.counters.add(f"pages_declined_{self._c.declines}", len(chunks))
+            return Outcome(declined=len(chunks), reason=self._c.declines)
         deadline = self._c.files.monotonic() + SPACE_SECONDS
         lock = self._active.lock(job.segment_class)
         done = 0

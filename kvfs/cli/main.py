@@ -79,6 +79,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Entry point: one line for an error, never a traceback, and the published exit codes."""
+    os.environ.pop("KVFS_DISABLE", None)  # switches engines off, not the care of the store
     app = App()
     try:
         code = run(app)

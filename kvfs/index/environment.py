@@ -1,6 +1,6 @@
 """Generations of the index: which one is current, whether it may be trusted, transactions on it.
 
-``index/<generation>/`` holds an LMDB environment and a file ``users``, on which every process that works with
+``index/<generation>/`` holds an LMDB environment and a file ``users``, on which every process that may change
 this generation holds a shared flock. ``index/CURRENT`` names the generation. ``state`` at the root says for
 which boot, device and inode it was made dirty, durably before the first commit.
 
@@ -189,7 +189,9 @@ class Index:
         same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
         if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
             raise OSError("dirty index of another boot or of dead processes")
-        if not self._files.flock(self._users, fcntl.LOCK_SH):
+        if self._read_only:  # only whoever can leave the index clean counts: the last writer must find himself alone
+            self._files.flock(self._users, fcntl.LOCK_UN)
+        elif not self._files.flock(self._users, fcntl.LOCK_SH):
             raise OSError("users file is locked by somebody without the gate")
         if not self._read_only and (state.clean or alone):
             write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=False))
