@@ -297,7 +297,9 @@ class ActiveSegments:
                 if let_go:
                     self._writers.pop(segment_class, None)
                     writer.close()
-        except (OSError, IndexUnavailableError, StaleWriterError):
+        except StaleWriterError:
+            self.drop(segment_class)  # somebody dropped the segment, and waits until it is let go
+        except (OSError, IndexUnavailableError):
             self._c.counters.add("tidy_errors")
 
     def finish(self, segment_class: SegmentClass) -> None:

@@ -54,7 +54,8 @@ class Descriptor:
         _KEPT.pop(id(self._kept), None)
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(AttributeError, TypeError):  # the interpreter is ending, modules are gone
+            self.close()
 
 
 @contextlib.contextmanager

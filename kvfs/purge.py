@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -32,6 +33,7 @@ from kvfs.selection import Selection
 from kvfs.types import PurgeResult
 
 T = TypeVar("T")
+_SEGMENT = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 LOCK_SECONDS = 30.0  # how long a purge waits for an eviction, or another purge, to end
 KEYS_PER_HOLD = 128
 
@@ -41,6 +43,7 @@ class _Segment(NamedTuple):
 
     scan: Scan | None
     spaces: dict[int, Described | None]  # by the seq of the namespace's entry
+    damaged: bool = False  # there is a header, or there may be one
 
 
 class Purger:
@@ -73,8 +76,7 @@ class Purger:
 
     def _purge(self, selection: Selection) -> PurgeResult:
         files, directory = self._c.files, self._c.directory
-        names = [n for n in files.listdir(directory.sub("segments")) if len(n) == 36 and n.endswith(".kvs")]
-        ids = [bytes.fromhex(name[:32]) for name in names]
+        ids = [bytes.fromhex(n[:32]) for n in files.listdir(directory.sub("segments")) if _SEGMENT.match(n)]
         self._c.marks.sweep()
         rows = self._rows()
         pinned = self._pins.segments()
@@ -118,9 +120,15 @@ class Purger:
             segment = self._read(segment_id, row)
         except FileNotFoundError:
             return None, 0
+        except OSError as exc:
+            if exc.errno not in (errno.EINVAL, errno.ELOOP):
+                raise
+            return None, 0  # no file: no rebuild reads it either
         old = self._c.marks.read(segment_id)
         if old is not None and old.whole:
             return None, 0
+        if segment.scan is None and (not row.records if row is not None else not segment.damaged):
+            return None, 0  # its writer has only just made it; or no rebuild takes it for a segment
         if segment.scan is None:  # whatever it holds: a cache can lose it, a purge must not miss it
             return PurgeMark(segment_id, fmt.PURGE_ALL | fmt.PURGE_PENDING, 0, b""), row.records if row else 0
         bits = bytearray(len(segment.scan.entries) // 8 + 1)
@@ -143,15 +151,15 @@ class Purger:
             try:
                 scan = scan_segment(fd, files)
                 if scan is None or len(scan.entries) < (row.records if row is not None else 0):
-                    return _Segment(None, {})
+                    return _Segment(None, {}, damaged=scan is not None)
                 numbers = {e.ns_seq for e in scan.parts()}
                 spaces = {seq: read_namespace(fd, files, scan.entries, seq) for seq in numbers}
                 if not all(spaces.values()):
-                    return _Segment(None, {})
+                    return _Segment(None, {}, damaged=True)
             except OSError as exc:
                 if exc.errno != errno.EIO:
                     raise
-                return _Segment(None, {})
+                return _Segment(None, {}, damaged=True)
         return _Segment(scan, spaces)
 
     # -- what marks ask for --------------------------------------------------------------------
@@ -194,7 +202,7 @@ class Purger:
             parts = list(segment.scan.parts()) if segment.scan is not None else []
             purged = [e for e in parts if mark.covers(e)]
             left = len(purged) < len(parts)
-        if not left and self._may_drop(number, row):
+        if not left and (mark.whole or self._may_drop(number, row)):
             return row.allocated if self._evictor.reclaimer.drop(number) else 0
         if left and row.state != ACTIVE:
             self._kept.add(row.segment_id)

@@ -431,6 +431,52 @@ def test_a_segment_that_does_not_tell_what_it_holds_is_dropped(path: Path) -> No
         assert found(space(store), 1) == 0 and not segment_files(path)
 
 
+def test_a_damaged_segment_of_a_living_writer_is_taken_from_him(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        ready, go = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                mine = kvfs.open(path)
+                put(space(mine), 1)
+                os.write(ready[1], b"1")
+                os.read(go[0], 1)
+                again = space(mine).put(tokens_of(2, CHUNKS), pages_of(2))
+                os.write(ready[1], again.reason.encode() or b"-")
+                put(space(mine), 3)
+                os.write(ready[1], b"3")
+                os.read(go[0], 1)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            assert os.read(ready[0], 1) == b"1"
+            (file,) = segment_files(path)
+            with file.open("r+b") as damaged:
+                damaged.seek(4096 + 5 * 160)
+                damaged.write(bytes(160))
+            store.purge("m")
+            assert found(space(store), 1) == 0
+            os.write(go[1], b"1")
+            assert os.read(ready[0], 8) == b"index", "the put that met it declines, the next one stores"
+            assert os.read(ready[0], 1) == b"3"
+            assert found(space(store), 3) == CHUNKS
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_strange_and_unfinished_files_stop_no_purge(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+        for name in ("z" * 32 + ".kvs", "0" * 32 + ".kvs", "1" * 32 + ".kvs", "notes.txt"):
+            (path / "segments" / name).write_bytes(b"?" * 100)
+        (path / "segments" / ("2" * 32 + ".kvs")).mkdir()
+        store.purge("m")
+        assert (found(space(store), 1), found(space(store, "n"), 2)) == (0, CHUNKS)
+        assert len(list((path / "purged").iterdir())) == 1
+
+
 def test_eviction_carries_nothing_that_was_purged(path: Path) -> None:
     """A copy in another segment would come back in a rebuild."""
     with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB") as store:
