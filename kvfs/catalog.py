@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.identity import Described, Identity, parse_descriptor, salt_digest
 from kvfs.index.rows import Place, parse_row
@@ -21,7 +21,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import DOOMED, Contents, SegmentRow
 from kvfs.records import Located, Records
 from kvfs.segment import file_name
-from kvfs.walk import Prefix, Walk, prefixes
+from kvfs.walk import PATIENCE_SECONDS, Prefix, Walk, prefixes
 
 ROWS_PER_HOLD = 256
 HASH_DIGITS_MIN = 6
@@ -89,7 +89,7 @@ class Catalog:
         """What live segments hold of each namespace."""
         rows, after = list[Contents](), b""
         while True:
-            batch, following = self._c.index.read(partial(_contents, after=after), COMMIT_SECONDS)
+            batch, following = self._c.index.read(partial(_contents, after=after), PATIENCE_SECONDS)
             rows += batch
             if following is None:
                 break
@@ -98,11 +98,11 @@ class Catalog:
         return [c for c in rows if c.segment in alive]
 
     def segment_rows(self) -> list[tuple[int, SegmentRow]]:
-        return self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        return self._c.index.read(lambda s: s.segments(), PATIENCE_SECONDS)
 
     def described(self) -> list[Described]:
         """All namespaces that were ever stored, by name."""
-        pairs = self._c.index.read(lambda s: s.namespaces(), COMMIT_SECONDS)
+        pairs = self._c.index.read(lambda s: s.namespaces(), PATIENCE_SECONDS)
         parsed = (parse_descriptor(data) for _, data in pairs)
         return sorted((d for d in parsed if d is not None), key=lambda d: (d.name, d.revision, d.digest))
 

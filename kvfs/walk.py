@@ -13,12 +13,13 @@ from functools import partial
 from typing import NamedTuple
 
 from kvfs import format as fmt
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.index.rows import CLAIM, parse_row
 from kvfs.index.session import Session
 from kvfs.records import Records
 
 ROWS_PER_HOLD = 256
+PATIENCE_SECONDS = 10.0  # who only looks may wait longer than an engine
 PREFIXES_MAX = 200_000
 HASH_BYTES = 32
 
@@ -108,7 +109,7 @@ class Walk:
         self._c.index.read_ahead()
         start, segments = b"\0", dict[int, bytes]()
         while True:
-            rows, more = self._c.index.read(partial(_slice, start=start, segments=segments), COMMIT_SECONDS)
+            rows, more = self._c.index.read(partial(_slice, start=start, segments=segments), PATIENCE_SECONDS)
             if rows:
                 self.share = int.from_bytes(rows[-1][0][:4], "big") / 0xFFFF_FFFF
             yield rows, segments
