@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from kvfs.transfer import Transfer as Transfer
     from kvfs.types import PageDone as PageDone
     from kvfs.types import PageOutcome as PageOutcome
+    from kvfs.types import PurgeResult as PurgeResult
     from kvfs.types import PutResult as PutResult
     from kvfs.types import SavePlan as SavePlan
     from kvfs.types import Tier as Tier
@@ -114,6 +115,7 @@ _HOME = {
     "TransferState": "types",
     "PageDone": "types",
     "PageOutcome": "types",
+    "PurgeResult": "types",
     "PutResult": "types",
     "Tier": "types",
     "Verify": "types",
@@ -138,6 +140,7 @@ __all__ = [
     "PageOutcome",
     "Part",
     "PrefixMatch",
+    "PurgeResult",
     "PutResult",
     "Quota",
     "SavePlan",

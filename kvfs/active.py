@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -33,6 +33,11 @@ class SegmentClass(NamedTuple):
     class_id: bytes = ANY_CLASS
     flags: int = 0
     evictor: bool = False  # may use the standing reserve
+
+    @property
+    def expires(self) -> bool:
+        """Whether its records expire, all about together: the second half of the class is their time."""
+        return not self.flags and any(self.class_id[space.QUOTA_BYTES :])
 
 
 class Declined(Exception):
@@ -218,6 +223,16 @@ class ActiveSegments:
             with contextlib.suppress(ValueError):
                 self._left.remove(left)
 
+    def _leave_lost(self) -> None:
+        """Give up rows of this process that no writer stands for: an interrupt came between a commit and its use."""
+        rows, generation = self._c.index.read(lambda s: (s.segments_in(ACTIVE), s.generation), COMMIT_SECONDS)
+        for number, row in rows:
+            if row.owner == self._c.owner and number not in self.active_numbers():
+                carried = bool(row.flags & fmt.FLAG_CARRIED)
+                with self.lock(SegmentClass(row.class_id, row.flags, carried)):  # it may be about to be used
+                    if number not in self.active_numbers():
+                        self._leave(number, generation, space.retire if row.records else space.doom)
+
     def sync(self, writer: SegmentWriter) -> None:
         """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
         try:
@@ -251,12 +266,19 @@ class ActiveSegments:
     def tidy(self) -> None:
         """Seal or trim active segments that nobody has written to for a while."""
         self._finish_left()
+        self._leave_lost()
         now = self._c.files.monotonic()
-        for segment_class, at in list(self._used_at.items()):
-            if now - at >= IDLE_SECONDS:
+        # prompts of many lifetimes and quotas: no more segments stay open than a process may append to
+        spare = len(self._writers) - CLASSES_MAX
+        for segment_class, at in sorted(self._used_at.items(), key=lambda x: x[1]):
+            if now - at >= IDLE_SECONDS or spare > 0:
                 self._used_at.pop(segment_class, None)
-                with self.lock(segment_class):
-                    self._rest(segment_class, let_go=False)
+                if spare > 0 or segment_class.expires:
+                    self.finish(segment_class)  # nothing is added to a lifetime that is past; sealed, it can go
+                else:
+                    with self.lock(segment_class):
+                        self._rest(segment_class, let_go=False)
+                spare -= 1
 
     def _rest(self, segment_class: SegmentClass, *, let_go: bool) -> None:
         current = self._writers.get(segment_class)
@@ -275,7 +297,9 @@ class ActiveSegments:
                 if let_go:
                     self._writers.pop(segment_class, None)
                     writer.close()
-        except (OSError, IndexUnavailableError, StaleWriterError):
+        except StaleWriterError:
+            self.drop(segment_class)  # somebody dropped the segment, and waits until it is let go
+        except (OSError, IndexUnavailableError):
             self._c.counters.add("tidy_errors")
 
     def finish(self, segment_class: SegmentClass) -> None:
@@ -286,6 +310,12 @@ class ActiveSegments:
                     self._seal(segment_class)
                 except (OSError, IndexUnavailableError):
                     self.drop(segment_class)
+
+    def finish_all(self, ids: Container[bytes] | None = None) -> None:
+        """Seal all active segments, or those of them that are in ``ids``."""
+        for segment_class, (writer, _) in list(self._writers.items()):
+            if ids is None or writer.segment_id in ids:
+                self.finish(segment_class)
 
     def close(self) -> None:
         """Leave the active segments, trimmed, to whoever comes next."""

@@ -45,10 +45,7 @@ class Carrier:
             held = self._c.segments.acquire(number, match.segments[number], match.generation)
             if held is None:
                 raise Declined("a segment is gone")
-            try:
-                copied += self.copy(segment_class, held, sorted(seqs))
-            finally:
-                self._c.segments.release(held)
+            copied += self.copy(segment_class, held, sorted(seqs))
         if copied < sum(map(len, wanted.values())):
             raise Declined("some pages changed meanwhile or could not be read")
         return copied
@@ -58,6 +55,7 @@ class Carrier:
         scan = scan_segment(held.fd, self._c.files)
         if scan is None:
             return 0
+        mark = self._c.marks.read(held.segment_id)  # a copy of a purged record would come back in a rebuild
         stamps = self._c.recency.stamps(held.segment_id, [e.written_us for e in scan.entries])
         copied = 0
         batch: list[tuple[int, int, int, Record]] = []
@@ -66,7 +64,7 @@ class Carrier:
         key: tuple[int, int, bytes] | None = None
         for seq in seqs:
             entry = scan.entries[seq] if seq < len(scan.entries) else None
-            if entry is None or entry.kind != fmt.KIND_PART:
+            if entry is None or entry.kind != fmt.KIND_PART or (mark is not None and mark.covers(entry)):
                 continue
             shape = (entry.ns_seq, entry.group, entry.part)
             if batch and (shape != key or size + entry.stored_bytes > limit):
@@ -107,7 +105,7 @@ class Carrier:
             return None
         return Record(
             payload, group.leaf_bytes(part), group.leaves(part), entry.raw_bytes, entry.group, entry.chunk, entry.part,
-            entry.chunk_hash, entry.run_hash, entry.expires,
+            entry.chunk_hash, entry.run_hash, entry.expires, attempt=entry.attempt,
         )  # fmt: skip
 
     def _write(

@@ -93,6 +93,16 @@ class Settings:
         return 2 * self.segment_bytes
 
 
+def switch(name: str, value: str | None) -> bool:
+    """Whether an environment variable is set to yes."""
+    text = (value or "").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{name} is {value!r}: set it to 1 or 0")
+
+
 def quota_id(name: str) -> bytes:
     """First 8 bytes of the class of segments that a quota's pages go to."""
     return checksum(name.encode()).to_bytes(8, "little")
@@ -131,6 +141,9 @@ def make_settings(
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
     quotas = dict(quotas or {})
+    for name, quota in quotas.items():
+        if not isinstance(name, str) or not isinstance(quota, Quota):
+            raise ConfigError(f"quota {name!r} is {type(quota).__name__}: map names of namespaces to kvfs.Quota")
     guaranteed = sum(q.guaranteed_bytes for q in quotas.values())
     if guaranteed > total // 2:
         raise ConfigError(
@@ -139,12 +152,17 @@ def make_settings(
     return Settings(total, segment_bytes, index_bytes, sync, mode, quotas)
 
 
-def parse_toml(data: bytes, path: str) -> Settings:
-    """Settings of a kvfs.toml; ConfigError names the line or key."""
+def parse_document(data: bytes, path: str) -> dict[str, Any]:
+    """A TOML file as it is, unchecked."""
     try:
-        document = tomllib.loads(data.decode("utf-8"))
+        return tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"{path}: {exc}; correct the file") from None
+
+
+def parse_toml(data: bytes, path: str) -> Settings:
+    """Settings of a kvfs.toml; ConfigError names the line or key."""
+    document = parse_document(data, path)
     known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "quota"}
     unknown = sorted(set(document) - known)
     if unknown:
@@ -195,7 +213,7 @@ def to_toml(settings: Settings) -> bytes:
         f'mode = "{settings.mode}"',
     ]
     for name, quota in sorted(settings.quotas.items()):
-        lines += ["", f"[quota.{_quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
+        lines += ["", f"[quota.{quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
         if quota.cap_bytes is not None:
             lines.append(f"cap = {quota.cap_bytes}")
         if quota.ttl_seconds is not None:
@@ -203,7 +221,7 @@ def to_toml(settings: Settings) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """A TOML basic string."""
     escaped = (f"\\u{ord(c):04x}" if c in '"\\' or ord(c) < 32 or ord(c) == 127 else c for c in name)
     return '"' + "".join(escaped) + '"'

@@ -13,8 +13,10 @@ from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.liveness import Liveness
+from kvfs.marks import Marks
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
+from kvfs.tally import Tallies
 from kvfs.types import Verify
 
 #: Index calls of lookups and of writers give up after this long; the engine recomputes.
@@ -34,6 +36,10 @@ class Counters:
             with self._lock:
                 self._counts[name] += n
 
+    def took(self, what: str, seconds: float) -> None:
+        """Count a latency in a bucket of its own: ``<what>_us_<n>`` holds those below 2**n microseconds."""
+        self.add(f"{what}_us_{min(40, int(seconds * 1e6).bit_length())}")
+
     def snapshot(self) -> dict[str, int]:
         with self._lock:
             return dict(self._counts)
@@ -51,8 +57,11 @@ class Context:
     liveness: Liveness | None  # None: read-only
     recency: Recency
     segments: SegmentFiles
+    marks: Marks
     verify: Verify
     threads: int
+    tallies: Tallies
+    declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
     counters: Counters = field(default_factory=Counters)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
     attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
 import threading
 from typing import Any
 
-from kvfs import config
+from kvfs import config, descriptors
 from kvfs import directory as directories
 from kvfs.active import ActiveSegments
 from kvfs.carry import Carrier
@@ -29,11 +30,14 @@ from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.keeper import Chore, Keeper
 from kvfs.liveness import HEARTBEAT_SECONDS, Liveness
+from kvfs.marks import Marks
 from kvfs.pins import Pins
+from kvfs.purge import Purger
 from kvfs.reader import Reader
 from kvfs.rebuild import Report, build, rebuild
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
+from kvfs.tally import EVERY_SECONDS, Tallies
 from kvfs.types import Verify
 from kvfs.writer import Appender
 
@@ -42,13 +46,15 @@ _LOCK = threading.RLock()
 _CORES: dict[tuple[int, int], Core] = {}
 
 
-def enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
+def enter(
+    path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
+) -> Core:
     """The one core of this process for a directory (LMDB must not be opened twice); ``leave`` it when done."""
     with _LOCK:
-        return _enter(path, read_only, verify, threads, files)
+        return _enter(path, read_only, verify, threads, files, declines)
 
 
-def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> Core:
+def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str) -> Core:
     with directories.explained(path):
         try:
             st = os.stat(path)
@@ -58,7 +64,7 @@ def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | Non
             ) from None
     core = _CORES.get((st.st_dev, st.st_ino))
     if core is None:
-        core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files)
+        core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files, declines)
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
     elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
@@ -73,16 +79,22 @@ def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | Non
 class Core:
     """Everything that the Store objects of one directory share in this process."""
 
-    def __init__(self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files) -> None:
+    disabled = False
+
+    def __init__(
+        self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
+    ) -> None:
         self.path = os.path.abspath(path)
         self.read_only = read_only
         self.users = 0
         self.rebuilt: Report | None = None
         self._files = files
+        self._declines = declines
         self._verify = verify or Verify.ALWAYS
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._closing = False
         self._rebuilder: threading.Thread | None = None
+        self._private_of: tuple[int, ...] | None = None  # version of the purge marks that a private index obeys
         self._start()
 
     c: Context
@@ -111,7 +123,7 @@ class Core:
         undo.callback(lambda: self.c.index.close())
         context = Context(
             directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
-            self._verify, self._threads,
+            Marks(directory), self._verify, self._threads, Tallies(directory, liveness), self._declines,
         )  # fmt: skip
         if again:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
@@ -124,6 +136,7 @@ class Core:
             self.evictor.carrier = Carrier(self.c, self.appender)
             self.pins = Pins(self.c, self.active, self.evictor.carrier)
             self.evictor.pinned = self.pins.segments
+            self.purger = Purger(self.c, self.evictor, self.active, self.pins)
         self._become_ready()
         self.keeper = Keeper(self.c, self._chores())
 
@@ -135,8 +148,14 @@ class Core:
                 parent, _, leaf = name.rpartition("/")
                 over = directory.sub(parent) if parent else directory.root
                 if self.read_only:
+                    if name in directories.OPTIONAL_SUBDIRECTORIES:
+                        continue
                     raise CorruptError(f"{directory.path}/{name} is missing: open the store for writing once") from None
-                directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+                try:
+                    directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+                except OSError as exc:
+                    if exc.errno != errno.ENOSPC or name not in directories.OPTIONAL_SUBDIRECTORIES:
+                        raise
             except NotADirectoryError:
                 raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
 
@@ -185,18 +204,25 @@ class Core:
     def _open_private(self) -> None:
         """A reader that may not write builds an index of its own, outside the store."""
         folder = tempfile.mkdtemp(prefix="kvfs-index-")
+        self._private_of = self.c.marks.version()
         try:
             build(self.directory, folder, self.settings, self.c.store_id, alone=False)
-            self.c.index.close()
-            self.c.index = Index(self.directory, self.settings.index_bytes, private_path=folder)
-            self.c.index.open_private()
+            index = Index(self.directory, self.settings.index_bytes, private_path=folder)
+            index.open_private()
         finally:  # open it stays; so nothing is left behind, however this process ends
             shutil.rmtree(folder, ignore_errors=True)
+        old, self.c.index = self.c.index, index
+        old.close()
+
+    def _follow_purges(self) -> None:
+        """An index of one's own does not learn of pages that others purge: it is built anew."""
+        if self._private_of is not None and self._private_of != self.c.marks.version():
+            self._open_private()
 
     # -- upkeep ------------------------------------------------------------------------------
 
     def _chores(self) -> list[Chore]:
-        chores = [Chore("holds", 1.0, self._expire_holds)]
+        chores = [Chore("holds", 1.0, self._expire_holds), Chore("follow", 1.0, self._follow_purges)]
         if not self.read_only:
             assert self.c.liveness is not None
             chores += [
@@ -206,16 +232,23 @@ class Core:
                 Chore("sync", 1.0, self._sync),
                 Chore("tidy", 2.0, self.active.tidy),
                 Chore("sweep", 0.5, self.evictor.sweep),
+                Chore("purge", 5.0, self.purger.resume),
                 Chore("slack", 5.0, self.c.index.keep_slack),
                 Chore("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
+                Chore("tally", EVERY_SECONDS, self._tally),
             ]
         return chores
+
+    def _tally(self) -> None:
+        self.c.tallies.write(self.c.counters.snapshot())
+        self.c.tallies.fold_dead()
 
     def _sync(self) -> None:
         if self.settings.sync == "batch":
             self.active.sync_dirty()
 
     def _expire_holds(self) -> None:
+        descriptors.sweep()
         now = self._files.monotonic()
         for hold in list(self.c.holds):
             if hold.expires_at <= now:
@@ -239,6 +272,7 @@ class Core:
             hold.release()
         self.c.index.close()
         self.c.recency.close()
+        self.c.tallies.close(self.c.counters.snapshot())
         if self.c.liveness is not None:
             self.c.liveness.close()
         self.directory.close()
@@ -249,8 +283,7 @@ class Core:
             hold.disown()
         self.c.segments.abandon()
         self.c.recency.abandon()
-        self.directory.abandon_locks()
-        self.evictor.abandon()
+        self.c.tallies.abandon()
         self.active.abandon()
         self.reader.abandon()
         if self.c.liveness is not None:

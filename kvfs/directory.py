@@ -14,12 +14,15 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
+from kvfs.descriptors import Descriptor
 from kvfs.errors import FormatError, NoSpaceError, StoreAccessError, StoreNotFoundError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.hashing import checksum
 from kvfs.version import FORMAT
 
-SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine")
+SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged", "epochs")
+#: Younger than format 1: a store that nobody has opened for writing since may lack them.
+OPTIONAL_SUBDIRECTORIES = frozenset({"purged", "epochs"})
 SUPER_BYTES_MAX = 16 * 1024
 #: File systems whose flock, rename and mmap are known to behave for all processes of one host.
 GOOD_FILESYSTEMS = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "f2fs", "zfs", "bcachefs"})
@@ -41,8 +44,7 @@ class Directory:
         self.path = os.path.abspath(path)
         self.files = files
         self.read_only = read_only
-        self._fds: dict[str, int] = {}
-        self._locks: set[int] = set()
+        self._fds: dict[str, Descriptor] = {}
         try:
             self.root = files.open_root(self.path)
         except FileNotFoundError:
@@ -67,43 +69,21 @@ class Directory:
 
     def sub(self, name: str) -> int:
         """Descriptor of a subdirectory, opened once."""
-        fd = self._fds.get(name)
-        if fd is None:
+        folder = self._fds.get(name)
+        if folder is None:
             fd = self.root
             for step in name.split("/"):
-                parent = fd
-                try:
-                    fd = self.files.open(step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
-                finally:
-                    if parent != self.root:
-                        with contextlib.suppress(OSError):
-                            self.files.close(parent)
-            self._fds[name] = fd
-        return fd
-
-    @contextlib.contextmanager
-    def holding(self, fd: int) -> Iterator[int]:
-        """Close ``fd`` in the end, and in a child that is forked meanwhile: its copy would keep the lock on it."""
-        self._locks.add(fd)
-        try:
-            yield fd
-        finally:
-            self._locks.discard(fd)
-            with contextlib.suppress(OSError):
-                self.files.close(fd)
-
-    def abandon_locks(self) -> None:
-        """In a forked child."""
-        for fd in self._locks:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._locks.clear()
+                folder = Descriptor.open(self.files, step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
+                fd, parent = folder.fd, folder  # the parent is closed when its child is open
+            folder = self._fds.setdefault(name, parent)  # another thread may have been first; it is using its own
+        return folder.fd
 
     def close(self) -> None:
-        for fd in [*self._fds.values(), self.root]:
-            with contextlib.suppress(OSError):
-                self.files.close(fd)
+        for folder in self._fds.values():
+            folder.close()
         self._fds.clear()
+        with contextlib.suppress(OSError):
+            self.files.close(self.root)
         self.root = -1
 
     # -- small files -------------------------------------------------------------------------

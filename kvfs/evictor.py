@@ -8,26 +8,28 @@ from __future__ import annotations
 import fcntl
 import os
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from kvfs import eviction, space
+from kvfs import cohorts, eviction, space
 from kvfs import format as fmt
 from kvfs.active import STEP, Declined, SegmentClass
 from kvfs.carry import Carrier
+from kvfs.cohorts import CohortTable
 from kvfs.config import quota_id
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.descriptors import Descriptor
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import Entry
 from kvfs.gc import GcLock, Reclaimer, index_is_full
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.segment import file_name
-from kvfs.segment_scan import scan_segment
+from kvfs.segment_scan import read_namespace, scan_segment
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
+COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
 HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
 
 
@@ -44,11 +46,12 @@ class Table(NamedTuple):
     sizes: array[int]
     chunks: array[int]
     expires: array[int]
+    cohorts: CohortTable
+    marked: bool  # read with a purge mark
 
 
 class _Known(NamedTuple):
     version: tuple[object, ...]
-    table: Table
     summary: eviction.Summary
 
 
@@ -60,14 +63,11 @@ class Evictor:
 
     def __init__(self, context: Context) -> None:
         self._c = context
+        self._tables: dict[bytes, Table] = {}
         self._uses: dict[bytes, _Known] = {}
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
-        self._lock = GcLock(context)
-        self._reclaimer = Reclaimer(context)
-
-    def abandon(self) -> None:
-        """In a forked child."""
-        self._lock.abandon()
+        self.lock = GcLock(context)
+        self.reclaimer = Reclaimer(context)
 
     # -- entry points ------------------------------------------------------------------------
 
@@ -77,10 +77,10 @@ class Evictor:
         ``disk_full``: the ledger has room, the file system has not, so only what is evicted now counts.
         """
         try:
-            with self._lock.hold(deadline) as held:
+            with self.lock.hold(deadline) as held:
                 if not held:
                     return False
-                freed = self._reclaimer.finish_doomed()
+                freed = self.reclaimer.finish_doomed()
                 freed = 0 if disk_full else freed
                 while freed < missing and self._c.files.monotonic() < deadline:
                     dropped = self._evict_one(owner)
@@ -106,12 +106,12 @@ class Evictor:
         limit = space.budget(self._c.settings).limit - self._c.settings.segment_bytes // STEP
         if not ledger.doomed and ledger.used <= limit and not full:
             return
-        with self._lock.hold(self._c.files.monotonic()) as held:
+        with self.lock.hold(self._c.files.monotonic()) as held:
             if not held:
                 return
-            self._reclaimer.finish_doomed()
+            self.reclaimer.finish_doomed()
             if full:
-                self._reclaimer.sweep_all()
+                self.reclaimer.sweep_all()
             for _ in range(64):
                 used = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
                 if used <= limit and not full:
@@ -119,22 +119,23 @@ class Evictor:
                 if self._evict_one() is None:
                     break
                 if full:
-                    self._reclaimer.sweep_all()
+                    self.reclaimer.sweep_all()
                     full = self._c.index.read(lambda s: index_is_full(s, self._c.settings.index_bytes), COMMIT_SECONDS)
 
-    def collect(self, target_bytes: int | None) -> dict[str, int]:
-        """Evict until ``target_bytes`` are in use; what was done."""
+    def collect(self, target_bytes: int | None, seconds: float | None = None) -> dict[str, int]:
+        """Evict until ``target_bytes`` are in use or so many ``seconds`` have passed; what was done."""
+        end = None if seconds is None else self._c.files.monotonic() + seconds
         limit = space.budget(self._c.settings).limit if target_bytes is None else target_bytes
         dropped = 0
         before = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
-        with self._lock.hold(self._c.files.monotonic() + 30.0) as held:
+        with self.lock.hold(self._c.files.monotonic() + 30.0) as held:
             if held:
-                self._reclaimer.finish_doomed()
+                self.reclaimer.finish_doomed()
                 while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
-                    if self._evict_one() is None:
+                    if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
                         break
                     dropped += 1
-                self._reclaimer.sweep_all()
+                self.reclaimer.sweep_all(end)
         after = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
         return {"segments_dropped": dropped, "bytes_before": before, "bytes_after": after}
 
@@ -142,15 +143,26 @@ class Evictor:
         """Drop segments all of whose pages have passed their time."""
         now_s = self._c.files.now_us() // 1_000_000
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        overdue = [n for n, row in rows if row.state == SEALED and row.expires and row.expires <= now_s]
+        overdue = [n for n, row in rows if row.expires and row.expires <= now_s and self._is_left(row)]
         if overdue:
-            with self._lock.hold(self._c.files.monotonic()) as held:
+            with self.lock.hold(self._c.files.monotonic()) as held:
                 for number in overdue if held else ():
-                    self._reclaimer.drop(number)
+                    self.reclaimer.drop(number)
                     self._c.counters.add("segments_expired")
 
+    def _is_left(self, row: SegmentRow) -> bool:
+        """Whether nobody appends to a segment any more."""
+        if row.state == ACTIVE:
+            return self._c.liveness is not None and not self._c.liveness.is_alive(row.owner)
+        return row.state == SEALED
+
     def sweep(self) -> None:
-        self._reclaimer.sweep_step()
+        self.reclaimer.sweep_step()
+
+    def forget(self, segment_id: bytes) -> None:
+        """What is known of a segment is out of date."""
+        self._uses.pop(segment_id, None)
+        self._tables.pop(segment_id, None)
 
     # -- one victim --------------------------------------------------------------------------
 
@@ -164,22 +176,19 @@ class Evictor:
         if carry:
             self._carry(victim, carry)
         row = self._c.index.write(partial(space.doom, number=victim.number, owner=self._c.owner), COMMIT_SECONDS)
-        self._uses.pop(victim.row.segment_id, None)
+        self.forget(victim.row.segment_id)
         self._c.counters.add("segments_evicted")
-        if row is None or not self._reclaimer.finish(victim.number, row):
+        if row is None or not self.reclaimer.finish(victim.number, row):
             return 0
         return row.allocated
 
     def _choose(self, owner: bytes) -> tuple[Candidate | None, Sequence[int]]:
         """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
-        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        evictable = self._evictable(rows, owner)
-        now = self._c.files.now_us()
-        uses = [self._summary(Candidate(n, r), n in evictable, now) for n, r in rows if r.state != DOOMED]
+        evictable, uses, now = self.survey(owner)
         held = 0
         while (plan := eviction.choose(uses, now, self.budget.available)) is not None:
             victim = Candidate(plan.victim, evictable[plan.victim])
-            if not self._is_held(victim.row):
+            if not self.is_held(victim.row):
                 self.budget.carried(plan.carry_bytes)
                 return victim, plan.carry
             held += 1
@@ -188,88 +197,131 @@ class Evictor:
             return Candidate(*next(iter(evictable.items()))), ()  # one at a time: it frees nothing yet
         return None, ()
 
-    def _is_held(self, row: SegmentRow) -> bool:
+    def survey(self, owner: bytes = b"") -> tuple[dict[int, SegmentRow], list[eviction.Summary], int]:
+        """(segments that may be dropped, what the policy sees of all, the time of that)."""
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        evictable = self._evictable(rows, owner)
+        now = self._c.files.now_us()
+        marked = self._c.marks.ids()
+        tables = {n: self._table(Candidate(n, r), r.segment_id in marked) for n, r in rows if r.state != DOOMED}
+        if len(self._tables) > 2 * len(rows) + 64:  # others dropped segments, too
+            known = {r.segment_id for _, r in rows}
+            self._tables = {i: t for i, t in self._tables.items() if i in known}
+            self._uses = {i: u for i, u in self._uses.items() if i in known}
+        orphans = cohorts.orphans({n: t.cohorts for n, t in tables.items()}, now - COHORT_US)
+        uses = [
+            self._summary(Candidate(n, r), tables[n], n in evictable, orphans.get(n, frozenset()), now)
+            for n, r in rows
+            if n in tables
+        ]
+        return evictable, uses, now
+
+    def is_held(self, row: SegmentRow) -> bool:
         """Whether a reader has the segment open, so that dropping it would not free its blocks."""
         files = self._c.files
         try:
-            fd = files.open(file_name(row.segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments"))
+            segments = self._c.directory.sub("segments")
+            file = Descriptor.open(files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments)
         except OSError:
             return False
         try:
-            return not files.flock(fd, fcntl.LOCK_EX)
+            return not files.flock(file.fd, fcntl.LOCK_EX)
         finally:
-            files.close(fd)
+            file.close()
 
     def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
         """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
-        pinned, guaranteed = self.pinned(), self._guaranteed(rows)
+        pinned, spare = self.pinned(), self._above_guarantee(rows)
         free = {}
         for number, row in rows:
-            if row.state == DOOMED or row.segment_id in pinned or row.class_id[:8] in guaranteed:
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if row.state == DOOMED or row.segment_id in pinned:
                 continue
+            if mine != owner and mine in spare and row.allocated > spare[mine]:
+                continue  # others would take what was promised; a quota's own pages may make room for new ones
             if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
                 continue
             if row.class_id.startswith(owner):
                 free[number] = row
         return free
 
-    def _guaranteed(self, rows: Iterable[tuple[int, SegmentRow]]) -> set[bytes]:
-        """Quota classes that are within what was promised to them."""
-        used: Counter[bytes] = Counter()
+    def _above_guarantee(self, rows: Iterable[tuple[int, SegmentRow]]) -> dict[bytes, int]:
+        """Quota classes that were promised something -> what they use above it (negative: below)."""
+        promised = {quota_id(name): q.guaranteed_bytes for name, q in self._c.settings.quotas.items()}
+        above = {i: -nbytes for i, nbytes in promised.items() if nbytes}
         for _, row in rows:
-            used[row.class_id[:8]] += row.allocated
-        quotas = {quota_id(name): q for name, q in self._c.settings.quotas.items()}
-        return {i for i, q in quotas.items() if q.guaranteed_bytes and used[i] <= q.guaranteed_bytes}
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if mine in above and row.state != DOOMED:
+                above[mine] += row.allocated
+        return above
 
     def _take_over(self, victim: Candidate) -> bool:
         """A dead owner's active segment becomes ours, so that nobody goes on with it while it is dropped."""
         take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
-    def _summary(self, candidate: Candidate, evictable: bool, now_us: int) -> eviction.Summary:
-        """What the policy sees of a segment. Tables are read once, stamps when they have changed."""
+    def _table(self, candidate: Candidate, marked: bool) -> Table:
+        """A segment's records, read once, and again when there are more."""
+        segment_id = candidate.row.segment_id
+        known = self._tables.get(segment_id)
+        if known is None or known.marked != marked or len(known.written_us) < candidate.row.records:
+            known = self._tables[segment_id] = self._read_table(candidate, marked)
+        return known
+
+    def _summary(
+        self, candidate: Candidate, table: Table, evictable: bool, orphans: frozenset[int], now_us: int
+    ) -> eviction.Summary:
+        """What the policy sees of a segment; made anew when stamps or records have changed."""
         row = candidate.row
-        version = (row.records, row.allocated, evictable, *self._c.recency.version(row.segment_id))
+        version = (
+            row.records, row.allocated, evictable, table.marked, orphans, *self._c.recency.version(row.segment_id)
+        )  # fmt: skip
         cached = self._uses.get(row.segment_id)
         if cached is not None and cached.version == version and not row.expires:
             return cached.summary
-        table = cached.table if cached is not None else None
-        if table is None or len(table.written_us) < row.records:
-            table = self._read_table(candidate)
         stamps = self._c.recency.stamps(row.segment_id, table.written_us)
         carried, now_s = bool(row.flags & fmt.FLAG_CARRIED), now_us // 1_000_000
+        dead = [0 < e <= now_s or i in orphans for i, e in enumerate(table.expires)]
         summary = eviction.summarise(
             eviction.SegmentUse(
                 candidate.number, row.allocated,
-                [0 if 0 < e <= now_s else stamps[seq] for seq, e in zip(table.seqs, table.expires, strict=True)],
+                [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
                 table.sizes, table.chunks,
                 [carried or stamps[seq] > table.written_us[seq] for seq in table.seqs], evictable,
             )
         )  # fmt: skip
-        self._uses[row.segment_id] = _Known(version, table, summary)
+        self._uses[row.segment_id] = _Known(version, summary)
         return summary
 
-    def _read_table(self, candidate: Candidate) -> Table:
+    def _read_table(self, candidate: Candidate, marked: bool) -> Table:
         held = self._c.segments.acquire(candidate.number, candidate.row.segment_id, self._c.index.generation)
+        mark = self._c.marks.read(candidate.row.segment_id) if marked else None
+        purged: set[int] = set()
         entries: list[Entry] = []
+        found = CohortTable()
         if held is not None:
             try:
                 scan = scan_segment(held.fd, self._c.files, records_max=candidate.row.records)
                 entries = scan.entries if scan is not None else []
+                purged = {e.seq for e in entries if mark is not None and mark.covers(e)}
+                found = cohorts.collect(
+                    (e for e in entries if e.kind == fmt.KIND_PART),
+                    partial(read_namespace, held.fd, self._c.files, entries), purged,
+                )  # fmt: skip
             except OSError:
                 self._c.counters.add("read_errors")
-            finally:
-                self._c.segments.release(held)
+                entries, found = [], CohortTable()
         parts = [e for e in entries if e.kind == fmt.KIND_PART]
         return Table(
             array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
             array("Q", [e.stored_bytes for e in parts]), array("I", [e.chunk for e in parts]),
-            array("I", [e.expires for e in parts]),
+            array("I", [1 if e.seq in purged else e.expires for e in parts]),  # 1: long ago
+            found, marked,
         )  # fmt: skip
 
     def _carry(self, victim: Candidate, ordinals: Sequence[int]) -> None:
         """Copy hot pages to a segment of their own; what does not fit is lost."""
-        seqs = [self._uses[victim.row.segment_id].table.seqs[i] for i in ordinals]
+        seqs = [self._tables[victim.row.segment_id].seqs[i] for i in ordinals]
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return
@@ -279,5 +331,3 @@ class Evictor:
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")
-        finally:
-            self._c.segments.release(held)

@@ -10,6 +10,7 @@ a short read or write is not an error to the kernel; running out of file is repo
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import errno
 import fcntl
@@ -54,17 +55,30 @@ class Files:
         """Open a directory by path, following symlinks in the path itself (the user named it)."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def open(self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int) -> int:
-        """Open below a directory; symlinks and fifos are never followed or waited for."""
-        fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)
+    def open(
+        self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, keep: list[int | None] | None = None
+    ) -> int:
+        """Open below a directory; symlinks and fifos are never followed or waited for.
+
+        ``keep`` gets the descriptor, too, in the call that opens it: no interrupt can come in between.
+        """
+        kept: list[int | None] = [None] if keep is None else keep
+        how = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        kept.extend(map(functools.partial(os.open, dir_fd=dir_fd), (name,), (how,), (mode,)))
+        fd = kept[-1]
+        assert fd is not None
         if not flags & os.O_DIRECTORY and not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+            Files.close_kept(self, kept)
             raise OSError(errno.EINVAL, "not a regular file", name)
         return fd
 
-    def create(self, name: str, mode: int, *, dir_fd: int) -> int:
+    def close_kept(self, keep: list[int | None]) -> None:
+        """Close what ``open`` added to a list that held None, and take it out in the same call."""
+        collections.deque(map(os.close, iter(keep.pop, None)), maxlen=0)
+
+    def create(self, name: str, mode: int, *, dir_fd: int, keep: list[int | None] | None = None) -> int:
         """Create a new file with exactly ``mode`` (the umask would eat group bits)."""
-        fd = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
+        fd = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd, keep=keep)
         if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
             os.fchmod(fd, mode)
         return fd

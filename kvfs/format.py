@@ -31,9 +31,14 @@ FLAG_PINNED = 1  # holds a pinned prefix while pins/<class> exists
 FLAG_DIRECT = 2  # written with O_DIRECT: mapped only when sealed
 FLAG_CARRIED = 4  # written by eviction, from segments that it dropped
 
+PURGE_MAGIC = b"KVFSPRG1"
+PURGE_PENDING = 1  # index rows may still name the purged records
+PURGE_ALL = 2  # every record of the segment is purged, whatever it holds
+
 _HEADER = struct.Struct("<8sIIQQQ16s16sQIII16s")
 _ENTRY = struct.Struct("<BBHIIIII8sQIIQQ32s32s16s8s")
 _SEAL = struct.Struct("<8s16sIIQQ16s")
+_PURGE = struct.Struct("<8s16sIII")
 _CHECK = struct.Struct("<Q")
 
 HEADER_BYTES = _HEADER.size + 8
@@ -83,6 +88,29 @@ class Seal(NamedTuple):
     tail: int  # where this page lies: the end of the payloads
     sealed_us: int
     table_root: bytes  # XXH3-128 over the check words of all entries
+
+
+class PurgeMark(NamedTuple):
+    """Which records of a segment must never be named again."""
+
+    segment_id: bytes
+    flags: int  # PURGE_*
+    epoch: int  # the entries meant have at most this one: whoever takes the segment over may use their slots again
+    bits: bytes  # bit seq % 8 of byte seq // 8
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.flags & PURGE_PENDING)
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.flags & PURGE_ALL)
+
+    def covers(self, entry: Entry) -> bool:
+        if self.whole:
+            return True
+        at, bit = divmod(entry.seq, 8)
+        return entry.epoch <= self.epoch and at < len(self.bits) and bool(self.bits[at] >> bit & 1)
 
 
 def _with_check(body: bytes, seed: int = 0) -> bytes:
@@ -155,6 +183,21 @@ def parse_seal(page: bytes | memoryview) -> Seal | None:
         return None
     magic, segment_id, version, records, tail, sealed_us, table_root = _SEAL.unpack(body)
     return Seal(segment_id, records, tail, sealed_us, table_root) if (magic, version) == (SEAL_MAGIC, 1) else None
+
+
+def pack_purge_mark(mark: PurgeMark) -> bytes:
+    body = _PURGE.pack(PURGE_MAGIC, mark.segment_id, mark.flags, mark.epoch, len(mark.bits))
+    return _with_check(body + mark.bits)
+
+
+def parse_purge_mark(data: bytes) -> PurgeMark | None:
+    body = _body(data, len(data) - 8) if len(data) >= _PURGE.size + 8 else None
+    if body is None:
+        return None
+    magic, segment_id, flags, epoch, nbytes = _PURGE.unpack_from(body)
+    if magic != PURGE_MAGIC or len(body) != _PURGE.size + nbytes:
+        return None
+    return PurgeMark(segment_id, flags, epoch, body[_PURGE.size :])
 
 
 def slots_of_table(first: bool) -> int:

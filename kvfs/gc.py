@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 from collections.abc import Iterator
 from functools import partial
 
 from kvfs import space
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.descriptors import opened
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import FULL
 from kvfs.index.runs import sweep
@@ -34,11 +34,10 @@ class Reclaimer:
         self._sweep_at: bytes | None = None
         self._sweep_dropped = 0
 
-    def drop(self, number: int) -> None:
-        """Doom a segment and free its space if nobody holds it."""
+    def drop(self, number: int) -> bool:
+        """Doom a segment and free its space if nobody holds it; whether it is free."""
         row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner), COMMIT_SECONDS)
-        if row is not None:
-            self.finish(number, row)
+        return row is not None and self.finish(number, row)
 
     def finish(self, number: int, row: SegmentRow) -> bool:
         """Unlink a doomed segment; True if its bytes are free now."""
@@ -46,16 +45,14 @@ class Reclaimer:
         files, segments, doomed = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
         with contextlib.suppress(FileNotFoundError):
             files.rename(name, name, src_dir_fd=segments, dst_dir_fd=doomed)
-        try:
-            fd = files.open(name, os.O_RDONLY, dir_fd=doomed)
-        except FileNotFoundError:
-            fd = -1
-        if fd >= 0:
-            with self._c.directory.holding(fd):
-                if not files.flock(fd, fcntl.LOCK_EX):
-                    return False
-                files.unlink(name, dir_fd=doomed)
+        with contextlib.suppress(FileNotFoundError), opened(files, name, os.O_RDONLY, dir_fd=doomed) as fd:
+            if not files.flock(fd, fcntl.LOCK_EX):
+                return False
+            files.unlink(name, dir_fd=doomed)
         self._c.recency.forget(row.segment_id)
+        if self._c.marks.has(row.segment_id):
+            files.fsync(doomed)  # a segment that comes back after a power failure must find its mark
+            self._c.marks.forget(row.segment_id)
         self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
         return True
@@ -84,12 +81,12 @@ class Reclaimer:
                 self._c.index.write(partial(Session.swept, dropped=done), COMMIT_SECONDS)
             self._sweep_at = following
 
-    def sweep_all(self) -> None:
-        """A full round, for an index that is short of room."""
+    def sweep_all(self, end: float | None = None) -> None:
+        """A full round, for an index that is short of room; the upkeep goes on with it where ``end`` cuts it short."""
         self._sweep_at = None
         for _ in range(1_000_000):
             self.sweep_step(1)
-            if self._sweep_at is None:
+            if self._sweep_at is None or (end is not None and self._c.files.monotonic() >= end):
                 return
 
 
@@ -98,27 +95,15 @@ class GcLock:
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._thread = threading.Lock()
 
     @contextlib.contextmanager
     def hold(self, deadline: float) -> Iterator[bool]:
         """Yields whether the lock was had before ``deadline`` (monotonic seconds)."""
         files = self._c.files
-        if not self._thread.acquire(timeout=max(0.0, deadline - files.monotonic())):
-            yield False
-            return
-        try:
-            fd = files.open("gc", os.O_RDWR, dir_fd=self._c.directory.sub("run"))
-            with self._c.directory.holding(fd):
-                while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
-                    files.sleep(0.002)
-                yield got
-        finally:
-            self._thread.release()
-
-    def abandon(self) -> None:
-        """In a forked child: the thread that may have held the lock is not here."""
-        self._thread = threading.Lock()
+        with opened(files, "gc", os.O_RDWR, dir_fd=self._c.directory.sub("run")) as fd:  # each hold opens it anew
+            while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
+                files.sleep(0.002)
+            yield got
 
 
 def index_is_full(session: Session, index_bytes: int) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvfs.index.rows import Place, parse_row
 from kvfs.layout import Part
 from kvfs.lookup import Hit, valid_lengths
-from kvfs.segment_files import Held, SegmentFiles
+from kvfs.segment_files import Held
 from kvfs.types import Tier
 
 HOLD_SECONDS = 60.0
@@ -77,14 +76,12 @@ class GroupMatch:
 class Hold:
     """Shared locks on the segments of a match, until released, dropped or expired."""
 
-    def __init__(self, files: SegmentFiles, held: Mapping[int, Held], expires_at: float) -> None:
+    def __init__(self, held: Mapping[int, Held], expires_at: float) -> None:
         self.held = dict(held)
         self.expires_at = expires_at
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
-        self._finalizer = weakref.finalize(self, _release_all, files, list(held.values()))
-        self._finalizer.atexit = False
 
     def enter(self) -> bool:
         """Begin to read; False if the hold is over."""
@@ -107,18 +104,12 @@ class Hold:
 
     def disown(self) -> None:
         """In a forked child: the descriptors are the parent's."""
-        self._finalizer.detach()
         self._lock = threading.Lock()
         self.held, self._closed, self._users = {}, True, 0
 
     def _finish(self) -> None:
         if self._closed and not self._users:
-            self._finalizer()
-
-
-def _release_all(files: SegmentFiles, held: Sequence[Held]) -> None:
-    for one in held:
-        files.release(one)
+            self.held = {}
 
 
 @dataclass

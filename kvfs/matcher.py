@@ -29,6 +29,7 @@ class Matcher:
 
     def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
         """Longest restorable prefix; ``wants``: the rectangle wanted of each group."""
+        began = self._c.files.monotonic()
         lookups = [GroupLookup(prompt, *pair) for pair in zip(self._layout.groups, wants, strict=True)]
         chunks = 0
         generation = ""
@@ -41,7 +42,9 @@ class Matcher:
                 self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
         self._c.counters.add("lookups")
         self._c.counters.add("tokens_queried", len(prompt.hashes) * self._layout.page_tokens)
-        return self._hold(lookups, chunks, generation)
+        match = self._hold(lookups, chunks, generation)
+        self._c.counters.took("match", self._c.files.monotonic() - began)
+        return match
 
     def use_parts(self, session: Session, lookups: Sequence[GroupLookup]) -> None:
         """Tell lookups which parts their groups have."""
@@ -60,7 +63,7 @@ class Matcher:
             one = self._c.segments.acquire(number, segment_id, generation)
             if one is not None:
                 held[number] = one
-        hold = Hold(self._c.segments, held, self._c.files.monotonic() + HOLD_SECONDS)
+        hold = Hold(held, self._c.files.monotonic() + HOLD_SECONDS)
         if len(held) < len(match.segments):
             match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
         match.hold, match._tiers = hold, self._tiers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs import hashing
@@ -10,6 +11,8 @@ from kvfs.active import SegmentClass
 from kvfs.buffers import byte_view
 from kvfs.config import Quota, parse_duration, quota_id
 from kvfs.context import Context
+from kvfs.directory import explained
+from kvfs.epochs import next_epoch
 from kvfs.errors import ConfigError, NoSpaceError, StoreReadOnlyError
 from kvfs.identity import Identity, salt_digest
 from kvfs.layout import Group, PageLayout, Part
@@ -63,6 +66,20 @@ class Namespace:
     def name(self) -> str:
         return self.identity.name
 
+    def new_epoch(self) -> Namespace:
+        """The namespace of the same model after its weights were changed in place: nothing stored before is found.
+
+        The number is one that the store never gave before, to nobody and in no process. Of several ranks one calls
+        this; the others open the namespace with ``epoch=`` its ``identity.epoch``. This object stays as it is.
+        """
+        if self._c.liveness is None:
+            raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to raise the epoch")
+        epoch = self.identity.epoch + 1
+        if self._c.declines != "disabled":
+            with explained(self._c.directory.path):
+                epoch = next_epoch(self._c.directory, replace(self.identity, epoch=0).digest, self.identity.epoch)
+        return Namespace(self._c, self._appender, self._reader, replace(self.identity, epoch=epoch))
+
     # -- lookups -----------------------------------------------------------------------------
 
     def match(
@@ -107,7 +124,10 @@ class Namespace:
             outs.append(view)
         if not match.tokens:
             return 0
-        return self._reader.load(match, self.layout.groups, outs)
+        began = self._c.files.monotonic()
+        chunks = self._reader.load(match, self.layout.groups, outs)
+        self._c.counters.took("get", self._c.files.monotonic() - began)
+        return chunks
 
     def view(self, match: PrefixMatch, group: str | None = None) -> list[memoryview]:
         """Read-only buffers over the page cache, one per leading page that verifies; no copy.
@@ -147,6 +167,10 @@ class Namespace:
     def put_keys(self, keys: Sequence[bytes], pages: BufferLike, *, ttl: float | str | None = None) -> PutResult:
         """Store one page per opaque key (namespaces of kind ``opaque``)."""
         return self._put(self._key_prompt(keys), pages, 0, None, ttl, bytes(8))
+
+    def chunk_hashes(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None) -> list[bytes]:
+        """Names of the full chunks of a prompt: each stands for the whole prefix up to its end."""
+        return self._chain(self._tokens(token_ids), extra)
 
     def plan_save(
         self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
@@ -200,8 +224,13 @@ class Namespace:
         expires, segment_class = self._retention(ttl)
         if not isinstance(attempt, bytes) or len(attempt) != 8:
             raise ConfigError(f"attempt is {attempt!r}: pass 8 bytes that all ranks of a cohort share")
+        if self._c.declines:
+            pages_n = sum(put.pages for put in puts if put is not None)
+            self._c.counters.add(f"pages_declined_{self._c.declines}", pages_n)
+            return PutResult(0, 0, pages_n, 0, self._c.declines if pages_n else "")
         if self._c.liveness is None:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to put")
+        began = self._c.files.monotonic()
         total = Outcome()
         limit = len(prompt.hashes)
         for put in sorted((p for p in puts if p is not None), key=lambda p: p.group.need.kind != "all"):
@@ -209,6 +238,7 @@ class Namespace:
             for name in ("stored", "skipped", "in_flight", "declined"):
                 setattr(total, name, getattr(total, name) + getattr(done, name))
             total.reason = total.reason or done.reason
+        self._c.counters.took("put", self._c.files.monotonic() - began)
         return PutResult(total.stored, total.skipped, total.declined, total.in_flight, total.reason)
 
     def _store(

@@ -286,10 +286,12 @@ class Reader:
         if hold is None or not hold.enter():
             held = {}
             for number, segment_id in match.segments.items():
+                if self._c.marks.has(segment_id):
+                    continue  # some of it was purged, perhaps these pages: whoever wants to know looks up again
                 one = self._c.segments.acquire(number, segment_id, match.generation)
                 if one is not None:
                     held[number] = one
-            hold = Hold(self._c.segments, held, 0.0)
+            hold = Hold(held, 0.0)
             hold.enter()
             hold.release()
         try:

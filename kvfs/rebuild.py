@@ -20,10 +20,11 @@ import lmdb
 from kvfs import format as fmt
 from kvfs import space
 from kvfs.config import Settings
+from kvfs.descriptors import opened
 from kvfs.directory import Directory
 from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
 from kvfs.files import Files
-from kvfs.format import Entry
+from kvfs.format import Entry, PurgeMark
 from kvfs.hashing import page_key
 from kvfs.identity import Described, parse_descriptor
 from kvfs.index.environment import Index
@@ -34,6 +35,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.layout import Group, Part
 from kvfs.liveness import NOBODY
+from kvfs.marks import Marks
 from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
@@ -52,6 +54,7 @@ class Report:
     unreadable_segments: int = 0
     skipped_entries: int = 0
     expired: int = 0
+    purged: int = 0
     problems: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -77,12 +80,11 @@ def rebuild(
     files = directory.files
     run = directory.sub("run")
     try:
-        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
+        files.stat("rebuild", dir_fd=run)
     except FileNotFoundError:
         with contextlib.suppress(FileExistsError):
             files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
-        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
-    with directory.holding(lock):
+    with opened(files, "rebuild", os.O_RDWR, dir_fd=run) as lock:
         if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
             return None  # somebody is at it, or was meanwhile
         _remove_stale_generations(directory)
@@ -120,9 +122,13 @@ def build(
     try:
         tables = open_tables(env, create=True)
         now_s = files.now_us() // 1_000_000
+        marks = Marks(directory)
+        marked = marks.ids()
         # newest first: of two records of one page, the first that is published stays
         for listed in sorted(_list_all(directory, report), key=lambda x: -x.created_us):
-            with _SegmentBuilder(directory, listed, settings, store_id, alone, report, now_s) as builder:
+            segment_id = bytes.fromhex(listed.name[:32])
+            mark = marks.read(segment_id) if segment_id in marked else None
+            with _SegmentBuilder(directory, listed, settings, store_id, alone, report, now_s, mark) as builder:
                 for step in builder.steps():
                     if cancelled():
                         raise IndexUnavailableError("closed")
@@ -163,7 +169,7 @@ class _SegmentBuilder:
 
     def __init__(
         self, directory: Directory, listed: _Listed, settings: Settings, store_id: bytes, alone: bool,
-        report: Report, now_s: int,
+        report: Report, now_s: int, mark: PurgeMark | None,
     ) -> None:  # fmt: skip
         self._files: Files = directory.files
         self._listed = listed
@@ -174,6 +180,7 @@ class _SegmentBuilder:
         self._alone = alone
         self._report = report
         self._now_s = now_s
+        self._mark = mark
         self._namespaces: dict[int, Described] = {}
         self._descriptors: dict[bytes, bytes] = {}
         self._number = 0
@@ -205,6 +212,9 @@ class _SegmentBuilder:
         if dead and self._listed.folder == "segments":
             self._report.damaged_segments += 1
             self._report.note(f"segments/{self._listed.name}: no valid header of this store, dropped")
+        mark = self._mark
+        if mark is not None and mark.whole:
+            dead = True
         row = self._row(segment_id, scan if not foreign else None, dead)
 
         def add(session: Session) -> None:
@@ -215,7 +225,8 @@ class _SegmentBuilder:
             return
         self._report.segments += 1
         self._read_namespaces(scan)
-        entries = list(scan.parts())
+        entries = [e for e in scan.parts() if mark is None or not mark.covers(e)]
+        self._report.purged += sum(1 for _ in scan.parts()) - len(entries)
         for first in range(0, len(entries), ENTRIES_PER_COMMIT):
             batch = entries[first : first + ENTRIES_PER_COMMIT]
             yield partial(self._publish, entries=batch)
@@ -275,6 +286,8 @@ class _SegmentBuilder:
                 records = [r._replace(slot=0) for r in records]
             session.put_namespace(described.digest, self._descriptors[described.digest], number, packed)
             named = publish(session, partial(_row_key, described.digest, group.name, packed), leaves, records)
+            stored = sum(r.place.stored_bytes for r in records) * named // len(records) if records else 0
+            session.add_contents(self._number, described.digest, named, stored)
             self._report.pages += named
             self._report.duplicates += len(records) - named
 

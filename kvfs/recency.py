@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
 from kvfs.files import pack_u64
 
@@ -31,7 +32,7 @@ class Recency:
         self._directory = directory
         self._files = directory.files
         self._lock = threading.Lock()
-        self._open: OrderedDict[bytes, int] = OrderedDict()
+        self._open: OrderedDict[bytes, Descriptor] = OrderedDict()
         self._requests: OrderedDict[bytes, int] = OrderedDict()
 
     def note_request(self, chunk_hash: bytes, at_us: int) -> None:
@@ -57,37 +58,39 @@ class Recency:
             self._files.write_all(self._fd(segment_id), [pack_u64(stamps)], first * STAMP_BYTES)
 
     def _fd(self, segment_id: bytes) -> int:
-        fd = self._open.pop(segment_id, -1)
-        if fd < 0:
-            run = self._directory.sub("run/use")
+        file = self._open.pop(segment_id, None)
+        if file is None:
+            run, name, files = self._directory.sub("run/use"), segment_id.hex(), self._files
             try:
-                fd = self._files.open(segment_id.hex(), os.O_RDWR, dir_fd=run)
+                file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
             except FileNotFoundError:
                 try:
-                    fd = self._files.create(segment_id.hex(), self._directory.file_mode, dir_fd=run)
+                    file = Descriptor.create(files, name, self._directory.file_mode, dir_fd=run)
                 except FileExistsError:
-                    fd = self._files.open(segment_id.hex(), os.O_RDWR, dir_fd=run)
-        self._open[segment_id] = fd
+                    file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
+        self._open[segment_id] = file
         if len(self._open) > _OPEN_MAX:
-            self._files.close(self._open.popitem(last=False)[1])
-        return fd
+            self._open.popitem(last=False)[1].close()
+        return file.fd
 
     def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
         """Last use of each record; where there is no stamp, the time at which it was written."""
         now = self._files.now_us()
-        stamps = array("Q")
-        with contextlib.suppress(OSError):
-            fd = self._files.open(segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
-            try:
-                size = min(self._files.fstat(fd).st_size, 1 << 26) // STAMP_BYTES * STAMP_BYTES
-                stamps.frombytes(self._files.read(fd, size, 0))
-            finally:
-                self._files.close(fd)
+        stamps = self.raw(segment_id)
         used = list(written_us)
         for i, stamp in enumerate(stamps[: len(used)]):
             if 0 < stamp <= now:
                 used[i] = stamp
         return used
+
+    def raw(self, segment_id: bytes) -> array[int]:
+        """The stamps as they lie in the file, by seq; empty if there are none."""
+        stamps = array("Q")
+        with contextlib.suppress(OSError):
+            file = Descriptor.open(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
+            size = min(self._files.fstat(file.fd).st_size, 1 << 26) // STAMP_BYTES * STAMP_BYTES
+            stamps.frombytes(self._files.read(file.fd, size, 0))
+        return stamps
 
     def was_used(self, segment_id: bytes, seq: int) -> bool:
         """Whether a record was used since it was written."""
@@ -106,9 +109,9 @@ class Recency:
     def forget(self, segment_id: bytes) -> None:
         """The segment is gone."""
         with self._lock, contextlib.suppress(OSError):
-            fd = self._open.pop(segment_id, -1)
-            if fd >= 0:
-                self._files.close(fd)
+            file = self._open.pop(segment_id, None)
+            if file is not None:
+                file.close()
             self._files.unlink(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
 
     def sweep(self, known: set[bytes]) -> None:
@@ -121,9 +124,8 @@ class Recency:
 
     def close(self) -> None:
         with self._lock:
-            for fd in self._open.values():
-                with contextlib.suppress(OSError):
-                    self._files.close(fd)
+            for file in self._open.values():
+                file.close()
             self._open.clear()
 
     def abandon(self) -> None:

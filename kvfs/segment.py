@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvfs import format as fmt
+from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
@@ -48,6 +49,7 @@ class Record(NamedTuple):
     expires: int
     codec: int = fmt.CODEC_RAW
     table: bytes = b""  # its leaf table, if somebody has made it already
+    attempt: bytes = bytes(8)  # the cohort of ranks that wrote it
 
 
 class Placed(NamedTuple):
@@ -88,10 +90,10 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, fd: int, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
+        self, file: Descriptor, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
         records: int, allocated: int,
     ) -> None:  # fmt: skip
-        self.fd = fd
+        self._file = file
         self.segment_id = segment_id
         self.number = number
         self.epoch = epoch
@@ -110,18 +112,18 @@ class SegmentWriter:
     def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
         """Make the file with its header page and ``allocated`` bytes of blocks."""
         files, name = directory.files, file_name(header.segment_id)
-        fd = files.create(name, directory.file_mode, dir_fd=directory.sub("segments"))
+        file = Descriptor.create(files, name, directory.file_mode, dir_fd=directory.sub("segments"))
         try:
-            files.flock(fd, fcntl.LOCK_SH)
-            files.fallocate(fd, 0, allocated)
-            files.write_all(fd, [fmt.pack_header(header)], 0)
+            files.flock(file.fd, fcntl.LOCK_SH)
+            files.fallocate(file.fd, 0, allocated)
+            files.write_all(file.fd, [fmt.pack_header(header)], 0)
         except OSError:
-            files.close(fd)
+            file.close()
             with contextlib.suppress(OSError):
                 files.unlink(name, dir_fd=directory.sub("segments"))
             raise
         return cls(
-            fd, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
+            file, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
             records=0, allocated=allocated,
         )  # fmt: skip
 
@@ -132,7 +134,8 @@ class SegmentWriter:
     ) -> SegmentWriter:  # fmt: skip
         """Go on where a dead process stopped, behind the last published record. OSError if the file disagrees."""
         files = directory.files
-        fd = files.open(file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
+        file = Descriptor.open(files, file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
+        fd = file.fd
         try:
             if not files.flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EBUSY, "segment is being removed")
@@ -141,14 +144,18 @@ class SegmentWriter:
                 raise OSError(errno.EIO, "the table does not hold what was published")
             files.fallocate(fd, 0, allocated)
         except OSError:
-            files.close(fd)
+            file.close()
             raise
         writer = cls(
-            fd, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
+            file, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
             allocated=allocated,
         )  # fmt: skip
         writer._slot, writer._checks = scan.slot, bytearray(scan.checks)
         return writer
+
+    @property
+    def fd(self) -> int:
+        return self._file.fd
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -179,20 +186,16 @@ class SegmentWriter:
             raise
         self.allocated = allocated
 
-    def append(
-        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes, at_us: int
-    ) -> list[Placed]:
+    def append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, at_us: int) -> list[Placed]:
         """Write records and their entries. On return they lie in the file; nothing names them yet."""
         assert not self.dead, "append to a dead segment"
         try:
-            return self._append(records, digest, descriptor, attempt, at_us)
+            return self._append(records, digest, descriptor, at_us)
         except BaseException:  # an interrupt, too, may leave tables and counts half changed
             self.dead = True
             raise
 
-    def _append(
-        self, records: Sequence[Record], digest: bytes, descriptor: bytes, attempt: bytes, now: int
-    ) -> list[Placed]:
+    def _append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, now: int) -> list[Placed]:
         start = self.tail
         buffers: list[Any] = []
         entries: list[Entry] = []
@@ -215,7 +218,7 @@ class SegmentWriter:
             entries.append(
                 Entry(fmt.KIND_PART, r.codec, r.group, 0, self.epoch, 0, r.chunk, r.expires, r.part, payload,
                       len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash,
-                      root_of(table), attempt)
+                      root_of(table), r.attempt)
             )  # fmt: skip
             leaves_at += len(table)
         placed = self._write_entries(entries, end, digest)
@@ -290,8 +293,7 @@ class SegmentWriter:
         return end
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._files.close(self.fd)
+        self._file.close()
 
 
 def _need(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, pages: int, free_slots: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvfs import format as fmt
 from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.hashing import root_of
+from kvfs.identity import Described, parse_descriptor
 
 
 @dataclass
@@ -93,3 +94,12 @@ def read_descriptor(fd: int, files: Files, entry: Entry) -> bytes | None:
         return None
     data = files.read(fd, entry.stored_bytes, entry.payload)
     return data if root_of(data) == entry.root else None
+
+
+def read_namespace(fd: int, files: Files, entries: Sequence[Entry], seq: int) -> Described | None:
+    """The namespace that the entry ``seq`` describes; None if it is none, or does not verify."""
+    if seq >= len(entries) or entries[seq].kind != fmt.KIND_NAMESPACE:
+        return None
+    data = read_descriptor(fd, files, entries[seq])
+    described = parse_descriptor(data) if data is not None else None
+    return described if described is not None and described.digest == entries[seq].chunk_hash else None

@@ -4,40 +4,58 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvfs import config, core
+from kvfs import bundle, config, core
 from kvfs import directory as directories
-from kvfs.config import Settings
+from kvfs.bundle import Exported
+from kvfs.bundle_import import Imported, Importer
+from kvfs.catalog import Catalog
+from kvfs.config import Quota, Settings, parse_size
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
-from kvfs.errors import ConfigError, IndexUnavailableError, StoreReadOnlyError
+from kvfs.disabled import DisabledCore
+from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.identity import Identity
 from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
 from kvfs.layout import PageLayout
+from kvfs.match import PrefixMatch
 from kvfs.namespace import Namespace
 from kvfs.pins import Pin
-from kvfs.types import TokensLike, Verify
+from kvfs.plan import Plan, make_plan
+from kvfs.purge import LOCK_SECONDS
+from kvfs.selection import select
+from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
 from kvfs.verify import Verification, Verifier
 from kvfs.version import FORMAT
+from kvfs.warm import Warmed, Warmer
 
 
 def open_store(
     path: str | os.PathLike[str] | None = None, *, capacity: int | str | None = None, create: bool = True,
     read_only: bool = False, segment_bytes: int | str | None = None, index_bytes: int | str | None = None,
-    sync: str = "cache", mode: str = "cache", verify: str | Verify | None = None, threads: int | None = None,
-    files: Files | None = None,
+    sync: str = "cache", mode: str = "cache", quotas: Mapping[str, Quota] | None = None,
+    verify: str | Verify | None = None, threads: int | None = None, files: Files | None = None,
+    counted: bool = True,
 ) -> Store:  # fmt: skip
     """Open the store at ``path``, creating it if it is missing.
 
     ``capacity`` and the settings beside it are used when the store is created; afterwards kvfs.toml decides, for
     every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off".
-    ``threads``: parallel reads of one ``get`` from the page cache. Raises StoreNotFoundError, FormatError,
+    ``threads``: parallel reads of one ``get`` from the page cache. ``counted=False`` keeps what this process does out
+    of the counters that all processes share. Raises StoreNotFoundError, FormatError,
     StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
+
+    Operators may set ``KVFS_DISABLE=1`` (every match misses, every put declines, nothing is touched) and
+    ``KVFS_READONLY=1`` (as ``read_only=True``, but puts decline in place of raising).
     """
-    where = _path_of(path if path is not None else os.environ.get("KVFS_DIR", ""))
+    disabled = config.switch("KVFS_DISABLE", os.environ.get("KVFS_DISABLE"))
+    forced = config.switch("KVFS_READONLY", os.environ.get("KVFS_READONLY")) and not read_only
+    named = path if path is not None else os.environ.get("KVFS_DIR", "")
+    where = _path_of(named or "disabled" if disabled else named)
     try:
         policy = None if verify is None else Verify(verify)
     except ValueError:
@@ -45,6 +63,9 @@ def open_store(
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 64):
         raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
     files = files or Files()
+    if disabled:
+        return Store(DisabledCore(where, policy, threads, files))
+    read_only = read_only or forced
     if not read_only and create and not directories.is_store(where):
         if capacity is None:
             capacity = os.environ.get("KVFS_CAPACITY")
@@ -52,10 +73,14 @@ def open_store(
             raise ConfigError(
                 f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one"
             )
-        settings = config.make_settings(capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode)
+        settings = config.make_settings(
+            capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas
+        )
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    return Store(core.enter(where, read_only, policy, threads, files))
+    shared = core.enter(where, read_only, policy, threads, files, "read-only" if forced else "")
+    shared.c.tallies.muted = not counted
+    return Store(shared)
 
 
 def _path_of(path: object) -> str:
@@ -122,6 +147,7 @@ class Store:
             "read_only": shared.read_only,
             "verify": shared.c.verify.value,
             "counters": shared.c.counters.snapshot(),
+            "totals": shared.c.tallies.total(),
             "index": {"state": "ready", "generation": shared.c.index.generation, "timeouts": shared.c.index.timeouts},
         }
         try:
@@ -130,35 +156,121 @@ class Store:
             result["index"]["state"] = str(exc)
         return result
 
-    def gc(self, target_bytes: int | None = None) -> dict[str, int]:
-        """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now)."""
+    def gc(self, target_bytes: int | None = None, *, seconds: float | None = None) -> dict[str, int]:
+        """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now).
+
+        Ends after ``seconds``, if given, whatever is left to do then.
+        """
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
         with directories.explained(self.path):
-            return self._core.evictor.collect(target_bytes)
+            return self._core.evictor.collect(target_bytes, seconds)
+
+    def gc_plan(self, target_bytes: int | None = None) -> Plan:
+        """What ``gc`` would do now. Changes nothing."""
+        self._check_open()
+        return make_plan(self._core.c, self._core.evictor, target_bytes)
+
+    def purge(
+        self, namespace: Namespace | str | bytes | None = None, *, salt: str | None = None,
+        prefix: TokensLike | None = None, chunks: Iterable[bytes] | None = None, extra: ExtraKeys | None = None,
+    ) -> PurgeResult:  # fmt: skip
+        """Remove pages for good: no lookup finds them afterwards, and no rebuild brings them back.
+
+        ``namespace``: one as ``namespace()`` gives it, its digest (32 bytes, or in hex), or a name (then all of that
+        name, whatever their revision). ``salt``: a tenant's secret, everything stored under it. ``prefix``: only the
+        full chunks of these token ids, heads that other prompts share included; needs a Namespace. ``chunks``: only
+        chunks of these hashes (see ``Namespace.chunk_hashes``). Pages stored afterwards are served, and so are matches
+        and views that somebody holds already, until he lets go. ConfigError if a pin protects some of the pages.
+        """
+        self._check_open()
+        selection = select(namespace, salt, prefix, chunks, extra)
+        self._check_enabled()
+        self._check_writable()
+        with directories.explained(self.path):
+            return self._core.purger.purge(selection)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
         self._check_open()
         self._check_writable()
-        with namespace.match(token_ids) as match, directories.explained(self.path):
-            return self._core.pins.pin(name, match)
+        if self._core.disabled:
+            return 0
+        deadline = self._core.c.files.monotonic() + LOCK_SECONDS
+        with directories.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
+            if not held:
+                raise StoreLockedError(f"{name!r} is not pinned: somebody evicts or purges; try again")
+            # under the lock from the lookup on: nothing that is being purged may be copied
+            with namespace.match(token_ids) as match:
+                return self._core.pins.pin(name, match)
 
     def unpin(self, name: str) -> bool:
         """Make a pinned prefix ordinary again; False if there is no such pin."""
         self._check_open()
         self._check_writable()
+        if self._core.disabled:
+            return False
         with directories.explained(self.path):
             return self._core.pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         self._check_open()
+        if self._core.disabled:
+            return []
         with directories.explained(self.path):
             return self._core.pins.list()
+
+    def warm(
+        self, namespaces: Sequence[str] = (), *, prefixes: Sequence[str] = (), match: PrefixMatch | None = None,
+        pinned: bool = False, hottest: int | str | None = None, check: bool = False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Warmed:  # fmt: skip
+        """Read pages into the page cache: of namespaces, of prefixes (ids of ``kvfs ls``), of a match, of all pins,
+        or the ``hottest`` bytes. ``check`` only says how much is there. ``progress(done, total)`` in bytes.
+        """
+        self._check_open()
+        warmer = Warmer(self._core.c, self._core.pins.segments)
+        with directories.explained(self.path):
+            ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []
+            ranges += warmer.of_prefixes(prefixes) if prefixes else []
+            ranges += warmer.of_match(match) if match is not None else []
+            ranges += warmer.of_pins() if pinned else []
+            ranges += warmer.hottest(parse_size(hottest, "hottest")) if hottest is not None else []
+            return warmer.run(ranges, check=check, progress=progress)
+
+    def export(
+        self, path: str, namespaces: Sequence[str] = (), *, match: PrefixMatch | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Exported:  # fmt: skip
+        """Write the pages of namespaces, or of a match, to a bundle; see ``kvfs.bundle``."""
+        self._check_open()
+        c = self._core.c
+        with directories.explained(path):
+            chosen = bundle.choose_namespaces(c, [self.catalog.find(n) for n in namespaces]) if namespaces else []
+            chosen += bundle.choose_match(match) if match is not None else []
+            return bundle.export(c, chosen, path, progress)
+
+    def import_bundle(
+        self, path: str, *, partial: bool = False, digest: str | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Imported:  # fmt: skip
+        """Verify a bundle page by page and take its pages in; nothing of one that was changed, unless ``partial``."""
+        self._check_open()
+        self._check_writable()
+        return Importer(self._core.c, self._core.active, partial_=partial).run(path, progress, digest=digest)
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is in the store: namespaces, segments, prefixes."""
+        self._check_open()
+        return Catalog(self._core.c)
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
         """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""
         self._check_open()
+        self._check_enabled()
         verifier = Verifier(self._core.c, sample, seed)
         with directories.explained(self.path):
             report = verifier.run()
@@ -171,6 +283,11 @@ class Store:
     def _check_writable(self) -> None:
         if self._core.read_only:
             raise StoreReadOnlyError(f"{self.path} is open read-only")
+
+    def _check_enabled(self) -> None:
+        """For calls whose answer would be a lie."""
+        if self._core.disabled:
+            raise ConfigError("kvfs is switched off (KVFS_DISABLE is set): unset it for this command")
 
     def _check_open(self) -> None:
         if self._closed:

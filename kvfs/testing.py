@@ -114,9 +114,11 @@ class FaultyFiles(Files):
         self._enter("open_root", path)
         return super().open_root(path)
 
-    def open(self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int) -> int:
+    def open(
+        self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, keep: list[int | None] | None = None
+    ) -> int:
         self._enter("open", name)
-        return super().open(name, flags, mode, dir_fd=dir_fd)
+        return super().open(name, flags, mode, dir_fd=dir_fd, keep=keep)
 
     def mkdir(self, name: str, mode: int, *, dir_fd: int | None = None) -> None:
         self._enter("mkdir", name)
@@ -149,6 +151,12 @@ class FaultyFiles(Files):
     def close(self, fd: int) -> None:
         fault = self._enter("close", fd)
         super().close(fd)
+        if fault is not None:
+            raise fault.raised()
+
+    def close_kept(self, keep: list[int | None]) -> None:
+        fault = self._enter("close", keep[-1])
+        super().close_kept(keep)
         if fault is not None:
             raise fault.raised()
 

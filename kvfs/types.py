@@ -43,6 +43,14 @@ class PutResult(NamedTuple):
     reason: str = ""
 
 
+class PurgeResult(NamedTuple):
+    """What a purge did. Space that somebody still maps or reads is freed when he lets go."""
+
+    pages: int  # index entries removed
+    segments_dropped: int  # they held nothing else
+    bytes_freed: int
+
+
 @dataclass(frozen=True)
 class SavePlan:
     """Which pages of a prompt are worth saving. Picklable: one process plans, others save."""

@@ -1,13 +1,14 @@
 """Checking a store: structure of every segment, the bytes of its pages, and the index against both.
 
-Safe beside running workers: published bytes never change, and what is being written is not judged. With
-``repair`` bad pages leave the index; where the index itself contradicts the segments it is retired and rebuilt.
+Safe beside running workers: published bytes never change, and what is being written is not judged. A bad record
+that the index does not name any more is no problem: nobody can read it. With ``repair`` bad pages leave the index and
+files that are not kvfs's move to quarantine/; where the index contradicts the segments it is retired and rebuilt.
 """
 
 from __future__ import annotations
 
-import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,8 @@ from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 
 ROWS_PER_HOLD = 256
 PROBLEMS_MAX = 1000
+QUARANTINE_FILES_MAX = 64
+_SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 
 
 @dataclass
@@ -41,12 +44,13 @@ class Verification:
     bad_pages: int = 0
     bad_segments: int = 0
     index_errors: int = 0
+    foreign_files: int = 0
     repaired: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return not (self.bad_pages or self.bad_segments or self.index_errors)
+        return not (self.bad_pages or self.bad_segments or self.index_errors or self.foreign_files)
 
     def note(self, text: str) -> None:
         if len(self.problems) < PROBLEMS_MAX:
@@ -64,6 +68,9 @@ class Verifier:
         self._random = random.Random(seed)
         self.report = Verification()
         self._bad: dict[int, set[int]] = {}  # segment number -> seqs
+        self._why: dict[tuple[int, int], str] = {}
+        self._named: set[tuple[int, int]] = set()  # bad records that the index names
+        self._foreign: list[str] = []  # names in segments/ that are no segment's
         self._records: dict[int, dict[int, bytes]] = {}  # segment number -> seq -> check of (hash, root, place)
 
     def run(self) -> Verification:
@@ -76,6 +83,9 @@ class Verifier:
             if row.state != DOOMED:
                 self._segment(number, row)
         self._index()
+        for place in sorted(self._named):
+            self.report.bad_pages += 1
+            self.report.note(self._why[place])
         self._strangers({row.segment_id for _, row in rows})
         return self.report
 
@@ -99,8 +109,6 @@ class Verifier:
             self._pages(number, row, held, scan)
         except OSError as exc:
             self._bad_segment(number, row, str(exc.strerror))
-        finally:
-            self._c.segments.release(held)
 
     def _still_there(self, number: int, row: SegmentRow) -> bool:
         now = self._c.index.read(lambda s: s.segment(number), COMMIT_SECONDS)
@@ -123,9 +131,8 @@ class Verifier:
             self.report.bytes += entry.stored_bytes
             why = self._page(held, entry, known[entry.ns_seq])
             if why:
-                self.report.bad_pages += 1
-                self.report.note(f"segment {row.segment_id.hex()} record {entry.seq}: {why}")
                 self._bad.setdefault(number, set()).add(entry.seq)
+                self._why[number, entry.seq] = f"segment {row.segment_id.hex()} record {entry.seq}: {why}"
 
     def _described(self, held: Held, scan: Scan, ns_seq: int) -> Described | None:
         if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
@@ -169,6 +176,8 @@ class Verifier:
                     self._check_place(key, place)
 
     def _check_place(self, key: bytes, place: Place) -> None:
+        if (place.segment, place.seq) in self._why:
+            self._named.add((place.segment, place.seq))
         recorded = self._records[place.segment].get(place.seq)
         if recorded is not None and recorded != _fingerprint_of(place):
             self.report.index_errors += 1
@@ -188,16 +197,19 @@ class Verifier:
         names = self._c.files.listdir(self._c.directory.sub("segments"))
         now = {row.segment_id for _, row in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)} | known
         for name in names:
-            stem, extension = os.path.splitext(name)
-            if extension == ".kvs" and len(stem) == 32 and bytes.fromhex(stem) in now:
-                continue
-            self.report.bad_segments += 1
-            self.report.note(f"segments/{name}: the index does not know it")
+            if not _SEGMENT_NAME.match(name):
+                self._foreign.append(name)
+                self.report.foreign_files += 1
+                self.report.note(f"segments/{name}: not a file of kvfs")
+            elif bytes.fromhex(name[:32]) not in now:
+                self.report.bad_segments += 1
+                self.report.note(f"segments/{name}: the index does not know it")
 
     # -- repair ------------------------------------------------------------------------------
 
     def repair(self) -> None:
         """Take bad pages out of the index; retire an index that contradicts the segments."""
+        self._quarantine()
         wrong = {(number, seq) for number, seqs in self._bad.items() for seq in seqs}
         if wrong:
             keys = [key for key, value in self._rows() if _names(key, value, wrong)]
@@ -213,6 +225,23 @@ class Verifier:
                 self.report.note(f"index: not rebuilt ({exc})")
             else:
                 self.report.repaired += self.report.index_errors + self.report.bad_segments
+
+    def _quarantine(self) -> None:
+        """Move what is not kvfs's out of the way; it is never deleted, and there is room for so much only."""
+        files, directory = self._c.files, self._c.directory
+        source, target = directory.sub("segments"), directory.sub("quarantine")
+        room = QUARANTINE_FILES_MAX - len(files.listdir(target))
+        for name in self._foreign:
+            if room <= 0:
+                self.report.note(f"segments/{name}: stays, quarantine/ is full; remove by hand what is in there")
+                continue
+            try:
+                files.rename(name, f"{files.now_us()}-{files.random(4).hex()}", src_dir_fd=source, dst_dir_fd=target)
+            except OSError as exc:
+                self.report.note(f"segments/{name}: stays ({exc.strerror})")
+                continue
+            room -= 1
+            self.report.repaired += 1
 
 
 def _page_rows(session: Session, start: bytes) -> list[tuple[bytes, bytes]]:

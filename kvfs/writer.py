@@ -80,6 +80,9 @@ class Appender:
     def store(self, job: Job, chunks: Sequence[int]) -> Outcome:
         """Store ``chunks`` (ascending) of a job; the first decline ends it."""
         outcome = Outcome()
+        if self._c.declines:
+            self._c.counters.add(f"pages_declined_{self._c.declines}", len(chunks))
+            return Outcome(declined=len(chunks), reason=self._c.declines)
         deadline = self._c.files.monotonic() + SPACE_SECONDS
         lock = self._active.lock(job.segment_class)
         done = 0
@@ -141,7 +144,7 @@ class Appender:
             raise Declined("index") from None
         if targets:
             records = [self._record(job, t) for t in targets]
-            placed = writer.append(records, job.identity.digest, job.descriptor, job.attempt, job.at_us)
+            placed = writer.append(records, job.identity.digest, job.descriptor, job.at_us)
             if self._c.settings.sync == "sync":
                 self._active.sync(writer)
             else:
@@ -159,7 +162,7 @@ class Appender:
         return Record(
             payload, job.group.leaf_bytes(job.part), job.group.leaves(job.part), len(payload), job.group_number,
             target.chunk, job.part.pack(), target.chunk_hash, target.head, job.expires,
-            table=job.table(target.chunk) if job.table is not None else b"",
+            table=job.table(target.chunk) if job.table is not None else b"", attempt=job.attempt,
         )  # fmt: skip
 
     def _claim(
@@ -210,6 +213,7 @@ class Appender:
         def transact(session: Session) -> int:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
             count = publish(session, job.row_key, job.group.leaves(job.part), named)
+            session.add_contents(writer.number, job.identity.digest, count, count * named[0].place.stored_bytes)
             moved = row._replace(
                 records=writer.records, tail=writer.tail, table=writer.table,
                 expires=max(row.expires, job.expires) if job.expires else row.expires,
@@ -254,11 +258,11 @@ class Appender:
                 allocated = self._c.index.write(claim, COMMIT_SECONDS)
                 if allocated > writer.allocated:
                     writer.grow(allocated)
-                placed = writer.append([m[3] for m in moves], digest, descriptor, bytes(8), self._c.files.now_us())
+                placed = writer.append([m[3] for m in moves], digest, descriptor, self._c.files.now_us())
                 for p, stamp in zip(placed, stamps, strict=True):
                     self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
                 return self._c.index.write(
-                    lambda s: self._move(s, writer, generation, row_key, leaves, moves, placed), COMMIT_SECONDS
+                    lambda s: self._move(s, writer, generation, digest, row_key, leaves, moves, placed), COMMIT_SECONDS
                 )
             except NeedSpaceError:
                 raise Declined("space") from None
@@ -267,15 +271,19 @@ class Appender:
                 raise Declined("io") from None
 
     def _move(
-        self, session: Session, writer: SegmentWriter, generation: str, row_key: Callable[[bytes], bytes], leaves: int,
-        moves: Sequence[tuple[int, int, int, Record]], placed: Sequence[Placed],
+        self, session: Session, writer: SegmentWriter, generation: str, digest: bytes,
+        row_key: Callable[[bytes], bytes], leaves: int, moves: Sequence[tuple[int, int, int, Record]],
+        placed: Sequence[Placed],
     ) -> int:  # fmt: skip
         row = space.own_segment(session, writer.number, self._c.owner, generation)
         moved = 0
         for (source, seq, slot, r), p in zip(moves, placed, strict=True):
             place = Place(r.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
                           p.leaves // 8, p.seq, r.expires)  # fmt: skip
-            moved += move(session, row_key, leaves, source, [(seq, Publish(r.run_hash, slot, place))])
+            if move(session, row_key, leaves, source, [(seq, Publish(r.run_hash, slot, place))]):
+                moved += 1
+                session.add_contents(source, digest, -1, -place.stored_bytes)
+                session.add_contents(writer.number, digest, 1, place.stored_bytes)
         session.set_segment(
             writer.number, row, row._replace(records=writer.records, tail=writer.tail, table=writer.table)
         )

@@ -1,6 +1,6 @@
 """Generations of the index: which one is current, whether it may be trusted, transactions on it.
 
-``index/<generation>/`` holds an LMDB environment and a file ``users``, on which every process that works with
+``index/<generation>/`` holds an LMDB environment and a file ``users``, on which every process that may change
 this generation holds a shared flock. ``index/CURRENT`` names the generation. ``state`` at the root says for
 which boot, device and inode it was made dirty, durably before the first commit.
 
@@ -34,6 +34,7 @@ from kvfs.index.worker import Worker
 T = TypeVar("T")
 PROBE_SECONDS = 0.1  # the breaker lets one call through per this time
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
+READ_AHEAD_BYTES_MAX = 1 << 30
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
 _MY_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
@@ -188,7 +189,9 @@ class Index:
         same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
         if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
             raise OSError("dirty index of another boot or of dead processes")
-        if not self._files.flock(self._users, fcntl.LOCK_SH):
+        if self._read_only:  # only whoever can leave the index clean counts: the last writer must find himself alone
+            self._files.flock(self._users, fcntl.LOCK_UN)
+        elif not self._files.flock(self._users, fcntl.LOCK_SH):
             raise OSError("users file is locked by somebody without the gate")
         if not self._read_only and (state.clean or alone):
             write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=False))
@@ -290,6 +293,22 @@ class Index:
     @property
     def map_size(self) -> int:
         return self._map_size
+
+    def read_ahead(self) -> None:
+        """Ask the kernel for the whole index, for somebody who will walk it: its pages lie in no order."""
+        if self.generation and self._private is None:
+            with contextlib.suppress(OSError):
+                folder = self._files.open(
+                    self.generation, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._directory.sub("index")
+                )
+                try:
+                    fd = self._files.open("data.mdb", os.O_RDONLY, dir_fd=folder)
+                    try:
+                        self._files.readahead(fd, 0, min(self._files.fstat(fd).st_size, READ_AHEAD_BYTES_MAX))
+                    finally:
+                        self._files.close(fd)
+                finally:
+                    self._files.close(folder)
 
     def keep_slack(self) -> None:
         """Allocate blocks ahead of the index file's end, so that a commit does not need the disk's last ones."""

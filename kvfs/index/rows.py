@@ -107,6 +107,14 @@ class Row:
                     e.seq + (0 if e.flags & CLAIM else i), e.expires,
                 )  # fmt: skip
 
+    def hashed(self) -> Iterator[tuple[Extent, int, bytes]]:
+        """(extent, chunks, their hashes) of each extent."""
+        at = self._hashes
+        for e in self.extents:
+            end = at + HASH_BYTES * e.chunks
+            yield e, e.chunks, self.value[at:end]
+            at = end
+
     def stretches(self, bits: int) -> Iterator[tuple[Extent, int, int, bytes]]:
         """(extent, chunks of it left out before, count, roots) of each run of chunks in ``bits``."""
         at, value = self._hashes + HASH_BYTES * self.present.bit_count(), self.value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
@@ -205,17 +205,22 @@ def move(
 
 def forget_place(session: Session, keys: Iterable[bytes], wrong: set[tuple[int, int]]) -> int:
     """Remove records (segment, seq), found to be bad, from the rows ``keys``; returns how many."""
-    removed = 0
+    return len(forget(session, keys, wrong))
+
+
+def forget(session: Session, keys: Iterable[bytes], wrong: Container[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Remove records (segment, seq) from the rows ``keys``; those that were there."""
+    removed: set[tuple[int, int]] = set()
     for key in keys:
         row = parse_row(key, session.txn.get(key, db=session.db.pages))
         if row is None:
             continue
         places = dict(row.places())
         bad = [j for j, p in places.items() if (p.segment, p.seq) in wrong and not p.flags & CLAIM]
+        removed |= {(places[j].segment, places[j].seq) for j in bad}
         for j in bad:
             del places[j]
         if bad:
-            removed += len(bad)
             save(session, key, places, row.leaves)
     return removed
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from kvfs.index import tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
-from kvfs.index.tables import ACTIVE, DOOMED, Ledger, SegmentRow
+from kvfs.index.tables import ACTIVE, DOOMED, Contents, Ledger, SegmentRow
 
 PAGE = 4096
 PARTS_MAX = 256  # shapes of parts that a namespace's group may have
@@ -124,6 +124,7 @@ class Session:
     def delete_segment(self, number: int, row: SegmentRow) -> None:
         """The last step of a segment's life: its bytes are free."""
         self.txn.delete(tables.segment_key(number), db=self.db.segments)
+        tables.delete_contents(self.txn, self.db.meta, number)
         tables.unlist_segment(self.txn, self.db.meta, number, row.state)
         tables.add_quota_use(self.txn, self.db.meta, row.class_id, -row.allocated)
         ledger = self.ledger()
@@ -157,6 +158,15 @@ class Session:
         """(digest, descriptor) of all namespaces."""
         with self.txn.cursor(db=self.db.namespaces) as cursor:
             return [(key, value) for key, value in cursor if len(key) == 32]
+
+    def add_contents(self, segment: int, digest: bytes, records: int, stored_bytes: int) -> None:
+        """A segment has so many more (or fewer) records of a namespace."""
+        if records:
+            tables.add_contents(self.txn, self.db.meta, Contents(segment, digest, records, stored_bytes))
+
+    def contents(self, after: bytes, rows_max: int) -> tuple[list[Contents], bytes | None]:
+        """What segments hold of each namespace, in slices; see ``tables.read_contents``."""
+        return tables.read_contents(self.txn, self.db.meta, after, rows_max)
 
     def quota_used(self, owner: bytes) -> int:
         """Bytes that the segments of a quota are charged with."""

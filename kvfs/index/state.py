@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from typing import NamedTuple
 
+from kvfs.descriptors import opened
 from kvfs.directory import Directory
 
 
@@ -32,4 +35,18 @@ def read_state(directory: Directory) -> State | None:
 
 
 def write_state(directory: Directory, state: State) -> None:
-    directory.write_small("state", json.dumps(state._asdict()).encode() + b"\n")
+    """Replace the file, durably. On a full disk the old one is overwritten in its place.
+
+    That can be torn. Then it says nothing, or speaks of no generation that there is, and the index is not trusted; what
+    it is called clean for has been synced before.
+    """
+    data = json.dumps(state._asdict()).encode() + b"\n"
+    try:
+        directory.write_small("state", data)
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with opened(directory.files, "state", os.O_RDWR, dir_fd=directory.root) as fd:
+            size = directory.files.fstat(fd).st_size
+            directory.files.write_all(fd, [data.ljust(size)], 0)
+            directory.files.fsync(fd)

@@ -19,6 +19,8 @@ _CHECK = struct.Struct("<Q")
 _USED = struct.Struct("<q")
 LEDGER_KEY = b"ledger"
 _QUOTA = b"quota/"
+_CONTENTS = b"contents/"
+_AMOUNT = struct.Struct("<qq")
 
 ACTIVE, SEALED, DOOMED = 1, 2, 3
 STATE_NAMES = {ACTIVE: "active", SEALED: "sealed", DOOMED: "doomed"}
@@ -134,3 +136,49 @@ def add_quota_use(txn: Any, db: Any, class_id: bytes, change: int) -> None:
 def quota_use(txn: Any, db: Any, owner: bytes) -> int:
     fields = _unpack(_USED, txn.get(_QUOTA + owner, db=db))
     return fields[0] if fields else 0
+
+
+# What each segment holds of each namespace: so that a store can say what is in it without reading its pages.
+
+
+class Contents(NamedTuple):
+    """Published records of one namespace in one segment. Copies left behind by a move are not counted."""
+
+    segment: int
+    digest: bytes
+    records: int
+    stored_bytes: int
+
+
+def add_contents(txn: Any, db: Any, change: Contents) -> None:
+    key = _CONTENTS + _NUMBER.pack(change.segment) + change.digest
+    old = _unpack(_AMOUNT, txn.get(key, db=db)) or (0, 0)
+    records, stored = old[0] + change.records, old[1] + change.stored_bytes
+    if records > 0:
+        txn.put(key, _pack(_AMOUNT.pack(records, max(0, stored))), db=db)
+    else:
+        txn.delete(key, db=db)
+
+
+def read_contents(txn: Any, db: Any, after: bytes, rows_max: int) -> tuple[list[Contents], bytes | None]:
+    """Up to ``rows_max`` rows behind the key ``after`` (b"": from the start), and where to go on, or None."""
+    found: list[Contents] = []
+    with txn.cursor(db=db) as cursor:
+        more = cursor.set_range(after + b"\0" if after else _CONTENTS)
+        while more and (key := cursor.key()).startswith(_CONTENTS):
+            fields = _unpack(_AMOUNT, cursor.value())
+            at = len(_CONTENTS)
+            if fields and len(key) == at + 36:
+                found.append(Contents(_NUMBER.unpack(key[at : at + 4])[0], key[at + 4 :], *fields))
+            if len(found) >= rows_max:
+                return found, key
+            more = cursor.next()
+    return found, None
+
+
+def delete_contents(txn: Any, db: Any, number: int) -> None:
+    prefix = _CONTENTS + _NUMBER.pack(number)
+    with txn.cursor(db=db) as cursor:
+        found = cursor.set_range(prefix)
+        while found and cursor.key().startswith(prefix):
+            found = cursor.delete()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -25,6 +26,30 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_store_opens_and_evicts_while_not_one_block_is_free(small_disk: Path) -> None:
+    """Whoever comes to make room must be let in."""
+    path = small_disk / "store"
+    tokens, pages = [7] * 64 * 16, random.Random(7).randbytes(16 * LAYOUT.page_bytes)
+    with kvfs.open(path, capacity="20MiB") as store:
+        store._core.c.index.keep_slack()
+        assert store.namespace("m", LAYOUT, revision="r1").put(tokens, pages).stored == 16
+    with open(small_disk / "somebody else's", "wb") as file, contextlib.suppress(OSError):
+        while True:
+            os.write(file.fileno(), bytes(4096))
+    assert os.statvfs(small_disk).f_bfree == 0
+    for _ in range(2):  # the second one finds what the first one left
+        with kvfs.open(path) as store:
+            assert "rebuilds" not in store.stats()["counters"]
+            ns = store.namespace("m", LAYOUT, revision="r1")
+            out = bytearray(len(pages))
+            with ns.match(tokens) as match:
+                assert ns.get(match, out) == 16 and out == pages
+    with kvfs.open(path) as store:
+        ns = store.namespace("m", LAYOUT, revision="r1")
+        assert store.gc(0)["bytes_after"] == 0
+        assert ns.put(tokens, pages).stored == 16
 
 
 def test_a_full_disk_makes_room_for_the_next_put(small_disk: Path) -> None:

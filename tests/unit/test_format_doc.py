@@ -27,6 +27,7 @@ STRUCTS: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "kvfs.format._HEADER": (None, "behind"),
     "kvfs.format._ENTRY": (fmt.Entry._fields, "behind"),
     "kvfs.format._SEAL": (None, "behind"),
+    "kvfs.format._PURGE": (("magic", "segment_id", "flags", "epoch", "bytes"), "behind"),
     "kvfs.index.rows._HEAD": (None, "before"),
     "kvfs.index.rows._EXTENT": (Extent._fields, ""),
     "kvfs.index.tables._SEGMENT": (SegmentRow._fields, "behind"),
@@ -141,5 +142,7 @@ def test_every_directory_that_holds_data_is_documented() -> None:
 def test_numbers_in_tables_are_those_of_the_code() -> None:
     flags = next(row[3] for row in table(section("kvfs.format._HEADER"), 4) if row[2] == "flags")
     assert flags.startswith(f"{fmt.FLAG_PINNED} pinned, {fmt.FLAG_DIRECT} written direct, {fmt.FLAG_CARRIED} carried")
+    purge = next(row[3] for row in table(section("kvfs.format._PURGE"), 4) if row[2] == "flags")
+    assert purge.startswith(f"{fmt.PURGE_PENDING} index rows") and f"{fmt.PURGE_ALL} all records" in purge
     kind = next(row[3] for row in table(section("kvfs.format._ENTRY"), 4) if row[2] == "kind")
     assert kind == f"{fmt.KIND_PART} part of a page, {fmt.KIND_NAMESPACE} namespace, {fmt.KIND_CHAIN} chain"

@@ -47,8 +47,8 @@ class Recorder(Files):
         path = os.readlink(f"/proc/self/fd/{fd}")
         return os.path.relpath(os.path.join(path, name) if name else path, self._root)
 
-    def create(self, name: str, mode: int, *, dir_fd: int) -> int:
-        fd = super().create(name, mode, dir_fd=dir_fd)
+    def create(self, name: str, mode: int, *, dir_fd: int, keep: list[int | None] | None = None) -> int:
+        fd = super().create(name, mode, dir_fd=dir_fd, keep=keep)
         self.ops.append(Op("size", self._name(fd), 0))
         return fd
 

@@ -1,0 +1,162 @@
+"""What all commands share: the options that each of them takes, the store, the namespace, the exit codes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvfs.cli.output import Output
+
+if TYPE_CHECKING:
+    from kvfs.namespace import Namespace
+    from kvfs.store import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# 10 no store, 11 locked, 12 format, 14 no space, 90 corrupt: ``kvfs.errors`` has them.
+EXIT_FAILED, EXIT_USAGE, EXIT_PROBLEMS, EXIT_INTERRUPTED = 1, 2, 3, 130
+REBUILD_SECONDS = 3600.0
+
+
+class App:
+    """One run of the command."""
+
+    def __init__(self) -> None:
+        self.out = Output()
+        self._path = ""
+        self.read_only = os.environ.get("KVFS_READONLY", "") not in ("", "0")
+
+    @property
+    def path(self) -> str:
+        """-C, else $KVFS_DIR, else kvfs in the cache directory of the user."""
+        return self._path or os.environ.get("KVFS_DIR") or default_path()
+
+    @path.setter
+    def path(self, value: str) -> None:
+        self._path = value
+
+    @property
+    def path_origin(self) -> str:
+        return "-C" if self._path else "$KVFS_DIR" if os.environ.get("KVFS_DIR") else "default"
+
+    def open(self, *, write: bool = False, counted: bool = False) -> Store:
+        """The store, with an index that answers. Commands that only look fall back to reading on a read-only mount."""
+        from kvfs.errors import StoreLockedError, StoreNotFoundError, StoreReadOnlyError
+        from kvfs.store import open_store
+
+        if write and self.read_only:
+            raise StoreReadOnlyError("this command changes the store, and KVFS_READONLY or --read-only is set")
+        try:
+            store = self._open(open_store, write, counted)
+        except StoreNotFoundError:
+            raise self.no_store() from None
+        if not store.wait_ready(0.0):
+            self.out.draw("the index is being rebuilt from the segments ...")
+            if not store.wait_ready(REBUILD_SECONDS):
+                raise StoreLockedError(f"{self.path}: the index does not answer; kvfs doctor says who holds it")
+            self.out.clear()
+        return store
+
+    def _open(self, open_store: Callable[..., Store], write: bool, counted: bool) -> Store:
+        from kvfs.errors import StoreReadOnlyError
+
+        try:
+            return open_store(self.path, create=False, read_only=self.read_only, counted=counted)
+        except StoreReadOnlyError:
+            if write or self.read_only:
+                raise
+            return open_store(self.path, create=False, read_only=True)
+
+    def no_store(self) -> Exception:
+        from kvfs.errors import StoreNotFoundError
+
+        return StoreNotFoundError(
+            f"no store at {self.path}: make one with `kvfs -C {self.path} init --capacity 200GiB`, or name another "
+            "with -C or $KVFS_DIR"
+        )
+
+    def namespace(self, store: Store, ref: str | None) -> Namespace:
+        """The namespace that ``ref`` names; the only one of the store if there is no ``ref``."""
+        from kvfs.catalog import identity_of
+        from kvfs.errors import ConfigError
+
+        if ref is None:
+            known = store.catalog.described()
+            if len(known) != 1:
+                names = ", ".join(d.name for d in known[:8]) or "none"
+                raise ConfigError(f"name a namespace with -n: this store has {names}")
+            described = known[0]
+        else:
+            described = store.catalog.find(ref)
+        return store.namespace(**identity_of(described, os.environ.get("KVFS_SALT", "")))
+
+
+def default_path() -> str:
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvfs")
+
+
+def _app(ctx: click.Context) -> App:
+    return ctx.ensure_object(App)
+
+
+def _set_path(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        _app(ctx).path = value
+
+
+def _set_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        _app(ctx).out.json = True
+
+
+def _set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        _app(ctx).out.quiet = True
+
+
+def _set_read_only(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        _app(ctx).read_only = True
+
+
+def common(function: F) -> F:
+    """The options that every command takes, before or behind its name."""
+    shared: dict[str, Any] = {"expose_value": False, "is_eager": True}
+    for option in (
+        click.option("--read-only", is_flag=True, callback=_set_read_only, help="Change nothing.", **shared),
+        click.option("-q", "--quiet", is_flag=True, callback=_set_quiet, help="Print ids only.", **shared),
+        click.option("--json", is_flag=True, callback=_set_json, help="Print JSON.", **shared),
+        click.option("-C", "--store", metavar="PATH", callback=_set_path, help="The store.", **shared),
+    ):
+        function = option(function)
+    return function
+
+
+def namespace_option(function: F) -> F:
+    return click.option(
+        "-n", "--namespace", "ref", metavar="NAME", shell_complete=complete_namespaces,
+        help="Namespace: name, name@revision or digits of its digest; needed if there are several.",
+    )(function)  # fmt: skip
+
+
+def complete_namespaces(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Names of the namespaces, for the shell. Silent where there is no store."""
+    try:
+        app = _app(ctx)
+        app.out.quiet = True
+        with app.open() as store:
+            return sorted({d.name for d in store.catalog.described() if d.name.startswith(incomplete)})
+    except Exception:
+        return []
+
+
+def complete_pins(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Names of the pins."""
+    try:
+        with _app(ctx).open() as store:
+            return [pin.name for pin in store.pins() if pin.name.startswith(incomplete)]
+    except Exception:
+        return []

@@ -1,0 +1,102 @@
+"""``kvfs export`` and ``kvfs import``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import click
+
+from kvfs.cli import text
+from kvfs.cli.app import EXIT_PROBLEMS, App, common, complete_namespaces, namespace_option
+from kvfs.cli.output import shown
+from kvfs.cli.prompts import prompt_options, read_prompt
+
+PROBLEMS_SHOWN = 20
+
+
+@click.command("export")
+@click.argument("bundle", metavar="BUNDLE")
+@click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...", shell_complete=complete_namespaces)
+@click.option("--prompt", metavar="FILE", help="Only what is stored of this prompt; with -n.")
+@click.option("--force", is_flag=True, help="Replace BUNDLE if it exists.")
+@namespace_option
+@prompt_options
+@common
+@click.pass_obj
+def export_command(
+    app: App, bundle: str, namespaces: tuple[str, ...], prompt: str | None, force: bool, ref: str | None, kind: str,
+    tokenizer: str | None,
+) -> None:  # fmt: skip
+    """Write NAMESPACEs, or the stored part of one prompt, to the file BUNDLE.
+
+    Every page is verified on the way. The digest that is shown names the bundle: give it to `kvfs import --digest`.
+    """
+    from kvfs.errors import ConfigError
+
+    if bool(namespaces) == (prompt is not None):
+        raise click.UsageError("what shall be exported: give namespaces, or --prompt FILE with -n")
+    if os.path.lexists(bundle) and not force:
+        raise ConfigError(f"{bundle} exists already: choose another name, or pass --force")
+    ids = None if prompt is None else read_prompt(prompt, kind, tokenizer)
+    with app.open() as store:
+        match = app.namespace(store, ref).match(ids) if ids is not None else None
+        try:
+            if match is not None and not match.tokens:
+                raise ConfigError(f"nothing of {prompt} is stored: kvfs match shows what is")
+            done = store.export(bundle, namespaces, match=match, progress=shown(app.out, "exporting", _pages))
+        finally:
+            if match is not None:
+                match.close()
+    data = {
+        "bundle": done.path, "digest": done.digest, "pages": done.pages, "bytes": done.nbytes,
+        "segments": done.segments, "file_bytes": done.file_bytes, "left_out": done.left_out,
+    }  # fmt: skip
+
+    def lines() -> Iterable[str]:
+        yield f"exported {text.count(done.pages)} pages ({text.size(done.nbytes)}) to {done.path}"
+        if done.left_out:
+            yield f"left out {text.count(done.left_out)}: evicted meanwhile, or they did not verify (kvfs verify --all)"
+        yield f"digest {done.digest}"
+
+    app.out.result(data, lines, [done.digest])
+
+
+@click.command("import")
+@click.argument("bundle", metavar="BUNDLE")
+@click.option("--digest", metavar="HEX", help="Refuse any other bundle: 16 digits or more of what export showed.")
+@click.option("--partial", is_flag=True, help="Of a damaged bundle, take the pages that verify. Exit code 3.")
+@common
+@click.pass_obj
+def import_command(app: App, bundle: str, digest: str | None, partial: bool) -> int:
+    """Verify BUNDLE, every page of it, and take its pages in. Nothing of a bundle that was changed is stored.
+
+    A bundle is as trustworthy as where it comes from: --digest makes sure that it is the one that was exported.
+    """
+    from kvfs.bundle import BundleError
+
+    with app.open(write=True, counted=True) as store:
+        try:
+            done = store.import_bundle(bundle, partial=partial, digest=digest, progress=shown(app.out, "importing"))
+        except BundleError as exc:
+            raise BundleError(f"{bundle}: {exc}; nothing was imported") from None
+    data = {
+        "bundle": bundle, "digest": done.digest, "pages": done.pages, "stored": done.stored, "skipped": done.skipped,
+        "expired": done.expired, "bad": done.bad, "bytes": done.nbytes, "problems": done.problems,
+    }  # fmt: skip
+
+    def lines() -> Iterable[str]:
+        yield from done.problems[:PROBLEMS_SHOWN]
+        yield (
+            f"imported {text.count(done.stored)} of {text.count(done.pages)} pages ({text.size(done.nbytes)}), "
+            f"{text.count(done.skipped)} were there already"
+        )
+        if done.bad or done.expired:
+            yield f"left out {text.count(done.bad)} that do not verify, {text.count(done.expired)} expired"
+
+    app.out.result(data, lines, [str(done.stored)])
+    return EXIT_PROBLEMS if done.bad else 0
+
+
+def _pages(n: float) -> str:
+    return f"{text.count(round(n))} pages"

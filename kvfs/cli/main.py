@@ -1,0 +1,134 @@
+"""``kvfs``: the group of all commands, and what becomes of their errors.
+
+Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from kvfs.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, App, common
+from kvfs.version import __version__
+
+#: Command -> (module below kvfs.cli, what it does).
+COMMANDS = {
+    "init": ("settings", "Create a store."),
+    "config": ("settings", "Show the settings with their origin, or change one."),
+    "inspect": ("inspecting", "Show the store, a namespace, a segment or a page."),
+    "ls": ("listing", "List namespaces, or the prefixes of one."),
+    "match": ("matching", "How much of a prompt is stored, and in which tier."),
+    "stats": ("counts", "Hit rates, bytes and latencies of all processes, past and present."),
+    "gc": ("care", "Show what would be evicted, or evict it."),
+    "verify": ("care", "Check the store, and repair it."),
+    "pin": ("pinning", "Keep a prefix from eviction, or list such prefixes."),
+    "unpin": ("pinning", "Make a pinned prefix ordinary again."),
+    "rm": ("removing", "Remove a namespace, a prompt or a tenant for good."),
+    "warm": ("warming", "Read pages into the page cache."),
+    "export": ("bundles", "Write pages to a bundle, a file that another store can import."),
+    "import": ("bundles", "Verify a bundle and take its pages in."),
+    "doctor": ("doctor", "Look for what is wrong around the store, with remedies."),
+    "completion": ("completion", "Print the completion script of a shell."),
+}
+
+
+class Commands(click.Group):
+    """Commands are imported when they are run; their summaries stand above."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"kvfs.cli.{COMMANDS[cmd_name][0]}")
+        command = getattr(module, f"{cmd_name}_command")
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@common
+@click.version_option(__version__, prog_name="kvfs", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Look after a kvfs store: a persistent cache of the attention KV of LLM prompts.
+
+    The store is -C PATH, else $KVFS_DIR, else kvfs in the user's cache directory.
+    """
+    ctx.ensure_object(App)
+    level = os.environ.get("KVFS_LOG", "").upper()
+    if level in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+def main() -> NoReturn:
+    """Entry point: one line for an error, never a traceback, and the published exit codes."""
+    os.environ.pop("KVFS_DISABLE", None)  # switches engines off, not the care of the store
+    app = App()
+    try:
+        code = run(app)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_FAILED
+    sys.exit(code)
+
+
+def run(app: App, arguments: list[str] | None = None) -> int:
+    """Run a command line; its exit code."""
+    try:
+        result = cli.main(arguments, prog_name="kvfs", standalone_mode=False, obj=app)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as exc:
+        return exc.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        app.out.error("interrupted", EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
+    except click.UsageError as exc:
+        where = exc.ctx.command_path if exc.ctx is not None else "kvfs"
+        app.out.error(f"{exc.format_message().rstrip('.')}; see `{where} --help`", EXIT_USAGE)
+        return EXIT_USAGE
+    except click.ClickException as exc:
+        app.out.error(exc.format_message(), EXIT_FAILED)
+        return EXIT_FAILED
+    except BrokenPipeError:
+        raise
+    except Exception as exc:
+        return _explain(app, exc)
+
+
+def _explain(app: App, exc: Exception) -> int:
+    from kvfs.errors import IndexUnavailableError, KvfsError
+
+    code = getattr(exc, "exit_code", EXIT_FAILED)
+    if isinstance(exc, IndexUnavailableError):
+        app.out.error(f"{app.path}: the index does not answer ({exc}); kvfs doctor says who holds it", code)
+    elif isinstance(exc, KvfsError):
+        app.out.error(str(exc), code)
+    elif isinstance(exc, OSError):
+        name = f" ({exc.filename})" if exc.filename else ""
+        app.out.error(f"{exc.strerror or exc}{name}", code)
+    else:
+        logging.getLogger("kvfs").debug("unexpected", exc_info=exc)
+        app.out.error(f"unexpected {type(exc).__name__}: {exc}; this is a bug, KVFS_LOG=debug shows where", code)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""The command as a process: exit codes, one-line errors, what it loads, what it prints for people and for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.cli.app import App
+from kvfs.cli.main import run
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("KVFS_")}
+    return {**kept, "PYTHONPATH": str(ROOT), **extra}
+
+
+def command(*arguments: str, stdin: bytes | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvfs.cli.main", *arguments], env=environment(**variables), capture_output=True,
+        input=stdin if stdin is not None else b"", timeout=60,
+    )  # fmt: skip
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def called(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process: the same, and fast."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in os.environ if n.startswith("KVFS_")]:
+            patch.delenv(name)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "stdin", io.StringIO())
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run(App(), list(arguments))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def store(store_path: Path) -> Path:
+    """A store with one namespace and a prompt of ten chunks."""
+    with kvfs.open(store_path, capacity="64MiB") as s:
+        s.namespace("alpha", tiny(), "9213176").put(tokens_of(1, 10), seeded(1, 10 * TINY_BYTES))
+    return store_path
+
+
+def damage_super(path: Path) -> None:
+    (path / "super").write_bytes(b"{}")
+
+
+def future_super(path: Path) -> None:
+    (path / "super").write_text((path / "super").read_text().replace('"format": 1', '"format": 9'))
+
+
+def no_settings(path: Path) -> None:
+    (path / "kvfs.toml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "spoil"),
+    [
+        (1, ("ls", "nobody"), None),
+        (1, ("inspect", "0123456789"), None),
+        (1, ("unpin", "nobody"), None),
+        (1, ("import", "kvfs.toml", "--read-only"), None),
+        (2, ("nonsense",), None),
+        (2, ("ls", "--nonsense"), None),
+        (2, ("ls", "--filter", "x"), None),
+        (2, ("ls", "--sort", "x"), None),
+        (2, ("match", "/nonexistent"), None),
+        (2, ("config", "set", "capacity", "lots"), None),
+        (2, ("config", "set", "colour", "red"), None),
+        (2, ("config", "set", "sync", "sometimes"), None),
+        (2, ("rm", "alpha"), None),
+        (2, ("rm",), None),
+        (2, ("warm",), None),
+        (2, ("verify", "--sample", "0"), None),
+        (2, ("verify", "--all", "--sample", "5%"), None),
+        (2, ("init", "--capacity", "64MiB"), None),
+        (12, ("ls",), damage_super),
+        (12, ("ls",), future_super),
+        (14, ("config", "set", "capacity", "1MiB"), None),
+        (90, ("ls",), no_settings),
+        (90, ("config",), no_settings),
+    ],
+)
+def test_exit_codes_and_one_line_errors(
+    store: Path, code: int, arguments: tuple[str, ...], spoil: Callable[[Path], None] | None
+) -> None:
+    if spoil is not None:
+        spoil(store)
+    done = called("-C", str(store), *arguments)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "" and done.stderr.startswith("kvfs: ") and done.stderr.count("\n") == 1, done.stderr
+    done = called("-C", str(store), "--json", *arguments)
+    if arguments[0] != "nonsense" or code != 2:
+        body = json.loads(done.stderr)["error"]
+        assert body["exit_code"] == code == done.returncode and body["message"]
+
+
+def test_no_store_is_10_and_names_the_remedy(tmp_path: Path) -> None:
+    done = called("ls", KVFS_DIR=str(tmp_path / "none"))
+    assert done.returncode == 10 and "kvfs -C" in done.stderr and "init --capacity" in done.stderr
+
+
+def test_the_store_is_the_option_else_the_variable_else_the_cache_directory(store: Path, tmp_path: Path) -> None:
+    assert "alpha" in called("ls", "-C", str(store), KVFS_DIR="/nowhere").stdout
+    assert "alpha" in called("ls", KVFS_DIR=str(store)).stdout
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kvfs").symlink_to(store)
+    assert "alpha" in called("ls", XDG_CACHE_HOME=str(tmp_path / "cache")).stdout
+
+
+def test_an_interrupt_is_130_without_a_traceback(store: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvfs.cli.main", "-C", str(store), "stats", "--watch", "--interval", "60"],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 130 and err == "kvfs: interrupted\n"
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(store: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "{sys.executable}" -m kvfs.cli.main -C {store} stats --json | true'],
+        env=environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom kvfs.cli.main import run\nfrom kvfs.cli.app import App\nrun(App(), ['--help'])\n"
+        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'numpy', 'lmdb', 'xxhash'}),"
+        " 'kvfs.store' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[] False", done.stdout + done.stderr
+
+
+def test_no_command_that_looks_loads_torch(store: Path) -> None:
+    commands = [("ls",), ("inspect",), ("stats",), ("gc",), ("verify", "--all"), ("doctor",), ("warm", "alpha")]
+    code = (
+        "import sys\nfrom kvfs.cli.main import run\nfrom kvfs.cli.app import App\n"
+        f"code = sum(run(App(), ['-C', {str(store)!r}, *c]) for c in {commands!r})\nprint(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
+
+
+def on_a_terminal(arguments: list[str], answer: bytes = b"", **variables: str) -> tuple[int, str]:
+    """Run the command with a terminal for its three streams; (exit code, all that it wrote)."""
+    main, side = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvfs.cli.main", *arguments], env=environment(**variables), stdin=side, stdout=side,
+        stderr=side, start_new_session=True,
+    )  # fmt: skip
+    os.close(side)
+    if answer:
+        os.write(main, answer)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(main, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        seen += piece
+    os.close(main)
+    return child.wait(30), seen.decode()
+
+
+def test_rm_asks_on_a_terminal(store: Path) -> None:
+    code, seen = on_a_terminal(["-C", str(store), "rm", "alpha"], b"n\n")
+    assert code == 1 and "Remove alpha@9213176 (10 pages" in seen and "nothing was changed" in seen
+    code, seen = on_a_terminal(["-C", str(store), "rm", "alpha"], b"y\n")
+    assert code == 0 and "removed 10 pages" in seen
+
+
+def test_headings_are_bold_on_a_terminal_unless_no_color(store: Path) -> None:
+    assert "\x1b[1mNAMESPACE" in on_a_terminal(["-C", str(store), "ls"])[1]
+    assert "\x1b[1m" not in on_a_terminal(["-C", str(store), "ls"], NO_COLOR="1")[1]
+    assert "\x1b" not in called("-C", str(store), "ls").stdout
+
+
+def test_names_from_the_store_reach_no_terminal_as_control_sequences(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB"):
+        pass
+    (store_path / "segments" / "\x1b[2Jx").write_bytes(b"")
+    done = called("-C", str(store_path), "verify")
+    assert done.returncode == 3 and "\x1b" not in done.stdout and "?[2Jx" in done.stdout
+
+
+def test_read_only_changes_nothing(store: Path) -> None:
+    def files() -> dict[str, tuple[int, int]]:
+        found = (p for p in store.rglob("*") if p.is_file())
+        return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in found}
+
+    before = files()
+    for arguments in (("ls",), ("ls", "alpha"), ("inspect",), ("stats",), ("verify", "--all"), ("doctor",), ("gc",)):
+        assert called("-C", str(store), *arguments, KVFS_READONLY="1").returncode == 0, arguments
+    assert files() == before
+    for arguments in (("rm", "alpha", "-y"), ("gc", "--apply"), ("unpin", "x"), ("config", "set", "capacity", "1GiB")):
+        assert called("-C", str(store), *arguments, KVFS_READONLY="1").returncode == 1, arguments
+    assert files() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "ids"),
+    [
+        ("a.ids", b"1 2 3\n4, 5", 5),
+        ("a.json", b"[1, 2, 3]", 3),
+        ("b.json", b'{"input_ids": [1, 2]}', 2),
+        ("c", b" [7]", 1),
+        ("a.bin", bytes(range(16)), 4),
+        ("empty", b"", 0),
+    ],
+)
+def test_prompts_are_read_in_each_format(store: Path, tmp_path: Path, name: str, content: bytes, ids: int) -> None:
+    (tmp_path / name).write_bytes(content)
+    done = called("-C", str(store), "match", str(tmp_path / name), "--json")
+    assert json.loads(done.stdout)["tokens"] == ids
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", b"[1, 2"), ("a.json", b"3"), ("a.json", b"[-1]"), ("a.json", b"[true]"), ("a.json", b"[4294967296]"),
+        ("a.json", b"[" * 100_000), ("a.bin", b"123"), ("a.txt", b"Once upon"), ("a.txt", b"\xff\xfe"),
+    ],
+)  # fmt: skip
+def test_bad_prompts_are_usage_errors_that_name_the_file(
+    store: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    done = called("-C", str(store), "match", str(tmp_path / name))
+    assert done.returncode == 2 and name in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_text_prompt_is_tokenized(store: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"a": 11, "b": 22, "[UNK]": 0}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = ["a", "b"] * 16
+    with kvfs.open(store) as s:
+        s.namespace("alpha", tiny(), "9213176").put([vocabulary[w] for w in words], seeded(5, 2 * TINY_BYTES))
+    (tmp_path / "p.txt").write_text(" ".join(words))
+    done = called(
+        "-C", str(store), "match", str(tmp_path / "p.txt"), "--tokenizer", str(tmp_path / "tokenizer.json"), "--json"
+    )
+    assert json.loads(done.stdout)["matched_tokens"] == 32
+
+
+def test_a_salted_namespace_needs_its_salt(store_path: Path, tmp_path: Path) -> None:
+    tokens = tokens_of(3, 4)
+    with kvfs.open(store_path, capacity="64MiB") as s:
+        s.namespace("beta", tiny(), "9213176", salt="secret").put(tokens, seeded(3, 4 * TINY_BYTES))
+    (tmp_path / "p.json").write_text(json.dumps(tokens))
+    arguments = ("-C", str(store_path), "match", str(tmp_path / "p.json"), "--json")
+    assert json.loads(called(*arguments, KVFS_SALT="secret").stdout)["matched_tokens"] == 64
+    for salt in ("", "wrong"):
+        done = called(*arguments, KVFS_SALT=salt)
+        assert done.returncode == 2 and "salt" in done.stderr and "secret" not in done.stderr
+    done = called("-C", str(store_path), "rm", "--tenant", "-y", "--json", KVFS_SALT="secret")
+    assert json.loads(done.stdout)["pages"] == 4
+
+
+def test_config_keeps_comments_and_refuses_what_would_not_hold(store: Path) -> None:
+    settings = store / "kvfs.toml"
+    settings.write_text('# ours\ncapacity = "64MiB"  # for now\n\n[quota."a b"]  # theirs\ncap = 1000\n')
+    assert called("-C", str(store), "config", "set", "capacity", "128MiB").returncode == 0
+    assert called("-C", str(store), "config", "set", "quota.a b.ttl", "12h").returncode == 0
+    assert called("-C", str(store), "config", "set", "quota.x.cap", "2MiB").returncode == 0
+    assert settings.read_text() == (
+        '# ours\ncapacity = "128MiB"  # for now\n\n[quota."a b"]  # theirs\ncap = 1000\nttl = "12h"\n'
+        '\n[quota."x"]\ncap = "2MiB"\n'
+    )
+    shown: dict[str, Any] = json.loads(called("-C", str(store), "config", "--json").stdout)["settings"]
+    assert shown["capacity"] == {"value": 128 << 20, "origin": "kvfs.toml"}
+    assert shown["sync"] == {"value": "cache", "origin": "default"}
+    assert shown["quota.a b.ttl"]["value"] == 12 * 3600
+    before = settings.read_bytes()
+    done = called("-C", str(store), "config", "set", "quota.x.guaranteed", "1GiB")
+    assert done.returncode == 2 and "half the capacity" in done.stderr and settings.read_bytes() == before
+
+
+def test_index_bytes_cannot_change_under_a_user(store: Path) -> None:
+    with kvfs.open(store):
+        assert called("-C", str(store), "config", "set", "index_bytes", "8MiB").returncode == 11
+    assert called("-C", str(store), "config", "set", "index_bytes", "8MiB").returncode == 0
+
+
+def test_completion_offers_commands_and_namespaces(store: Path) -> None:
+    def complete(words: str) -> str:
+        count = str(len(words.split(" ")) - 1)
+        return command(_KVFS_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=count, KVFS_DIR=str(store)).stdout
+
+    assert "plain,verify" in complete("kvfs ver")
+    assert "plain,alpha" in complete("kvfs ls a")
+
+
+def test_the_watch_shows_what_others_do(store: Path) -> None:
+    done = called("-C", str(store), "stats", "--watch", "--interval", "0.1", "--times", "2", "--json")
+    decoder, found, text = json.JSONDecoder(), [], done.stdout
+    while text.strip():
+        body, end = decoder.raw_decode(text.lstrip())
+        found.append(body)
+        text = text.lstrip()[end:]
+    assert len(found) == 2 and all("per_second" in body for body in found)
+    assert found[0]["pages_stored"] == 10

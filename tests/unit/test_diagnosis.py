@@ -1,0 +1,119 @@
+"""doctor: each thing that can be wrong around a store is named, with who holds it and a remedy."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs import diagnosis
+from kvfs.diagnosis import BAD, OK, WARN, Finding
+from kvfs.files import Files
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        store.namespace("alpha", tiny(), "1a").put(tokens_of(1, 10), seeded(1, 10 * TINY_BYTES))
+    return store_path
+
+
+def findings(path: Path) -> dict[str, Finding]:
+    return {f.check: f for f in diagnosis.diagnose(str(path), Files())}
+
+
+def test_nothing_is_wrong_with_a_store_that_was_closed(path: Path) -> None:
+    found = findings(path)
+    assert not [f for f in found.values() if f.status == BAD]
+    assert found["index"].status == OK and "closed cleanly" in found["index"].detail
+    assert found["processes"].data == {"alive": 0, "dead": 0, "holders": []}
+
+
+def test_users_are_named_by_pid(path: Path) -> None:
+    with kvfs.open(path):
+        found = findings(path)
+        assert found["processes"].data["alive"] == 1
+        assert found["processes"].data["holders"] == [f"pid {os.getpid()}"]
+        assert found["index"].status == OK and "in use" in found["index"].detail
+
+
+def test_a_stopped_process_that_holds_a_lock_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "LOCK_SECONDS", 0.05)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        fd = os.open(path / "main", os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(writer, b"x")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.read(reader, 1)
+        found = findings(path)["locks"]
+        assert found.status == BAD and f"main by pid {child}" in found.detail and "CONT" in found.remedy
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert findings(path)["locks"].status == OK
+
+
+def test_a_dead_process_and_the_index_that_it_left(path: Path) -> None:
+    child = os.fork()
+    if not child:
+        store = kvfs.open(path)  # kept: what is dropped is closed
+        assert store.path
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = findings(path)
+    assert found["processes"].data["dead"] == 1
+    assert found["index"].status == WARN and "rebuilt" in found["index"].detail
+
+
+def test_a_disk_smaller_than_the_limit(path: Path) -> None:
+    settings = path / "kvfs.toml"
+    settings.write_text('capacity = "4000TiB"\nsegment_bytes = "64MiB"\nindex_bytes = "64MiB"\n')
+    found = findings(path)["space"]
+    assert found.status == WARN and "kvfs config set capacity" in found.remedy
+
+
+def test_too_few_open_files(path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        found = findings(path)["open files"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.status == WARN and "ulimit -n" in found.remedy
+
+
+def test_settings_super_permissions_and_leftovers(path: Path) -> None:
+    (path / "kvfs.toml").write_text("capacity = 'x'\n")
+    os.chmod(path, 0o705)
+    (path / "quarantine" / "x").write_bytes(b"")
+    (path / "state").write_bytes(b"garbage")
+    found = findings(path)
+    assert found["settings"].status == BAD and "capacity" in found["settings"].detail
+    assert found["permissions"].status == BAD and "chmod" in found["permissions"].remedy
+    assert found["quarantine"].status == WARN and found["index"].status == WARN
+    (path / "super").write_bytes(b"{}")
+    assert findings(path)["format"].status == BAD
+
+
+def test_where_there_is_no_store_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(kvfs.StoreNotFoundError):
+        diagnosis.diagnose(str(tmp_path / "none"), Files())
+
+
+def test_it_changes_nothing(path: Path) -> None:
+    def state() -> dict[str, int]:
+        return {str(p): p.stat().st_mtime_ns for p in path.rglob("*")}
+
+    before = state()
+    findings(path)
+    assert state() == before

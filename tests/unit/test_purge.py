@@ -1,0 +1,526 @@
+"""Purging: what goes stays away, whatever happens to the index and to the process; the rest is served."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.errors import ConfigError, StoreReadOnlyError
+from kvfs.files import Files
+from tests.stores import TINY_BYTES, counted, load, restored, run_child, seeded, segment_files, tiny, tokens_of
+
+CHUNKS = 40  # a run and a bit
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture
+def path(memory_path: Path) -> Path:
+    return memory_path / "store"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(path, capacity="32MiB") as made:
+        yield made
+
+
+def space(store: kvfs.Store, name: str = "m", **how: Any) -> kvfs.Namespace:
+    return store.namespace(name, tiny(), **{"revision": "r1", **how})
+
+
+def pages_of(seed: int, chunks: int = CHUNKS) -> bytes:
+    return seeded(seed, chunks * TINY_BYTES)
+
+
+def put(ns: kvfs.Namespace, seed: int, chunks: int = CHUNKS) -> None:
+    assert ns.put(tokens_of(seed, chunks), pages_of(seed, chunks)).stored == chunks
+
+
+def found(ns: kvfs.Namespace, seed: int, chunks: int = CHUNKS) -> int:
+    """Chunks of a prompt that are served, with the right bytes."""
+    data = restored(ns, tokens_of(seed, chunks))
+    assert data == pages_of(seed, chunks)[: len(data)]
+    return len(data) // TINY_BYTES
+
+
+def reopened(path: Path, *, rebuilt: bool = True) -> kvfs.Store:
+    if rebuilt:
+        (path / "index" / "CURRENT").unlink()
+    store = kvfs.open(path)
+    assert store.wait_ready()
+    return store
+
+
+def seal(store: kvfs.Store) -> None:
+    store._core.active.finish_all()
+
+
+def resume(store: kvfs.Store) -> None:
+    """Let the store's upkeep finish what is pending; it may be at it already."""
+    marks, deadline = store._core.c.marks, time.monotonic() + 10
+    while any(mark and mark.pending for mark in map(marks.read, marks.ids())):
+        assert time.monotonic() < deadline, "a purge was not finished"
+        store._core.purger.resume()
+
+
+# ---------------------------------------------------------------- what goes, what stays
+
+
+@pytest.mark.parametrize("how", ["object", "name", "digest", "hex digest", "salt", "name and salt"])
+def test_what_is_named_goes_and_stays_away_and_the_rest_is_served(path: Path, how: str) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        mine, other, plain = space(store, salt=SECRET), space(store, salt="another tenant"), space(store, "n")
+        for number, ns in enumerate((mine, other, plain)):
+            put(ns, number)
+        name: Any = {
+            "object": mine, "name": "m", "digest": mine.identity.digest, "hex digest": mine.identity.digest.hex(),
+            "salt": None, "name and salt": "m",
+        }[how]  # fmt: skip
+        result = store.purge(name, salt=SECRET if "salt" in how else None)
+        left = 0 if how == "name" else CHUNKS
+        assert result.pages == (2 if how == "name" else 1) * CHUNKS
+        assert [found(mine, 0), found(other, 1), found(plain, 2)] == [0, left, CHUNKS]
+        assert store.purge(name, salt=SECRET if "salt" in how else None).pages == 0
+    with reopened(path) as store:
+        mine, other, plain = space(store, salt=SECRET), space(store, salt="another tenant"), space(store, "n")
+        assert [found(mine, 0), found(other, 1), found(plain, 2)] == [0, left, CHUNKS]
+        put(mine, 0)  # what is stored afterwards is served
+        assert found(mine, 0) == CHUNKS
+        assert store.verify().ok
+    with reopened(path) as store:
+        assert found(space(store, salt=SECRET), 0) == CHUNKS
+
+
+def test_a_secret_salt_is_written_nowhere(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store, salt=SECRET), 1)
+        put(space(store), 2)
+        store.purge(salt=SECRET)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert any(file.parent.name == "purged" for file in files)
+    assert not [file for file in files if SECRET.encode() in file.read_bytes()]
+
+
+def test_segments_that_hold_nothing_else_are_dropped_at_once(store: kvfs.Store) -> None:
+    ns = space(store)
+    put(ns, 1)
+    result = store.purge(ns)
+    assert (result.pages, result.segments_dropped) == (CHUNKS, 1)
+    assert result.bytes_freed > CHUNKS * TINY_BYTES
+    assert not segment_files(Path(store.path)) and not list((Path(store.path) / "purged").iterdir())
+    assert store.stats()["used_bytes"] == 0
+
+
+def test_a_purged_prefix_leaves_other_prompts_alone(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        ns = space(store)
+        common, long = tokens_of(1, 20), tokens_of(1, 20) + tokens_of(2, 20)
+        fork = tokens_of(1, 20) + tokens_of(3, 20)
+        bytes_of = {id(long): pages_of(7), id(fork): pages_of(7)[: 20 * TINY_BYTES] + pages_of(8, 20)}
+        for prompt in (long, fork):
+            ns.put(prompt, bytes_of[id(prompt)])
+        put(ns, 4)
+        assert store.purge(ns, chunks=ns.chunk_hashes(fork)[20:]).pages == 20
+        assert (len(restored(ns, fork)), restored(ns, long)) == (20 * TINY_BYTES, bytes_of[id(long)])
+        assert store.purge(ns, prefix=common).pages == 20
+        assert restored(ns, long) == b"" and found(ns, 4) == CHUNKS
+    with reopened(path) as store:
+        ns = space(store)
+        assert restored(ns, long) == restored(ns, fork) == b"" and found(ns, 4) == CHUNKS
+        assert ns.put(long, bytes_of[id(long)]).stored == 20  # the tail was never purged
+        assert restored(ns, long) == bytes_of[id(long)]
+
+
+def test_opaque_pages_are_purged_by_namespace(store: kvfs.Store) -> None:
+    ns = store.namespace("o", kvfs.PageLayout.opaque(4096, 16), revision="r1")
+    keys = [b"a", b"b", b"c"]
+    put(space(store), 1)
+    ns.put_keys(keys, seeded(1, 3 * 4096))
+    assert store.purge("o").pages == 3
+    assert ns.match_keys(keys).tokens == 0 and found(space(store), 1) == CHUNKS
+
+
+NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "nothing to purge"),
+    "no salt": ({"salt": ""}, "salt is"),
+    "a number": ({"namespace": 7}, "namespace is 7"),
+    "half a digest": ({"namespace": b"x" * 16}, "16 bytes"),
+    "tokens without a namespace": ({"namespace": "m", "prefix": [1, 2]}, "needs a Namespace"),
+    "one hash": ({"namespace": "m", "chunks": b"x" * 32}, "list"),
+    "a short hash": ({"namespace": "m", "chunks": [b"x"]}, "32 bytes"),
+    "extra without tokens": ({"namespace": "m", "extra": {0: b"x"}}, "extra belongs"),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_purge_that_makes_no_sense_is_refused(store: kvfs.Store, what: str) -> None:
+    put(space(store), 1)
+    arguments, text = NONSENSE[what]
+    with pytest.raises(ConfigError, match=text):
+        store.purge(**arguments)
+    assert found(space(store), 1) == CHUNKS
+
+
+def test_a_store_that_is_only_read_purges_nothing(path: Path) -> None:
+    kvfs.open(path, capacity="32MiB").close()
+    with kvfs.open(path, read_only=True) as store, pytest.raises(StoreReadOnlyError):
+        store.purge("m")
+
+
+# ---------------------------------------------------------------- pins, matches, views, other processes
+
+
+def test_pins_are_named_and_nothing_changes(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        ns = space(store)
+        put(ns, 1)
+        put(ns, 2)
+        assert store.pin("system prompt", ns, tokens_of(1, CHUNKS)) == CHUNKS * 16
+        for how in ({"namespace": "m"}, {"namespace": ns, "prefix": tokens_of(1, 3)}):
+            with pytest.raises(ConfigError, match=r"'system prompt'.*unpin"):
+                store.purge(**how)
+        assert (found(ns, 1), found(ns, 2)) == (CHUNKS, CHUNKS)
+        assert not list((path / "purged").iterdir())
+        assert store.purge(ns, prefix=tokens_of(2, CHUNKS)).pages == CHUNKS
+        store.unpin("system prompt")
+        assert store.purge("m").pages >= CHUNKS  # the pinned copies, and what they were made from
+        assert found(ns, 1) == 0
+    with reopened(path) as store:
+        assert (found(space(store), 1), found(space(store), 2)) == (0, 0)
+
+
+def test_matches_and_views_stay_readable_until_they_end(store: kvfs.Store) -> None:
+    ns = space(store)
+    put(ns, 1)
+    put(space(store, "n"), 2)
+    match = ns.match(tokens_of(1, CHUNKS))
+    sent = pickle.dumps(match)
+    views = ns.view(match)
+    store.purge("m")
+    assert ns.match(tokens_of(1, CHUNKS)).tokens == 0
+    assert next(iter(load(ns, match).values())) == pages_of(1)
+    match.close()
+    assert b"".join(views) == pages_of(1)
+    assert ns.get(match, bytearray(match.nbytes)) == 0
+    assert ns.get(pickle.loads(sent), bytearray(match.nbytes)) == 0, "the segment is still there, the pages are not"
+    assert found(space(store, "n"), 2) == CHUNKS
+
+
+def test_a_mapped_segment_is_charged_until_the_view_ends(store: kvfs.Store) -> None:
+    ns = space(store)
+    put(ns, 1)
+    with ns.match(tokens_of(1, CHUNKS)) as match:
+        views = ns.view(match)
+    result = store.purge("m")
+    assert (result.segments_dropped, result.bytes_freed) == (1, 0)
+    assert store.stats()["used_bytes"] > CHUNKS * TINY_BYTES
+    assert b"".join(views) == pages_of(1)
+    views.clear()
+    store.gc()
+    assert store.stats()["used_bytes"] == 0 and not list((Path(store.path) / "purged").iterdir())
+
+
+def test_pages_of_a_living_writer_go_and_what_he_stores_later_stays(path: Path) -> None:
+    """His active segment is not taken from him; a rebuild still tells the purged records from the later ones."""
+    with kvfs.open(path, capacity="32MiB") as store:
+        ready, go = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                mine = kvfs.open(path)
+                put(space(mine), 1)
+                os.write(ready[1], b"1")
+                os.read(go[0], 1)
+                assert found(space(mine), 1) == 0
+                put(space(mine), 1)
+                os.write(ready[1], b"2")
+                os.read(go[0], 1)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            assert os.read(ready[0], 1) == b"1"
+            assert store.purge("m").pages == CHUNKS
+            assert found(space(store), 1) == 0
+            os.write(go[1], b"1")
+            assert os.read(ready[0], 1) == b"2"
+            assert found(space(store), 1) == CHUNKS
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    with reopened(path) as store:
+        assert found(space(store), 1) == CHUNKS
+        assert store._core.rebuilt is not None and store._core.rebuilt.purged == CHUNKS
+
+
+def test_a_purged_active_segment_is_sealed_and_dropped_by_its_owner(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+        assert run_child(lambda: kvfs.open(path).purge("m").pages) == CHUNKS
+        assert found(space(store), 1) == 0
+        store._core.keeper.nudge("purge")
+        deadline = time.monotonic() + 10
+        while segment_files(path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not segment_files(path) and not list((path / "purged").iterdir())
+
+
+def test_a_reader_with_an_index_of_his_own_follows(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+    (path / "index" / "CURRENT").unlink()
+    with kvfs.open(path, read_only=True) as reader:
+        assert found(space(reader), 1) == CHUNKS
+        code = "import sys, kvfs; print(kvfs.open(sys.argv[1]).purge('m').pages)"
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+        assert done.stdout == f"{CHUNKS}\n", done.stderr
+        reader._core._follow_purges()
+        assert (found(space(reader), 1), found(space(reader, "n"), 2)) == (0, CHUNKS)
+
+
+def test_a_store_from_before_there_were_marks_opens(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+    for rebuilt in (False, True):
+        (path / "purged").rmdir()
+        if rebuilt:
+            (path / "index" / "CURRENT").unlink()
+        with kvfs.open(path, read_only=True) as store:
+            assert found(space(store), 1) == CHUNKS
+        with kvfs.open(path) as store:
+            assert store.wait_ready()
+            assert found(space(store), 1) == CHUNKS
+
+
+# ---------------------------------------------------------------- disasters
+
+
+class Dying(Files):
+    """A process that dies of SIGKILL before its n-th change of the file system, counted once it is armed."""
+
+    left = -1
+
+    def _count(self) -> None:
+        if self.left >= 0:
+            self.left -= 1
+            if self.left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def rename(self, *names: Any, **how: Any) -> None:
+        self._count()
+        super().rename(*names, **how)
+
+    def unlink(self, *names: Any, **how: Any) -> None:
+        self._count()
+        super().unlink(*names, **how)
+
+    def fsync(self, fd: int) -> None:
+        self._count()
+        super().fsync(fd)
+
+    def pwritev(self, *arguments: Any) -> int:
+        self._count()
+        return super().pwritev(*arguments)
+
+
+def ends_alive(work: Callable[[], object]) -> bool:
+    """Run ``work`` in a child that may kill itself; whether it came to its end."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), f"the child failed: {status}"
+    return status == 0
+
+
+@pytest.mark.parametrize("index", ["lives on", "is rebuilt"])
+def test_killed_at_any_step_of_a_purge(memory_path: Path, index: str) -> None:
+    """Nothing half done is served as if it were whole, whoever comes next finishes it, and others lose nothing."""
+    for calls in range(200):
+        path = memory_path / str(calls)
+        with kvfs.open(path, capacity="32MiB") as store:
+            put(space(store, "n"), 2)
+            put(space(store, salt=SECRET), 1)
+            seal(store)
+            put(space(store, salt=SECRET), 3)
+            seal(store)
+
+        files = Dying()
+
+        def work(path: Path = path, files: Dying = files, calls: int = calls) -> None:
+            mine = kvfs.open(path, files=files)
+            files.left = calls
+            mine.purge(salt=SECRET)
+
+        witness = kvfs.open(path, files=files) if index == "lives on" else None
+        ended = ends_alive(work)
+        store = witness or kvfs.open(path)
+        with store:
+            assert store.wait_ready()
+            if ended:
+                assert (found(space(store, salt=SECRET), 1), found(space(store, salt=SECRET), 3)) == (0, 0)
+            marked = store._core.c.marks.ids()
+            resume(store)
+            if marked:
+                assert found(space(store, salt=SECRET), 1) == 0 or found(space(store, salt=SECRET), 3) == 0
+            assert found(space(store, "n"), 2) == CHUNKS
+            store.purge(salt=SECRET)
+            assert (found(space(store, salt=SECRET), 1), found(space(store, salt=SECRET), 3)) == (0, 0)
+            assert not [file for file in (path / "purged").iterdir() if file.name.startswith(".")]
+            assert store.verify().ok
+        with reopened(path) as store:
+            assert (found(space(store, salt=SECRET), 1), found(space(store, salt=SECRET), 3)) == (0, 0)
+            assert found(space(store, "n"), 2) == CHUNKS
+        if ended:
+            break
+    assert 5 < calls < 199, "the purge never came to its end"
+
+
+def test_a_purge_while_the_index_is_rebuilt_is_finished_later(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+        seal(store)
+        store._core.c.index.retire()
+        with pytest.raises(kvfs.StoreLockedError, match="ask again"):
+            store.purge("m")
+        assert store.wait_ready()
+        resume(store)
+        assert (found(space(store), 1), found(space(store, "n"), 2)) == (0, CHUNKS)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * 36, b"KVFSPRG1" + b"\0" * 36])
+def test_a_damaged_mark_is_taken_for_all(path: Path, content: bytes) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+        store.purge("m")
+    (mark,) = (path / "purged").iterdir()
+    mark.write_bytes(content)
+    with reopened(path) as store:
+        assert (found(space(store), 1), found(space(store, "n"), 2)) == (0, 0)
+        put(space(store), 1)
+        assert found(space(store), 1) == CHUNKS
+
+
+def test_a_segment_that_does_not_tell_what_it_holds_is_dropped(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+        seal(store)
+        (file,) = segment_files(path)
+        data = bytearray(file.read_bytes())
+        data[4096 + 5 * 160 + 30] ^= 1  # the index still names what stands behind this entry
+        file.write_bytes(data)
+        assert found(space(store), 1) == CHUNKS
+        store.purge("m")
+        assert found(space(store), 1) == 0 and not segment_files(path)
+
+
+def test_a_damaged_segment_of_a_living_writer_is_taken_from_him(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        ready, go = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                mine = kvfs.open(path)
+                put(space(mine), 1)
+                os.write(ready[1], b"1")
+                os.read(go[0], 1)
+                again = space(mine).put(tokens_of(2, CHUNKS), pages_of(2))
+                os.write(ready[1], again.reason.encode() or b"-")
+                put(space(mine), 3)
+                os.write(ready[1], b"3")
+                os.read(go[0], 1)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            assert os.read(ready[0], 1) == b"1"
+            (file,) = segment_files(path)
+            with file.open("r+b") as damaged:
+                damaged.seek(4096 + 5 * 160)
+                damaged.write(bytes(160))
+            store.purge("m")
+            assert found(space(store), 1) == 0
+            os.write(go[1], b"1")
+            assert os.read(ready[0], 8) == b"index", "the put that met it declines, the next one stores"
+            assert os.read(ready[0], 1) == b"3"
+            assert found(space(store), 3) == CHUNKS
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_strange_and_unfinished_files_stop_no_purge(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+        put(space(store, "n"), 2)
+        for name in ("z" * 32 + ".kvs", "0" * 32 + ".kvs", "1" * 32 + ".kvs", "notes.txt"):
+            (path / "segments" / name).write_bytes(b"?" * 100)
+        (path / "segments" / ("2" * 32 + ".kvs")).mkdir()
+        store.purge("m")
+        assert (found(space(store), 1), found(space(store, "n"), 2)) == (0, CHUNKS)
+        assert len(list((path / "purged").iterdir())) == 1
+
+
+def test_eviction_carries_nothing_that_was_purged(path: Path) -> None:
+    """A copy in another segment would come back in a rebuild."""
+    with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB") as store:
+        ns, other = space(store), space(store, "n")
+        kept: list[int] = []
+        for seed in range(4):
+            put(ns, seed)
+            put(other, seed)
+        store.purge(ns, prefix=tokens_of(0, CHUNKS))
+        with counted(store) as moved:
+            for seed in range(10, 130):
+                other.put(tokens_of(seed, CHUNKS), pages_of(seed))
+                found(ns, 1)
+                found(ns, 2)  # hot: worth carrying
+            assert moved("segments_evicted") and moved("pages_carried")
+        assert found(ns, 0) == 0
+        kept = [found(ns, 1), found(ns, 2)]
+    with reopened(path) as store:
+        assert [found(space(store), seed) for seed in range(3)] == [0, *kept]
+
+
+def test_random_purges_equal_a_dict(path: Path) -> None:
+    draw = random.Random(5)
+    model: dict[tuple[str, int], int] = {}
+    store = kvfs.open(path, capacity="64MiB")
+    for step in range(120):
+        name, seed, chunks = draw.choice("abc"), draw.randrange(6), draw.randrange(1, CHUNKS)
+        ns = space(store, name, salt=f"salt {name}")
+        action = draw.choice(["put", "put", "put", "purge prompt", "purge space", "rebuild", "seal"])
+        if action == "put":
+            ns.put(tokens_of(seed, chunks), pages_of(seed, chunks))
+            model[name, seed] = max(chunks, model.get((name, seed), 0))
+        elif action == "purge prompt":
+            store.purge(ns, prefix=tokens_of(seed, CHUNKS))
+            model.pop((name, seed), None)
+        elif action == "purge space" and step % 3 == 0:
+            store.purge(salt=f"salt {name}")
+            model = {key: n for key, n in model.items() if key[0] != name}
+        elif action == "rebuild":
+            store.close()
+            store = reopened(path)
+        elif action == "seal":
+            seal(store)
+        for key in [(n, s) for n in "abc" for s in range(6)]:
+            assert found(space(store, key[0], salt=f"salt {key[0]}"), key[1]) == model.get(key, 0), (step, key)
+    assert store.verify().ok
+    store.close()

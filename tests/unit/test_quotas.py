@@ -1,0 +1,220 @@
+"""Quotas and lifetimes: what is promised is kept, a cap is a cap, what has expired is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs import Quota
+from kvfs.errors import ConfigError
+from kvfs.files import Files
+from kvfs.identity import salt_digest
+from kvfs.testing import FakeClock
+from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files, tiny, tokens_of
+
+CHUNKS = 40
+MIB = 1 << 20
+PAGES = seeded(1, CHUNKS * TINY_BYTES)
+QUOTAS = {
+    "kept": Quota(guaranteed_bytes=2 * MIB),
+    "capped": Quota(cap_bytes=2 * MIB),
+    "both": Quota(guaranteed_bytes=MIB, cap_bytes=MIB),
+    "short": Quota(ttl_seconds=600),
+    f"salt:{salt_digest('tenant')}": Quota(cap_bytes=MIB),
+}
+
+
+class Clock(FakeClock, Files):
+    """The real file system under a clock that is set by hand."""
+
+
+@pytest.fixture
+def store(memory_path: Path) -> Iterator[kvfs.Store]:
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB", quotas=QUOTAS, files=Clock()) as made:
+        yield made
+
+
+def clock(store: kvfs.Store) -> Clock:
+    files = store._core.c.files
+    assert isinstance(files, Clock)
+    return files
+
+
+def space(store: kvfs.Store, name: str, **how: Any) -> kvfs.Namespace:
+    return store.namespace(name, tiny(), revision="r1", **how)
+
+
+def fill(ns: kvfs.Namespace, seeds: range, **how: Any) -> list[kvfs.PutResult]:
+    results = []
+    for seed in seeds:
+        results.append(ns.put(tokens_of(seed, CHUNKS), PAGES, **how))
+        files = ns._c.files
+        assert isinstance(files, Clock)
+        files.advance(0.01)
+    return results
+
+
+def there(ns: kvfs.Namespace, seeds: range) -> list[int]:
+    """Prompts that are served whole, with the right bytes."""
+    found = []
+    for seed in seeds:
+        data = restored(ns, tokens_of(seed, CHUNKS))
+        assert data == PAGES[: len(data)]
+        if len(data) == len(PAGES):
+            found.append(seed)
+    return found
+
+
+def charged(store: kvfs.Store, name: str) -> int:
+    from kvfs.config import quota_id
+
+    used: int = store._core.c.index.read(lambda s: s.quota_used(quota_id(name)), 2.0)
+    return used
+
+
+# ---------------------------------------------------------------- guaranteed, cap
+
+
+def test_what_is_guaranteed_outlives_any_churn_of_others(store: kvfs.Store) -> None:
+    kept = space(store, "kept")
+    assert all(r.stored == CHUNKS for r in fill(kept, range(9)))  # the oldest in the store
+    assert charged(store, "kept") <= 2 * MIB
+    fill(space(store, "anybody"), range(100, 450))
+    assert store.stats()["counters"]["segments_evicted"] > 20
+    assert there(kept, range(9)) == list(range(9))
+
+
+def test_above_its_guarantee_a_quota_shrinks_to_it_and_no_further(store: kvfs.Store) -> None:
+    kept = space(store, "kept")
+    fill(kept, range(60))
+    assert charged(store, "kept") > 4 * MIB
+    fill(space(store, "anybody"), range(100, 600))
+    assert 2 * MIB <= charged(store, "kept") < 3 * MIB
+    assert len(there(kept, range(60))) >= 5
+
+
+def test_a_quota_at_its_cap_evicts_its_own_and_nobody_elses(store: kvfs.Store) -> None:
+    other = space(store, "anybody")
+    fill(other, range(200, 205))
+    capped = space(store, "capped")
+    for seeds in (range(20), range(20, 40), range(40, 60)):
+        assert all(r.stored == CHUNKS for r in fill(capped, seeds)), "a cap is no reason to store nothing new"
+        assert charged(store, "capped") <= 2 * MIB
+    assert there(capped, range(57, 60)) == [57, 58, 59]
+    assert len(there(capped, range(60))) < 30
+    assert there(other, range(200, 205)) == list(range(200, 205))
+
+
+def test_a_quota_whose_cap_is_its_guarantee_still_takes_new_pages(store: kvfs.Store) -> None:
+    both = space(store, "both")
+    assert all(r.stored == CHUNKS for r in fill(both, range(40)))
+    assert charged(store, "both") <= MIB
+    assert 39 in there(both, range(40))
+
+
+def test_a_tenants_namespaces_share_a_cap(store: kvfs.Store) -> None:
+    mine = [space(store, name, salt="tenant") for name in ("a", "b", "capped")]
+    for number, ns in enumerate(mine):
+        assert all(r.stored == CHUNKS for r in fill(ns, range(100 * number, 100 * number + 12)))
+    assert 0 < charged(store, f"salt:{salt_digest('tenant')}") <= MIB
+    assert charged(store, "capped") == 0, "the tenant pays, not the name"
+
+
+def test_quotas_survive_a_new_index(memory_path: Path) -> None:
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB", quotas=QUOTAS, files=Clock()) as store:
+        fill(space(store, "capped"), range(20))
+        store._core.active.finish_all()
+        before = charged(store, "capped")
+    (path / "index" / "CURRENT").unlink()
+    with kvfs.open(path, files=Clock()) as store:
+        assert store.wait_ready() and store.settings.quotas == QUOTAS
+        assert abs(charged(store, "capped") - before) < 64 * 1024
+        assert all(r.stored == CHUNKS for r in fill(space(store, "capped"), range(20, 50)))
+        assert charged(store, "capped") <= 2 * MIB
+
+
+# ---------------------------------------------------------------- lifetimes
+
+
+def test_pages_are_misses_when_their_time_has_passed(store: kvfs.Store) -> None:
+    short, long = space(store, "short"), space(store, "anybody")
+    fill(short, range(2))
+    fill(short, range(2, 4), ttl="1h")  # a put may say otherwise
+    fill(long, range(2))
+    clock(store).advance(590)
+    assert there(short, range(4)) == [0, 1, 2, 3]
+    clock(store).advance(15)
+    assert (there(short, range(4)), there(long, range(2))) == ([2, 3], [0, 1])
+    assert all(r.stored == CHUNKS for r in fill(short, range(2))), "what has expired can be stored anew"
+    clock(store).advance(3600)
+    assert (there(short, range(4)), there(long, range(2))) == ([], [0, 1])
+
+
+def test_expired_segments_are_dropped_though_their_owner_lives(store: kvfs.Store) -> None:
+    short = space(store, "short")
+    fill(short, range(3))
+    fill(space(store, "anybody"), range(100, 101))
+    clock(store).advance(20)
+    store._core.active.tidy()  # idle: sealed, since nothing more belongs to this lifetime
+    clock(store).advance(580)
+    store._core.evictor.expire()
+    assert len(segment_files(Path(store.path))) == 2 or there(short, range(3)) == []
+    clock(store).advance(300)
+    store._core.evictor.expire()
+    assert len(segment_files(Path(store.path))) == 1 and charged(store, "short") == 0
+    assert there(space(store, "anybody"), range(100, 101)) == [100]
+
+
+def test_expired_segments_of_the_dead_are_dropped(store: kvfs.Store) -> None:
+    files = clock(store)
+
+    def die() -> int:
+        with kvfs.open(store.path) as mine:
+            return fill(space(mine, "short"), range(1))[0].stored
+
+    assert run_child(die) == CHUNKS
+    files.advance(2000)
+    store._core.evictor.expire()
+    assert not segment_files(Path(store.path)) and store.stats()["used_bytes"] == 0
+
+
+def test_many_lifetimes_keep_few_segments_open(store: kvfs.Store) -> None:
+    ns = space(store, "anybody")
+    for seed in range(40):
+        assert ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * 2**seed if seed < 20 else 100.0 * seed).stored
+        clock(store).advance(0.01)
+    store._core.active.tidy()
+    assert len(store._core.active.active_numbers()) <= 16
+    assert all(restored(ns, tokens_of(seed, 1)) == PAGES[:TINY_BYTES] for seed in range(40))
+
+
+def test_a_rebuild_brings_nothing_expired_back(memory_path: Path) -> None:
+    path, files = memory_path / "store", Clock()
+    with kvfs.open(path, capacity="16MiB", quotas=QUOTAS, files=files) as store:
+        fill(space(store, "short"), range(1))
+        fill(space(store, "anybody"), range(1))
+    (path / "index" / "CURRENT").unlink()
+    files.advance(1000)
+    with kvfs.open(path, files=files) as store:
+        assert store.wait_ready()
+        assert there(space(store, "short"), range(1)) == []
+        assert there(space(store, "anybody"), range(1)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("quotas", "text"),
+    [
+        ({"a": Quota(guaranteed_bytes=9 * MIB)}, "at most half"),
+        ({"a": {"cap": 5}}, "kvfs.Quota"),
+    ],
+)
+def test_quotas_that_make_no_sense_are_refused(memory_path: Path, quotas: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        kvfs.open(memory_path / "store", capacity="16MiB", quotas=quotas)
+    assert not (memory_path / "store").exists()

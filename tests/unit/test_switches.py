@@ -1,0 +1,200 @@
+"""What operators may switch, and epochs of weights that change in place."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.errors import ConfigError, StoreNotFoundError, StoreReadOnlyError
+from kvfs.files import Files
+from tests.stores import TINY_BYTES, restored, run_child, seeded, tiny, tokens_of
+
+TOKENS, PAGES = tokens_of(1, 5), seeded(1, 5 * TINY_BYTES)
+
+
+@pytest.fixture
+def path(memory_path: Path) -> Path:
+    return memory_path / "store"
+
+
+def space(store: kvfs.Store, **how: Any) -> kvfs.Namespace:
+    return store.namespace("m", tiny(), revision="r1", **how)
+
+
+def tree(path: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in [path, *path.rglob("*")]}
+
+
+class Untouched(Files):
+    """No call reaches the file system."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the file system was touched")
+
+    open = create = open_root = mkdir = listdir = rename = unlink = stat = fstat = preadv = pwritev = flock = _refuse
+
+
+# ---------------------------------------------------------------- KVFS_DISABLE
+
+
+@pytest.mark.parametrize("value", ["1", "true", " YES ", "on"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_store_that_is_switched_off_breaks_nothing_and_touches_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, value: str, there: bool
+) -> None:
+    if there:
+        with kvfs.open(path, capacity="16MiB") as store:
+            assert space(store).put(TOKENS, PAGES).stored == 5
+        before = tree(path)
+    monkeypatch.setenv("KVFS_DISABLE", value)
+    with kvfs.open(path, files=Untouched()) as store:
+        ns = space(store)
+        assert store.wait_ready(0.0)
+        assert ns.put(TOKENS, PAGES) == (0, 0, 5, 0, "disabled")
+        assert ns.put(TOKENS, PAGES[TINY_BYTES:], start=1) == (0, 0, 4, 0, "disabled")
+        with ns.match(TOKENS) as match:
+            assert (match.tokens, ns.get(match, bytearray()), ns.view(match), match.pages) == (0, 0, [], [])
+        assert ns.plan_save(TOKENS).missing == {ns.layout.groups[0].name: (0, 1, 2, 3, 4)}
+        assert ns.new_epoch().put(TOKENS, PAGES).reason == "disabled"
+        assert store.pin("p", ns, TOKENS) == 0 and store.unpin("p") is False and store.pins() == []
+        assert store.gc()["segments_dropped"] == 0
+        stats = store.stats()
+        assert stats["index"]["state"] == "disabled" and stats["counters"]["pages_declined_disabled"] == 14
+        for ask in (lambda: store.purge("m"), store.verify):
+            with pytest.raises(ConfigError, match="KVFS_DISABLE"):
+                ask()
+        huge = kvfs.PageLayout.opaque(1 << 30, 16)
+        assert store.namespace("large", huge, revision="r1").match_keys([b"k"]).tokens == 0
+    if there:
+        assert tree(path) == before
+    else:
+        assert not path.exists()
+    monkeypatch.setenv("KVFS_DISABLE", "0")
+    if there:
+        with kvfs.open(path) as store:
+            assert restored(space(store), TOKENS) == PAGES
+
+
+def test_no_path_is_needed_to_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFS_DISABLE", "1")
+    monkeypatch.delenv("KVFS_DIR", raising=False)
+    with kvfs.open() as store:
+        assert space(store).match(TOKENS).tokens == 0
+        assert run_child(lambda: space(store).put(TOKENS, PAGES).reason) == "disabled"
+
+
+def test_bad_arguments_raise_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFS_DISABLE", "1")
+    with kvfs.open("x") as store, pytest.raises(ConfigError):
+        space(store).put(TOKENS, PAGES[1:])
+    with pytest.raises(ConfigError, match="threads"):
+        kvfs.open("x", threads=0)
+
+
+@pytest.mark.parametrize("name", ["KVFS_DISABLE", "KVFS_READONLY"])
+def test_a_switch_that_says_neither_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "perhaps")
+    with pytest.raises(ConfigError, match=f"{name} is 'perhaps'"):
+        kvfs.open(path, capacity="16MiB")
+    assert not path.exists()
+
+
+# ---------------------------------------------------------------- KVFS_READONLY
+
+
+def test_puts_decline_where_operators_allow_only_reading(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFS_READONLY", "1")
+    with pytest.raises(StoreNotFoundError):
+        kvfs.open(path, capacity="16MiB")
+    monkeypatch.delenv("KVFS_READONLY")
+    with kvfs.open(path, capacity="16MiB") as store:
+        assert space(store).put(TOKENS, PAGES).stored == 5
+    monkeypatch.setenv("KVFS_READONLY", "1")
+    before = tree(path)
+    with kvfs.open(path) as store:
+        assert store.read_only
+        assert restored(space(store), TOKENS) == PAGES
+        assert space(store).put(tokens_of(2, 5), PAGES) == (0, 0, 5, 0, "read-only")
+        assert run_child(lambda: space(store).put(tokens_of(2, 5), PAGES).reason) == "read-only"
+        with pytest.raises(StoreReadOnlyError):
+            space(store).new_epoch()
+    assert tree(path) == before
+    with kvfs.open(path, read_only=True) as store, pytest.raises(StoreReadOnlyError):
+        space(store).put(TOKENS, PAGES)  # who asks for it in his own code shall know
+
+
+# ---------------------------------------------------------------- epochs
+
+
+def test_nothing_stored_before_a_change_of_the_weights_is_found(path: Path) -> None:
+    with kvfs.open(path, capacity="16MiB") as store:
+        old = space(store)
+        old.put(TOKENS, PAGES)
+        new = old.new_epoch()
+        assert (old.identity.epoch, new.identity.epoch) == (0, 1)
+        assert new.match(TOKENS).tokens == 0
+        assert new.put(TOKENS, PAGES[::-1]).stored == 5
+        assert restored(new, TOKENS) == PAGES[::-1] and restored(old, TOKENS) == PAGES
+        other_rank = space(store, epoch=new.identity.epoch)
+        assert restored(other_rank, TOKENS) == PAGES[::-1]
+        assert old.new_epoch().identity.epoch == 2, "a number is given once"
+        assert space(store, adapter="another").new_epoch().identity.epoch == 1
+
+
+def test_epochs_survive_processes_rebuilds_and_evictions(path: Path) -> None:
+    with kvfs.open(path, capacity="16MiB") as store:
+        assert space(store).new_epoch().new_epoch().identity.epoch == 2
+
+    def raise_it() -> int:
+        with kvfs.open(path) as store:
+            return space(store).new_epoch().identity.epoch
+
+    assert run_child(raise_it) == 3
+    (path / "index" / "CURRENT").unlink()
+    with kvfs.open(path) as store:
+        store.gc(0)
+        assert space(store).new_epoch().identity.epoch == 4
+        assert space(store, epoch=100).new_epoch().identity.epoch == 101
+        for _ in range(10):
+            last = space(store).new_epoch().identity.epoch
+    assert last == 111
+    assert len(list((path / "epochs").iterdir())) == 4, "bounded"
+
+
+def test_whoever_races_for_an_epoch_gets_one_of_his_own(path: Path) -> None:
+    kvfs.open(path, capacity="16MiB").close()
+    reader, writer = os.pipe()
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            try:
+                store = kvfs.open(path)
+                ns = space(store)
+                os.write(writer, b"".join(ns.new_epoch().identity.epoch.to_bytes(8, "little") for _ in range(25)))
+            finally:
+                os._exit(0)
+        children.append(child)
+    found: list[int] = []
+    with kvfs.open(path) as store:
+        ns = space(store)
+        threads = [
+            threading.Thread(target=lambda: found.extend(ns.new_epoch().identity.epoch for _ in range(25)))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        data = pipe.read()
+    found += [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    assert len(found) == 150 == len(set(found))

@@ -1,0 +1,104 @@
+"""Sync levels: when bytes are forced to the disk, and what a sync that fails costs."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.testing import Fault, FaultyFiles
+from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
+
+CHUNKS = 4
+PAGES = seeded(1, CHUNKS * TINY_BYTES)
+
+
+@contextmanager
+def opened(path: Path, level: str) -> Iterator[tuple[kvfs.Store, kvfs.Namespace, FaultyFiles]]:
+    files = FaultyFiles(trace=True)
+    with kvfs.open(path / "store", capacity="16MiB", sync=level, files=files) as store:
+        store._core.keeper.stop()  # upkeep comes when the test says so
+        yield store, store.namespace("m", tiny(), revision="r1"), files
+
+
+def put(ns: kvfs.Namespace, seed: int) -> kvfs.PutResult:
+    return ns.put(tokens_of(seed, CHUNKS), PAGES)
+
+
+def served(ns: kvfs.Namespace, seed: int) -> bool:
+    return restored(ns, tokens_of(seed, CHUNKS)) == PAGES
+
+
+def test_level_cache_leaves_it_to_the_kernel(memory_path: Path) -> None:
+    with opened(memory_path, "cache") as (store, ns, files):
+        assert put(ns, 1).stored == CHUNKS
+        store._core._sync()
+        store._core.active.finish_all()
+        assert files.calls["fdatasync"] == 0
+
+
+def test_level_sync_syncs_each_put_behind_its_last_write(memory_path: Path) -> None:
+    with opened(memory_path, "sync") as (_, ns, files):
+        for seed in range(3):
+            before = len(files.trace)
+            assert put(ns, seed).stored == CHUNKS
+            calls = files.trace[before:]
+            synced = [i for i, call in enumerate(calls) if call.kind == "fdatasync"]
+            assert len(synced) == 1
+            fd = calls[synced[0]].detail
+            written = [i for i, call in enumerate(calls) if call.kind == "pwritev" and call.detail.split()[0] == fd]
+            assert written and max(written) < synced[0]
+
+
+def test_level_batch_syncs_in_the_background_and_once(memory_path: Path) -> None:
+    with opened(memory_path, "batch") as (store, ns, files):
+        assert put(ns, 1).stored == put(ns, 2).stored == CHUNKS
+        assert files.calls["fdatasync"] == 0
+        store._core._sync()
+        assert files.calls["fdatasync"] == 1
+        store._core._sync()
+        assert files.calls["fdatasync"] == 1, "nothing was written since"
+        assert put(ns, 3).stored == CHUNKS
+        store._core._sync()
+        assert files.calls["fdatasync"] == 2
+
+
+@pytest.mark.parametrize("level", ["batch", "sync"])
+def test_a_sealed_segment_is_synced(memory_path: Path, level: str) -> None:
+    with opened(memory_path, level) as (store, ns, files):
+        put(ns, 1)
+        store._core._sync()
+        before = files.calls["fdatasync"]
+        store._core.active.finish_all()
+        assert files.calls["fdatasync"] == before + 1
+
+
+def test_a_put_whose_sync_fails_reports_nothing_stored(memory_path: Path) -> None:
+    with opened(memory_path, "sync") as (store, ns, files):
+        assert put(ns, 1).stored == CHUNKS
+        calls = files.calls["fdatasync"]
+        files.arm(Fault(calls + 1, "fdatasync", error=errno.EIO))
+        assert put(ns, 2)[:3] == (0, 0, CHUNKS)
+        assert (files.calls["fdatasync"], counters(store)["sync_errors"]) == (calls + 1, 1)
+        assert not served(ns, 2) and not served(ns, 1), "the kernel may have lost pages of the whole segment"
+        assert put(ns, 1).stored == put(ns, 2).stored == CHUNKS
+        assert served(ns, 1) and served(ns, 2)
+
+
+def test_a_background_sync_that_fails_drops_the_segment_and_is_not_retried(memory_path: Path) -> None:
+    with opened(memory_path, "batch") as (store, ns, files):
+        assert put(ns, 1).stored == CHUNKS
+        files.arm(Fault(1, "fdatasync", error=errno.EIO))
+        store._core._sync()
+        store._core._sync()
+        assert (files.calls["fdatasync"], counters(store)["sync_errors"]) == (1, 1)
+        assert not served(ns, 1)
+        assert put(ns, 1).stored == CHUNKS
+        store._core._sync()
+        assert served(ns, 1)
+        store.gc()
+        assert store.stats()["segments"]["doomed"] == 0

@@ -1,0 +1,146 @@
+"""Counts of all processes, living and dead: summed once, whatever dies when."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs import tally
+from kvfs.directory import Directory
+from kvfs.files import Files
+from kvfs.liveness import Liveness
+from kvfs.tally import Tallies
+from kvfs.testing import Fault, FaultyFiles
+from tests.stores import TINY_BYTES, run_child, seeded, tiny, tokens_of
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    with kvfs.open(store_path, capacity="64MiB", counted=False):
+        pass
+    return store_path
+
+
+class Process:
+    """What one process has of the tallies."""
+
+    def __init__(self, path: Path, files: Files | None = None) -> None:
+        self.directory = Directory(str(path), files or Files(), read_only=False)
+        self.liveness = Liveness(self.directory)
+        self.tallies = Tallies(self.directory, self.liveness)
+
+    def die(self) -> None:
+        """As kill -9 would have it: the lock goes, the files stay."""
+        self.liveness.forget()
+
+
+def total(path: Path) -> dict[str, int]:
+    directory = Directory(str(path), Files(), read_only=True)
+    try:
+        return Tallies(directory, None).total()
+    finally:
+        directory.close()
+
+
+def test_counts_of_the_living_the_ended_and_the_dead_are_summed_once(path: Path) -> None:
+    living, ended, dead = Process(path), Process(path), Process(path)
+    living.tallies.write({"lookups": 1})
+    living.tallies.write({"lookups": 2})
+    ended.tallies.close({"lookups": 10})
+    dead.tallies.write({"lookups": 100, "gets": 5})
+    dead.die()
+    assert total(path) == {"lookups": 112, "gets": 5}
+    living.tallies.fold_dead()
+    living.tallies.fold_dead()
+    assert total(path) == {"lookups": 112, "gets": 5}
+    living.tallies.close({"lookups": 3})
+    assert total(path) == {"lookups": 113, "gets": 5}
+    assert not list((path / "run").glob("*.count"))
+
+
+def test_a_death_between_totals_and_unlink_counts_nothing_twice(path: Path) -> None:
+    files = FaultyFiles()
+    process = Process(path, files)
+    process.tallies.write({"lookups": 7})
+    files.arm(Fault(kind="unlink", error=errno.EIO, persistent=True))
+    process.tallies.close({"lookups": 8})
+    assert list((path / "run").glob("*.count"))
+    assert total(path) == {"lookups": 8}
+    process.die()
+    other = Process(path)
+    other.tallies.fold_dead()
+    assert total(path) == {"lookups": 8} and not list((path / "run").glob("*.count"))
+
+
+@pytest.mark.parametrize("kind", ["open", "pwritev", "rename", "flock", "unlink", "listdir"])
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_no_fault_raises_or_counts_twice(path: Path, kind: str, nth: int) -> None:
+    files = FaultyFiles()
+    process = Process(path, files)
+    files.arm(Fault(nth=files.calls[kind] + nth, kind=kind, error=errno.ENOSPC))
+    process.tallies.write({"lookups": 4})
+    process.tallies.fold_dead()
+    process.tallies.close({"lookups": 5})
+    files.arm()
+    assert total(path).get("lookups", 0) in (0, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["totals", "count"])
+def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: Path, name: str) -> None:
+    process = Process(path)
+    process.tallies.write({"lookups": 1})
+    process.tallies.write({"lookups": 2})
+    if name == "totals":
+        process.tallies.close({"lookups": 3})
+        process = Process(path)
+        process.tallies.close({"lookups": 1})
+    file = path / "run" / "totals" if name == "totals" else next((path / "run").glob("*.count"))
+    data = bytearray(file.read_bytes())
+    newest = 0  # both files have been written twice
+    data[newest + 30] ^= 1
+    file.write_bytes(data)
+    assert total(path) == ({"lookups": 3} if name == "totals" else {"lookups": 1})
+    for garbage in (b"", b"x" * 10, os.urandom(2 * tally.SLOT_BYTES)):
+        file.write_bytes(garbage)
+        assert total(path) == {}
+
+
+def test_absurd_counts_are_bounded(path: Path) -> None:
+    process = Process(path)
+    process.tallies.write({f"name_{i}": i for i in range(5000)})
+    assert 0 < len(total(path)) <= tally.NAMES_MAX
+
+
+def use(path: Path, seed: int) -> dict[str, Any]:
+    with kvfs.open(path) as store:
+        ns = store.namespace("alpha", tiny(), "9213176")
+        ns.put(tokens_of(seed, 4), seeded(seed, 4 * TINY_BYTES))
+        ns.match(tokens_of(seed, 4)).close()
+    return {}
+
+
+def test_totals_survive_restarts_and_a_kill(path: Path) -> None:
+    run_child(lambda: use(path, 1))
+    run_child(lambda: use(path, 2))
+    child = os.fork()
+    if not child:
+        store = kvfs.open(path)
+        store.namespace("alpha", tiny(), "9213176").put(tokens_of(3, 4), seeded(3, 4 * TINY_BYTES))
+        store._core.c.tallies.write(store._core.c.counters.snapshot())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with kvfs.open(path, counted=False) as store:
+        totals = store.stats()["totals"]
+        assert totals["pages_stored"] == 12 and totals["lookups"] == 2 and totals["tokens_matched"] == 128
+
+
+def test_a_process_that_only_looks_is_not_counted(path: Path) -> None:
+    with kvfs.open(path, counted=False) as store:
+        store.namespace("alpha", tiny(), "9213176").match(tokens_of(1, 4)).close()
+    assert total(path) == {}

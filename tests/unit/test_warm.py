@@ -1,0 +1,101 @@
+"""Warming: what was asked for is in the page cache afterwards, and loading it reads nothing from the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.files import Files
+from tests.stores import TINY_BYTES, run_child, seeded, segment_files, tiny, tokens_of
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        for name in ("alpha", "beta"):
+            ns = store.namespace(name, tiny(), "1a")
+            for seed in range(4):
+                ns.put(tokens_of(seed, 60), seeded(seed, 60 * TINY_BYTES))
+    return store_path
+
+
+def forget(path: Path) -> None:
+    """Drop the segments from the page cache; skip where that cannot be done."""
+    for file in segment_files(path):
+        fd = os.open(file, os.O_RDONLY)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        cached = Files().cached_bytes(fd, 0, os.fstat(fd).st_size)
+        os.close(fd)
+        if cached is None:
+            pytest.skip("this kernel does not say what is in the page cache")
+        if cached:
+            pytest.skip("this file system keeps everything in memory")
+
+
+def disk_reads() -> int:
+    with open("/proc/self/io", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def test_after_warming_a_prompt_its_load_reads_nothing_from_the_disk(path: Path) -> None:
+    forget(path)
+    with kvfs.open(path) as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+        with ns.match(tokens_of(2, 60)) as match:
+            assert store.warm(match=match, check=True).resident_bytes == 0
+            before = disk_reads()
+            done = store.warm(match=match)
+            assert done.read_bytes == done.nbytes > 0 == done.failed_bytes and disk_reads() > before
+            assert store.warm(match=match, check=True).resident_bytes == done.nbytes
+            out, before = bytearray(match.nbytes), disk_reads()
+            assert ns.get(match, out) == 60 and out == seeded(2, 60 * TINY_BYTES)
+            assert disk_reads() == before
+            assert all(page.tier is kvfs.Tier.HOST for page in match.pages)
+
+
+def test_namespaces_prefixes_pins_and_the_hottest(path: Path) -> None:
+    with kvfs.open(path) as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+        tokens = tokens_of(1, 60)
+        store.pin("keep", ns, tokens)
+        forget(path)
+        assert store.warm(pinned=True).read_bytes >= 60 * 4096
+        with ns.match(tokens) as match:
+            done = store.warm(match=match, check=True)
+            assert done.resident_bytes == done.nbytes
+        forget(path)
+        assert store.warm(["beta"]).nbytes >= 4 * 60 * TINY_BYTES
+        with store.namespace("beta", tiny(), "1a").match(tokens) as match:
+            done = store.warm(match=match, check=True)
+            assert done.resident_bytes == done.nbytes
+        hashes = ns.plan_save(tokens_of(3, 60)).hashes
+        forget(path)
+        done = store.warm(prefixes=[hashes[-1].hex()[:12]])
+        assert done.read_bytes > 0
+        with ns.match(tokens_of(3, 60)) as match:
+            done = store.warm(match=match, check=True)
+            assert done.resident_bytes == done.nbytes
+        forget(path)
+        done = store.warm(hottest="64KiB")
+        assert 0 < done.nbytes <= 64 << 10
+        seen: list[tuple[int, int]] = []
+        done = store.warm(["alpha", "beta"], progress=lambda *at: seen.append(at))
+        assert seen[-1] == (done.nbytes, done.nbytes) and sorted(seen) == seen
+
+
+def test_what_was_evicted_meanwhile_is_counted_and_raises_nothing(path: Path) -> None:
+    def evict() -> int:
+        with kvfs.open(path) as store:
+            return store.gc(0)["segments_dropped"]
+
+    with kvfs.open(path) as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+        match = ns.match(tokens_of(2, 60))
+        match.close()
+        assert run_child(evict) > 0
+        done = store.warm(match=match)
+        assert done.failed_bytes == done.nbytes > 0
