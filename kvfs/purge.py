@@ -133,10 +133,10 @@ class Purger:
             return PurgeMark(segment_id, fmt.PURGE_ALL | fmt.PURGE_PENDING, 0, b""), row.records if row else 0
         bits = bytearray(len(segment.scan.entries) // 8 + 1)
         new = 0
+        meant = {seq for seq, described in segment.spaces.items() if described and selection.takes(described)}
         for entry in segment.scan.parts():
             covered = old is not None and old.covers(entry)
-            described = segment.spaces.get(entry.ns_seq)
-            chosen = not covered and described is not None and selection.has(described, entry)
+            chosen = not covered and entry.ns_seq in meant and selection.has(entry)
             new += chosen
             if chosen or covered:
                 bits[entry.seq // 8] |= 1 << entry.seq % 8

@@ -20,8 +20,8 @@ class Selection:
     takes: Callable[[Described], bool]
     chunks: frozenset[bytes] | None = None
 
-    def has(self, described: Described, entry: Entry) -> bool:
-        return (self.chunks is None or entry.chunk_hash in self.chunks) and self.takes(described)
+    def has(self, entry: Entry) -> bool:
+        return self.chunks is None or entry.chunk_hash in self.chunks
 
 
 def select(

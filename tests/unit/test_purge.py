@@ -49,9 +49,17 @@ def put(ns: kvfs.Namespace, seed: int, chunks: int = CHUNKS) -> None:
 
 def found(ns: kvfs.Namespace, seed: int, chunks: int = CHUNKS) -> int:
     """Chunks of a prompt that are served, with the right bytes."""
-    data = restored(ns, tokens_of(seed, chunks))
-    assert data == pages_of(seed, chunks)[: len(data)]
+    for _ in range(100):
+        before = unanswered(ns)
+        data = restored(ns, tokens_of(seed, chunks))
+        assert data == pages_of(seed, chunks)[: len(data)]
+        if unanswered(ns) == before:
+            break  # else the machine was too slow for the lookup's deadline, which says nothing
     return len(data) // TINY_BYTES
+
+
+def unanswered(ns: kvfs.Namespace) -> int:
+    return sum(n for name, n in ns._c.counters.snapshot().items() if name.startswith("lookup_unavailable"))
 
 
 def reopened(path: Path, *, rebuilt: bool = True) -> kvfs.Store:
