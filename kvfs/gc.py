@@ -108,7 +108,7 @@ class GcLock:
             yield False
             return
         try:
-            fd = files.open("gc", os.O_RDWR, dir_fd=self._c.directory.sub("run"))
+            fd = self._c.directory.open_lock("gc", sub="run")
             with self._c.directory.holding(fd):
                 while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
                     files.sleep(0.002)

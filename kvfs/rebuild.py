@@ -75,13 +75,7 @@ def rebuild(
     ``cancelled`` says so, IndexUnavailableError is raised between two segments.
     """
     files = directory.files
-    run = directory.sub("run")
-    try:
-        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
-    except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):
-            files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
-        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
+    lock = directory.open_lock("rebuild", sub="run")
     with directory.holding(lock):
         if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
             return None  # somebody is at it, or was meanwhile
@@ -230,7 +224,7 @@ class _SegmentBuilder:
                 segment_id, NOBODY, space.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
                 space.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
             )  # fmt: skip
-        open_end = scan.seal is None and self._alone and not dead
+        open_end = scan.seal is None and self._alone and not dead and scan.appendable
         expiries = [e.expires for e in scan.parts()]
         return SegmentRow(
             segment_id, NOBODY, scan.header.class_id, DOOMED if dead else ACTIVE if open_end else SEALED,

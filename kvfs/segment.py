@@ -138,6 +138,8 @@ class SegmentWriter:
             scan = scan_segment(fd, files, records_max=records)
             if scan is None or scan.header.segment_id != segment_id or len(scan.entries) != records or scan.seal:
                 raise OSError(errno.EIO, "the table does not hold what was published")
+            if not scan.appendable:
+                raise OSError(errno.EPERM, "the segment has features that this code may only read")
             files.fallocate(fd, 0, allocated)
         except OSError:
             files.close(fd)
