@@ -179,6 +179,9 @@ class Core:
         if report is not None:
             self.rebuilt = report
             self.c.counters.add("rebuilds")
+            with contextlib.suppress(IndexUnavailableError):
+                rows = self.c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+                self.c.recency.sweep({row.segment_id for _, row in rows})
             if self.c.verify is Verify.OFF and (report.segments or report.unreadable_segments):
                 self.c.verify = Verify.FIRST  # unchecked reads never follow an unclean stop
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -50,6 +51,12 @@ class Reclaimer:
             fd = files.open(name, os.O_RDONLY, dir_fd=doomed)
         except FileNotFoundError:
             fd = -1
+        except OSError:
+            if stat.S_ISREG(files.stat(name, dir_fd=doomed).st_mode):
+                raise
+            fd = -1  # somebody has put it there: nobody reads it, and it must not keep the others from going
+            with contextlib.suppress(OSError):
+                files.unlink(name, dir_fd=doomed)
         if fd >= 0:
             with self._c.directory.holding(fd):
                 if not files.flock(fd, fcntl.LOCK_EX):

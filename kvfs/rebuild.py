@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,6 +145,9 @@ def _list_all(directory: Directory, report: Report) -> Iterator[_Listed]:
                 continue
             header = None
             with contextlib.suppress(OSError):
+                if not stat.S_ISREG(files.stat(name, dir_fd=directory.sub(folder)).st_mode):
+                    report.note(f"{folder}/{name}: not a file, left alone")
+                    continue
                 fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(folder))
                 try:
                     header = fmt.parse_header(files.read(fd, fmt.BLOCK, 0))

@@ -74,17 +74,16 @@ class Recency:
 
     def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
         """Last use of each record; where there is no stamp, the time at which it was written."""
-        now = self._files.now_us()
+        now, used = self._files.now_us(), list(written_us)
         stamps = array("Q")
         with contextlib.suppress(OSError):
             fd = self._files.open(segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
             try:
-                size = min(self._files.fstat(fd).st_size, 1 << 26) // STAMP_BYTES * STAMP_BYTES
-                stamps.frombytes(self._files.read(fd, size, 0))
+                count = min(self._files.fstat(fd).st_size // STAMP_BYTES, len(used))
+                stamps.frombytes(self._files.read(fd, count * STAMP_BYTES, 0))
             finally:
                 self._files.close(fd)
-        used = list(written_us)
-        for i, stamp in enumerate(stamps[: len(used)]):
+        for i, stamp in enumerate(stamps):
             if 0 < stamp <= now:
                 used[i] = stamp
         return used
@@ -115,9 +114,11 @@ class Recency:
         """Remove the stamps of segments that no longer exist."""
         with contextlib.suppress(OSError):
             run = self._directory.sub("run/use")
+            names = {segment_id.hex() for segment_id in known}
             for name in self._files.listdir(run):
-                if len(name) != 32 or bytes.fromhex(name) not in known:
-                    self._files.unlink(name, dir_fd=run)
+                if name not in names:
+                    with contextlib.suppress(OSError):  # a directory, say: none of kvfs's
+                        self._files.unlink(name, dir_fd=run)
 
     def close(self) -> None:
         with self._lock:

@@ -10,6 +10,8 @@ from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.hashing import root_of
 
+_U32_MAX = 0xFFFF_FFFF
+
 
 @dataclass
 class Scan:
@@ -74,6 +76,8 @@ def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Sc
 def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
     """Whether an entry points into the file; chain entries stand in the last slot and lead forward."""
     if entry.payload % BLOCK or entry.payload < fmt.FIRST_PAYLOAD or entry.payload + entry.stored_bytes > size:
+        return False
+    if entry.payload // BLOCK > _U32_MAX or entry.leaves // 8 > _U32_MAX:  # a page row could not name it
         return False
     if entry.kind == fmt.KIND_CHAIN:
         return last_slot and entry.payload >= end and entry.payload + fmt.TABLE_BYTES <= size

@@ -6,7 +6,6 @@ Safe beside running workers: published bytes never change, and what is being wri
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from kvfs.index.runs import forget_place
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.layout import Part
+from kvfs.segment import file_name
 from kvfs.segment_files import Held
 from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 
@@ -187,9 +187,9 @@ class Verifier:
         """Files in segments/ that the index does not know; they may have been made a moment ago."""
         names = self._c.files.listdir(self._c.directory.sub("segments"))
         now = {row.segment_id for _, row in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)} | known
+        ours = {file_name(segment_id) for segment_id in now}
         for name in names:
-            stem, extension = os.path.splitext(name)
-            if extension == ".kvs" and len(stem) == 32 and bytes.fromhex(stem) in now:
+            if name in ours:
                 continue
             self.report.bad_segments += 1
             self.report.note(f"segments/{name}: the index does not know it")
