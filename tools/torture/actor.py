@@ -198,7 +198,7 @@ def checker(actor: Actor) -> None:
             if found < chunks and actor.strict:
                 actor.judge.found("lost", f"{found} of {chunks} pages of family {family}, fork {fork}")
         actor.judge.counts["acknowledged"] += len(lines)
-        fresh = actor.random.randrange(1 << 30, 1 << 31)
+        fresh = random.SystemRandom().randrange(1 << 30, 1 << 31)  # not one of an earlier check, torn since
         if (
             put(ns, PROMPTS.tokens(fresh, 5), actor.judge) is None
             or get(ns, PROMPTS.tokens(fresh, 5), actor.judge) != 5
