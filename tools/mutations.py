@@ -184,7 +184,7 @@ MUTATIONS = (
     Mutation(
         "ignore the deadline", "kvfs/index/gate.py",
         "            if self._files.monotonic() >= deadline:\n", "            if deadline < 0:\n",
-        ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_nobody",),
+        ("tests/crash/test_order_of_writes.py::test_a_lock_that_does_not_come_is_given_up_at_the_deadline",),
     ),
     Mutation(
         "no breaker after a timeout", "kvfs/index/environment.py",
@@ -206,7 +206,7 @@ MUTATIONS = (
         "take the claims of others for pages", "kvfs/index/runs.py",
         "            if claim_holds(session, place):\n                return CLAIM\n    return None",
         "            if claim_holds(session, place):\n                return 0\n    return None",
-        ("tests/crash/test_found_by_torture.py",),
+        ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
         "let a claim hold for ever", "kvfs/index/session.py",
@@ -234,6 +234,31 @@ MUTATIONS = (
         "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)",
         "flags | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=dir_fd)",
         ("tests/security",),
+    ),
+    Mutation(
+        "trust an index that has two names", "kvfs/index/environment.py",
+        "stat.S_ISREG(data.st_mode) and data.st_nlink == 1", "stat.S_ISREG(data.st_mode)",
+        ("tests/security",),
+    ),
+    Mutation(
+        "append to a segment that has two names", "kvfs/segment.py",
+        "            if files.fstat(fd).st_nlink > 1:\n", "            if fd < 0:\n",
+        ("tests/security",),
+    ),
+    Mutation(
+        "name what a power cut has torn", "kvfs/rebuild.py",
+        "entries = [e for e in entries if self._is_whole(e)]", "entries = list(entries)",
+        ("tests/crash/test_found_by_torture.py::test_a_page_that_a_power_cut_has_torn_is_not_skipped",),
+    ),
+    Mutation(
+        "take a damaged ledger for an empty one", "kvfs/index/tables.py",
+        "    if data is not None and fields is None:\n", "    if data is None and fields is not None:\n",
+        ("tests/fuzz",),
+    ),
+    Mutation(
+        "append to a segment of unknown features", "kvfs/rebuild.py",
+        "scan.seal is None and self._alone and not dead and scan.appendable", "scan.seal is None and self._alone and not dead",
+        ("tests/golden",),
     ),
     Mutation(
         "wait for fifos", "kvfs/files.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -14,9 +15,12 @@ import pytest
 
 import kvfs
 from kvfs import format as fmt
-from kvfs.directory import create
+from kvfs.directory import Directory, create
+from kvfs.errors import IndexUnavailableError
 from kvfs.files import Files
+from kvfs.index.gate import Gate
 from kvfs.index.rows import CLAIM_SECONDS
+from kvfs.index.runs import RunKeys, claim_run
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
 from kvfs.testing import Fault, FaultyFiles
@@ -229,6 +233,50 @@ def test_a_claim_ends() -> None:
     number = session.add_segment(SegmentRow(bytes(16), b"o" * 16, bytes(16), ACTIVE, 0, 1, 0, 4096, 0, 0, 0))
     ends = [now_s - 1, now_s, now_s + 1, now_s + CLAIM_SECONDS, now_s + CLAIM_SECONDS + 1, 2**32 - 1]
     assert [session.claimed_until(number, end) for end in ends] == [False, False, True, True, False, False]
+
+
+def test_what_somebody_else_has_claimed_is_in_flight() -> None:
+    """Neither stored twice nor called present: its writer may still die."""
+    session = Session(DictTxn(), DB, "", 1_000_000)
+    row = SegmentRow(bytes(16), b"o" * 16, bytes(16), ACTIVE, 0, 1, 0, 4096, 0, 0, 0)
+    mine, others = session.add_segment(row), session.add_segment(row._replace(segment_id=b"i" * 16))
+    run = RunKeys(0, [bytes([n]) * 32 for n in range(6)], lambda chunk_hash: chunk_hash + bytes(8), 4)
+    assert len(claim_run(session, run, [1, 2], others).targets) == 2
+    claims = claim_run(session, run, range(6), mine)
+    assert ([t.slot for t in claims.targets], claims.skipped, claims.in_flight) == ([0, 3, 4, 5], 0, 2)
+    session.now_s += CLAIM_SECONDS
+    assert len(claim_run(session, run, [1, 2], mine).targets) == 2
+
+
+class SteppingFiles(Files):
+    """Time passes only where somebody sleeps."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.mark.parametrize("name", ["gate", "main"])
+def test_a_lock_that_does_not_come_is_given_up_at_the_deadline(tmp_path: Path, name: str) -> None:
+    open_store(tmp_path / "store").close()
+    files = SteppingFiles()
+    directory = Directory(str(tmp_path / "store"), files, read_only=False)
+    gate = Gate(directory)
+    with (tmp_path / "store" / name).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for exclusive in (False, True):
+            start = files.seconds
+            with pytest.raises(IndexUnavailableError, match="timeout"):
+                gate.acquire(exclusive=exclusive, deadline=start + 0.02)
+            assert 0.02 <= files.seconds - start < 0.03
+    gate.acquire(exclusive=True, deadline=files.seconds)  # and nothing was left held
+    gate.release()
+    gate.close()
+    directory.close()
 
 
 def test_the_newest_of_two_records_wins_a_rebuild(tmp_path: Path) -> None:
