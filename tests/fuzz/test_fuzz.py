@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvfs import format as fmt
+from kvfs.config import parse_toml
+from kvfs.errors import ConfigError
 from kvfs.index import tables
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
+from tools.torture.faults import lose_index
 from tools.torture.fuzz import CORPUS, Pool, corpus_of, execute
 from tools.torture.images import Image
 from tools.torture.judge import Judge
@@ -121,6 +124,29 @@ def test_a_damaged_ledger_is_built_anew(tmp_path: Path) -> None:
         assert store.wait_ready(20.0) and index.generation != generation
         assert get(namespace(store), PROMPTS.tokens(1, 20), judge) == 20
         assert index.read(lambda s: s.check_ledger(), 5.0)
+    assert not judge.failed, judge.notes
+
+
+@pytest.mark.parametrize("key", ["a" + ".a" * 100_000 + " = 1", "[" + "a." * 100_000 + "a]", 'q."a"' + '."a"' * 60_000])
+def test_a_key_of_very_many_parts_is_refused_at_once(key: str) -> None:
+    """tomllib takes minutes for it."""
+    with pytest.raises(ConfigError, match="dots"):
+        parse_toml(b'capacity = "1GiB"\n' + key.encode(), "kvfs.toml")
+
+
+def test_stamps_of_segments_that_are_gone_go_with_the_next_rebuild(tmp_path: Path) -> None:
+    judge, path = Judge(), tmp_path / "store"
+    with open_store(path) as store:
+        put(namespace(store), PROMPTS.tokens(1, 5), judge)
+        assert get(namespace(store), PROMPTS.tokens(1, 5), judge) == 5
+    (kept,) = (path / "run" / "use").iterdir()
+    for name in ("ab" * 16, "z" * 32, "x"):
+        (path / "run" / "use" / name).write_bytes(bytes(64))
+    lose_index(path)
+    with open_store(path) as store:
+        assert store.wait_ready(20.0)
+        store._core._rebuilder.join(20.0)  # type: ignore[union-attr]
+        assert list((path / "run" / "use").iterdir()) == [kept]
     assert not judge.failed, judge.notes
 
 
