@@ -139,6 +139,13 @@ class Core:
                 directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
             except NotADirectoryError:
                 raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
+        if not self.read_only:
+            run = directory.sub("run")
+            try:
+                directory.files.stat("gc", dir_fd=run)
+            except FileNotFoundError:  # of a directory that was made anew
+                with contextlib.suppress(FileExistsError):
+                    directory.files.close(directory.files.create("gc", directory.file_mode, dir_fd=run))
 
     # -- readiness ---------------------------------------------------------------------------
 

@@ -92,16 +92,6 @@ class Directory:
             with contextlib.suppress(OSError):
                 self.files.close(fd)
 
-    def open_lock(self, name: str, *, sub: str) -> int:
-        """Descriptor of an empty file that is only ever locked; made if it is missing."""
-        folder = self.sub(sub)
-        try:
-            return self.files.open(name, os.O_RDWR, dir_fd=folder)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                self.files.close(self.files.create(name, self.file_mode, dir_fd=folder))
-            return self.files.open(name, os.O_RDWR, dir_fd=folder)
-
     def abandon_locks(self) -> None:
         """In a forked child."""
         for fd in self._locks:

@@ -47,16 +47,11 @@ class Reclaimer:
         files, segments, doomed = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
         with contextlib.suppress(FileNotFoundError):
             files.rename(name, name, src_dir_fd=segments, dst_dir_fd=doomed)
+        self._remove_stranger(name)
         try:
             fd = files.open(name, os.O_RDONLY, dir_fd=doomed)
         except FileNotFoundError:
             fd = -1
-        except OSError:
-            if stat.S_ISREG(files.stat(name, dir_fd=doomed).st_mode):
-                raise
-            fd = -1  # somebody has put it there: nobody reads it, and it must not keep the others from going
-            with contextlib.suppress(OSError):
-                files.unlink(name, dir_fd=doomed)
         if fd >= 0:
             with self._c.directory.holding(fd):
                 if not files.flock(fd, fcntl.LOCK_EX):
@@ -66,6 +61,17 @@ class Reclaimer:
         self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
         return True
+
+    def _remove_stranger(self, name: str) -> None:
+        """What bears a segment's name and is no file: it must not keep the others from going."""
+        files, doomed = self._c.files, self._c.directory.sub("doomed")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(files.stat(name, dir_fd=doomed).st_mode):
+                try:
+                    files.unlink(name, dir_fd=doomed)
+                except OSError:  # a directory: somebody may want what is in it
+                    aside = f"{name}.{files.random(8).hex()}"
+                    files.rename(name, aside, src_dir_fd=doomed, dst_dir_fd=self._c.directory.sub("quarantine"))
 
     def finish_doomed(self) -> int:
         """Finish what can be finished, whoever doomed it; bytes freed."""
@@ -115,7 +121,7 @@ class GcLock:
             yield False
             return
         try:
-            fd = self._c.directory.open_lock("gc", sub="run")
+            fd = files.open("gc", os.O_RDWR, dir_fd=self._c.directory.sub("run"))
             with self._c.directory.holding(fd):
                 while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
                     files.sleep(0.002)

@@ -77,7 +77,13 @@ def rebuild(
     ``cancelled`` says so, IndexUnavailableError is raised between two segments.
     """
     files = directory.files
-    lock = directory.open_lock("rebuild", sub="run")
+    run = directory.sub("run")
+    try:
+        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
+        lock = files.open("rebuild", os.O_RDWR, dir_fd=run)
     with directory.holding(lock):
         if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
             return None  # somebody is at it, or was meanwhile

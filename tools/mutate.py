@@ -71,7 +71,7 @@ def judge(mutation: Mutation) -> tuple[str, str]:
         return "missed", ""
     if done.returncode != 1 or not failed:
         return "broken", (done.stdout + done.stderr)[-400:]
-    return "caught", failed[0].split()[1]
+    return "caught", failed[0].partition(" ")[2].partition(" - ")[0]
 
 
 def judge_all(mutations: list[Mutation], jobs: int) -> Iterator[tuple[Mutation, str, str]]:

@@ -198,7 +198,7 @@ MUTATIONS = (
     ),
     Mutation(
         "free a segment that somebody holds", "kvfs/gc.py",
-        "                if not files.flock(fd, fcntl.LOCK_EX):\n                    return False\n", "",
+        "if not files.flock(fd, fcntl.LOCK_EX):", "if not files.flock(fd, fcntl.LOCK_EX) and fd < 0:",
         ("tests/unit/test_namespace.py::test_a_match_holds_its_pages_after_the_segment_is_unlinked",
          "tests/crash/test_order_of_writes.py"),
     ),
@@ -231,8 +231,7 @@ MUTATIONS = (
     ),
     Mutation(
         "follow symlinks", "kvfs/files.py",
-        "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)",
-        "flags | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=dir_fd)",
+        "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_CLOEXEC | os.O_NONBLOCK",
         ("tests/security",),
     ),
     Mutation(
@@ -256,13 +255,13 @@ MUTATIONS = (
         ("tests/fuzz",),
     ),
     Mutation(
-        "append to a segment of unknown features", "kvfs/rebuild.py",
-        "scan.seal is None and self._alone and not dead and scan.appendable", "scan.seal is None and self._alone and not dead",
+        "append to a segment of unknown features", "kvfs/format.py",
+        "    return not _HEADER.unpack(bytes(page[: _HEADER.size]))[4] & ~READ_ONLY_COMPATIBLE", "    return True",
         ("tests/golden",),
     ),
     Mutation(
         "wait for fifos", "kvfs/files.py",
-        "os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)", "os.O_NOFOLLOW, mode, dir_fd=dir_fd)",
+        "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_CLOEXEC | os.O_NOFOLLOW",
         ("tests/security",),
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@ pages (XXH3 is no signature); see docs/reliability.md.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -250,14 +252,14 @@ class SwappingFiles(Files):
     def __init__(self, victim: Path, nth: int) -> None:
         self.left, self.victim = nth, victim
 
-    def open(self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int) -> int:
+    def open(self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, **more: Any) -> int:
         self.left -= 1
         if not self.left and not name.startswith("."):
             folder = Path(os.readlink(f"/proc/self/fd/{dir_fd}"))
             if (folder / name).exists():
                 os.rename(folder / name, folder.parent / f"swapped-{name}")
                 (folder / name).symlink_to(self.victim / ("" if flags & os.O_DIRECTORY else "file"))
-        return super().open(name, flags, mode, dir_fd=dir_fd)
+        return super().open(name, flags, mode, dir_fd=dir_fd, **more)
 
 
 @pytest.mark.parametrize("share", range(3))
@@ -278,16 +280,21 @@ def test_a_name_that_is_swapped_between_two_looks(path: Path, victim: Path, shar
         shutil.rmtree(copy)
 
 
+def exchange(one: Path, other: Path) -> None:
+    """Swap two names in one moment (renameat2)."""
+    at_cwd, swap = -100, 2
+    call = ctypes.CDLL(None, use_errno=True).renameat2
+    assert call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0, os.strerror(ctypes.get_errno())
+
+
 def test_a_directory_that_is_swapped_in_a_loop(path: Path, victim: Path) -> None:
     """``segments`` is a directory in one moment and a symlink in the next."""
-    stop = threading.Event()
+    stop, link = threading.Event(), path.parent / "link"
+    link.symlink_to(victim)
 
     def swap() -> None:
-        while not stop.is_set():
-            os.rename(path / "segments", path.parent / "aside")
-            (path / "segments").symlink_to(victim)
-            (path / "segments").unlink()
-            os.rename(path.parent / "aside", path / "segments")
+        while not (stop.is_set() and link.is_symlink()):  # in the end all is in its place
+            exchange(link, path / "segments")
 
     swapper = threading.Thread(target=swap)
     swapper.start()

@@ -82,11 +82,13 @@ class ImageFiles(Files):
     def listdir(self, dir_fd: int) -> list[str]:
         return list(self.names)
 
-    def open(self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int) -> int:
+    def open(self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, **more: Any) -> int:
         if name not in self.names:
             raise FileNotFoundError(name)
         self._open.append(self.names[name])
-        return len(self._open) - 1
+        fd = len(self._open) - 1
+        more.get("keep", []).append(fd)
+        return fd
 
     def close(self, fd: int) -> None:
         pass
