@@ -298,9 +298,11 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
-    while _resume:
-        _resume.pop()()
-    _LOCK.release()
+    try:
+        while _resume:
+            _resume.pop()()
+    finally:  # a signal handler may raise in here
+        _LOCK.release()
 
 
 def _after_in_child() -> None:
@@ -310,8 +312,10 @@ def _after_in_child() -> None:
     for key, core in list(_CORES.items()):
         try:
             core.restart_in_child()
-        except Exception:
+        except BaseException as exc:  # a signal handler's, too: what is half made is not used again
             del _CORES[key]
+            if not isinstance(exc, Exception):
+                raise
 
 
 def _close_all() -> None:

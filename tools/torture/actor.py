@@ -36,6 +36,7 @@ class Actor:
         self.families = int(options.get("families", "60"))
         self.settings = {"capacity": options.get("capacity", "512MiB"), "sync": options.get("sync", "cache")}
         self.strict = options.get("strict", "1") == "1"  # whatever was acknowledged must be there
+        self.ending = False  # Python drops what a signal handler raises while a fork runs its hooks
         self._status = os.open(folder / "status" / name, os.O_CREAT | os.O_RDWR, 0o666)
         self._acks = os.open(folder / "acks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
 
@@ -66,6 +67,12 @@ class Actor:
 
     def open(self) -> kvfs.Store | None:
         return self.judge.call("open", lambda: open_store(self.store_path, **self.settings), may_raise=True)
+
+
+def end(actor: Actor) -> None:
+    """On SIGTERM: leave politely, through all ``with`` blocks."""
+    actor.ending = True
+    sys.exit(0)
 
 
 def repeat(actor: Actor, step: Callable[[kvfs.Namespace], None], *, reopen: float = 0.01) -> None:
@@ -117,6 +124,8 @@ def forker(actor: Actor) -> None:
     def step(ns: kvfs.Namespace) -> None:
         actor.put_one(ns)
         child = os.fork()
+        if actor.ending:
+            sys.exit(0) if child else os._exit(0)
         if child == 0:
             try:
                 actor.random.seed(os.getpid())
@@ -216,7 +225,7 @@ def main(arguments: list[str]) -> None:
     role, folder, name, seed = arguments[:4]
     options = dict(a.split("=", 1) for a in arguments[4:])
     actor = Actor(Path(folder), name, int(seed), options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: end(actor))
     ROLES[role](actor)
 
 
