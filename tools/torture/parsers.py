@@ -58,6 +58,7 @@ STORE_ID, SEGMENT_ID, OTHER_ID = b"S" * 16, b"segment id 12345", b"another segme
 SEED = fmt.segment_seed(SEGMENT_ID)
 ROW_KEY = b"row key " * 5
 NOW_S = 1_800_000_000
+GROWN_BYTES_MAX = 4 << 20  # of an input that is no segment
 DB = Tables("pages", "segments", "namespaces", "meta")
 
 
@@ -94,7 +95,7 @@ def target(
         TARGETS[name] = Target(
             name,
             lambda: [Image.of(data) for data in seeds()],
-            lambda chance, image: Image.of(mutate(chance, image.bytes())),
+            lambda chance, image: Image.of(mutate(chance, image.bytes())[:GROWN_BYTES_MAX]),
             lambda image: read(image.bytes()),
             errors,
             weight,
