@@ -36,7 +36,7 @@ class Actor:
         self.families = int(options.get("families", "60"))
         self.settings = {"capacity": options.get("capacity", "512MiB"), "sync": options.get("sync", "cache")}
         self.strict = options.get("strict", "1") == "1"  # whatever was acknowledged must be there
-        self.ending = False  # Python drops what a signal handler raises while a fork runs its hooks
+        self.ending = False  # Python drops what a signal handler raises in the hooks of a fork and in finalizers
         self._status = os.open(folder / "status" / name, os.O_CREAT | os.O_RDWR, 0o666)
         self._acks = os.open(folder / "acks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
 
@@ -89,6 +89,8 @@ def repeat(actor: Actor, step: Callable[[kvfs.Namespace], None], *, reopen: floa
             while actor.random.random() > reopen:
                 step(ns)
                 actor.report()
+                if actor.ending:
+                    return
 
 
 def writer(actor: Actor) -> None:
