@@ -62,7 +62,7 @@ class Recency:
             run = self._directory.sub("run/use")
             try:
                 fd = self._files.open(segment_id.hex(), os.O_RDWR, dir_fd=run)
-                if self._files.fstat(fd).st_nlink > 1:  # a snapshot's, or no file of kvfs's at all
+                if os.fstat(fd).st_nlink > 1:  # a snapshot's, or no file of kvfs's at all
                     self._files.close(fd)
                     self._files.unlink(segment_id.hex(), dir_fd=run)
                     raise FileNotFoundError
