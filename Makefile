@@ -3,7 +3,7 @@
 
 PYTHON      ?= python3
 VENV        ?= .venv
-TEST_EXTRAS ?= test,transformers
+TEST_EXTRAS ?= test,transformers,gpu
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=

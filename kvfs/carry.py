@@ -95,6 +95,8 @@ class Carrier:
             if shape is None or entry.codec != fmt.CODEC_RAW:
                 return None
             group, part = shape[2], Part.unpack(entry.part)
+            if entry.stored_bytes != group.part_bytes(part):
+                return None
             payload = memoryview(bytearray(entry.stored_bytes))
             self._c.files.read_into(held.fd, payload, entry.payload)
         except (OSError, ValueError):

@@ -25,6 +25,7 @@ INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
 OVERHEAD_BYTES = 1 * MIB
 DURATION_MAX = 1e12
 TOML_BYTES_MAX = 256 * KIB
+DOTS_MAX = 100  # of a line: the time that tomllib takes for a dotted key grows with the square of its parts
 SYNC_LEVELS = ("cache", "batch", "sync")
 MODES = ("cache", "staging", "memory")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
@@ -34,7 +35,11 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def _show(value: object) -> str:
-    return "a huge integer" if type(value) is int and value.bit_length() > 64 else reprlib.repr(value)
+    """A bounded repr, since messages quote untrusted values."""
+    try:
+        return "a huge integer" if type(value) is int and value.bit_length() > 64 else reprlib.repr(value)
+    except ValueError:  # a list with an integer of thousands of digits
+        return f"a {type(value).__name__} with a huge integer"
 
 
 def parse_size(value: int | str, what: str = "size") -> int:
@@ -154,9 +159,11 @@ def make_settings(
 
 def parse_document(data: bytes, path: str) -> dict[str, Any]:
     """A TOML file as it is, unchecked."""
+    if any(line.count(b".") > DOTS_MAX for line in data.splitlines()):
+        raise ConfigError(f"{path}: a line has more than {DOTS_MAX} dots; correct the file")
     try:
         return tomllib.loads(data.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:  # not only TOMLDecodeError: integers of thousands of digits
         raise ConfigError(f"{path}: {exc}; correct the file") from None
 
 
@@ -182,7 +189,7 @@ def parse_toml(data: bytes, path: str) -> Settings:
 def _text(document: Mapping[str, Any], key: str, path: str) -> str:
     value = document.get(key, "cache")
     if not isinstance(value, str):
-        raise ConfigError(f"{path}: {key} is {value!r}, not a text")
+        raise ConfigError(f"{path}: {key} is {_show(value)}, not a text")
     return value
 
 

@@ -158,6 +158,13 @@ class Core:
                         raise
             except NotADirectoryError:
                 raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
+        if not self.read_only:
+            run = directory.sub("run")
+            try:
+                directory.files.stat("gc", dir_fd=run)
+            except FileNotFoundError:  # of a directory that was made anew
+                with contextlib.suppress(FileExistsError):
+                    directory.files.close(directory.files.create("gc", directory.file_mode, dir_fd=run))
 
     # -- readiness ---------------------------------------------------------------------------
 
@@ -198,6 +205,9 @@ class Core:
         if report is not None:
             self.rebuilt = report
             self.c.counters.add("rebuilds")
+            with contextlib.suppress(IndexUnavailableError):
+                rows = self.c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+                self.c.recency.sweep({row.segment_id for _, row in rows})
             if self.c.verify is Verify.OFF and (report.segments or report.unreadable_segments):
                 self.c.verify = Verify.FIRST  # unchecked reads never follow an unclean stop
 
@@ -323,9 +333,11 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
-    while _resume:
-        _resume.pop()()
-    _LOCK.release()
+    try:
+        while _resume:
+            _resume.pop()()
+    finally:  # a signal handler may raise in here
+        _LOCK.release()
 
 
 def _after_in_child() -> None:
@@ -335,8 +347,10 @@ def _after_in_child() -> None:
     for key, core in list(_CORES.items()):
         try:
             core.restart_in_child()
-        except Exception:
+        except BaseException as exc:  # a signal handler's, too: what is half made is not used again
             del _CORES[key]
+            if not isinstance(exc, Exception):
+                raise
 
 
 def _close_all() -> None:

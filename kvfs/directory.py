@@ -97,7 +97,8 @@ class Directory:
         try:
             size = self.files.fstat(fd).st_size
             if size > limit:
-                raise FormatError(f"{name} has {size} bytes, at most {limit} are expected: not written by kvfs")
+                where = os.path.join(self.path, sub, name)
+                raise FormatError(f"{where} has {size} bytes, at most {limit} are expected: not written by kvfs")
             return self.files.read(fd, size, 0)
         finally:
             self.files.close(fd)
@@ -114,7 +115,12 @@ class Directory:
                     self.files.fsync(fd)
             finally:
                 self.files.close(fd)
-            self.files.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            try:
+                self.files.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            except IsADirectoryError:  # whoever made it: it must not stand in the way for ever
+                aside = f"{name}.{self.files.random(8).hex()}"
+                self.files.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=self.sub("quarantine"))
+                self.files.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except OSError:
             with contextlib.suppress(OSError):
                 self.files.unlink(temporary, dir_fd=dir_fd)

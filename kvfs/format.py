@@ -154,6 +154,11 @@ def parse_header(page: bytes | memoryview) -> Header | None:
     return Header(segment_id, store_id, created, flags, class_id, version)
 
 
+def may_append(page: bytes | memoryview) -> bool:
+    """Whether this code may append to the segment with this valid header page; unknown features may forbid it."""
+    return not _HEADER.unpack(bytes(page[: _HEADER.size]))[4] & ~READ_ONLY_COMPATIBLE
+
+
 def pack_entry(entry: Entry, seed: int) -> bytes:
     return _with_check(_ENTRY.pack(*entry), seed)
 

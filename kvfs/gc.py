@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from functools import partial
 
@@ -45,6 +46,7 @@ class Reclaimer:
         files, segments, doomed = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
         with contextlib.suppress(FileNotFoundError):
             files.rename(name, name, src_dir_fd=segments, dst_dir_fd=doomed)
+        self._remove_stranger(name)
         with contextlib.suppress(FileNotFoundError), opened(files, name, os.O_RDONLY, dir_fd=doomed) as fd:
             if not files.flock(fd, fcntl.LOCK_EX):
                 return False
@@ -56,6 +58,17 @@ class Reclaimer:
         self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
         return True
+
+    def _remove_stranger(self, name: str) -> None:
+        """What bears a segment's name and is no file: it must not keep the others from going."""
+        files, doomed = self._c.files, self._c.directory.sub("doomed")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(files.stat(name, dir_fd=doomed).st_mode):
+                try:
+                    files.unlink(name, dir_fd=doomed)
+                except OSError:  # a directory: somebody may want what is in it
+                    aside = f"{name}.{files.random(8).hex()}"
+                    files.rename(name, aside, src_dir_fd=doomed, dst_dir_fd=self._c.directory.sub("quarantine"))
 
     def finish_doomed(self) -> int:
         """Finish what can be finished, whoever doomed it; bytes freed."""

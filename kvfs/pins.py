@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -68,12 +69,17 @@ class Pins:
             data = self._c.directory.read_small(file, PIN_BYTES_MAX, sub="pins")
         except FormatError:
             return None
+        except OSError:
+            if stat.S_ISREG(self._c.files.stat(file, dir_fd=self._c.directory.sub("pins")).st_mode):
+                raise
+            return None  # somebody has put it there; a pin is a file
         if data is None:
             return None
         try:
             body = json.loads(data)
             pin = Pin(body["name"], body["namespace"], body["tokens"], body["created_us"], tuple(body["segments"]))
-            valid = isinstance(pin.name, str) and isinstance(pin.namespace, str) and type(pin.tokens) is int
+            kinds = (str, str, int, int)
+            valid = all(type(v) is k for v, k in zip(pin, kinds, strict=False))
             return pin if valid and all(len(bytes.fromhex(s)) == 16 for s in pin.segments) else None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None

@@ -21,6 +21,7 @@ from kvfs.files import pack_u64
 
 STAMP_BYTES = 8
 _OPEN_MAX = 64
+RECORDS_MAX = 1 << 23  # of one segment: what is behind them is nobody's stamp
 REQUESTS_MAX = 4096
 REQUEST_US = 600_000_000  # a prompt saved this long after its lookup still belongs to the same request
 
@@ -63,6 +64,10 @@ class Recency:
             run, name, files = self._directory.sub("run/use"), segment_id.hex(), self._files
             try:
                 file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
+                if files.fstat(file.fd).st_nlink > 1:  # a snapshot's, or no file of kvfs's at all
+                    file.close()
+                    files.unlink(name, dir_fd=run)
+                    raise FileNotFoundError
             except FileNotFoundError:
                 try:
                     file = Descriptor.create(files, name, self._directory.file_mode, dir_fd=run)
@@ -75,20 +80,19 @@ class Recency:
 
     def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
         """Last use of each record; where there is no stamp, the time at which it was written."""
-        now = self._files.now_us()
-        stamps = self.raw(segment_id)
-        used = list(written_us)
-        for i, stamp in enumerate(stamps[: len(used)]):
+        now, used = self._files.now_us(), list(written_us)
+        stamps = self.raw(segment_id, len(used))
+        for i, stamp in enumerate(stamps):
             if 0 < stamp <= now:
                 used[i] = stamp
         return used
 
-    def raw(self, segment_id: bytes) -> array[int]:
+    def raw(self, segment_id: bytes, records_max: int = RECORDS_MAX) -> array[int]:
         """The stamps as they lie in the file, by seq; empty if there are none."""
         stamps = array("Q")
         with contextlib.suppress(OSError):
             file = Descriptor.open(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
-            size = min(self._files.fstat(file.fd).st_size, 1 << 26) // STAMP_BYTES * STAMP_BYTES
+            size = min(self._files.fstat(file.fd).st_size // STAMP_BYTES, records_max) * STAMP_BYTES
             stamps.frombytes(self._files.read(file.fd, size, 0))
         return stamps
 
@@ -118,9 +122,11 @@ class Recency:
         """Remove the stamps of segments that no longer exist."""
         with contextlib.suppress(OSError):
             run = self._directory.sub("run/use")
+            names = {segment_id.hex() for segment_id in known}
             for name in self._files.listdir(run):
-                if len(name) != 32 or bytes.fromhex(name) not in known:
-                    self._files.unlink(name, dir_fd=run)
+                if name not in names:
+                    with contextlib.suppress(OSError):  # a directory, say: none of kvfs's
+                        self._files.unlink(name, dir_fd=run)
 
     def close(self) -> None:
         with self._lock:

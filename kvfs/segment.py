@@ -139,9 +139,13 @@ class SegmentWriter:
         try:
             if not files.flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EBUSY, "segment is being removed")
+            if files.fstat(fd).st_nlink > 1:
+                raise OSError(errno.EMLINK, "the segment has other names: a snapshot must stay as it is")
             scan = scan_segment(fd, files, records_max=records)
             if scan is None or scan.header.segment_id != segment_id or len(scan.entries) != records or scan.seal:
                 raise OSError(errno.EIO, "the table does not hold what was published")
+            if not scan.appendable:
+                raise OSError(errno.EPERM, "the segment has features that this code may only read")
             files.fallocate(fd, 0, allocated)
         except OSError:
             file.close()

@@ -11,6 +11,8 @@ from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.hashing import root_of
 from kvfs.identity import Described, parse_descriptor
 
+_U32_MAX = 0xFFFF_FFFF
+
 
 @dataclass
 class Scan:
@@ -24,6 +26,7 @@ class Scan:
     end: int  # end of what the entries cover
     size: int
     checks: bytes  # check words of the entries, one behind the other
+    appendable: bool  # False where the header has features that this code may only read
 
     def parts(self) -> Iterator[Entry]:
         return (e for e in self.entries if e.kind == fmt.KIND_PART)
@@ -34,7 +37,8 @@ def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Sc
     size = files.fstat(fd).st_size
     if size < fmt.FIRST_PAYLOAD:
         return None
-    header = fmt.parse_header(files.read(fd, BLOCK, 0))
+    page = files.read(fd, BLOCK, 0)
+    header = fmt.parse_header(page)
     if header is None:
         return None
     seed, table, slot, epoch = fmt.segment_seed(header.segment_id), fmt.FIRST_TABLE, 0, 0
@@ -67,12 +71,14 @@ def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Sc
                 end = max(end, align(entry.leaves + 8))
     words = b"".join(checks)
     seal = _read_seal(fd, files, size, header.segment_id, len(entries), root_of(words))
-    return Scan(header, entries, seal, table, slot, end, size, words)
+    return Scan(header, entries, seal, table, slot, end, size, words, fmt.may_append(page))
 
 
 def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
     """Whether an entry points into the file; chain entries stand in the last slot and lead forward."""
     if entry.payload % BLOCK or entry.payload < fmt.FIRST_PAYLOAD or entry.payload + entry.stored_bytes > size:
+        return False
+    if entry.payload // BLOCK > _U32_MAX or entry.leaves // 8 > _U32_MAX:  # a page row could not name it
         return False
     if entry.kind == fmt.KIND_CHAIN:
         return last_slot and entry.payload >= end and entry.payload + fmt.TABLE_BYTES <= size

@@ -22,6 +22,7 @@ from kvfs.recency import STAMP_BYTES
 ANY_CLASS = bytes(16)
 QUOTA_BYTES = 8  # of a class id: which quota pays
 NO_QUOTA = bytes(QUOTA_BYTES)
+EPOCH_MAX = 0xFFFF_FFFF
 
 
 class NeedSpaceError(Exception):
@@ -124,6 +125,9 @@ def adopt(session: Session, number: int, seen: SegmentRow, owner: bytes) -> Segm
     """Take over a dead owner's active segment, if it still is as it was seen."""
     row = session.segment(number)
     if row != seen:
+        return None
+    if seen.epoch == EPOCH_MAX:  # nobody can go on with it
+        session.set_segment(number, seen, seen._replace(state=SEALED, owner=NOBODY))
         return None
     taken = seen._replace(owner=owner, epoch=seen.epoch + 1)
     session.set_segment(number, seen, taken)

@@ -24,6 +24,7 @@ from kvfs.index.runs import forget_place
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.layout import Part
+from kvfs.segment import file_name
 from kvfs.segment_files import Held
 from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 
@@ -196,12 +197,15 @@ class Verifier:
         """Files in segments/ that the index does not know; they may have been made a moment ago."""
         names = self._c.files.listdir(self._c.directory.sub("segments"))
         now = {row.segment_id for _, row in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)} | known
+        ours = {file_name(segment_id) for segment_id in now}
         for name in names:
+            if name in ours:
+                continue
             if not _SEGMENT_NAME.match(name):
                 self._foreign.append(name)
                 self.report.foreign_files += 1
                 self.report.note(f"segments/{name}: not a file of kvfs")
-            elif bytes.fromhex(name[:32]) not in now:
+            else:
                 self.report.bad_segments += 1
                 self.report.note(f"segments/{name}: the index does not know it")
 

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -187,6 +188,7 @@ class Index:
         data = self._files.stat("data.mdb", dir_fd=folder)
         state = read_state(self._directory)
         same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
+        same = same and stat.S_ISREG(data.st_mode) and data.st_nlink == 1  # two names: also another directory's
         if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
             raise OSError("dirty index of another boot or of dead processes")
         if self._read_only:  # only whoever can leave the index clean counts: the last writer must find himself alone

@@ -29,6 +29,7 @@ RUN = 32
 _HEAD = struct.Struct("<QBBHII")
 _EXTENT = struct.Struct("<BBBBIIIIIII")
 _VERSION = 1
+_U32_MAX = 0xFFFF_FFFF
 
 CLAIM = 1  # extent flag: somebody is writing these chunks; ``segment`` is his, ``expires`` the claim's end
 CLAIM_SECONDS = 5
@@ -145,6 +146,9 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
     for e in extents:
         bits = (1 << e.chunks) - 1 << e.first
         if not e.chunks or e.first + e.chunks > RUN or bits & covered:
+            return None
+        last = e.chunks - 1  # its place must fit an extent of its own, too
+        if last and max(e.block + last * e.stride, e.leaf + last * leaves, e.seq + last) > _U32_MAX:
             return None
         covered |= bits
     return Row(value, present, leaves, extents) if covered == present else None

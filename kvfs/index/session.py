@@ -92,6 +92,8 @@ class Session:
         """Insert a new segment, charge it, and return its number. Numbers are never used twice."""
         ledger = self.ledger()
         number = ledger.next_segment
+        if self.txn.get(tables.segment_key(number), db=self.db.segments) is not None:
+            raise tables.damaged("ledger")
         tables.put_segment(self.txn, self.db.segments, number, row)
         tables.list_segment(self.txn, self.db.meta, number, row.state)
         tables.add_quota_use(self.txn, self.db.meta, row.class_id, row.allocated)

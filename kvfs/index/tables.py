@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import lmdb
+
 from kvfs.hashing import checksum
 
 _SEGMENT = struct.Struct("<16s16s16sIIIIQQQI")
@@ -83,13 +85,23 @@ def iter_segments(txn: Any, db: Any) -> Iterator[tuple[int, SegmentRow]]:
 
 
 def get_ledger(txn: Any, db: Any) -> Ledger:
-    fields = _unpack(_LEDGER, txn.get(LEDGER_KEY, db=db))
+    data = txn.get(LEDGER_KEY, db=db)
+    fields = _unpack(_LEDGER, data)
+    if data is not None and fields is None:
+        raise damaged("ledger")
     return Ledger(*fields) if fields else Ledger(0, 1, 0, 0)
 
 
 def put_ledger(txn: Any, db: Any, ledger: Ledger) -> None:
-    assert ledger.used >= 0, ledger
-    txn.put(LEDGER_KEY, _pack(_LEDGER.pack(*ledger)), db=db)
+    try:
+        txn.put(LEDGER_KEY, _pack(_LEDGER.pack(*ledger)), db=db)
+    except struct.error:  # below zero, or beyond what files can hold: it contradicts the segment rows
+        raise damaged("ledger") from None
+
+
+def damaged(what: str) -> lmdb.CorruptedError:
+    """For what nobody may go on with: the generation is retired and built anew, as after LMDB's own errors."""
+    return lmdb.CorruptedError(f"{what} row is damaged")
 
 
 # Active and doomed segments are listed once more in ``meta``, so that nobody walks all segments for them.

@@ -153,3 +153,26 @@ def test_pages_that_somebody_else_is_writing_are_in_flight_and_not_skipped(tmp_p
         assert result is not None and (result.stored, result.skipped) == (4, 4)
         assert during[0] is not None
         assert (during[0].stored, during[0].skipped, during[0].in_flight) == (0, 4, 4)
+
+
+@pytest.mark.parametrize("sync", ["batch", "sync"])
+@pytest.mark.parametrize("lost", ["payload", "leaf table"])
+def test_a_page_that_a_power_cut_has_torn_is_not_skipped(tmp_path: Path, judge: Judge, sync: str, lost: str) -> None:
+    """Its entry was on the disk and its bytes were not. The next put skipped it, that is, said that it was there
+    (power, seed 11, cycles 98, 177, 212, 230, 266: 10 prompts lost at level sync)."""
+    path = tmp_path / "store"
+    with open_store(path, sync=sync) as store:
+        put(namespace(store), PROMPTS.tokens(1, 6), judge)
+    (segment,) = (path / "segments").iterdir()
+    data = segment.read_bytes()
+    at = data.index(PROMPTS.pages(PROMPTS.tokens(1, 6))[3]) if lost == "payload" else len(data) - 4096
+    with segment.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(4096))
+    lose_index(path)
+    with open_store(path, sync=sync) as store:
+        assert store.wait_ready()
+        result = put(namespace(store), PROMPTS.tokens(1, 6), judge)
+        assert result is not None and result.stored >= 1 and result.declined == 0
+        assert get(namespace(store), PROMPTS.tokens(1, 6), judge) == 6
+        assert store._core.rebuilt is not None and store._core.rebuilt.torn >= 1

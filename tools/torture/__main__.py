@@ -18,11 +18,13 @@ from tools.benchmarks.workspace import workspace
 from tools.torture import crash as crash_runs
 from tools.torture import fill as fill_runs
 from tools.torture import full as full_runs
+from tools.torture import fuzz as fuzz_runs
 from tools.torture import kill as kill_runs
 from tools.torture import model as model_runs
 from tools.torture import mounts
 from tools.torture import power as power_runs
 from tools.torture.judge import Judge
+from tools.torture.parsers import TARGETS
 
 Command = TypeVar("Command", bound=Callable[..., None])
 ROOM_BYTES = 1 << 30
@@ -76,6 +78,17 @@ def crash(seed: int, seconds: float, path: Path) -> None:
     with workspace(path, ROOM_BYTES) as folder:
         crash_runs.run(folder, seed, seconds, judge)
     judge.finish(images=judge.counts["images"])
+
+
+@main.command(help=fuzz_runs.__doc__)
+@common
+@click.option("--only", multiple=True, type=click.Choice(sorted(TARGETS)), help="These targets; default: all.")
+@click.option("--corpus", type=click.Path(file_okay=False, path_type=Path), help="Where new inputs are written.")
+def fuzz(only: tuple[str, ...], corpus: Path | None, seed: int, seconds: float, path: Path) -> None:
+    judge = Judge()
+    executions = fuzz_runs.run(seed, seconds, judge, only, corpus)
+    judge.counts["operations"] = executions.total()
+    judge.finish(**executions)
 
 
 def _need_mounts(*kinds: str) -> None:

@@ -36,6 +36,7 @@ class Actor:
         self.families = int(options.get("families", "60"))
         self.settings = {"capacity": options.get("capacity", "512MiB"), "sync": options.get("sync", "cache")}
         self.strict = options.get("strict", "1") == "1"  # whatever was acknowledged must be there
+        self.ending = False  # Python drops what a signal handler raises in the hooks of a fork and in finalizers
         self._status = os.open(folder / "status" / name, os.O_CREAT | os.O_RDWR, 0o666)
         self._acks = os.open(folder / "acks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
 
@@ -68,6 +69,12 @@ class Actor:
         return self.judge.call("open", lambda: open_store(self.store_path, **self.settings), may_raise=True)
 
 
+def end(actor: Actor) -> None:
+    """On SIGTERM: leave politely, through all ``with`` blocks."""
+    actor.ending = True
+    sys.exit(0)
+
+
 def repeat(actor: Actor, step: Callable[[kvfs.Namespace], None], *, reopen: float = 0.01) -> None:
     """Do ``step`` until the end of the process; now and then close the store and open it again."""
     while True:
@@ -82,6 +89,8 @@ def repeat(actor: Actor, step: Callable[[kvfs.Namespace], None], *, reopen: floa
             while actor.random.random() > reopen:
                 step(ns)
                 actor.report()
+                if actor.ending:
+                    return
 
 
 def writer(actor: Actor) -> None:
@@ -117,6 +126,8 @@ def forker(actor: Actor) -> None:
     def step(ns: kvfs.Namespace) -> None:
         actor.put_one(ns)
         child = os.fork()
+        if actor.ending:
+            sys.exit(0) if child else os._exit(0)
         if child == 0:
             try:
                 actor.random.seed(os.getpid())
@@ -198,12 +209,13 @@ def checker(actor: Actor) -> None:
             if found < chunks and actor.strict:
                 actor.judge.found("lost", f"{found} of {chunks} pages of family {family}, fork {fork}")
         actor.judge.counts["acknowledged"] += len(lines)
-        fresh = actor.random.randrange(1 << 30, 1 << 31)
+        fresh = random.SystemRandom().randrange(1 << 30, 1 << 31)  # not one of an earlier check, torn since
         if (
             put(ns, PROMPTS.tokens(fresh, 5), actor.judge) is None
             or get(ns, PROMPTS.tokens(fresh, 5), actor.judge) != 5
         ):
             actor.judge.found("unopenable", f"no new pages: {store.stats()}")
+        store.wait_ready(60.0)  # a starved machine may have opened the breaker
         if not store._core.c.index.read(lambda s: s.check_ledger(), 5.0):
             actor.judge.found("raised", "the ledger does not add up")
     actor.report()
@@ -216,7 +228,7 @@ def main(arguments: list[str]) -> None:
     role, folder, name, seed = arguments[:4]
     options = dict(a.split("=", 1) for a in arguments[4:])
     actor = Actor(Path(folder), name, int(seed), options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: end(actor))
     ROLES[role](actor)
 
 

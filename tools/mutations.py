@@ -1,0 +1,267 @@
+"""Bugs to plant: exact replacements in the source, and the tests that must notice each.
+
+The list is checked against the source by ``tests/unit/test_mutations.py``; ``python -m tools.mutate`` plants them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """``old`` stands exactly once in ``path``."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "skip the checksum on read", "kvfs/reader.py",
+        "                return job.bits(), []\n            good = [self._agrees(root, job, i) for i, root in enumerate(roots)]",
+        "                return job.bits(), []\n            good = [True for i, root in enumerate(roots)]",
+        ("tests/unit/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew",),
+    ),
+    Mutation(
+        "skip the checksum of views", "kvfs/reader.py",
+        "            if not self._check(job, i, data, leaf_bytes):\n                break",
+        "            if not data:\n                break",
+        ("tests/unit/test_namespace.py::test_a_damaged_page_ends_the_views",),
+    ),
+    Mutation(
+        "skip the checksum of leaves read for other parts", "kvfs/assemble.py",
+        'if checksum(data) != int.from_bytes(table[at : at + LEAF_BYTES], "little"):', "if not data:",
+        ("tests/unit/test_namespace.py::test_damage_is_seen_by_a_reader_of_other_parts",),
+    ),
+    Mutation(
+        "publish before writing", "kvfs/segment.py",
+        '            self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)\n            return tables',
+        '            data = b"".join(bytes(b) for b in [*buffers, *tables])\n'
+        "            threading.Timer(0.05, self._files.write_all, (self.fd, [data], start)).start()\n"
+        "            return tables",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "write table entries before payloads", "kvfs/segment.py",
+        "        tables = self._write_payloads(records, buffers, start, leaves_at)\n",
+        "        tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]\n"
+        "        late = partial(self._write_payloads, records, buffers, start, leaves_at)\n"
+        "        write_entries = self._write_entries\n"
+        "        self._write_entries = lambda *a: (write_entries(*a), late(), self.__dict__.pop('_write_entries'))[0]\n",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "publish before the sync of level sync", "kvfs/writer.py",
+        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
+        "                self._active.note_dirty(job.segment_class)\n"
+        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n",
+        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n"
+        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
+        "                self._active.note_dirty(job.segment_class)\n",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "no sync at level sync", "kvfs/active.py",
+        "            self._c.files.fdatasync(writer.fd)\n        except OSError:\n            writer.dead = True",
+        "            pass\n        except OSError:\n            writer.dead = True",
+        ("tests/crash/test_crash_images.py",),
+    ),
+    Mutation(
+        "retry a failed sync", "kvfs/active.py",
+        "        except OSError:\n            writer.dead = True\n            self._c.counters.add(\"sync_errors\")",
+        "        except OSError:\n            return self._c.files.fdatasync(writer.fd)\n"
+        "            self._c.counters.add(\"sync_errors\")",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "ignore a short write", "kvfs/files.py",
+        "                    batch[0] = batch[0][n:]\n", "                    batch = []\n",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "take a short read for a whole one", "kvfs/files.py",
+        "                raise OSError(errno.EIO, f\"file ends {total - done} bytes short\")", "                return",
+        ("tests/unit/test_namespace.py::test_a_truncated_segment_serves_what_is_left",
+         "tests/crash/test_order_of_writes.py"),
+    ),
+    Mutation(
+        "drop the capacity reservation", "kvfs/space.py",
+        "    if growth > 0 and used + growth > limits.limit:\n", "    if growth > 1 << 60:\n",
+        ("tests/crash/test_order_of_writes.py", "tests/golden"),
+    ),
+    Mutation(
+        "trust a dirty index", "kvfs/index/environment.py",
+        "if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):",
+        "if not same or state is None:",
+        ("tests/unit/test_open.py::test_an_index_that_dead_processes_left_is_built_anew",),
+    ),
+    Mutation(
+        "trust an index of another boot", "kvfs/index/environment.py",
+        "(not alone and state.boot == self._boot)", "not alone",
+        ("tests/unit/test_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_somebody_holds_it",),
+    ),
+    Mutation(
+        "commit before the index is marked dirty", "kvfs/index/environment.py",
+        "        if not self._read_only and (state.clean or alone):\n", "        if self._closed:\n",
+        ("tests/crash/test_order_of_writes.py", "tests/unit/test_open.py"),
+    ),
+    Mutation(
+        "off by one in the record table", "kvfs/segment.py",
+        "            if slot + len(packed) == fmt.slots_of_table(table == fmt.FIRST_TABLE) - 1:",
+        "            if slot + len(packed) == fmt.slots_of_table(table == fmt.FIRST_TABLE):",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "cut a published page off when trimming", "kvfs/segment.py",
+        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail)',
+        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail) - BLOCK',
+        ("tests/unit/test_open.py::test_a_store_opens_as_it_was_closed", "tests/crash/test_order_of_writes.py"),
+    ),
+    Mutation(
+        "reuse a ring slot early", "kvfs/staging.py",
+        "        taken = self._free[first : first + n]\n        del self._free[first : first + n]",
+        "        taken = self._free[first : first + n]\n        del self._free[first + 1 : first + n]",
+        ("tests/unit/test_staging.py",),
+    ),
+    Mutation(
+        "load in the wrong direction", "kvfs/hostcopy.py",
+        "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=False)",
+        "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=True)",
+        ("tests/unit/test_hostcopy.py",),
+    ),
+    Mutation(
+        "settle a page twice", "kvfs/transfer.py",
+        "                del self._open[page]\n", "",
+        ("tests/unit/test_transfer.py::test_save_and_load",),
+    ),
+    Mutation(
+        "skip the sync of super's directory", "kvfs/directory.py",
+        "            files.unlink(temporary, dir_fd=root)\n    files.fsync(root)", "            files.unlink(temporary, dir_fd=root)",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "replace a small file without a sync of its bytes", "kvfs/directory.py",
+        "                self.files.write_all(fd, [data], 0)\n                if durable:\n                    self.files.fsync(fd)",
+        "                self.files.write_all(fd, [data], 0)",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "evict pinned pages", "kvfs/evictor.py",
+        "row.state == DOOMED or row.segment_id in pinned or row.class_id[:8] in guaranteed",
+        "row.state == DOOMED or row.class_id[:8] in guaranteed",
+        ("tests/golden/test_golden.py::test_a_pin_of_format_1_protects_its_pages",),
+    ),
+    Mutation(
+        "accept an entry of another segment", "kvfs/format.py",
+        '    return int.from_bytes(segment_id[:8], "little")', "    return 0",
+        ("tests/unit/test_format.py", "tests/golden"),
+    ),
+    Mutation(
+        "accept a segment of another store", "kvfs/rebuild.py",
+        "(scan.header.segment_id, scan.header.store_id) != (segment_id, self._store_id)",
+        "scan.header.segment_id != segment_id",
+        ("tests/unit/test_open.py::test_a_segment_of_another_store_is_not_served",),
+    ),
+    Mutation(
+        "accept a row of another key", "kvfs/index/rows.py",
+        'if check != checksum(value[8:], seed=int.from_bytes(key[:8], "little")) or', "if",
+        ("tests/unit/test_rows.py", "tests/fuzz"),
+    ),
+    Mutation(
+        "wrong order of the chain", "kvfs/hashing.py",
+        "            parent = sha(parent + tokens[start : start + step]).digest()",
+        "            parent = sha(tokens[start : start + step] + parent).digest()",
+        ("tests/unit/test_hashing.py", "tests/golden"),
+    ),
+    Mutation(
+        "forget the tenant's salt", "kvfs/hashing.py",
+        'hashlib.sha256(b"kvfs chain 1\\n" + salt.encode("utf-8"))', 'hashlib.sha256(b"kvfs chain 1\\n")',
+        ("tests/unit/test_hashing.py", "tests/security"),
+    ),
+    Mutation(
+        "ignore the deadline", "kvfs/index/gate.py",
+        "            if self._files.monotonic() >= deadline:\n", "            if deadline < 0:\n",
+        ("tests/crash/test_order_of_writes.py::test_a_lock_that_does_not_come_is_given_up_at_the_deadline",),
+    ),
+    Mutation(
+        "no breaker after a timeout", "kvfs/index/environment.py",
+        "        self._breaker_open = True\n", "        self._breaker_open = False\n",
+        ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_nobody",),
+    ),
+    Mutation(
+        "drop the gate's inode check", "kvfs/index/gate.py",
+        "            if not self._in_place():\n", "            if self.held is None:\n",
+        ("tests/security",),
+    ),
+    Mutation(
+        "free a segment that somebody holds", "kvfs/gc.py",
+        "if not files.flock(fd, fcntl.LOCK_EX):", "if not files.flock(fd, fcntl.LOCK_EX) and fd < 0:",
+        ("tests/unit/test_namespace.py::test_a_match_holds_its_pages_after_the_segment_is_unlinked",
+         "tests/crash/test_order_of_writes.py"),
+    ),
+    Mutation(
+        "take the claims of others for pages", "kvfs/index/runs.py",
+        "            if claim_holds(session, place):\n                return CLAIM\n    return None",
+        "            if claim_holds(session, place):\n                return 0\n    return None",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "let a claim hold for ever", "kvfs/index/session.py",
+        "        if not self.now_s < expires <= self.now_s + CLAIM_SECONDS:\n            return False\n", "",
+        ("tests/unit/test_rows.py", "tests/crash/test_order_of_writes.py"),
+    ),
+    Mutation(
+        "the oldest of two records wins a rebuild", "kvfs/rebuild.py",
+        "key=lambda x: -x.created_us", "key=lambda x: x.created_us",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "serve what has expired", "kvfs/index/session.py",
+        "        if extent.flags & CLAIM or (extent.expires and extent.expires <= self.now_s):",
+        "        if extent.flags & CLAIM:",
+        ("tests/golden", "tests/crash/test_order_of_writes.py"),
+    ),
+    Mutation(
+        "store behind a gap", "kvfs/namespace.py",
+        "        if chain and start and not present >> (start - 1) & 1:\n", "        if chain and start < 0:\n",
+        ("tests/unit/test_namespace.py::test_nothing_is_stored_behind_a_gap",),
+    ),
+    Mutation(
+        "follow symlinks", "kvfs/files.py",
+        "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_CLOEXEC | os.O_NONBLOCK",
+        ("tests/security",),
+    ),
+    Mutation(
+        "trust an index that has two names", "kvfs/index/environment.py",
+        "stat.S_ISREG(data.st_mode) and data.st_nlink == 1", "stat.S_ISREG(data.st_mode)",
+        ("tests/security",),
+    ),
+    Mutation(
+        "append to a segment that has two names", "kvfs/segment.py",
+        "            if files.fstat(fd).st_nlink > 1:\n", "            if fd < 0:\n",
+        ("tests/security",),
+    ),
+    Mutation(
+        "name what a power cut has torn", "kvfs/rebuild.py",
+        "entries = [e for e in entries if self._is_whole(e)]", "entries = list(entries)",
+        ("tests/crash/test_found_by_torture.py::test_a_page_that_a_power_cut_has_torn_is_not_skipped",),
+    ),
+    Mutation(
+        "take a damaged ledger for an empty one", "kvfs/index/tables.py",
+        "    if data is not None and fields is None:\n", "    if data is None and fields is not None:\n",
+        ("tests/fuzz",),
+    ),
+    Mutation(
+        "append to a segment of unknown features", "kvfs/format.py",
+        "    return not _HEADER.unpack(bytes(page[: _HEADER.size]))[4] & ~READ_ONLY_COMPATIBLE", "    return True",
+        ("tests/golden",),
+    ),
+    Mutation(
+        "wait for fifos", "kvfs/files.py",
+        "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_CLOEXEC | os.O_NOFOLLOW",
+        ("tests/security",),
+    ),
+)  # fmt: skip
