@@ -134,8 +134,23 @@ MUTATIONS = (
     ),
     Mutation(
         "settle a page twice", "kvfs/transfer.py",
-        "                del self._open[page]\n", "",
+        "            for page in fresh:\n                del self._open[page]\n", "",
         ("tests/unit/test_transfer.py::test_save_and_load",),
+    ),
+    Mutation(
+        "take the GPU's copy without a check", "kvfs/gpuload.py",
+        "            if check:\n                lane.kernels.sums", "            if False:\n                lane.kernels.sums",
+        ("tests/kernels/test_gpu_transport.py",),
+    ),
+    Mutation(
+        "scatter a page that differs", "kvfs/kernels/cells.py",
+        "            bad = tl.load(flags + tl.load(granule + 2))", "            bad = 0",
+        ("tests/kernels/test_gpu_transport.py",),
+    ),
+    Mutation(
+        "swap no lanes", "kvfs/kernels/xxh3.py",
+        "            lanes += _swap(plain, LEAVES)\n", "            lanes += plain\n",
+        ("tests/kernels/test_xxh3.py",),
     ),
     Mutation(
         "skip the sync of super's directory", "kvfs/directory.py",
@@ -150,8 +165,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict pinned pages", "kvfs/evictor.py",
-        "row.state == DOOMED or row.segment_id in pinned or row.class_id[:8] in guaranteed",
-        "row.state == DOOMED or row.class_id[:8] in guaranteed",
+        "if row.state == DOOMED or row.segment_id in pinned:", "if row.state == DOOMED:",
         ("tests/golden/test_golden.py::test_a_pin_of_format_1_protects_its_pages",),
     ),
     Mutation(
@@ -246,7 +260,7 @@ MUTATIONS = (
     ),
     Mutation(
         "name what a power cut has torn", "kvfs/rebuild.py",
-        "entries = [e for e in entries if self._is_whole(e)]", "entries = list(entries)",
+        "whole = [e for e in entries if self._is_whole(e)]", "whole = list(entries)",
         ("tests/crash/test_found_by_torture.py::test_a_page_that_a_power_cut_has_torn_is_not_skipped",),
     ),
     Mutation(
