@@ -231,7 +231,7 @@ class ActiveSegments:
                 carried = bool(row.flags & fmt.FLAG_CARRIED)
                 with self.lock(SegmentClass(row.class_id, row.flags, carried)):  # it may be about to be used
                     if number not in self.active_numbers():
-                        self._leave(number, generation, space.retire if row.records else space.doom)
+                        self._leave(number, generation, _give_up)
 
     def sync(self, writer: SegmentWriter) -> None:
         """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
@@ -335,6 +335,13 @@ class ActiveSegments:
 
     def active_numbers(self) -> set[int]:
         return {writer.number for writer, _ in self._writers.values()}
+
+
+def _give_up(session: Session, number: int, owner: bytes) -> None:
+    """Seal or drop a segment if it is active still: what was seen outside the lock may be long past."""
+    row = session.segment(number)
+    if row is not None and row.state == ACTIVE and row.owner == owner:
+        (space.retire if row.records else space.doom)(session, number, owner)
 
 
 def _take_step(step: Step, number: int, owner: bytes, session: Session) -> None:

@@ -304,3 +304,24 @@ def test_calls_that_have_not_begun_are_skipped_after_an_interrupt() -> None:
     assert pool.run([lambda: "alive"]) == ["alive"]
     assert ran in ([], [0])
     pool.close()
+
+
+def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upkeep saw a new segment before its writer was noted, waited for the put, and dropped what it had stored."""
+    with kvfs.open(store_path, capacity="16MiB") as store:
+        active, index = store._core.active, store._core.c.index
+        ns = store.namespace("model", tiny(), "1")
+        read = index.read
+        early: list[Any] = []
+
+        def stale(function: Any, timeout: float) -> Any:
+            return early.pop() if early else read(function, timeout)
+
+        monkeypatch.setattr(index, "read", stale)
+        ns.put(tokens_of(1, 8), seeded(1, 8 * TINY_BYTES))
+        rows = [(n, row._replace(records=0)) for n, row in read(lambda s: s.segments_in(ACTIVE), 5.0)]
+        early.append((rows, index.generation))
+        active.finish_all()
+        active._leave_lost()
+        assert not early, "the upkeep looked elsewhere"
+        assert restored(ns, tokens_of(1, 8)) == seeded(1, 8 * TINY_BYTES)

@@ -166,7 +166,7 @@ def _segment(folder: Path, sealed: bool, pages: int) -> Image:
                    group.page_bytes, 0, i, group.full.pack(), bytes([i]) * 32, bytes([i // RUN * RUN]) * 32, 0)
             for i in range(pages)
         ]  # fmt: skip
-        writer.append(records, identity.digest, identity.descriptor_bytes(), bytes(8), 11)
+        writer.append(records, identity.digest, identity.descriptor_bytes(), 11)
     writer.seal() if sealed else writer.trim()
     writer.close()
     data = (folder / "segments" / file_name(SEGMENT_ID)).read_bytes()
