@@ -150,7 +150,8 @@ class _Stream:
         self._stream.wait_event(event)
 
     def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
-        programs = min(COPY_PROGRAMS_MAX, COPY_PROGRAMS * max(1, COPY_TILE_BYTES // shape.tile_bytes))
+        programs = COPY_PROGRAMS * max(1, COPY_TILE_BYTES // shape.tile_bytes) * max(1, shape.buffers // 2)
+        programs = min(COPY_PROGRAMS_MAX, programs)
         self._cells.move(work, shape, to_page=to_page, programs=programs, warps=WARPS)
 
     def sums(self, work: Any, shape: Shape, *, check: bool) -> None:

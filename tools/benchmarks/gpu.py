@@ -414,14 +414,22 @@ class _Bench:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(fd)
 
-        io = self._attach(ns, self.target)
+        fresh: list[Any] = []
+
+        def renew() -> None:
+            drop()
+            fresh.append(self._attach(ns, self.target))
+
+        def let_go() -> None:
+            self._check(tokens)
+            fresh.pop().close()
+
         rows = [
             Contender("cold, bare O_DIRECT, 16 threads", self._bare_direct(nbytes, 16), drop),
             Contender("cold, bare buffered, 4 threads", self._preadv(nbytes, 4), drop),
-            Contender("cold load", self._load(lambda: io, ns, tokens), drop, lambda: self._check(tokens)),
+            Contender("cold load", self._load(lambda: fresh[-1], ns, tokens), renew, let_go),
         ]
         samples = interleave(rows, max(1, self.plan.rounds // 3))
-        io.close()
         self._report("load", tokens, "cold", samples, "cold, bare O_DIRECT, 16 threads")
 
     def _beside(self, ns: kvfs.Namespace, tokens: int) -> None:
