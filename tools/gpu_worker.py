@@ -81,6 +81,8 @@ def _compare(folder: Path, tokens: str, weights_gib: int) -> int:
             f"  {again * 1e3:>7.1f} ms ({full / again:.0f}x)  {cold * 1e3:>7.0f} ms ({full / cold:.1f}x)"
             f"  {b['layer0'] * 1e3:>7.1f} ms     {'yes' if equal else 'NO'}"
         )
+        if not equal:
+            print(f"A {a['first']}\nB {b['first']}\nC {c['first']}")
     print(f"attach {results['B'][0]['attach']:.1f} s, transport {results['B'][0]['transport']}")
     return 0 if same else 1
 
@@ -121,8 +123,10 @@ def _model(torch: Any) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).eval()
-    with torch.inference_mode():
-        model(torch.arange(1, 300, device="cuda")[None], use_cache=True, logits_to_keep=1)  # loads its kernels
+    with torch.inference_mode():  # loads the kernels of a prompt, of its rest and of single tokens
+        past = model(torch.arange(1, 1025, device="cuda")[None], use_cache=True, logits_to_keep=1).past_key_values
+        for count in (REST, 1):
+            int(model(torch.ones(1, count, dtype=torch.int64, device="cuda"), past_key_values=past).logits.argmax())
     return model
 
 
@@ -148,14 +152,17 @@ def _compute(torch: Any, model: Any, ns: kvfs.Namespace, prompt: list[int]) -> d
         out = model(ids, use_cache=True, logits_to_keep=1)
         int(out.logits[0, -1].argmax())
         seconds = time.perf_counter() - begin
+        # the others compute the rest of the prompt apart: for equal tokens the sums must be made in the same order
+        out = model(ids[:, :-REST], use_cache=True, logits_to_keep=1)
         tensors = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in out.past_key_values.layers]
         with ns.attach(kvfs.describe(LAYOUT.groups[0], tensors, ORDER), ring_bytes="6GiB") as io:
             written = torch.cuda.Event()
             written.record()
-            result = io.save(ns.plan_save(prompt), range(len(prompt)), written, deadline=SECONDS).wait(SECONDS)
+            result = io.save(ns.plan_save(prompt), range(len(prompt) - REST), written, deadline=SECONDS).wait(SECONDS)
         if result is None or result.declined:
             raise SystemExit(f"the save ended with {result}")
-        first = _continue(torch, model, out.past_key_values, out.logits)
+        past = out.past_key_values
+        first = _continue(torch, model, past, model(ids[:, -REST:], past_key_values=past, logits_to_keep=1).logits)
     return {"tokens": len(prompt) - REST, "seconds": seconds, "first": first}
 
 
