@@ -58,13 +58,23 @@ class PageSource:
     # -- registered maps ---------------------------------------------------------------------
 
     def in_place(self, run: Run) -> list[Stretch] | None:
-        """Registered memory of a run, from now until ``release``; None if it is to come through the ring."""
+        """Registered memory of a run, from now until ``release``; None if it is to come through the ring.
+
+        Only what the page cache holds is registered now: to fault a cold map in takes longer than to read the file.
+        """
         maps = self._desk.in_place
         if maps is None or not self._desk.shapes[self._attached.number].sums:
             return None
         return maps.stretches(
-            run.held, run.offset, run.span, self._published[run.segment], self._use, register=maps.worth_it
+            run.held, run.offset, run.span, self._published[run.segment], self._use, register=self._registers(run)
         )
+
+    def _registers(self, run: Run) -> bool:
+        maps, cached = self._desk.in_place, self._desk.context.files.cached_bytes
+        assert maps is not None
+        if maps.covers(run.held, run.offset, run.span):
+            return True
+        return maps.worth_it and cached(run.held.fd, run.offset, run.span) in (run.span, None)
 
     def prepare(self, run: Run) -> None:
         """Begin the reads into the ring that a later ``send`` of this run will wait for, if there will be any."""
