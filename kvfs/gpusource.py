@@ -78,12 +78,8 @@ class PageSource:
 
     def prepare(self, run: Run) -> None:
         """Begin the reads into the ring that a later ``send`` of this run will wait for, if there will be any."""
-        maps = self._desk.in_place
-        if (
-            maps is not None
-            and self._desk.shapes[self._attached.number].sums
-            and (maps.worth_it or maps.covers(run.held, run.offset, run.span))
-        ):
+        possible = self._desk.in_place is not None and self._desk.shapes[self._attached.number].sums
+        if possible and self._registers(run):
             return
         ring, now = self._desk.ring, self._desk.context.files.monotonic()
         if run.count > ring.slots // 4:
