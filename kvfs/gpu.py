@@ -173,7 +173,6 @@ class Gpu:
     def __init__(self, name: str) -> None:
         try:
             import torch
-            import triton  # noqa: F401  (only asks whether it is there)
 
             from kvfs.kernels import xxh3
         except ImportError as exc:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvfs.gpu import Event
 from kvfs.gpujobs import GpuDesk, wait_for_event
 from kvfs.gpulane import ALIGN, Sheet, Slot
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
+from kvfs.hostload import Load
 from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
-from kvfs.match import GroupMatch, PrefixMatch
+from kvfs.match import GroupMatch
 from kvfs.reads import Run, plan_runs
 from kvfs.segment_files import Held
-from kvfs.transfer import Transfer
-from kvfs.types import PageId, PageOutcome, Tier, TransferState
+from kvfs.types import PageId, PageOutcome, TransferState
 
 BATCH_BYTES_MIN = 8 << 20  # of the last batches: their check and scatter come on top of the copies
 AHEAD = 3  # batches that are prepared while one is sent
@@ -69,30 +69,25 @@ class _Group:
 
 
 @dataclass
-class GpuLoad:
+class GpuLoad(Load):
     """A load in progress."""
 
-    desk: GpuDesk
-    transfer: Transfer
-    match: PrefixMatch
-    pages: list[tuple[Attached, list[int]]]
-    units: Mapping[int, Sequence[int]]
-    after: Any
-    first_token: int
-    tiers: dict[PageId, Tier]
-    possible: dict[str, int]  # chunks that may still be good, as bits, by group name
-    layerwise: bool = False
     _afterwards: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def gpu(self) -> GpuDesk:
+        assert isinstance(self.desk, GpuDesk)
+        return self.desk
 
     def run(self) -> None:
         """On the load thread."""
         try:
-            self.desk.device.enter()
-            if wait_for_event(self.desk, self.transfer, self.after):
+            self.gpu.device.enter()
+            if wait_for_event(self.gpu, self.transfer, self.after):
                 self.transfer._enter(TransferState.LOADING)
-                with self.desk.reader.held(self.match) as held, self.desk.loads.kernels.use():
+                with self.gpu.reader.held(self.match) as held, self.gpu.loads.kernels.use():
                     for attached, chunks in self.pages:
-                        self._load(attached, chunks, held)
+                        self._load_chunks(attached, chunks, held)
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
@@ -100,7 +95,7 @@ class GpuLoad:
         for call in self._afterwards:
             call()
 
-    def _load(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> None:
+    def _load_chunks(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> None:
         limit = self.match.restorable(self.possible)
         wanted = [chunk for chunk in chunks if chunk < limit]
         with self.transfer._step() as allowed:
@@ -111,7 +106,7 @@ class GpuLoad:
         gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
         runs, covered = plan_runs(gm, held)
         runs = list(_cut(runs, wanted))
-        source = PageSource(self.desk, self.transfer, attached, gm, runs, held, self.tiers)
+        source = PageSource(self.gpu, self.transfer, attached, gm, runs, held, self.tiers)
         group = self._begin(attached, gm, source, wanted)
         others = [] if covered.bit_count() == gm.count else [c for c in wanted if not covered >> c & 1]
         bands: deque[_Band] = deque()
@@ -124,7 +119,7 @@ class GpuLoad:
                 self._announce(group, bands, wait=False)
             self._announce(group, bands, wait=True)
         finally:
-            self.desk.loads.quiet()
+            self.gpu.loads.quiet()
             source.release()
         if not group.whole or len(group.sent) < len(wanted):
             self._sort_out(group, flags, wanted, runs, covered)
@@ -136,7 +131,7 @@ class GpuLoad:
             self._account(group, wanted, [])
 
     def _begin(self, attached: Attached, gm: GroupMatch, source: PageSource, wanted: list[int]) -> _Group:
-        shape, lane = self.desk.shapes[attached.number], self.desk.loads
+        shape, lane = self.gpu.shapes[attached.number], self.gpu.loads
         ids = array("q", self.units[attached.number])
         lists = BANDS * len(wanted) * (attached.group.granules * GRANULE_WORDS + HEAD_WORDS) * WORD
         leaves = len(wanted) * attached.group.granules * shape.layers * WORD
@@ -162,7 +157,7 @@ class GpuLoad:
         """Enqueue some layers of all pages, batch by batch."""
         whole = rows == group.shape.layers
         page = group.page_bytes if whole else rows * group.shape.leaf_bytes * group.granules
-        most, least = max(1, self.desk.loads.slot_bytes // page), max(1, BATCH_BYTES_MIN // page)
+        most, least = max(1, self.gpu.loads.slot_bytes // page), max(1, BATCH_BYTES_MIN // page)
         batches = list(_batches(runs, most, least))
         for number, batch in enumerate(batches):
             if self._stop():
@@ -175,10 +170,10 @@ class GpuLoad:
                 self._send_rows(group, batch, first, rows)
 
     def _stop(self) -> bool:
-        return self.transfer.stopped or self.desk.late(self.transfer)
+        return self.transfer.stopped or self.gpu.late(self.transfer)
 
     def _slot(self) -> Slot:
-        lane = self.desk.loads
+        lane = self.gpu.loads
         slot = lane.slot()
         lane.dma.after(slot.done)
         return slot
@@ -214,7 +209,7 @@ class GpuLoad:
     def _send_assembled(self, group: _Group, chunks: Sequence[int]) -> None:
         """Pages that were written for other head slots or layers than these."""
         left, size = list(chunks), group.page_bytes
-        step = max(1, self.desk.loads.slot_bytes // size)
+        step = max(1, self.gpu.loads.slot_bytes // size)
         while left and not self._stop():
             slot, words = self._slot(), array("q")
             taken, good = group.source.send_assembled(left[:step], slot.address)
@@ -252,12 +247,12 @@ class GpuLoad:
         self, group: _Group, slot: Slot, words: array[int], tables: list[bytes], first: int, rows: int, *, check: bool
     ) -> None:
         """Check and scatter what the DMA stream brings to ``slot``."""
-        lane, sheet, shape = self.desk.loads, group.sheet, group.shape
+        lane, sheet, shape = self.gpu.loads, group.sheet, group.shape
         leaves = sheet.put(b"".join(tables))
         work = sheet.put(pack(
             shape, words, scratch=slot.address, unit_ids=sheet.address(group.units), units=group.unit_count,
             flags=sheet.address(group.flags), leaves=sheet.address(leaves),
-            buffers=self.desk.tables[group.attached.number].address,
+            buffers=self.gpu.tables[group.attached.number].address,
             first_token=self.first_token if group.attached.group.states > 1 else 0, first_row=first, rows=rows,
         ))  # fmt: skip
         sheet.send(lane.dma, leaves)
@@ -271,7 +266,7 @@ class GpuLoad:
     # -- the end -----------------------------------------------------------------------------
 
     def _end_band(self, group: _Group, first: int, rows: int) -> _Band:
-        kernels, nbytes = self.desk.loads.kernels, FLAG * len(group.index)
+        kernels, nbytes = self.gpu.loads.kernels, FLAG * len(group.index)
         room = group.sheet.room(nbytes)
         group.sheet.fetch(kernels, group.flags, nbytes, into=room)
         return _Band(first, rows, kernels.record(), room)
@@ -292,7 +287,7 @@ class GpuLoad:
         flagged = group.sheet.host(flags, FLAG * len(wanted))
         records = {run.chunk + i: (run.segment, seq) for run in runs for i, seq in enumerate(run.seqs)}
         differ = [chunk for chunk in group.sent if flagged[group.index[chunk] * FLAG]]
-        self.desk.context.counters.add("pages_corrupt", len(differ))
+        self.gpu.context.counters.add("pages_corrupt", len(differ))
         gone = [chunk for chunk in wanted if covered >> chunk & 1 and chunk not in records]
         bad = {*differ, *gone, *group.source.refused}
         loaded = [chunk for chunk in group.sent if chunk not in bad]
@@ -310,8 +305,8 @@ class GpuLoad:
     def _account(self, group: _Group, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
         """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
         if faults:
-            self.desk.reader.forget(self.match, group.gm, faults)
-        self._afterwards.append(partial(self.desk.reader.note, self.match, group.gm, _bits(loaded)))
+            self.gpu.reader.forget(self.match, group.gm, faults)
+        self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, _bits(loaded)))
 
 
 def _bits(chunks: Sequence[int]) -> int:

@@ -46,7 +46,7 @@ class HostIO:
 
     transport = "host"
     _save: type[Save] = Save
-    _load: Any = Load
+    _load: type[Load] = Load
 
     def __init__(
         self, context: Context, appender: Appender, reader: Reader, identity: Identity,
