@@ -133,10 +133,11 @@ class GpuLoad(Load):
     def _begin(self, attached: Attached, gm: GroupMatch, source: PageSource, wanted: list[int]) -> _Group:
         shape, lane = self.gpu.shapes[attached.number], self.gpu.loads
         ids = array("q", self.units[attached.number])
-        lists = BANDS * len(wanted) * (attached.group.granules * GRANULE_WORDS + HEAD_WORDS) * WORD
+        bands = BANDS if self.layerwise else 1
+        lists = bands * len(wanted) * (attached.group.granules * GRANULE_WORDS + HEAD_WORDS) * WORD
         leaves = len(wanted) * attached.group.granules * shape.layers * WORD
-        padding = (3 * len(wanted) * BANDS + BANDS + 8) * ALIGN
-        sheet = lane.sheet(len(ids) * WORD + (BANDS + 2) * len(wanted) * FLAG + lists + leaves + padding)
+        padding = (3 * len(wanted) * bands + bands + 8) * ALIGN  # at most, if each page is a batch of its own
+        sheet = lane.sheet(len(ids) * WORD + (bands + 2) * len(wanted) * FLAG + lists + leaves + padding)
         units, flags = sheet.put(ids), sheet.put(bytes(FLAG * len(wanted)))
         sheet.send(lane.dma, units)
         return _Group(

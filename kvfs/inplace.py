@@ -25,6 +25,7 @@ from kvfs.segment_files import Held
 PIECE_BYTES = 64 << 20
 MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
 SECONDS_PER_GIB_MAX = 0.06  # dearer than this, a load is faster through the ring than by registering first
+FAILURES_MAX = 8  # of the driver, until loads ask it no more
 SEEN_MAX = 4096
 WISHES_MAX = 256
 WORK_SECONDS = 0.1
@@ -81,7 +82,7 @@ class InPlace:
     def worth_it(self) -> bool:
         """Whether a load gains by registering first, by what that has cost so far."""
         seconds = self.seconds * (1 << 30) / self.registered if self.registered >= MEASURED_BYTES else 0.0
-        return seconds <= SECONDS_PER_GIB_MAX
+        return seconds <= SECONDS_PER_GIB_MAX and self.failed < FAILURES_MAX
 
     def stretches(
         self, held: Held, offset: int, nbytes: int, published: int, use: Use, *, register: bool
