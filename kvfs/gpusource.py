@@ -236,7 +236,8 @@ class PageSource:
         for i in range(1, len(slots) + 1):
             if i < len(slots) and joined and slots[i] == slots[i - 1] + 1:
                 continue
-            dma.copy_in(target + first * stride, self._desk.address_in_ring(slots[first]), (i - first) * stride)
+            nbytes = (i - first) * stride if joined else self._attached.page_bytes
+            dma.copy_in(target + first * stride, self._desk.address_in_ring(slots[first]), nbytes)
             first = i
         self._leases.append((dma.record(), lease))
 

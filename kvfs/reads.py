@@ -92,16 +92,27 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, Held]) -> tuple[list[Run], int]
             chunk = base + e.first + skipped
             covered |= (1 << count) - 1 << chunk
             file = held.get(e.segment)
-            if file is not None:
-                assert row is not None
-                runs.append(Run(
-                    file, e.segment, (e.block + skipped * e.stride) * fmt.BLOCK,
-                    e.stride * fmt.BLOCK or fmt.align(gm.part_bytes), chunk,
-                    e.leaf and (e.leaf + skipped * row.leaves) * LEAF_BYTES, row.leaves * LEAF_BYTES, roots,
-                    list(range(e.seq + skipped, e.seq + skipped + count)),
-                ))  # fmt: skip
+            if file is None or row is None:
+                continue
+            leaf_bytes = row.leaves * LEAF_BYTES
+            run = Run(
+                file, e.segment, (e.block + skipped * e.stride) * fmt.BLOCK, e.stride * fmt.BLOCK, chunk,
+                e.leaf and e.leaf * LEAF_BYTES + skipped * leaf_bytes, leaf_bytes, roots,
+                list(range(e.seq + skipped, e.seq + skipped + count)),
+            )  # fmt: skip
+            runs += _evenly(run, fmt.align(gm.part_bytes))
     runs.sort(key=lambda run: run.chunk)  # rows of forks may interleave
     return _joined(runs), covered
+
+
+def _evenly(run: Run, stride: int) -> list[Run]:
+    """Pages one behind the other; where there are gaps between them, each is a run of its own."""
+    if run.stride == stride:
+        return [run]
+    pieces = [run.cut(i, 1) for i in range(run.count)]
+    for piece in pieces:
+        piece.stride = stride
+    return pieces
 
 
 def _joined(runs: list[Run]) -> list[Run]:

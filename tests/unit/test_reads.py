@@ -6,7 +6,7 @@ from kvfs.index.rows import Place, pack_row
 from kvfs.layout import Part
 from kvfs.lookup import Hit
 from kvfs.match import GroupMatch
-from kvfs.reads import plan_reads
+from kvfs.reads import plan_reads, plan_runs
 from kvfs.segment_files import Held
 
 WANT = Part(0, 1, 0, 1)
@@ -40,6 +40,16 @@ def test_rows_that_interleave_are_read_in_the_order_of_the_prompt() -> None:
 def test_neighbours_are_one_read_up_to_its_limit() -> None:
     row = hit({j: place(10 + j, 1 + j) for j in range(7)})
     assert planned((row,), 7, 3 * PAGE) == [(0, 3, 10, b"\1\2\3"), (3, 3, 13, b"\4\5\6"), (6, 1, 16, b"\7")]
+
+
+def test_runs_have_no_gaps_whatever_a_row_says() -> None:
+    """Who copies a run whole makes room for its pages, not for what lies between them."""
+    row = hit({j: place(10 + 7 * j, 1 + j) for j in range(3)} | {3: place(25, 4)})
+    gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 4, (row,), 32)
+    runs, _ = plan_runs(gm, {1: Held(1, bytes(16), -1, "")})
+    assert [(run.chunk, run.count, run.offset // PAGE, run.span // PAGE) for run in runs] == [
+        (0, 1, 10, 1), (1, 1, 17, 1), (2, 2, 24, 2),
+    ]  # fmt: skip
 
 
 def test_pages_with_gaps_between_them_are_read_singly() -> None:
