@@ -93,7 +93,12 @@ class GpuSave(Save):
                 if not step.enter_context(transfer._step()):
                     step.close()
                     return False
-                self._flights.append(self._send(batch, sheet, units, step))
+                try:
+                    self._flights.append(self._send(batch, sheet, units, step))
+                except BaseException:
+                    with step:
+                        desk.saves.quiet()
+                    raise
                 done += len(batch.chunks)
                 if len(self._flights) > AHEAD:
                     self._land()

@@ -103,7 +103,10 @@ class Pool:
 
     def _loop(self) -> None:
         while (run := self._queue.get()) is not None:
-            run()
+            try:
+                run()
+            except Exception:  # a bug in one transfer must not end the others
+                log.exception("a transfer crashed")
 
     def close(self, timeout: float) -> None:
         for _ in self._threads:

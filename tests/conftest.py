@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Kernels run under the interpreter. Here, since torch may import triton first; 0 where tests run on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # "ci", the default: the same examples on every run, and no deadline on a loaded machine.
 # HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

@@ -73,6 +73,8 @@ class SimulatedStream:
 
     def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
         self._device.launches += 1
+        if self._device.launches == self._device.fails_at:
+            raise CudaError("launch: out of resources")
         cells.move(work, shape, to_page=to_page, programs=2)
 
     def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
@@ -90,6 +92,7 @@ class SimulatedDevice:
         self.registered: dict[int, tuple[int, bool]] = {}
         self.blocks: list[SimulatedMemory] = []
         self.launches = self.copied = 0
+        self.fails_at = -1  # the launch that fails
 
     def owns(self, memory: str) -> bool:
         return memory == "host"

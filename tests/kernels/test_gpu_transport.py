@@ -311,6 +311,27 @@ def test_an_event_is_required_and_waited_for_within_the_deadline(ns: kvfs.Namesp
         assert match.tokens == 0
 
 
+def test_a_failing_launch_ends_its_transfer_and_no_other(ns: kvfs.Namespace) -> None:
+    engine, device = Engine(seed=4), SimulatedDevice()
+    with attach(ns, engine.kv, device=device) as io:
+        for kind in ("save", "load"):
+            device.fails_at = device.launches + 1
+            if kind == "save":
+                failed = io.save(ns.plan_save(prompt(2)), range(4), NOW)
+            else:
+                failed = io.load(ns.match(prompt(2)), range(4), NOW)
+            result = failed.wait(SECONDS)
+            assert result is not None and (result.pages, result.declined, result.reason) == (0, 2, "error")
+            assert failed.state is kvfs.TransferState.FAILED and "out of resources" in str(failed.error)
+            io.ring.check()
+            assert io.ring.free == io.ring.slots
+            saved = io.save(ns.plan_save(prompt(2)), range(4), NOW).wait(SECONDS)
+            assert saved is not None and not saved.declined
+        loaded = io.load(ns.match(prompt(2)), range(10, 14), NOW).wait(SECONDS)
+        assert loaded is not None and loaded.tokens == 2 * PAGE
+    assert engine.tokens(range(10, 14)) == engine.tokens(range(4))
+
+
 def test_outcomes_are_told_once_for_each_page(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
     saved(ns, 3)
     seen: list[Any] = []
