@@ -95,7 +95,11 @@ class Files:
                 os.close(fd)
 
     def listdir(self, dir_fd: int) -> list[str]:
-        return os.listdir(dir_fd)
+        """Names in a directory, opened anew: threads that list through one description share its offset."""
+        try:
+            return os.listdir(f"/proc/self/fd/{dir_fd}")
+        except FileNotFoundError:  # no /proc, or the directory was removed
+            return os.listdir(dir_fd)
 
     def rename(self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
         os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from kvfs import (
 )
 from kvfs.config import make_settings, parse_duration, parse_size, parse_toml, to_toml
 from kvfs.directory import _canonical
+from kvfs.files import Files
 from kvfs.hashing import checksum
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
@@ -732,3 +734,17 @@ def test_a_corrupt_error_is_raised_where_settings_are_gone(path: Path) -> None:
         (path / "kvfs.toml").write_text('capacity = "16MiB"')
         (path / "gate").unlink()
         kvfs.open(path)
+
+
+def test_threads_that_list_one_directory_miss_nothing(tmp_path: Path) -> None:
+    """A purge saw no marks, and reported success, while the upkeep listed them."""
+    names = {f"{i:032x}" for i in range(300)}
+    for name in names:
+        (tmp_path / name).touch()
+    files, fd = Files(), os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for found in pool.map(lambda _: files.listdir(fd), range(400)):
+                assert set(found) == names
+    finally:
+        os.close(fd)
