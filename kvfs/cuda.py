@@ -13,9 +13,6 @@ import functools
 
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST, _DEVICE = 1, 2  # CUmemorytype
-#: CUdevice_attribute
-READ_ONLY_REGISTER = 113
-HOST_REGISTER = 99
 
 _Pointer, _Size, _Device, _Stream = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 
@@ -39,7 +36,6 @@ class _Driver:
         slow, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         self.register = _typed(slow.cuMemHostRegister_v2, _Pointer, _Size, ctypes.c_uint)
         self.unregister = _typed(slow.cuMemHostUnregister, _Pointer)
-        self.attribute = _typed(slow.cuDeviceGetAttribute, _Pointer, ctypes.c_int, ctypes.c_int)
         self.error_string = _typed(slow.cuGetErrorString, ctypes.c_int, _Pointer)
         self.copy_in = _typed(quick.cuMemcpyHtoDAsync_v2, _Device, _Pointer, _Size, _Stream)
         self.copy_out = _typed(quick.cuMemcpyDtoHAsync_v2, _Pointer, _Device, _Size, _Stream)
@@ -63,13 +59,6 @@ def _driver() -> _Driver:
         return _Driver()
     except (OSError, AttributeError) as exc:
         raise CudaError(f"no usable CUDA driver: {exc}") from None
-
-
-def attribute(device: int, number: int) -> int:
-    """A CUdevice_attribute of a device."""
-    value = ctypes.c_int()
-    _driver().check(_driver().attribute(ctypes.byref(value), number, device), f"attribute {number}")
-    return value.value
 
 
 def register(address: int, nbytes: int, *, read_only: bool) -> None:

@@ -197,7 +197,10 @@ class Gpu:
 
     def memory(self, nbytes: int) -> Memory:
         torch = self._torch
-        return _Memory(torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.name), torch.int64)
+        tensor = torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.name)
+        # torch's cache may give out what work still queued on this stream uses; other streams must not touch it yet
+        torch.cuda.current_stream(self.index).synchronize()
+        return _Memory(tensor, torch.int64)
 
     def pinned(self, nbytes: int) -> Pinned:
         return Pinned(self, nbytes)
@@ -207,6 +210,3 @@ class Gpu:
 
     def unregister(self, address: int) -> None:
         cuda.unregister(address)
-
-    def supports_read_only_maps(self) -> bool:
-        return cuda.attribute(self.index, cuda.READ_ONLY_REGISTER) == 1

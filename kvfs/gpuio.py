@@ -7,6 +7,7 @@ read them in place. All kernels are compiled and run once when it is made.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from array import array
 from typing import Any
@@ -14,22 +15,23 @@ from typing import Any
 from kvfs.config import parse_size
 from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
-from kvfs.gpu import Device, Memory, Pinned
+from kvfs.gpu import Device, Memory
 from kvfs.gpujobs import GpuDesk
 from kvfs.gpulane import Lane, aligned
 from kvfs.gpuload import GpuLoad
 from kvfs.gpusave import GpuSave
-from kvfs.hostio import HostIO
+from kvfs.hostio import CLOSE_SECONDS, HostIO
 from kvfs.hostjobs import make_ring
 from kvfs.inplace import InPlace, Use, probe
 from kvfs.kernels.work import Shape, pack, shape_of
 from kvfs.match import PrefixMatch
 from kvfs.pool import Pool
 from kvfs.reader import Reader
-from kvfs.reads import plan_runs
+from kvfs.reads import plan_runs, published
 from kvfs.segment import file_name
 from kvfs.writer import Appender
 
+log = logging.getLogger("kvfs")
 SLOTS = 4  # of scratch, in each direction
 READ_THREADS = 16
 PROBE_BYTES = 64 << 10
@@ -62,25 +64,35 @@ class GpuIO(HostIO):
                 raise ConfigError(
                     f"group {a.group.name} lies in {a.device.memory}, others on {device.name}: attach one device"
                 )
-        slot_bytes = aligned(max(self._scratch_bytes // SLOTS, *(aligned(a.page_bytes + 4096) for a in attached), 1))
-        self._pinned: list[Pinned] = []
+        slot_bytes = aligned(max(self._scratch_bytes // SLOTS, *(aligned(a.page_bytes + 4096) for a in attached)))
+        with contextlib.ExitStack() as undo:
 
-        def allocate(nbytes: int) -> memoryview:
-            self._pinned.append(device.pinned(nbytes))
-            return self._pinned[0].view
+            def allocate(nbytes: int) -> memoryview:
+                try:
+                    self._pinned = device.pinned(nbytes)
+                except CudaError as exc:
+                    raise ConfigError(f"ring_bytes is {ring_bytes}: it cannot be pinned ({exc}); pass less") from None
+                undo.callback(self._pinned.close)
+                return self._pinned.view
 
-        ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
-        shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
-        tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
-        in_place = self._probe() if self._registered_bytes else None
-        self.transport = "ring" if in_place is None else "in_place"
-        desk = GpuDesk(
-            self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
-            device, shapes, tables, Lane(device, slot_bytes, SLOTS), Lane(device, slot_bytes, SLOTS), in_place,
-            Pool(READ_THREADS, "kvfs-ring"), self._pinned[0].address,
-        )  # fmt: skip
-        for number, shape in shapes.items():
-            _warm_up(desk, shape, tables[number])
+            ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
+            shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
+            tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
+            in_place = self._probe() if self._registered_bytes else None
+            if in_place is not None:
+                undo.callback(in_place.close)
+            self.transport = "ring" if in_place is None else "in_place"
+            readers = Pool(READ_THREADS, "kvfs-ring")
+            undo.callback(readers.close)
+            desk = GpuDesk(
+                self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
+                device, shapes, tables, Lane(device, slot_bytes, SLOTS), Lane(device, slot_bytes, SLOTS), in_place,
+                readers, self._pinned.address,
+            )  # fmt: skip
+            undo.callback(desk.loads.close)  # the only lane that warms up
+            for number, shape in shapes.items():
+                _warm_up(desk, shape, tables[number])
+            undo.pop_all()
         return desk
 
     def _upload(self, data: bytes) -> Memory:
@@ -111,8 +123,9 @@ class GpuIO(HostIO):
         finally:
             files.close(fd)
         if not result.works:
-            self._c.counters.add("in_place_refused")
-        return InPlace(self._device, files, self._registered_bytes) if result.works else None
+            log.warning("%s does not read segments in place: %s", self._device.name, result.reason)
+            return None
+        return InPlace(self._device, files, self._registered_bytes)
 
     # -- for everybody -----------------------------------------------------------------------
 
@@ -125,11 +138,9 @@ class GpuIO(HostIO):
             with self._gpu_desk.reader.held(match) as held:
                 for gm in match.groups:
                     runs = plan_runs(gm, held)[0]
-                    published: dict[int, int] = {}
+                    ends = published(runs)
                     for run in runs:
-                        published[run.segment] = max(published.get(run.segment, 0), run.offset + run.span)
-                    for run in runs:
-                        got = maps.stretches(run.held, run.offset, run.span, published[run.segment], use, register=True)
+                        got = maps.stretches(run.held, run.offset, run.span, ends[run.segment], use, register=True)
                         ready += run.span if got is not None else 0
             maps.release(use)
         return ready
@@ -165,7 +176,7 @@ class GpuIO(HostIO):
         if not hasattr(after, "query"):
             super()._check_after(after)
 
-    def close(self, timeout: float = 10.0) -> None:
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
         closed = self._closed
         super().close(timeout)
         if closed or self._pid != os.getpid():
@@ -179,8 +190,7 @@ class GpuIO(HostIO):
                 lane.close()
             if desk.in_place is not None:
                 desk.in_place.close()
-            for pinned in self._pinned:
-                pinned.close()
+            self._pinned.close()
 
 
 def _warm_up(desk: GpuDesk, shape: Shape, table: Memory) -> None:

@@ -85,10 +85,6 @@ class Lane:
         self._next = 0
         self._sheet: Sheet | None = None
 
-    @property
-    def slots(self) -> int:
-        return len(self._slots)
-
     def slot(self) -> Slot:
         """The slot whose last use is longest ago. Whoever writes to it lets the stream wait for ``done``."""
         slot = self._slots[self._next]
@@ -100,7 +96,7 @@ class Lane:
         if self._sheet is None or self._sheet.nbytes < nbytes:
             if self._sheet is not None:
                 self._sheet.close()
-            self._sheet = Sheet(self.device, 1 << max(20, nbytes - 1).bit_length())
+            self._sheet = Sheet(self.device, 1 << max(20, (nbytes - 1).bit_length()))
         self._sheet.reset()
         return self._sheet
 

@@ -112,23 +112,26 @@ class GpuLoad(Load):
         bands: deque[_Band] = deque()
         try:
             for first, rows in self._plan_bands(group, runs, others):
-                self._send(group, runs, first, rows)
-                self._send_assembled(group, others)
+                group.whole = self._send(group, runs, first, rows) and self._send_assembled(group, others)
+                if not group.whole and rows < group.shape.layers:
+                    group.sent.clear()  # no page has all of its layers
                 bands.append(self._end_band(group, first, rows))
                 flags = bands[-1].flags
+                if not group.whole:
+                    break
                 self._announce(group, bands, wait=False)
             self._announce(group, bands, wait=True)
         finally:
             self.gpu.loads.quiet()
             source.release()
-        if not group.whole or len(group.sent) < len(wanted):
+        if not group.whole:
             self._sort_out(group, flags, wanted, runs, covered)
-        elif len(self.transfer.groups) == 1:
+            return
+        self._account(group, wanted, [])
+        if len(self.pages) == 1:
             self.transfer._settle_rest(PageOutcome.LOADED)
-            self._account(group, wanted, [])
         else:
             self._settle(group, wanted, PageOutcome.LOADED)
-            self._account(group, wanted, [])
 
     def _begin(self, attached: Attached, gm: GroupMatch, source: PageSource, wanted: list[int]) -> _Group:
         shape, lane = self.gpu.shapes[attached.number], self.gpu.loads
@@ -154,21 +157,22 @@ class GpuLoad(Load):
         step = -(-layers // BANDS)
         return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
-    def _send(self, group: _Group, runs: list[Run], first: int, rows: int) -> None:
-        """Enqueue some layers of all pages, batch by batch."""
+    def _send(self, group: _Group, runs: list[Run], first: int, rows: int) -> bool:
+        """Enqueue some layers of all pages, batch by batch; False if the load ends before the last one."""
         whole = rows == group.shape.layers
         page = group.page_bytes if whole else rows * group.shape.leaf_bytes * group.granules
         most, least = max(1, self.gpu.loads.slot_bytes // page), max(1, BATCH_BYTES_MIN // page)
         batches = list(_batches(runs, most, least))
         for number, batch in enumerate(batches):
             if self._stop():
-                return
+                return False
             for run in chain(*batches[number and number + AHEAD : number + AHEAD + 1]):
                 group.source.prepare(run)
             if whole:
                 self._send_whole(group, batch)
             else:
                 self._send_rows(group, batch, first, rows)
+        return True
 
     def _stop(self) -> bool:
         return self.transfer.stopped or self.gpu.late(self.transfer)
@@ -207,21 +211,22 @@ class GpuLoad(Load):
             at += run.count * granules * width
         self._launch(group, slot, words, tables, first, rows, check=group.source.sums)
 
-    def _send_assembled(self, group: _Group, chunks: Sequence[int]) -> None:
-        """Pages that were written for other head slots or layers than these."""
+    def _send_assembled(self, group: _Group, chunks: Sequence[int]) -> bool:
+        """Pages that were written for other head slots or layers than these; False as ``_send``."""
         left, size = list(chunks), group.page_bytes
         step = max(1, self.gpu.loads.slot_bytes // size)
         while left and not self._stop():
             slot, words = self._slot(), array("q")
             taken, good = group.source.send_assembled(left[:step], slot.address)
             if not taken:
-                return
+                return False
             for i in good:
                 words += self._words(
                     group, taken[i], [b""], i * size, size, group.shape.layers * group.shape.leaf_bytes
                 )
             self._launch(group, slot, words, [], 0, group.shape.layers, check=False)
             left = left[len(taken) :]
+        return not left
 
     def _words(
         self, group: _Group, chunk: int, tables: Sequence[bytes | None], offset: int, stride: int, step: int

@@ -66,11 +66,9 @@ class GpuSave(Save):
             fail(self.transfer, exc)
         finally:
             try:
-                while self._flights:
-                    self._land()
                 lane.quiet()
             finally:
-                for flight in self._flights:
+                for flight in self._flights:  # left by an error: the device is not to be relied on
                     flight.step.close()
                 self.transfer._enter(TransferState.WRITING)
                 self.transfer.source_free._set()
@@ -104,7 +102,7 @@ class GpuSave(Save):
                     self._land()
             return True
         finally:
-            while self._flights:  # the sheet is used anew by the next group
+            while self._flights:  # before the sheet is used anew
                 self._land()
 
     def _lease(self, pages: int) -> Lease | None:
@@ -196,4 +194,4 @@ class GpuSave(Save):
     def _job(self, attached: Attached, payload: Callable[[int], memoryview]) -> Job:
         job = super()._job(attached, payload)
         tables = self._tables.get(attached.number)
-        return replace(job, table=tables.pop) if tables else job
+        return replace(job, table=tables.__getitem__) if tables else job  # kept: a full disk makes a batch come twice

@@ -19,7 +19,7 @@ from kvfs.hostjobs import Attached
 from kvfs.inplace import Stretch, Use
 from kvfs.match import GroupMatch
 from kvfs.pool import Begun
-from kvfs.reads import Run
+from kvfs.reads import Run, published
 from kvfs.segment_files import Held
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Transfer
@@ -48,9 +48,7 @@ class PageSource:
         self._use = Use()
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
-        self._published: dict[int, int] = {}  # segment -> bytes that are known to be published
-        for run in runs:
-            self._published[run.segment] = max(self._published.get(run.segment, 0), run.offset + run.span)
+        self._published = published(runs)
         self.sums = desk.shapes[attached.number].sums and desk.context.verify is not Verify.OFF
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvfs import format as fmt
@@ -73,6 +73,14 @@ class Run:
             self.leaf and self.leaf + first * self.leaf_bytes, self.leaf_bytes,
             self.roots[first * ROOT_BYTES : (first + count) * ROOT_BYTES], self.seqs[first : first + count],
         )  # fmt: skip
+
+
+def published(runs: Iterable[Run]) -> dict[int, int]:
+    """Segment -> bytes of it that are known to be published, since runs of the index lie there."""
+    ends: dict[int, int] = {}
+    for run in runs:
+        ends[run.segment] = max(ends.get(run.segment, 0), run.offset + run.span)
+    return ends
 
 
 def plan_runs(gm: GroupMatch, held: Mapping[int, Held]) -> tuple[list[Run], int]:

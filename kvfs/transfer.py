@@ -138,10 +138,6 @@ class Transfer:
     # -- for the workers ---------------------------------------------------------------------
 
     @property
-    def groups(self) -> Mapping[int, tuple[str, tuple[int, ...], int]]:
-        return self._task.groups
-
-    @property
     def deadline(self) -> float:
         return self._task.deadline
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class SimulatedStream:
 
     def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
         self._device.launches += 1
+        self._device.before_launch()
         if self._device.launches == self._device.fails_at:
             raise CudaError("launch: out of resources")
         cells.move(work, shape, to_page=to_page, programs=2)
@@ -86,13 +88,14 @@ class SimulatedDevice:
 
     name = "host"
 
-    def __init__(self, *, refuse: bool = False) -> None:
+    def __init__(self, *, refuse: bool = False, pinned_max: int = 1 << 30) -> None:
         self.constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64)
-        self.refuse = refuse
+        self.refuse, self.pinned_max = refuse, pinned_max
         self.registered: dict[int, tuple[int, bool]] = {}
         self.blocks: list[SimulatedMemory] = []
         self.launches = self.copied = 0
         self.fails_at = -1  # the launch that fails
+        self.before_launch: Callable[[], object] = lambda: None
 
     def owns(self, memory: str) -> bool:
         return memory == "host"
@@ -113,6 +116,8 @@ class SimulatedDevice:
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
         if read_only and self.refuse:
             raise CudaError("register: not supported")
+        if nbytes > self.pinned_max:
+            raise CudaError("register: out of memory")
         for start, (length, _) in self.registered.items():
             assert address + nbytes <= start or start + length <= address, "registered twice"
         self.registered[address] = (nbytes, read_only)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import PageOutcome
+from kvfs.cuda import CudaError
 from kvfs.gpuio import GpuIO
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
+from kvfs.testing import Fault, FaultyFiles
 from kvfs.types import Tier
 from tests.kernels.simulated import Happened, SimulatedDevice
 from tests.stores import counted, segment_files
@@ -175,25 +180,77 @@ def test_units_of_minus_one_are_left_alone(ns: kvfs.Namespace, way: dict[str, An
     assert set(target.tokens([0, 1, 2, 5, 6, 7])) == {0xA5}
 
 
-@pytest.mark.parametrize("layers", [1, 3, 4])
-def test_layer_by_layer(ns: kvfs.Namespace, store: kvfs.Store, layers: int) -> None:
-    source = saved(ns, 5)
-    mine = range(4 - layers, 4)
-    target = Engine(layers=mine) if layers == 4 else None
-    with attach(ns, (target or Engine()).kv) as io, ns.match(prompt(5)) as match:
-        engine = target or Engine()
-        if target is None:
-            io.close()
-            io = attach(ns, engine.kv)
-        device = io._device
-        assert isinstance(device, SimulatedDevice)
+@pytest.mark.parametrize("layers", [range(4), range(1, 4)])
+@pytest.mark.parametrize("piece_bytes", [None, 4096])
+def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | None) -> None:
+    """One band a layer; also where a layer of a page lies in two registered pieces."""
+    source, target = Engine(seed=1, layers=layers), Engine(layers=layers)
+    with attach(ns, source.kv) as io:
+        result = io.save(ns.plan_save(prompt(5), part=io.parts), range(10), NOW).wait(SECONDS)
+        assert result is not None and result.pages == 5
+    device = SimulatedDevice()
+    with attach(ns, target.kv, device=device) as io, ns.match(prompt(5), part=io.parts) as match:
+        if piece_bytes is not None:
+            io._gpu_desk.in_place._piece_bytes = piece_bytes
         launches = device.launches
-        transfer = io.load(match, range(10), NOW, layerwise=True)
-        result = transfer.wait(SECONDS)
+        result = io.load(match, range(10), NOW, layerwise=True).wait(SECONDS)
         assert result is not None and result.tokens == 5 * PAGE, result
-        assert device.launches - launches == 4, "one band a layer"
-        assert engine.tokens(range(10)) == source.tokens(range(10))
-        io.close()
+        assert device.launches - launches == len(layers)
+    assert target.tokens(range(10)) == source.tokens(range(10))
+
+
+def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(ns: kvfs.Namespace) -> None:
+    saved(ns, 3)
+    device, started = SimulatedDevice(), threading.Event()
+    with attach(ns, Engine().kv, device=device) as io, ns.match(prompt(3)) as match:
+        begin = device.launches
+
+        class Started(Happened):
+            def query(self) -> bool:
+                return started.is_set()
+
+        def cancel_in_the_second_band() -> None:
+            if device.launches == begin + 2:
+                threading.Thread(target=transfer.cancel).start()
+                while not transfer.stopped:
+                    time.sleep(0.001)
+
+        device.before_launch = cancel_in_the_second_band
+        transfer = io.load(match, range(6), Started(), layerwise=True)
+        started.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.pages, result.reason) == (0, 0, "cancelled")
+        assert device.launches == begin + 2
+
+
+def test_a_save_on_a_full_disk_goes_on_when_room_was_made(store_path: Path) -> None:
+    """The batch comes twice, so its checksums are needed twice."""
+    files = FaultyFiles()
+    with kvfs.open(store_path, capacity="16MiB", files=files) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        saved(ns, 3, first=10_000)
+        store._core.active.finish_all()
+        engine = Engine(seed=7)
+        with attach(ns, engine.kv) as io:
+            files.arm(Fault(1, "pwritev", error=errno.ENOSPC))
+            result = io.save(ns.plan_save(prompt(3)), range(6), NOW).wait(SECONDS)
+            files.arm()
+            assert result is not None and result.pages == 3, result
+        target = Engine()
+        with attach(ns, target.kv) as io, ns.match(prompt(3)) as match:
+            io.load(match, range(6), NOW).wait(SECONDS)
+        assert target.tokens(range(6)) == engine.tokens(range(6))
+
+
+def test_a_ring_that_cannot_be_pinned_is_refused(ns: kvfs.Namespace) -> None:
+    device, threads = SimulatedDevice(pinned_max=1 << 20), threading.active_count()
+    with pytest.raises(kvfs.ConfigError, match="ring_bytes is 2MiB: it cannot be pinned"):
+        attach(ns, Engine().kv, device=device, ring_bytes="2MiB")
+    device.fails_at = 1  # the kernels do not run
+    with pytest.raises(CudaError):
+        attach(ns, Engine().kv, device=device)
+    assert not [nbytes for nbytes, _ in device.registered.values() if nbytes >= 1 << 20], "the ring is pinned still"
+    assert threading.active_count() == threads
 
 
 def test_pages_of_another_degree_are_put_together(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
