@@ -41,7 +41,8 @@ from kvfs.tally import EVERY_SECONDS, Tallies
 from kvfs.types import Verify
 from kvfs.writer import Appender
 
-READY_SECONDS = 0.5  # how long open waits for a rebuild; a large one goes on beside serving
+READY_SECONDS = 5.0  # how long open waits for a rebuild, its own or another's; a large one goes on beside serving
+READY_POLL_SECONDS = 0.02
 _LOCK = threading.RLock()
 _CORES: dict[tuple[int, int], Core] = {}
 
@@ -94,6 +95,7 @@ class Core:
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._closing = False
         self._rebuilder: threading.Thread | None = None
+        self._rebuild_failed = False
         self._private_of: tuple[int, ...] | None = None  # version of the purge marks that a private index obeys
         self._start()
 
@@ -175,8 +177,11 @@ class Core:
             self._open_private()
             return
         self._rebuilder = threading.Thread(target=self._rebuild_quietly, name="kvfs-rebuild", daemon=True)
+        deadline = self.c.files.monotonic() + READY_SECONDS
         self._rebuilder.start()
         self._rebuilder.join(READY_SECONDS)
+        while not self._rebuild_failed and not self.is_ready() and self.c.files.monotonic() < deadline:
+            self.c.files.sleep(READY_POLL_SECONDS)  # another process builds it
 
     def is_ready(self) -> bool:
         try:
@@ -189,6 +194,7 @@ class Core:
         try:
             self.rebuild_if_needed()
         except (OSError, IndexUnavailableError) as exc:
+            self._rebuild_failed = True
             self.c.counters.add("rebuild_failed")
             self.c.counters.add(f"rebuild_failed_{type(exc).__name__}")
 

@@ -24,6 +24,7 @@ from kvfs.descriptors import Descriptor
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import Entry
 from kvfs.gc import GcLock, Reclaimer, index_is_full
+from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.segment import file_name
 from kvfs.segment_scan import read_namespace, scan_segment
@@ -55,6 +56,10 @@ class _Known(NamedTuple):
     summary: eviction.Summary
 
 
+def _doomed(session: Session) -> int:
+    return session.ledger().doomed
+
+
 class Evictor:
     """One per open store. Thread-safe; among processes one evictor works at a time."""
 
@@ -82,12 +87,15 @@ class Evictor:
                     return False
                 freed = self.reclaimer.finish_doomed()
                 freed = 0 if disk_full else freed
+                dropped: int | None = 0
                 while freed < missing and self._c.files.monotonic() < deadline:
                     dropped = self._evict_one(owner)
                     if not dropped:
                         break  # nothing is left, or what is left is held by somebody
                     freed += dropped
             if not freed:
+                if disk_full and dropped is None and not self._c.index.read(_doomed, COMMIT_SECONDS):
+                    return False  # there is nothing to wait for
                 self._c.files.sleep(HELD_SECONDS)
         except (OSError, IndexUnavailableError):
             self._c.counters.add("evict_errors")
@@ -193,7 +201,7 @@ class Evictor:
                 return victim, plan.carry
             held += 1
             uses = [replace(u, evictable=u.evictable and u.number != plan.victim) for u in uses]
-        if held and not self._c.index.read(lambda s: s.ledger().doomed, COMMIT_SECONDS):
+        if held and not self._c.index.read(_doomed, COMMIT_SECONDS):
             return Candidate(*next(iter(evictable.items()))), ()  # one at a time: it frees nothing yet
         return None, ()
 
