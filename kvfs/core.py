@@ -180,7 +180,11 @@ class Core:
         deadline = self.c.files.monotonic() + READY_SECONDS
         self._rebuilder.start()
         self._rebuilder.join(READY_SECONDS)
-        while not self._rebuild_failed and not self.is_ready() and self.c.files.monotonic() < deadline:
+        while (
+            not self._rebuild_failed
+            and self.c.files.monotonic() < deadline
+            and self.c.index.is_missing(READY_POLL_SECONDS)
+        ):
             self.c.files.sleep(READY_POLL_SECONDS)  # another process builds it
 
     def is_ready(self) -> bool:
