@@ -45,6 +45,8 @@ READY_SECONDS = 5.0  # how long open waits for a rebuild, its own or another's; 
 READY_POLL_SECONDS = 0.02
 _LOCK = threading.RLock()
 _CORES: dict[tuple[int, int], Core] = {}
+_LEAVING: list[Core] = []  # being closed
+CLOSE_SECONDS = 10.0
 
 
 def enter(
@@ -88,6 +90,7 @@ class Core:
         self.path = os.path.abspath(path)
         self.read_only = read_only
         self.users = 0
+        self.abandoned: list[None] = []  # one for each Store that was forgotten and not closed
         self.rebuilt: Report | None = None
         self._files = files
         self._declines = declines
@@ -242,7 +245,11 @@ class Core:
     # -- upkeep ------------------------------------------------------------------------------
 
     def _chores(self) -> list[Chore]:
-        chores = [Chore("holds", 1.0, self._expire_holds), Chore("follow", 1.0, self._follow_purges)]
+        chores = [
+            Chore("leave", 0.0, self._leave),
+            Chore("holds", 1.0, self._expire_holds),
+            Chore("follow", 1.0, self._follow_purges),
+        ]
         if not self.read_only:
             assert self.c.liveness is not None
             chores += [
@@ -258,6 +265,11 @@ class Core:
                 Chore("tally", EVERY_SECONDS, self._tally),
             ]
         return chores
+
+    def _leave(self) -> None:
+        while self.abandoned:
+            self.abandoned.pop()
+            leave(self)
 
     def _tally(self) -> None:
         self.c.tallies.write(self.c.counters.snapshot())
@@ -284,7 +296,7 @@ class Core:
             io.close()
         self.keeper.stop()
         if self._rebuilder is not None:
-            self._rebuilder.join(10.0)
+            self._rebuilder.join(CLOSE_SECONDS)
         if not self.read_only:
             self.active.close()
         self.reader.close()
@@ -322,7 +334,17 @@ def leave(core: Core) -> None:
         for key, value in list(_CORES.items()):
             if value is core:
                 del _CORES[key]
+        _LEAVING.append(core)
     core.close()
+    _LEAVING.remove(core)
+
+
+def abandon(core: Core) -> None:
+    """``leave`` for the garbage collector, which may run in any thread, between any two bytecodes, under any lock.
+
+    Closing there made another store's index thread miss its deadline. So the core's own thread does it.
+    """
+    core.abandoned.append(None)
 
 
 def _read_settings(directory: Directory) -> Settings:
@@ -367,6 +389,8 @@ def _close_all() -> None:
     for core in list(_CORES.values()):
         core.close()
     _CORES.clear()
+    for core in list(_LEAVING):  # by threads that end with the interpreter
+        core.keeper.stop(CLOSE_SECONDS)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

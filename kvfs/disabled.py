@@ -66,6 +66,7 @@ class DisabledCore(Core):
 
     def __init__(self, path: str, verify: Verify | None, threads: int | None, files: Files) -> None:
         self.path, self.read_only, self.users, self.rebuilt = os.path.abspath(path), False, 1, None
+        self.abandoned = []
         self.settings = make_settings(1 << 50)
         directory = _NoDirectory(self.path, files)
         self.c = Context(

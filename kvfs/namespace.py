@@ -45,8 +45,11 @@ class _Put(NamedTuple):
 class Namespace:
     """Pages of one identity in one store. Made by ``Store.namespace``; any thread may use it."""
 
-    def __init__(self, context: Context, appender: Appender, reader: Reader, identity: Identity) -> None:
+    def __init__(
+        self, context: Context, appender: Appender, reader: Reader, identity: Identity, keeps: object = None
+    ) -> None:
         self._c = context
+        self._keeps = keeps  # the store stays open as long as somebody has one of its namespaces
         self._appender = appender
         self._reader = reader
         self.identity = identity
@@ -78,7 +81,7 @@ class Namespace:
         if self._c.declines != "disabled":
             with explained(self._c.directory.path):
                 epoch = next_epoch(self._c.directory, replace(self.identity, epoch=0).digest, self.identity.epoch)
-        return Namespace(self._c, self._appender, self._reader, replace(self.identity, epoch=epoch))
+        return Namespace(self._c, self._appender, self._reader, replace(self.identity, epoch=epoch), self._keeps)
 
     # -- lookups -----------------------------------------------------------------------------
 

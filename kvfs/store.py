@@ -96,12 +96,16 @@ def _path_of(path: object) -> str:
 
 
 class Store:
-    """An open store. Usable from any thread, and in children after a fork. Close it, or use ``with``."""
+    """An open store. Usable from any thread, and in children after a fork. Close it, or use ``with``.
+
+    One that is forgotten is closed in the background, once its namespaces are forgotten too.
+    """
 
     def __init__(self, shared: Core) -> None:
         self._core = shared
         self._closed = False
-        self._finalizer = weakref.finalize(self, core.leave, shared)
+        self._finalizer = weakref.finalize(self, core.abandon, shared)
+        self._finalizer.atexit = False  # then all cores are closed
 
     @property
     def path(self) -> str:
@@ -123,7 +127,7 @@ class Store:
         """
         self._check_open()
         c = self._core
-        return Namespace(c.c, c.appender, c.reader, Identity(name, layout, revision, salt, **identity))
+        return Namespace(c.c, c.appender, c.reader, Identity(name, layout, revision, salt, **identity), keeps=self)
 
     def wait_ready(self, timeout: float = 60.0) -> bool:
         """Wait until the index answers; False if it does not within ``timeout`` seconds."""
@@ -296,7 +300,8 @@ class Store:
     def close(self) -> None:
         """Leave the store. The last user leaves the index clean, so that the next open is immediate."""
         self._closed = True
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            core.leave(self._core)
 
     def __enter__(self) -> Store:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -38,6 +40,7 @@ from kvfs.config import make_settings, parse_duration, parse_size, parse_toml, t
 from kvfs.directory import _canonical
 from kvfs.files import Files
 from kvfs.hashing import checksum
+from kvfs.keeper import TICK_SECONDS
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 NOBODY = 65534
@@ -748,3 +751,27 @@ def test_threads_that_list_one_directory_miss_nothing(tmp_path: Path) -> None:
                 assert set(found) == names
     finally:
         os.close(fd)
+
+
+def test_a_store_that_is_forgotten_is_closed_by_its_own_thread(tmp_path: Path) -> None:
+    """The collector may run in another store's index thread: closing there made that one miss its deadlines."""
+    forgotten = kvfs.open(tmp_path / "forgotten", capacity="16MiB")
+    core, cycle = forgotten._core, [forgotten]
+    cycle.append(cycle)  # type: ignore[arg-type]  # only the collector finds it
+    closed_by: list[threading.Thread] = []
+    close = core.close
+    core.close = lambda: (closed_by.append(threading.current_thread()), close())[1]  # type: ignore[func-returns-value,method-assign]
+    with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
+        del forgotten, cycle
+        assert store._core.c.index.read(lambda session: gc.collect(), 2.0) > 0
+        core.keeper._thread.join(20.0)
+    assert closed_by == [core.keeper._thread]
+    with kvfs.open(tmp_path / "forgotten", create=False) as again:
+        assert again._core is not core and again._core.rebuilt is None, "it was not left clean"
+
+
+def test_a_namespace_keeps_its_store_open(tmp_path: Path) -> None:
+    ns = kvfs.open(tmp_path / "store", capacity="16MiB").namespace("model", tiny(), "1")
+    gc.collect()
+    time.sleep(2 * TICK_SECONDS)  # its keeper would close it
+    assert ns.put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES)).stored == 3
