@@ -389,7 +389,7 @@ def _close_all() -> None:
     for core in list(_CORES.values()):
         core.close()
     _CORES.clear()
-    for core in list(_LEAVING):  # by threads that end with the interpreter
+    for core in tuple(_LEAVING):  # by threads that end with the interpreter
         core.keeper.stop(CLOSE_SECONDS)
 
 

@@ -268,7 +268,9 @@ def test_two_opens_of_one_process_share(path: Path) -> None:
 def test_a_store_that_nobody_closes_is_closed_with_its_last_reference(path: Path) -> None:
     store = kvfs.open(path)
     assert len(list((path / "run").glob("*.live"))) == 1
+    keeper = store._core.keeper
     del store
+    keeper._thread.join(20.0)
     assert not list((path / "run").glob("*.live"))
 
 
