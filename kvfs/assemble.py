@@ -1,12 +1,18 @@
-"""Putting a page together from parts that were written at another TP or PP degree than the reader's."""
+"""Pages that are not read as they lie: decoded, or put together from parts written at another TP or PP degree.
+
+What is read here is always verified, whatever the policy: it is in the CPU's hands anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from kvfs import codec as codecs
 from kvfs import format as fmt
+from kvfs.codec import CodecError
 from kvfs.context import Context
-from kvfs.hashing import LEAF_BYTES, checksum, root_of
+from kvfs.hashing import LEAF_BYTES, checksum, leaf_table, root_of
+from kvfs.index.rows import Place
 from kvfs.layout import Group, Part
 from kvfs.match import GroupMatch, Source
 from kvfs.segment_files import Held
@@ -16,15 +22,30 @@ def assemble(
     context: Context, sources: Sequence[Source], gm: GroupMatch, group: Group, target: memoryview,
     held: Mapping[int, Held],
 ) -> tuple[bool, list[Source]]:  # fmt: skip
-    """Fill ``target`` with the wanted rectangle of a page; (whether it is whole, sources that did not verify)."""
+    """Fill ``target`` with the wanted rectangle of a page; (whether it is whole, sources that did not verify).
+
+    Parts of a codec that this code does not know are as good as absent.
+    """
     missing = {(h, x) for h in range(gm.want.heads) for x in range(gm.want.layers)}
     wrong = []
     for source in sources:
         shared = source.part.intersect(gm.want)
         file = held.get(source.place.segment)
-        if shared is None or file is None or not missing or source.place.codec != fmt.CODEC_RAW:
+        if shared is None or file is None or not missing or source.place.codec not in codecs.NAMES:
             continue
-        if not _copy_part(context, file, source, shared, gm, group, target):
+        if source.place.codec == fmt.CODEC_RAW:
+            fine = _copy_part(context, file, source, shared, gm, group, target)
+        elif source.part == gm.want:
+            fine = decode_page(context, file, source.place, group.leaf_bytes(source.part), target)
+        else:
+            page = memoryview(bytearray(group.part_bytes(source.part)))
+            fine = decode_page(context, file, source.place, group.leaf_bytes(source.part), page)
+            if fine:
+                copy = _copier(source.part, shared, gm, group, target)
+                leaf = group.leaf_bytes(source.part)
+                for row in _rows(group, source.part, shared):
+                    copy(row, page[row * leaf : (row + 1) * leaf])
+        if not fine:
             wrong.append(source)
             continue
         h0, l0 = shared.head - gm.want.head, shared.layer - gm.want.layer
@@ -32,33 +53,71 @@ def assemble(
     return not missing, wrong
 
 
+def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, target: memoryview) -> bool:
+    """Fill ``target`` with the whole part that lies encoded at ``place``; whether it is there, verified."""
+    try:
+        if not codecs.fits(place.codec, place.stored_bytes, len(target)):
+            raise CodecError(f"{place.stored_bytes} stored bytes for a page of {len(target)}")
+        stored = context.files.read(held.fd, place.stored_bytes, place.block * fmt.BLOCK)
+        codecs.decode(stored, place.codec, target)
+    except OSError:
+        context.counters.add("read_errors")
+        return False
+    except CodecError:
+        context.counters.add("pages_corrupt")
+        return False
+    if root_of(leaf_table(target, leaf_bytes)) != place.root:
+        context.counters.add("pages_corrupt")
+        return False
+    context.counters.add("pages_decoded")
+    return True
+
+
 def _copy_part(
     context: Context, held: Held, source: Source, shared: Part, gm: GroupMatch, group: Group, target: memoryview
 ) -> bool:
     """Copy the shared rectangle of one stored part; whole leaves are read and checked first."""
     files, (part, place) = context.files, source
-    leaf, want_leaf = group.leaf_bytes(part), group.leaf_bytes(gm.want)
+    leaf = group.leaf_bytes(part)
+    copy = _copier(part, shared, gm, group, target)
     try:
         table = files.read(held.fd, LEAF_BYTES * group.leaves(part), place.leaf * LEAF_BYTES)
         if root_of(table) != place.root:
             context.counters.add("pages_corrupt")
             return False
-        cell_run = group.granule_states * group.cell.nbytes  # one head of one layer of one granule
         scratch = memoryview(bytearray(leaf * shared.layers))
-        for granule in range(group.granules):
-            first = granule * part.layers + shared.layer - part.layer
-            files.read_into(held.fd, scratch, place.block * fmt.BLOCK + first * leaf)
-            for layer in range(shared.layers):
-                data = scratch[layer * leaf : (layer + 1) * leaf]
-                at = (first + layer) * LEAF_BYTES
-                if checksum(data) != int.from_bytes(table[at : at + LEAF_BYTES], "little"):
-                    context.counters.add("pages_corrupt")
-                    return False
-                row = granule * gm.want.layers + shared.layer + layer - gm.want.layer
-                to = row * want_leaf + (shared.head - gm.want.head) * cell_run
-                begin = (shared.head - part.head) * cell_run
-                target[to : to + shared.heads * cell_run] = data[begin : begin + shared.heads * cell_run]
+        for row in _rows(group, part, shared):
+            layer = row % part.layers - (shared.layer - part.layer)
+            if not layer:
+                files.read_into(held.fd, scratch, place.block * fmt.BLOCK + row * leaf)
+            data = scratch[layer * leaf : (layer + 1) * leaf]
+            if checksum(data) != int.from_bytes(table[row * LEAF_BYTES : (row + 1) * LEAF_BYTES], "little"):
+                context.counters.add("pages_corrupt")
+                return False
+            copy(row, data)
     except OSError:
         context.counters.add("read_errors")
         return False
     return True
+
+
+def _rows(group: Group, part: Part, shared: Part) -> list[int]:
+    """Leaves of ``part``, by number, that hold some of ``shared``."""
+    first = shared.layer - part.layer
+    return [g * part.layers + first + x for g in range(group.granules) for x in range(shared.layers)]
+
+
+def _copier(
+    part: Part, shared: Part, gm: GroupMatch, group: Group, target: memoryview
+) -> Callable[[int, memoryview], None]:
+    """A function that copies what is shared of leaf ``row`` of ``part`` to its place in ``target``."""
+    cell_run = group.granule_states * group.cell.nbytes  # one head of one layer of one granule
+    begin, nbytes = (shared.head - part.head) * cell_run, shared.heads * cell_run
+    want_leaf, first = group.leaf_bytes(gm.want), (shared.head - gm.want.head) * cell_run
+
+    def copy(row: int, data: memoryview) -> None:
+        granule, layer = divmod(row, part.layers)
+        to = (granule * gm.want.layers + part.layer + layer - gm.want.layer) * want_leaf + first
+        target[to : to + nbytes] = data[begin : begin + nbytes]
+
+    return copy

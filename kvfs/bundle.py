@@ -18,10 +18,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from kvfs import format as fmt
 from kvfs.catalog import Catalog
+from kvfs.codec import CodecError, decoded, fits
 from kvfs.context import Context
 from kvfs.descriptors import Descriptor
 from kvfs.errors import KvfsError
@@ -142,15 +143,23 @@ class _Exporter:
     def _record(self, records: Records, segment_id: bytes, seq: int, group: Group) -> Record | None:
         """A record with its payload, if it verifies."""
         entry = records.entry(segment_id, seq)
-        if entry is None or entry.kind != fmt.KIND_PART or entry.codec != fmt.CODEC_RAW:
+        if (
+            entry is None
+            or entry.kind != fmt.KIND_PART
+            or not fits(entry.codec, entry.stored_bytes, group.part_bytes(part := Part.unpack(entry.part)))
+        ):
             return None
         payload = records.payload(segment_id, entry)
-        part = Part.unpack(entry.part)
-        if payload is None or root_of(leaf_table(payload, group.leaf_bytes(part))) != entry.root:
+        try:
+            raw = decoded(payload, entry.codec, group.part_bytes(part)) if payload is not None else b""
+        except CodecError:
+            return None
+        table = leaf_table(raw, group.leaf_bytes(part))
+        if payload is None or root_of(table) != entry.root:
             return None
         return Record(
             payload, group.leaf_bytes(part), group.leaves(part), entry.raw_bytes, entry.group, entry.chunk, entry.part,
-            entry.chunk_hash, entry.run_hash, entry.expires,
+            entry.chunk_hash, entry.run_hash, entry.expires, entry.codec, table,
         )  # fmt: skip
 
     def _seal(self, tar: IO[bytes], writer: _Writer) -> None:
@@ -284,7 +293,7 @@ def read_members(fd: int, size: int, read: Callable[[int, int, int], bytes], mem
     raise BundleError("the end is missing; copy the bundle again")
 
 
-def entry_problem(payload: bytes, table: bytes, entry: Entry, leaf_bytes: int) -> str:
+def entry_problem(payload: Any, table: bytes, entry: Entry, leaf_bytes: int) -> str:
     """What is wrong with the bytes of a page; empty if nothing is."""
     if leaf_table(payload, leaf_bytes) != table:
         return "payload and leaf checksums disagree"

@@ -20,6 +20,7 @@ from kvfs import format as fmt
 from kvfs import space
 from kvfs.active import ActiveSegments, Declined, SegmentClass
 from kvfs.bundle import MANIFEST, MANIFEST_BYTES_MAX, BundleError, Member, entry_problem, read_members
+from kvfs.codec import CodecError, decoded, fits
 from kvfs.config import SEGMENT_MAX, quota_id
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import ConfigError, NoSpaceError
@@ -28,7 +29,7 @@ from kvfs.format import Entry
 from kvfs.hashing import LEAF_BYTES, page_key
 from kvfs.identity import Described, parse_descriptor
 from kvfs.index.rows import RUN, Place
-from kvfs.index.runs import Publish, is_live, load, publish
+from kvfs.index.runs import Named, Publish, is_live, load, publish
 from kvfs.index.session import Session
 from kvfs.layout import Group, Part
 from kvfs.segment import Record, SegmentWriter
@@ -85,7 +86,8 @@ class _Page(NamedTuple):
     """A record of a bundle that has verified."""
 
     entry: Entry
-    payload: bytes
+    payload: bytes  # as it is stored
+    table: bytes  # leaf table of what it decodes to
     described: Described
     descriptor: bytes
     group: Group
@@ -201,16 +203,17 @@ class Importer:
             group = named[0].layout.groups[entry.group]
             try:
                 part = Part.unpack(entry.part)
-                if entry.codec != fmt.CODEC_RAW or entry.stored_bytes != group.part_bytes(part):
+                if not fits(entry.codec, entry.stored_bytes, group.part_bytes(part)):
                     yield entry, "its size or codec contradicts the layout"
                     continue
                 payload = files.read(fd, entry.stored_bytes, entry.payload)
+                raw = decoded(payload, entry.codec, group.part_bytes(part))
                 table = files.read(fd, LEAF_BYTES * group.leaves(part), entry.leaves)
-            except (ConfigError, OSError) as exc:
+            except (ConfigError, CodecError, OSError) as exc:
                 yield entry, str(exc)
                 continue
-            why = entry_problem(payload, table, entry, group.leaf_bytes(part))
-            yield entry, why or _Page(entry, payload, *named, group, part)
+            why = entry_problem(raw, table, entry, group.leaf_bytes(part))
+            yield entry, why or _Page(entry, payload, table, *named, group, part)
 
     def _described(self, fd: int, files: Files, scan: Scan, ns_seq: int) -> tuple[Described, bytes] | None:
         if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
@@ -293,7 +296,7 @@ class Importer:
         first = records[0][1]
         digest, descriptor = first.described.digest, first.descriptor
         leaves = first.group.leaves(first.part)
-        size, leaf_bytes = len(first.payload), LEAF_BYTES * leaves
+        size, leaf_bytes = max(len(p.payload) for _, p in records), LEAF_BYTES * leaves
         fresh = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes)
         everything = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes, len(records))
         writer, generation = self._active.writer(
@@ -317,24 +320,24 @@ class Importer:
         if allocated > writer.allocated:
             writer.grow(allocated)
         made = [
-            Record(p.payload, p.group.leaf_bytes(p.part), leaves, p.entry.raw_bytes, p.entry.group, p.entry.chunk,
-                   p.entry.part, p.entry.chunk_hash, head, p.entry.expires)
+            Record(p.payload, p.group.leaf_bytes(p.part), leaves, p.group.part_bytes(p.part), p.entry.group,
+                   p.entry.chunk, p.entry.part, p.entry.chunk_hash, head, p.entry.expires, p.entry.codec, p.table)
             for (head, _), p in batch
         ]  # fmt: skip
         placed = writer.append(made, digest, descriptor, at_us)
         named = [
             Publish(
                 head, slot,
-                Place(r.chunk_hash, at.root, r.codec, 0, writer.number, at.payload // fmt.BLOCK, size,
+                Place(r.chunk_hash, at.root, r.codec, 0, writer.number, at.payload // fmt.BLOCK, len(r.payload),
                       at.leaves // 8, at.seq, r.expires),
             )
             for ((head, slot), _), r, at in zip(batch, made, placed, strict=True)
         ]  # fmt: skip
 
-        def commit(session: Session) -> int:
+        def commit(session: Session) -> Named:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
             stored = publish(session, key, leaves, named)
-            session.add_contents(writer.number, digest, stored, stored * size)
+            session.add_contents(writer.number, digest, *stored)
             expires = max(row.expires, first.entry.expires) if first.entry.expires else row.expires
             moved = row._replace(records=writer.records, tail=writer.tail, table=writer.table, expires=expires)
             session.set_segment(writer.number, row, moved)
@@ -343,9 +346,9 @@ class Importer:
         stored = self._c.index.write(commit, COMMIT_SECONDS)
         self._active.note_use(segment_class)
         self._active.note_dirty(segment_class)
-        self.report.stored += stored
-        self.report.skipped += count - stored
-        self.report.nbytes += stored * size
+        self.report.stored += stored.records
+        self.report.skipped += count - stored.records
+        self.report.nbytes += stored.stored_bytes
         return count
 
 

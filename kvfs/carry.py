@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from kvfs import codec as codecs
 from kvfs import format as fmt
 from kvfs.active import Declined, SegmentClass
+from kvfs.codec import CodecError
 from kvfs.context import Context
+from kvfs.encoder import encode_records
 from kvfs.format import Entry
 from kvfs.hashing import leaf_table, page_key, root_of
 from kvfs.identity import Described, parse_descriptor
@@ -50,8 +53,13 @@ class Carrier:
             raise Declined("some pages changed meanwhile or could not be read")
         return copied
 
-    def copy(self, segment_class: SegmentClass, held: Held, seqs: Sequence[int]) -> int:
-        """Copy records ``seqs`` of a segment; how many the index names at their new place now."""
+    def copy(self, segment_class: SegmentClass, held: Held, seqs: Sequence[int], *, recode: int | None = None) -> int:
+        """Copy records ``seqs`` of a segment; how many the index names at their new place now.
+
+        ``recode``: store what is raw in this codec, where that makes it smaller. Then the copies are durable before
+        the index names them (as far as the store's level asks for that), and a page that a disk does not give up
+        ends it with Declined: the source is to be removed for the sake of its bytes, not of its pages.
+        """
         scan = scan_segment(held.fd, self._c.files)
         if scan is None:
             return 0
@@ -68,15 +76,15 @@ class Carrier:
                 continue
             shape = (entry.ns_seq, entry.group, entry.part)
             if batch and (shape != key or size + entry.stored_bytes > limit):
-                copied += self._write(segment_class, held, scan, batch, key, stamps)
+                copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
                 batch, size = [], 0
             key = shape
-            record = self._read(held, scan, entry)
+            record = self._read(held, scan, entry, whole=recode is not None)
             if record is not None:
                 batch.append((held.number, seq, entry.chunk % RUN, record))
                 size += entry.stored_bytes
         if batch:
-            copied += self._write(segment_class, held, scan, batch, key, stamps)
+            copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
         return copied
 
     def _shape(self, held: Held, scan: Scan, ns_seq: int, number: int) -> tuple[Described, bytes, Group] | None:
@@ -88,31 +96,37 @@ class Carrier:
             return None
         return described, descriptor, described.layout.groups[number]
 
-    def _read(self, held: Held, scan: Scan, entry: Entry) -> Record | None:
-        """The record with its payload, if it verifies."""
+    def _read(self, held: Held, scan: Scan, entry: Entry, *, whole: bool) -> Record | None:
+        """The record with its payload as it is stored, if it verifies. Declined if ``whole`` and it cannot be read."""
         try:
             shape = self._shape(held, scan, entry.ns_seq, entry.group)
-            if shape is None or entry.codec != fmt.CODEC_RAW:
+            if shape is None:
                 return None
             group, part = shape[2], Part.unpack(entry.part)
-            if entry.stored_bytes != group.part_bytes(part):
+            raw_bytes = group.part_bytes(part)
+            if not codecs.fits(entry.codec, entry.stored_bytes, raw_bytes):
                 return None
             payload = memoryview(bytearray(entry.stored_bytes))
             self._c.files.read_into(held.fd, payload, entry.payload)
-        except (OSError, ValueError):
+            table = leaf_table(codecs.decoded(payload, entry.codec, raw_bytes), group.leaf_bytes(part))
+        except CodecError:
+            table = b""
+        except (OSError, ValueError) as exc:
             self._c.counters.add("read_errors")
+            if whole and isinstance(exc, OSError):
+                raise Declined("io") from None
             return None
-        if root_of(leaf_table(payload, group.leaf_bytes(part))) != entry.root:
+        if root_of(table) != entry.root:
             self._c.counters.add("pages_corrupt")
             return None
         return Record(
-            payload, group.leaf_bytes(part), group.leaves(part), entry.raw_bytes, entry.group, entry.chunk, entry.part,
-            entry.chunk_hash, entry.run_hash, entry.expires, attempt=entry.attempt,
+            payload, group.leaf_bytes(part), group.leaves(part), raw_bytes, entry.group, entry.chunk, entry.part,
+            entry.chunk_hash, entry.run_hash, entry.expires, entry.codec, table, entry.attempt,
         )  # fmt: skip
 
     def _write(
         self, segment_class: SegmentClass, held: Held, scan: Scan, batch: Sequence[tuple[int, int, int, Record]],
-        key: tuple[int, int, bytes] | None, stamps: Sequence[int],
+        key: tuple[int, int, bytes] | None, stamps: Sequence[int], recode: int | None,
     ) -> int:  # fmt: skip
         assert key is not None
         shape = self._shape(held, scan, key[0], key[1])
@@ -120,12 +134,22 @@ class Carrier:
             return 0
         described, descriptor, group = shape
         leaves = batch[0][3].leaves
+        if recode is not None:
+            batch = self._recode(batch, recode, group)
         if described.layout.kind == "opaque":
             batch = [(number, seq, 0, record) for number, seq, _, record in batch]
         return self._appender.relocate(
             segment_class, described.digest, descriptor, partial(_row_key, described.digest, group.name, key[2]),
-            leaves, batch, [stamps[seq] for _, seq, _, _ in batch],
+            leaves, batch, [stamps[seq] for _, seq, _, _ in batch], durable=recode is not None,
         )  # fmt: skip
+
+    def _recode(
+        self, batch: Sequence[tuple[int, int, int, Record]], codec: int, group: Group
+    ) -> list[tuple[int, int, int, Record]]:
+        """The batch with what is raw encoded; what has a codec keeps it."""
+        raw = [r for _, _, _, r in batch if r.codec == fmt.CODEC_RAW]
+        made = iter(encode_records(raw, codec, group.cell.element_bytes, self._c.counters))
+        return [(n, seq, slot, next(made) if r.codec == fmt.CODEC_RAW else r) for n, seq, slot, r in batch]
 
 
 def _row_key(digest: bytes, group: str, part: bytes, chunk_hash: bytes) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfs.codec import parse as parse_codec
 from kvfs.errors import ConfigError, NoSpaceError
 from kvfs.hashing import checksum
 
@@ -86,6 +87,7 @@ class Settings:
     sync: str = "cache"
     mode: str = "cache"
     quotas: Mapping[str, Quota] = field(default_factory=dict)
+    codec: str = "raw"  # of namespaces that ask for no other
 
     @property
     def segments_bytes_max(self) -> int:
@@ -121,6 +123,7 @@ def make_settings(
     sync: str = "cache",
     mode: str = "cache",
     quotas: Mapping[str, Quota] | None = None,
+    codec: str = "raw",
 ) -> Settings:
     """Settings with defaults filled in and everything checked."""
     total = parse_size(capacity, "capacity")
@@ -145,6 +148,7 @@ def make_settings(
         raise ConfigError(f"sync is {sync!r}: choose one of {', '.join(SYNC_LEVELS)}")
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
+    parse_codec(codec)
     quotas = dict(quotas or {})
     for name, quota in quotas.items():
         if not isinstance(name, str) or not isinstance(quota, Quota):
@@ -154,7 +158,7 @@ def make_settings(
         raise ConfigError(
             f"quotas guarantee {guaranteed} bytes in sum: at most half the capacity ({total // 2}) can be promised"
         )
-    return Settings(total, segment_bytes, index_bytes, sync, mode, quotas)
+    return Settings(total, segment_bytes, index_bytes, sync, mode, quotas, codec)
 
 
 def parse_document(data: bytes, path: str) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def parse_document(data: bytes, path: str) -> dict[str, Any]:
 def parse_toml(data: bytes, path: str) -> Settings:
     """Settings of a kvfs.toml; ConfigError names the line or key."""
     document = parse_document(data, path)
-    known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "quota"}
+    known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "quota"}
     unknown = sorted(set(document) - known)
     if unknown:
         raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -182,12 +186,13 @@ def parse_toml(data: bytes, path: str) -> Settings:
         index=document.get("index_bytes"),
         sync=_text(document, "sync", path),
         mode=_text(document, "mode", path),
+        codec=_text(document, "codec", path, "raw"),
         quotas=_parse_quotas(document.get("quota", {}), path),
     )
 
 
-def _text(document: Mapping[str, Any], key: str, path: str) -> str:
-    value = document.get(key, "cache")
+def _text(document: Mapping[str, Any], key: str, path: str, default: str = "cache") -> str:
+    value = document.get(key, default)
     if not isinstance(value, str):
         raise ConfigError(f"{path}: {key} is {_show(value)}, not a text")
     return value
@@ -219,6 +224,8 @@ def to_toml(settings: Settings) -> bytes:
         f'sync = "{settings.sync}"    # cache: the kernel decides; batch: in the background; sync: before put returns',
         f'mode = "{settings.mode}"',
     ]
+    if settings.codec != "raw":  # versions that know no codecs refuse the setting
+        lines.append(f'codec = "{settings.codec}"')
     for name, quota in sorted(settings.quotas.items()):
         lines += ["", f"[quota.{quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
         if quota.cap_bytes is not None:

@@ -25,7 +25,7 @@ DESCRIPTOR_BYTES_MAX = 64 * 1024
 COMPATIBLE = READ_ONLY_COMPATIBLE = INCOMPATIBLE = 0
 
 KIND_PART, KIND_NAMESPACE, KIND_CHAIN = 1, 2, 3
-CODEC_RAW = 0
+CODEC_RAW, CODEC_ZSTD, CODEC_PLANES = 0, 1, 2  # what they mean: ``kvfs.codec``
 
 FLAG_PINNED = 1  # holds a pinned prefix while pins/<class> exists
 FLAG_DIRECT = 2  # written with O_DIRECT: mapped only when sealed

@@ -86,8 +86,8 @@ class GpuIO(HostIO):
             undo.callback(readers.close)
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
-                device, shapes, tables, Lane(device, slot_bytes, SLOTS), Lane(device, slot_bytes, SLOTS), in_place,
-                readers, self._pinned.address,
+                self._codec, device, shapes, tables, Lane(device, slot_bytes, SLOTS), Lane(device, slot_bytes, SLOTS),
+                in_place, readers, self._pinned.address,
             )  # fmt: skip
             undo.callback(desk.loads.close)  # the only lane that warms up
             for number, shape in shapes.items():

@@ -212,7 +212,7 @@ class GpuLoad(Load):
         self._launch(group, slot, words, tables, first, rows, check=group.source.sums)
 
     def _send_assembled(self, group: _Group, chunks: Sequence[int]) -> bool:
-        """Pages that were written for other head slots or layers than these; False as ``_send``."""
+        """Pages that were written for other head slots or layers than these, or in a codec; False as ``_send``."""
         left, size = list(chunks), group.page_bytes
         step = max(1, self.gpu.loads.slot_bytes // size)
         while left and not self._stop():

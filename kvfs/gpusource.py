@@ -1,7 +1,7 @@
 """Where a load's bytes come from: registered maps, or the ring.
 
-Copies are enqueued on the lane's DMA stream and not waited for. Pages that other parts make up, and leaves that are
-too short for the GPU's checksum, are verified by the CPU in the ring; all others are verified by the GPU.
+Copies are enqueued on the lane's DMA stream and not waited for. Pages that other parts make up or that are stored in a
+codec, and leaves that are too short for the GPU's checksum, are verified by the CPU in the ring; all others by the GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvfs.gpujobs import GpuDesk
 from kvfs.hashing import leaf_table, root_of
 from kvfs.hostjobs import Attached
 from kvfs.inplace import Stretch, Use
-from kvfs.match import GroupMatch
+from kvfs.match import GroupMatch, Source
 from kvfs.pool import Begun
 from kvfs.reads import Run, published
 from kvfs.segment_files import Held
@@ -240,7 +240,7 @@ class PageSource:
         self._leases.append((dma.record(), lease))
 
     def send_assembled(self, chunks: Sequence[int], target: int) -> tuple[list[int], list[int]]:
-        """Pages that other parts make up, put together and verified by the CPU, ``stride`` apart.
+        """Pages that other parts make up or that are to be decoded: made and verified by the CPU, ``stride`` apart.
 
         (chunks dealt with, positions of those that come); fewer than asked if slots are short.
         """
@@ -249,18 +249,26 @@ class PageSource:
             return [], []
         taken = list(chunks[: len(lease)])
         sources, good = self._gm.sources(), []
-        for i, (chunk, page) in enumerate(zip(taken, lease.views(self._attached.page_bytes), strict=True)):
-            whole, wrong = assemble(
-                self._desk.context, sources.get(chunk, []), self._gm, self._attached.group, page, self._held
-            )
+        for chunk in taken:
+            warm = all(self._in_cache(source) for source in sources.get(chunk, []))
+            self._tiers[PageId(self._attached.number, chunk)] = Tier.HOST if warm else Tier.DISK
+        calls = [
+            partial(assemble, self._desk.context, sources.get(c, []), self._gm, self._attached.group, page, self._held)
+            for c, page in zip(taken, lease.views(self._attached.page_bytes), strict=True)
+        ]
+        for i, (chunk, (whole, wrong)) in enumerate(zip(taken, self._desk.readers.run(calls), strict=True)):
             self.faults += [(source.place.segment, source.place.seq) for source in wrong]
-            self._tiers[PageId(self._attached.number, chunk)] = Tier.DISK
             if whole:
                 good.append(i)
             else:
                 self.refused.append(chunk)
         self._drain(lease, self.stride, target)
         return taken, good
+
+    def _in_cache(self, source: Source) -> bool:
+        place, held = source.place, self._held.get(source.place.segment)
+        cached = self._desk.context.files.cached_bytes
+        return held is not None and cached(held.fd, place.block * fmt.BLOCK, place.stored_bytes) == place.stored_bytes
 
     @property
     def stride(self) -> int:

@@ -52,10 +52,11 @@ class HostIO:
         self, context: Context, appender: Appender, reader: Reader, identity: Identity,
         retention: Callable[[float | str | None], tuple[int, SegmentClass]], device_kvs: Sequence[DeviceKV], *,
         ring_bytes: int | str, threads: int, dirty_bytes: int | str | None, queue_max: int,
+        codec: int = 0,
     ) -> None:  # fmt: skip
         _number("threads", threads, 64)
         self._queue_max = _number("queue_max", queue_max, 1 << 20)
-        self._c, self._identity, self._retention = context, identity, retention
+        self._c, self._identity, self._retention, self._codec = context, identity, retention, codec
         self._attached = self._check(device_kvs)
         self._desk = self._make_desk(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
@@ -69,7 +70,8 @@ class HostIO:
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
     ) -> Desk:
         ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
-        return Desk(self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep)
+        descriptor = self._identity.descriptor_bytes()
+        return Desk(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec)
 
     def _check(self, device_kvs: Sequence[DeviceKV]) -> dict[str, Attached]:
         layout = self._identity.layout

@@ -59,6 +59,7 @@ class Desk:
     descriptor: bytes
     ring: StagingRing
     save_keep: int  # slots that saves leave to loads
+    codec: int  # of pages that are saved
 
     @property
     def batch(self) -> int:

@@ -150,6 +150,7 @@ class Save:
         return Job(
             self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
             payload, self.expires, self.at_us, self.attempt, self.segment_class,
+            codec=self.desk.codec,
         )  # fmt: skip
 
     def _settle(self, number: int, chunks: Sequence[int], outcome: PageOutcome) -> None:

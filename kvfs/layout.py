@@ -54,6 +54,12 @@ class Cell:
         _text("cell encoding", self.encoding, _ENCODING)
         _int("cell bytes", self.nbytes, 1, PAGE_BYTES_MAX)
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one of the numbers that (nearly) all of the cell consists of; 0 if the encoding does not say."""
+        bits = _BITS.get(self.encoding.split()[0], 0)
+        return max(1, bits // 8) if bits else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Need:

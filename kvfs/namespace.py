@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfs import hashing
 from kvfs.active import SegmentClass
 from kvfs.buffers import byte_view
+from kvfs.codec import NAMES as codec_names
+from kvfs.codec import parse as parse_codec
 from kvfs.config import Quota, parse_duration, quota_id
 from kvfs.context import Context
 from kvfs.directory import explained
@@ -46,10 +48,12 @@ class Namespace:
     """Pages of one identity in one store. Made by ``Store.namespace``; any thread may use it."""
 
     def __init__(
-        self, context: Context, appender: Appender, reader: Reader, identity: Identity, keeps: object = None
-    ) -> None:
+        self, context: Context, appender: Appender, reader: Reader, identity: Identity, codec: str | None = None,
+        keeps: object = None,
+    ) -> None:  # fmt: skip
         self._c = context
         self._keeps = keeps  # the store stays open as long as somebody has one of its namespaces
+        self._codec = parse_codec(context.settings.codec if codec is None else codec)
         self._appender = appender
         self._reader = reader
         self.identity = identity
@@ -69,6 +73,11 @@ class Namespace:
     def name(self) -> str:
         return self.identity.name
 
+    @property
+    def codec(self) -> str:
+        """What new pages are stored in; pages of every codec are read alike."""
+        return codec_names[self._codec]
+
     def new_epoch(self) -> Namespace:
         """The namespace of the same model after its weights were changed in place: nothing stored before is found.
 
@@ -81,7 +90,8 @@ class Namespace:
         if self._c.declines != "disabled":
             with explained(self._c.directory.path):
                 epoch = next_epoch(self._c.directory, replace(self.identity, epoch=0).digest, self.identity.epoch)
-        return Namespace(self._c, self._appender, self._reader, replace(self.identity, epoch=epoch), self._keeps)
+        raised = replace(self.identity, epoch=epoch)
+        return Namespace(self._c, self._appender, self._reader, raised, self.codec, self._keeps)
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -208,7 +218,8 @@ class Namespace:
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
         args = (self._c, self._appender, self._reader, self.identity, self._retention, kvs)
         settings: dict[str, Any] = {
-            "ring_bytes": ring_bytes, "threads": threads, "dirty_bytes": dirty_bytes, "queue_max": queue_max
+            "ring_bytes": ring_bytes, "threads": threads, "dirty_bytes": dirty_bytes, "queue_max": queue_max,
+            "codec": self._codec,
         }  # fmt: skip
         memory = next((kv.memory for kv in kvs), "host")
         if not memory.startswith("cuda"):
@@ -265,7 +276,7 @@ class Namespace:
         job = Job(
             self.identity, self._descriptor, number, group, part, prompt,
             lambda chunk: data[(chunk - start) * size : (chunk - start + 1) * size],
-            expires, at_us, attempt, segment_class,
+            expires, at_us, attempt, segment_class, codec=self._codec,
         )  # fmt: skip
         outcome = self._appender.store(job, missing) if missing else Outcome()
         writing = lookup.found.claimed & ~lookup.found.present

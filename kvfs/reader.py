@@ -10,20 +10,22 @@ from itertools import chain, pairwise
 from typing import TypeVar
 
 from kvfs import format as fmt
-from kvfs.assemble import assemble
+from kvfs.assemble import assemble, decode_page
 from kvfs.buffers import address_of
+from kvfs.codec import fits
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.index.rows import Place
 from kvfs.index.runs import forget_place
 from kvfs.layout import Group
-from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, used_ranges
+from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
 from kvfs.pool import Pool
 from kvfs.reads import Job, plan_reads
 from kvfs.segment_files import Held
 from kvfs.types import Tier, Verify
 
+S = TypeVar("S")
 T = TypeVar("T")
 COLD_THREADS = 8  # parallel reads of what is not in the page cache
 READ_BYTES = 4 << 20  # one preadv
@@ -80,15 +82,43 @@ class Reader:
             good |= bits
             bad += faults
         rest = (1 << gm.count) - 1 << gm.first & ~covered
-        sources = gm.sources() if rest else {}
-        for chunk in (c for c in sources if rest >> c & 1):
-            target = out[(chunk - gm.first) * gm.part_bytes :][: gm.part_bytes]
-            whole, wrong = assemble(self._c, sources[chunk], gm, group, target, held)
-            bad += [(source.place.segment, source.place.seq) for source in wrong]
-            good |= whole << chunk
+        if rest:
+            bits, faults = self._assemble_rest(gm, group, rest, out, held)
+            good |= bits
+            bad += faults
         self.note(match, gm, good)
         self.forget(match, gm, bad)
         return good
+
+    def _assemble_rest(
+        self, gm: GroupMatch, group: Group, rest: int, out: memoryview, held: dict[int, Held]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Chunks in ``rest``, which do not lie as they are wanted; (good ones as bits, bad records)."""
+        sources = gm.sources()
+        chunks = [c for c in sources if rest >> c & 1]
+
+        def one(chunk: int) -> tuple[int, list[tuple[int, int]]]:
+            target = out[(chunk - gm.first) * gm.part_bytes :][: gm.part_bytes]
+            whole, wrong = assemble(self._c, sources[chunk], gm, group, target, held)
+            return whole << chunk, [(source.place.segment, source.place.seq) for source in wrong]
+
+        cold = bool(chunks) and not all(self._in_cache(held, s.place) for s in sources[chunks[0]])
+        done = list(self._share(one, chunks, COLD_THREADS if cold else self._c.threads))
+        return sum(bits for bits, _ in done), [fault for _, faults in done for fault in faults]
+
+    def _share(self, function: Callable[[S], T], items: Sequence[S], threads: int) -> Iterator[T]:
+        """Results in any order, by several threads where there are several items."""
+        workers = min(len(items), threads)
+        if workers < 2:
+            return map(function, items)
+        shared = iter(items)
+        return chain.from_iterable(self._threads().run([partial(_each, function, shared)] * workers))
+
+    def _threads(self) -> Pool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = Pool(max(COLD_THREADS, self._c.threads), "kvfs-read")
+            return self._pool
 
     def _map(self, function: Callable[[Job], T], jobs: list[Job], out: memoryview) -> Iterator[T]:
         """Run jobs, in parallel where that helps; results in any order."""
@@ -99,13 +129,10 @@ class Reader:
         workers = min(len(jobs), COLD_THREADS if self._direct(jobs[-1], out) >= 0 else self._c.threads)
         if workers < 2:
             return map(function, jobs)
-        with self._lock:
-            if self._pool is None:
-                self._pool = Pool(max(COLD_THREADS, self._c.threads), "kvfs-read")
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
         # from a disk each thread takes a stretch of neighbours; from memory whichever job is next
         shares = [iter(jobs[a:b]) for a, b in pairwise(bounds)] if cold else [iter(jobs)] * workers
-        return chain.from_iterable(self._pool.run([partial(_each, function, share) for share in shares]))
+        return chain.from_iterable(self._threads().run([partial(_each, function, share) for share in shares]))
 
     def _cached(self, job: Job) -> int | None:
         return self._c.files.cached_bytes(job.held.fd, job.offset, job.nbytes)
@@ -205,21 +232,38 @@ class Reader:
     def view(self, match: PrefixMatch, gm: GroupMatch, group: Group) -> list[memoryview]:
         """Read-only buffers of the leading pages that verify, over shared maps of the segments.
 
-        Each map keeps its segment's blocks; a view stays valid after eviction.
+        Each map keeps its segment's blocks; a view stays valid after eviction. Pages of a codec are private memory.
         """
         views: list[memoryview] = []
+        leaf_bytes = group.leaf_bytes(gm.want)
         with self.held(match) as held:
-            good = 0
-            for job in plan_reads(gm, held, VIEW_BYTES)[0]:
-                if job.chunk != gm.first + len(views):
-                    break
-                new = self._map_job(job, group.leaf_bytes(gm.want))
+            jobs, covered = plan_reads(gm, held, VIEW_BYTES)
+            mapped = {job.chunk: job for job in jobs}
+            sources = {} if covered.bit_count() == gm.count else gm.sources()
+            while (chunk := gm.first + len(views)) < gm.first + gm.count:
+                job = mapped.get(chunk)
+                new = (
+                    self._map_job(job, leaf_bytes)
+                    if job is not None
+                    else self._decoded(gm, sources.get(chunk, []), leaf_bytes, held)
+                )
                 views += new
-                good |= (1 << len(new)) - 1 << job.chunk
-                if len(new) < job.count:
+                if len(new) < (job.count if job is not None else 1):
                     break
-            self._stamp(match, gm, good, held)
+            self._stamp(match, gm, (1 << len(views)) - 1 << gm.first, held)
         return views
+
+    def _decoded(
+        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, Held]
+    ) -> list[memoryview]:
+        """The page in memory of its own, if it lies there encoded and as it is wanted; else nothing."""
+        for part, place in sources:
+            file = held.get(place.segment)
+            encoded = place.codec != fmt.CODEC_RAW and fits(place.codec, place.stored_bytes, gm.part_bytes)
+            if part == gm.want and file is not None and encoded:
+                page = memoryview(bytearray(gm.part_bytes))
+                return [page.toreadonly()] if decode_page(self._c, file, place, leaf_bytes, page) else []
+        return []
 
     def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
         try:
@@ -310,5 +354,5 @@ class Reader:
         self._lock = threading.Lock()
 
 
-def _each(function: Callable[[Job], T], jobs: Iterator[Job]) -> list[T]:
-    return [function(job) for job in jobs]
+def _each(function: Callable[[S], T], items: Iterator[S]) -> list[T]:
+    return [function(item) for item in items]

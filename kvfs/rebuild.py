@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 import lmdb
 
+from kvfs import codec as codecs
 from kvfs import format as fmt
 from kvfs import space
+from kvfs.codec import CodecError
 from kvfs.config import Settings
 from kvfs.descriptors import opened
 from kvfs.directory import Directory
@@ -274,13 +276,14 @@ class _SegmentBuilder:
     def _is_whole(self, entry: Entry) -> bool:
         """Whether the bytes of a record verify."""
         shape = _shape(self._namespaces.get(entry.ns_seq), entry.group, entry.part)
-        if shape is None or entry.codec != fmt.CODEC_RAW or entry.stored_bytes != shape[2]:
+        if shape is None or not codecs.fits(entry.codec, entry.stored_bytes, shape[2]):
             return True  # not judged here: it is left out, or checked when it is read
         leaves, size = shape[1:]
         try:
-            table = leaf_table(self._files.read(self._fd, size, entry.payload), size // leaves)
+            payload = self._files.read(self._fd, entry.stored_bytes, entry.payload)
+            table = leaf_table(codecs.decoded(payload, entry.codec, size), size // leaves)
             stored = self._files.read(self._fd, len(table), entry.leaves)
-        except OSError:
+        except (OSError, CodecError):
             return False
         return root_of(table) == entry.root and stored == table
 
@@ -303,17 +306,20 @@ class _SegmentBuilder:
                 self._report.skipped_entries += len(records)
                 continue
             group, leaves, raw_bytes = shape
-            fitting = [r for r in records if r.place.codec != fmt.CODEC_RAW or r.place.stored_bytes == raw_bytes]
+            fitting = [  # a codec that this code does not know is left to later ones
+                r
+                for r in records
+                if r.place.codec not in codecs.NAMES or codecs.fits(r.place.codec, r.place.stored_bytes, raw_bytes)
+            ]
             self._report.skipped_entries += len(records) - len(fitting)
             records = fitting
             if described.layout.kind == "opaque":
                 records = [r._replace(slot=0) for r in records]
             session.put_namespace(described.digest, self._descriptors[described.digest], number, packed)
             named = publish(session, partial(_row_key, described.digest, group.name, packed), leaves, records)
-            stored = sum(r.place.stored_bytes for r in records) * named // len(records) if records else 0
-            session.add_contents(self._number, described.digest, named, stored)
-            self._report.pages += named
-            self._report.duplicates += len(records) - named
+            session.add_contents(self._number, described.digest, *named)
+            self._report.pages += named.records
+            self._report.duplicates += len(records) - named.records
 
 
 def _shape(described: Described | None, number: int, packed: bytes) -> tuple[Group, int, int] | None:

@@ -37,7 +37,7 @@ def file_name(segment_id: bytes) -> str:
 class Record(NamedTuple):
     """One part of one page on its way into a segment."""
 
-    payload: Any  # buffer of ``stored_bytes`` bytes
+    payload: Any  # buffer of the bytes to store
     leaf_bytes: int
     leaves: int
     raw_bytes: int
@@ -48,7 +48,7 @@ class Record(NamedTuple):
     run_hash: bytes
     expires: int
     codec: int = fmt.CODEC_RAW
-    table: bytes = b""  # its leaf table, if somebody has made it already
+    table: bytes = b""  # leaf table of the raw bytes, if somebody has made it already; an encoded payload has it
     attempt: bytes = bytes(8)  # the cohort of ranks that wrote it
 
 
@@ -64,6 +64,8 @@ class Placed(NamedTuple):
 class _Writers:
     """Threads that write payloads while the caller computes their checksums: a write holds no GIL, sums need no disk.
 
+    They encode payloads, too, before those are written.
+
     Made on first use, anew in a forked child, where the parent's threads are not.
     """
 
@@ -78,8 +80,8 @@ class _Writers:
             return self._pool
 
 
-_WRITERS = _Writers()
-os.register_at_fork(after_in_child=lambda: _WRITERS.__init__())  # type: ignore[misc]
+WRITERS = _Writers()
+os.register_at_fork(after_in_child=lambda: WRITERS.__init__())  # type: ignore[misc]
 
 
 class SegmentWriter:
@@ -193,6 +195,7 @@ class SegmentWriter:
     def append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, at_us: int) -> list[Placed]:
         """Write records and their entries. On return they lie in the file; nothing names them yet."""
         assert not self.dead, "append to a dead segment"
+        assert all(r.table for r in records if r.codec), "the sums of an encoded page are those of its raw bytes"
         try:
             return self._append(records, digest, descriptor, at_us)
         except BaseException:  # an interrupt, too, may leave tables and counts half changed
@@ -242,7 +245,7 @@ class SegmentWriter:
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
             return tables
         # whatever happens, the caller's memory is not read any more, nor the segment written, when this returns
-        _WRITERS.pool().run([partial(self._files.write_all, self.fd, buffers, start)], beside=sums)
+        WRITERS.pool().run([partial(self._files.write_all, self.fd, buffers, start)], beside=sums)
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 

@@ -19,7 +19,7 @@ from kvfs.liveness import census
 
 NAME = "kvfs.toml"
 LOCK_SECONDS = 2.0
-KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode")
+KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec")
 QUOTA_KEYS = ("guaranteed", "cap", "ttl")
 _QUOTA = re.compile(r"quota\.(?P<name>.+)\.(?P<key>[a-z]+)\Z")
 _SECTION = re.compile(r"\s*\[")
@@ -46,6 +46,7 @@ def read(path: str, files: Files) -> list[Setting]:
     values: dict[str, Any] = {
         "capacity": settings.capacity_bytes, "segment_bytes": settings.segment_bytes,
         "index_bytes": settings.index_bytes, "sync": settings.sync, "mode": settings.mode,
+        "codec": settings.codec,
     }  # fmt: skip
     found = [Setting(key, values[key], NAME if key in named else "default") for key in KEYS]
     for name, quota in sorted(settings.quotas.items()):
@@ -88,7 +89,7 @@ def _locate(key: str) -> tuple[str, str]:
 
 def _literal(name: str, value: str) -> str:
     """The value as TOML, checked for its kind."""
-    if name in ("sync", "mode"):
+    if name in ("sync", "mode", "codec"):
         return config.quoted(value)
     if name == "ttl":
         config.parse_duration(value, name)

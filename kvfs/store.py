@@ -37,7 +37,7 @@ from kvfs.warm import Warmed, Warmer
 def open_store(
     path: str | os.PathLike[str] | None = None, *, capacity: int | str | None = None, create: bool = True,
     read_only: bool = False, segment_bytes: int | str | None = None, index_bytes: int | str | None = None,
-    sync: str = "cache", mode: str = "cache", quotas: Mapping[str, Quota] | None = None,
+    sync: str = "cache", mode: str = "cache", codec: str = "raw", quotas: Mapping[str, Quota] | None = None,
     verify: str | Verify | None = None, threads: int | None = None, files: Files | None = None,
     counted: bool = True,
 ) -> Store:  # fmt: skip
@@ -74,7 +74,7 @@ def open_store(
                 f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one"
             )
         settings = config.make_settings(
-            capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas
+            capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas, codec=codec
         )
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
@@ -120,14 +120,20 @@ class Store:
     def read_only(self) -> bool:
         return self._core.read_only
 
-    def namespace(self, name: str, layout: PageLayout, revision: str, salt: str = "", **identity: Any) -> Namespace:
+    def namespace(
+        self, name: str, layout: PageLayout, revision: str, salt: str = "", *, codec: str | None = None,
+        **identity: Any,
+    ) -> Namespace:  # fmt: skip
         """The pages of one model: see ``kvfs.Identity`` for what else may be part of who they are.
 
         ``revision`` is a commit or a digest of the weights, never a name that moves; ``salt`` a tenant's secret.
+        ``codec``: "raw", "zstd" or "planes", in which this process stores pages of it from now on (default: the store's
+        setting). It is no part of the identity: pages of every codec are read alike.
         """
         self._check_open()
         c = self._core
-        return Namespace(c.c, c.appender, c.reader, Identity(name, layout, revision, salt, **identity), keeps=self)
+        who = Identity(name, layout, revision, salt, **identity)
+        return Namespace(c.c, c.appender, c.reader, who, codec, keeps=self)
 
     def wait_ready(self, timeout: float = 60.0) -> bool:
         """Wait until the index answers; False if it does not within ``timeout`` seconds."""

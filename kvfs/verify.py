@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvfs import codec as codecs
 from kvfs import format as fmt
+from kvfs.codec import CodecError
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.format import Entry
@@ -145,16 +147,18 @@ class Verifier:
         """What is wrong with a record; empty if nothing is."""
         if described is None or entry.group >= len(described.layout.groups):
             return "its namespace record is damaged"
-        if entry.codec != fmt.CODEC_RAW:
+        if entry.codec not in codecs.NAMES:
             return f"codec {entry.codec} is unknown"
         group = described.layout.groups[entry.group]
         try:
             part = Part.unpack(entry.part)
-            if entry.stored_bytes != group.part_bytes(part):
+            raw_bytes = group.part_bytes(part)
+            if not codecs.fits(entry.codec, entry.stored_bytes, raw_bytes):
                 return "its size contradicts the layout"
-            payload = self._c.files.read(held.fd, entry.stored_bytes, entry.payload)
+            stored = self._c.files.read(held.fd, entry.stored_bytes, entry.payload)
+            payload = codecs.decoded(stored, entry.codec, raw_bytes)
             table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), entry.leaves)
-        except ConfigError as exc:
+        except (ConfigError, CodecError) as exc:
             return str(exc)
         except OSError as exc:
             return f"cannot be read ({exc.strerror})"

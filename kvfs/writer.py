@@ -16,6 +16,7 @@ from kvfs import format as fmt
 from kvfs import space
 from kvfs.active import STEP, ActiveSegments, Declined, SegmentClass
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.encoder import encode_records
 from kvfs.errors import IndexUnavailableError
 from kvfs.hashing import LEAF_BYTES, page_key
 from kvfs.identity import Identity
@@ -51,6 +52,7 @@ class Job:
     attempt: bytes = bytes(8)
     segment_class: SegmentClass = ANYTHING
     table: Callable[[int], bytes] | None = None  # chunk number -> leaf table, where it was made with the payload
+    codec: int = fmt.CODEC_RAW  # that payloads are to be stored in, where it makes them smaller
 
     def row_key(self, chunk_hash: bytes) -> bytes:
         return page_key(self.identity.digest, self.group.name, chunk_hash) + self.part.pack()
@@ -143,15 +145,17 @@ class Appender:
             self._active.drop(job.segment_class)
             raise Declined("index") from None
         if targets:
-            records = [self._record(job, t) for t in targets]
+            raw = [self._record(job, t) for t in targets]
+            records = encode_records(raw, job.codec, job.group.cell.element_bytes, self._c.counters)
             placed = writer.append(records, job.identity.digest, job.descriptor, job.at_us)
             if self._c.settings.sync == "sync":
                 self._active.sync(writer)
             else:
                 self._active.note_dirty(job.segment_class)
             self._publish(job, targets, records, placed, writer, generation, outcome)
-            self._c.counters.add("bytes_written", size * len(targets))
-            self._stored(size * len(targets))
+            written = sum(len(r.payload) for r in records)
+            self._c.counters.add("bytes_written", written)
+            self._stored(written)
         outcome.skipped += skipped
         outcome.in_flight += in_flight
         self._active.note_use(job.segment_class)
@@ -212,8 +216,8 @@ class Appender:
 
         def transact(session: Session) -> int:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
-            count = publish(session, job.row_key, job.group.leaves(job.part), named)
-            session.add_contents(writer.number, job.identity.digest, count, count * named[0].place.stored_bytes)
+            count, stored_bytes = publish(session, job.row_key, job.group.leaves(job.part), named)
+            session.add_contents(writer.number, job.identity.digest, count, stored_bytes)
             moved = row._replace(
                 records=writer.records, tail=writer.tail, table=writer.table,
                 expires=max(row.expires, job.expires) if job.expires else row.expires,
@@ -231,12 +235,12 @@ class Appender:
 
     def relocate(
         self, segment_class: SegmentClass, digest: bytes, descriptor: bytes, row_key: Callable[[bytes], bytes],
-        leaves: int, moves: Sequence[tuple[int, int, int, Record]], stamps: Sequence[int],
+        leaves: int, moves: Sequence[tuple[int, int, int, Record]], stamps: Sequence[int], *, durable: bool = False,
     ) -> int:  # fmt: skip
         """Copy records to the active segment of a class and point the index to the copies; returns how many.
 
         ``moves``: (source segment, seq there, chunk of the run, record), all of one part shape of a namespace;
-        ``stamps``: when each was last used.
+        ``stamps``: when each was last used; ``durable``: synced first, unless the store's level is ``cache``.
         Declined, OSError or IndexUnavailableError if that cannot be done; the sources are untouched then.
         """
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
@@ -261,6 +265,8 @@ class Appender:
                 placed = writer.append([m[3] for m in moves], digest, descriptor, self._c.files.now_us())
                 for p, stamp in zip(placed, stamps, strict=True):
                     self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
+                if durable and self._c.settings.sync != "cache":
+                    self._active.sync(writer)
                 return self._c.index.write(
                     lambda s: self._move(s, writer, generation, digest, row_key, leaves, moves, placed), COMMIT_SECONDS
                 )
@@ -280,9 +286,12 @@ class Appender:
         for (source, seq, slot, r), p in zip(moves, placed, strict=True):
             place = Place(r.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
                           p.leaves // 8, p.seq, r.expires)  # fmt: skip
-            if move(session, row_key, leaves, source, [(seq, Publish(r.run_hash, slot, place))]):
+            was = move(session, row_key, leaves, source, seq, Publish(r.run_hash, slot, place))
+            if was is None and r.run_hash != r.chunk_hash:  # its slot went to another continuation when it was stored
+                was = move(session, row_key, leaves, source, seq, Publish(r.chunk_hash, slot, place))
+            if was is not None:
                 moved += 1
-                session.add_contents(source, digest, -1, -place.stored_bytes)
+                session.add_contents(source, digest, -1, -was.stored_bytes)
                 session.add_contents(writer.number, digest, 1, place.stored_bytes)
         session.set_segment(
             writer.number, row, row._replace(records=writer.records, tail=writer.tail, table=writer.table)

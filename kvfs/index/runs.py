@@ -155,10 +155,17 @@ class Publish(NamedTuple):
     place: Place
 
 
-def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, records: Iterable[Publish]) -> int:
-    """Name records; the first of two equal ones stays. Returns how many were named by this call."""
+class Named(NamedTuple):
+    """How many records the index names now, and how many bytes they take."""
+
+    records: int
+    stored_bytes: int
+
+
+def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, records: Iterable[Publish]) -> Named:
+    """Name records; the first of two equal ones stays. What was named by this call."""
     rows: dict[bytes, Places] = {}
-    named = 0
+    named = stored_bytes = 0
     for head, slot, place in records:
         places = rows.get(head)
         if places is None:
@@ -176,31 +183,24 @@ def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, re
             continue
         places[slot] = place
         named += 1
+        stored_bytes += place.stored_bytes
     for head, places in rows.items():
         save(session, run_key(head), places, leaves)
-    return named
+    return Named(named, stored_bytes)
 
 
 def move(
-    session: Session, run_key: Callable[[bytes], bytes], leaves: int, source: int,
-    moves: Iterable[tuple[int, Publish]],
-) -> int:  # fmt: skip
-    """Point rows from (segment ``source``, record seq) to a copy; what the index no longer names stays unnamed."""
-    moved = 0
-    for seq, (head, slot, place) in moves:
-        key = run_key(head)
-        places = load(session, key)
-        old = places.get(slot)
-        if (
-            old is None
-            or (old.segment, old.seq, old.chunk_hash) != (source, seq, place.chunk_hash)
-            or old.flags & CLAIM
-        ):
-            continue
-        places[slot] = place
-        save(session, key, places, leaves)
-        moved += 1
-    return moved
+    session: Session, run_key: Callable[[bytes], bytes], leaves: int, source: int, seq: int, to: Publish
+) -> Place | None:
+    """Point a row from record ``seq`` of segment ``source`` to a copy; the old place, None if it did not name that."""
+    key = run_key(to.head)
+    places = load(session, key)
+    old = places.get(to.slot)
+    if old is None or (old.segment, old.seq, old.chunk_hash) != (source, seq, to.place.chunk_hash) or old.flags & CLAIM:
+        return None
+    places[to.slot] = to.place
+    save(session, key, places, leaves)
+    return old
 
 
 def forget_place(session: Session, keys: Iterable[bytes], wrong: set[tuple[int, int]]) -> int:

@@ -40,6 +40,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "plan",
         "diagnosis",
         "purge",
+        "recompress",
         "selection",
     ),
     3: (
@@ -56,6 +57,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "writer",
         "active",
         "carry",
+        "encoder",
         "match",
         "matcher",
         "lookup",

@@ -259,7 +259,7 @@ class Tree:
             self.claims.pop(target.chunk_hash)
         if records:
             with self.session(write=True) as session:
-                assert publish(session, row_key, LEAVES, records) == len(records)
+                assert publish(session, row_key, LEAVES, records).records == len(records)
 
     def find(self, session: Session, hashes: list[bytes]) -> int:
         lookup = GroupLookup(Prompt(DIGEST, hashes), GROUP, GROUP.full)
