@@ -228,8 +228,9 @@ class ActiveSegments:
         rows, generation = self._c.index.read(lambda s: (s.segments_in(ACTIVE), s.generation), COMMIT_SECONDS)
         for number, row in rows:
             if row.owner == self._c.owner and number not in self.active_numbers():
-                carried = bool(row.flags & fmt.FLAG_CARRIED)
-                with self.lock(SegmentClass(row.class_id, row.flags, carried)):  # it may be about to be used
+                with contextlib.ExitStack() as locks:  # it may be about to be used, for a put or by an evictor
+                    for evictor in (False, True):
+                        locks.enter_context(self.lock(SegmentClass(row.class_id, row.flags, evictor)))
                     if number not in self.active_numbers():
                         self._leave(number, generation, _give_up)
 

@@ -12,7 +12,8 @@ from kvfs import directory as directories
 from kvfs.bundle import Exported
 from kvfs.bundle_import import Imported, Importer
 from kvfs.catalog import Catalog
-from kvfs.config import Quota, Settings, parse_size
+from kvfs.codec import parse as parse_codec
+from kvfs.config import Quota, Settings, parse_duration, parse_size
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
 from kvfs.disabled import DisabledCore
@@ -27,6 +28,7 @@ from kvfs.namespace import Namespace
 from kvfs.pins import Pin
 from kvfs.plan import Plan, make_plan
 from kvfs.purge import LOCK_SECONDS
+from kvfs.recompress import IDLE_SECONDS, Recompressed, Recompressor, RecompressPlan
 from kvfs.selection import select
 from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
 from kvfs.verify import Verification, Verifier
@@ -182,6 +184,31 @@ class Store:
         """What ``gc`` would do now. Changes nothing."""
         self._check_open()
         return make_plan(self._core.c, self._core.evictor, target_bytes)
+
+    def recompress_plan(self, codec: str = "planes", *, idle: float | str = IDLE_SECONDS) -> RecompressPlan:
+        """What ``recompress`` would do now: which segments, and about how many bytes it would save. Changes nothing."""
+        self._check_open()
+        self._check_enabled()
+        number, seconds = parse_codec(codec), parse_duration(idle, "idle")
+        with directories.explained(self.path):
+            return Recompressor(self._core.c, self._core.evictor, self._core.active).plan(number, seconds)
+
+    def recompress(
+        self, codec: str = "planes", *, idle: float | str = IDLE_SECONDS, seconds: float | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Recompressed:  # fmt: skip
+        """Write cold sealed segments anew, their pages in ``codec``, and drop the old ones; see ``kvfs.recompress``.
+
+        Cold: no page of the segment was used for ``idle`` (seconds, or a text like "1h"), and it is not pinned. Ends
+        after ``seconds``, if given. ``progress(done, total)`` in segments.
+        """
+        self._check_open()
+        self._check_enabled()
+        self._check_writable()
+        number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
+        with directories.explained(self.path):
+            worker = Recompressor(self._core.c, self._core.evictor, self._core.active)
+            return worker.run(number, idle_seconds, seconds, progress)
 
     def purge(
         self, namespace: Namespace | str | bytes | None = None, *, salt: str | None = None,

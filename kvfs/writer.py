@@ -267,8 +267,10 @@ class Appender:
                     self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
                 if durable and self._c.settings.sync != "cache":
                     self._active.sync(writer)
+                expires = max(m[3].expires for m in moves) if segment_class.expires else 0
                 return self._c.index.write(
-                    lambda s: self._move(s, writer, generation, digest, row_key, leaves, moves, placed), COMMIT_SECONDS
+                    lambda s: self._move(s, writer, generation, digest, row_key, leaves, moves, placed, expires),
+                    COMMIT_SECONDS,
                 )
             except NeedSpaceError:
                 raise Declined("space") from None
@@ -279,7 +281,7 @@ class Appender:
     def _move(
         self, session: Session, writer: SegmentWriter, generation: str, digest: bytes,
         row_key: Callable[[bytes], bytes], leaves: int, moves: Sequence[tuple[int, int, int, Record]],
-        placed: Sequence[Placed],
+        placed: Sequence[Placed], expires: int,
     ) -> int:  # fmt: skip
         row = space.own_segment(session, writer.number, self._c.owner, generation)
         moved = 0
@@ -293,9 +295,10 @@ class Appender:
                 moved += 1
                 session.add_contents(source, digest, -1, -was.stored_bytes)
                 session.add_contents(writer.number, digest, 1, place.stored_bytes)
-        session.set_segment(
-            writer.number, row, row._replace(records=writer.records, tail=writer.tail, table=writer.table)
+        grown = row._replace(
+            records=writer.records, tail=writer.tail, table=writer.table, expires=max(row.expires, expires)
         )
+        session.set_segment(writer.number, row, grown)
         return moved
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfs.cli import text
+from kvfs.cli import recompressing, text
 from kvfs.cli.app import EXIT_PROBLEMS, App, common
 
 if TYPE_CHECKING:
@@ -22,16 +22,23 @@ STEPS_SHOWN = 10
 @click.command("gc")
 @click.option("--apply", is_flag=True, help="Evict. Without it only the plan is shown.")
 @click.option("--target", metavar="SIZE", help="Segments may use so much afterwards; default: the limit.")
-@click.option("--max-duration", metavar="TIME", help="Stop evicting after this long.")
+@click.option("--max-duration", metavar="TIME", help="Stop evicting or recompressing after this long.")
+@click.option("--recompress", is_flag=True, help="In place of evicting: write cold segments anew, in a codec.")
+@click.option("--codec", metavar="NAME", help="Of --recompress: planes (default) or zstd.")
+@click.option("--idle", metavar="TIME", help="Of --recompress: cold is what was not used for so long; default 1h.")
 @click.option(
     "--explain", metavar="KEY", help="Say why the page whose hash begins with KEY stays, or when it would go."
 )
 @common
 @click.pass_obj
-def gc_command(app: App, apply: bool, target: str | None, max_duration: str | None, explain: str | None) -> None:
+def gc_command(
+    app: App, apply: bool, target: str | None, max_duration: str | None, recompress: bool, codec: str | None,
+    idle: str | None, explain: str | None,
+) -> None:  # fmt: skip
     """Show what eviction would drop to keep within the limit, or with --apply drop it.
 
-    Writers evict by themselves when the limit is reached; gc is for making room ahead of time.
+    Writers evict by themselves when the limit is reached; gc is for making room ahead of time. With --recompress no
+    page is lost: sealed segments that are cold and not pinned are written anew in a codec, and take less room.
     """
     from kvfs.config import parse_duration, parse_size
 
@@ -39,6 +46,13 @@ def gc_command(app: App, apply: bool, target: str | None, max_duration: str | No
     seconds = None if max_duration is None else parse_duration(max_duration, "--max-duration")
     if explain is not None and (apply or target is not None):
         raise click.UsageError("--explain shows one page and changes nothing: leave --apply and --target out")
+    if recompress:
+        if target is not None or explain is not None:
+            raise click.UsageError("--recompress evicts nothing: leave --target and --explain out")
+        recompressing.run(app, codec or "planes", idle or "1h", seconds, apply=apply)
+        return
+    if codec is not None or idle is not None:
+        raise click.UsageError("--codec and --idle belong to --recompress: add it, or leave them out")
     with app.open(write=apply, counted=apply) as store:
         if explain is not None:
             _explain(app, store, explain.lower())

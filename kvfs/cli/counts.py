@@ -60,7 +60,10 @@ def summary(stats: Mapping[str, Any]) -> dict[str, Any]:
         "pages_skipped": t.get("pages_skipped", 0),
         "pages_in_flight": t.get("pages_in_flight", 0),
         "pages_declined": {k[15:]: n for k, n in sorted(t.items()) if k.startswith("pages_declined_")},
+        "pages_encoded": t.get("pages_encoded", 0),
+        "pages_incompressible": t.get("pages_incompressible", 0),
         "bytes_written": t.get("bytes_written", 0),
+        "bytes_saved": t.get("bytes_saved", 0),
         "bytes_loaded": t.get("bytes_loaded", 0),
         "segments_evicted": t.get("segments_evicted", 0),
         "pages_corrupt": t.get("pages_corrupt", 0),
@@ -116,6 +119,11 @@ def _lines(data: Mapping[str, Any]) -> Iterable[str]:
         f"bytes     written {text.size(data['bytes_written'])}, loaded {text.size(data['bytes_loaded'])}   "
         f"segments evicted {text.count(data['segments_evicted'])}"
     )
+    if data["pages_encoded"] or data["pages_incompressible"]:
+        yield (
+            f"codecs    {text.count(data['pages_encoded'])} pages stored smaller, {text.size(data['bytes_saved'])} "
+            f"saved; {text.count(data['pages_incompressible'])} did not shrink"
+        )
     yield (
         f"faults    corrupt pages {text.count(data['pages_corrupt'])}, read errors {text.count(data['read_errors'])}, "
         f"write errors {text.count(data['write_errors'])}"

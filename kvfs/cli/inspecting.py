@@ -227,6 +227,7 @@ def _segment(app: App, store: Store, info: SegmentInfo) -> None:
 
 
 def _page(app: App, store: Store, pages: list[PageInfo]) -> None:
+    from kvfs.codec import NAMES as codec_names
     from kvfs.files import Files
     from kvfs.layout import Part
 
@@ -249,6 +250,8 @@ def _page(app: App, store: Store, pages: list[PageInfo]) -> None:
                 "segment_id": page.segment_id.hex(),
                 "offset": page.place.block * 4096,
                 "bytes": page.place.stored_bytes,
+                "codec": codec_names.get(page.place.codec, str(page.place.codec)),
+                "raw_bytes": entry.raw_bytes if entry is not None else page.place.stored_bytes,
                 "written_us": entry.written_us if entry is not None else 0,
                 "last_used_us": page.last_used_us,
                 "expires": page.place.expires,
@@ -260,7 +263,8 @@ def _page(app: App, store: Store, pages: list[PageInfo]) -> None:
         yield f"page     {pages[0].chunk_hash.hex()}"
         for r in records:
             yield from (
-                f"stored   {r['namespace']}  chunk {r['chunk']}  group {r['group']}  {text.size(r['bytes'])}",
+                f"stored   {r['namespace']}  chunk {r['chunk']}  group {r['group']}  {text.size(r['bytes'])}"
+                + (f" ({r['codec']}, of {text.size(r['raw_bytes'])})" if r["codec"] != "raw" else ""),
                 f"         heads {r['heads']}  layers {r['layers']}",
                 f"in       segment {r['segment_id'][:12]} at {r['offset']}",
                 f"used     {text.age(r['last_used_us'], now)}, written {text.age(r['written_us'], now)}",

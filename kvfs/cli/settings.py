@@ -16,12 +16,14 @@ from kvfs.cli.app import App, common
 @click.option("--segment-bytes", metavar="SIZE", help="Size of a segment; default capacity / 256, at most 256 MiB.")
 @click.option("--index-bytes", metavar="SIZE", help="Budget of the index; default capacity / 128.")
 @click.option("--sync", default="cache", show_default=True, metavar="LEVEL", help="cache, batch or sync.")
+@click.option("--codec", default="raw", show_default=True, metavar="NAME", help="raw, zstd or planes.")
 @click.option("--group", is_flag=True, help="Share the store with the directory's group (2770/0660).")
 @common
 @click.pass_obj
 def init_command(
-    app: App, capacity: str | None, segment_bytes: str | None, index_bytes: str | None, sync: str, group: bool
-) -> None:
+    app: App, capacity: str | None, segment_bytes: str | None, index_bytes: str | None, sync: str, codec: str,
+    group: bool,
+) -> None:  # fmt: skip
     """Create a store at -C PATH. Missing directories above it are made."""
     from kvfs import directory
     from kvfs.errors import ConfigError
@@ -39,7 +41,8 @@ def init_command(
         if group:
             os.makedirs(path, exist_ok=True)
             os.chmod(path, 0o2770)
-    with open_store(path, capacity=capacity, segment_bytes=segment_bytes, index_bytes=index_bytes, sync=sync) as store:
+    sizes = {"capacity": capacity, "segment_bytes": segment_bytes, "index_bytes": index_bytes}
+    with open_store(path, **sizes, sync=sync, codec=codec) as store:  # type: ignore[arg-type]
         s, store_id = store.settings, store.stats()["store_id"]
     data = {
         "path": path, "store_id": store_id, "capacity_bytes": s.capacity_bytes, "segment_bytes": s.segment_bytes,

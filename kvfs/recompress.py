@@ -1,0 +1,239 @@
+"""Recompressing: cold sealed segments written anew in a codec, so that more fits before anything must be evicted.
+
+A segment is worth it if it is sealed, nobody has used a page of it for a while, no pin protects it, nobody holds it
+now, and a sample page says that enough would be saved. What the index names of it is copied as eviction copies hot
+pages: verified, appended to another segment, moved in the index in one commit per batch; only when all of it has moved
+is the source dropped. Whoever dies in between leaves pages that are named once, here or there, and a source that the
+next run finds again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from kvfs import codec as codecs
+from kvfs import format as fmt
+from kvfs import space
+from kvfs.active import ActiveSegments, Declined, SegmentClass
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.encoder import GAIN_MIN
+from kvfs.errors import IndexUnavailableError, StoreLockedError
+from kvfs.evictor import Evictor
+from kvfs.format import Entry
+from kvfs.hashing import page_key
+from kvfs.identity import Described
+from kvfs.index.rows import CLAIM
+from kvfs.index.session import Session
+from kvfs.index.tables import SEALED, SegmentRow
+from kvfs.layout import Part
+from kvfs.segment_files import Held
+from kvfs.segment_scan import Scan, read_namespace, scan_segment
+
+IDLE_SECONDS = 3600.0
+LOCK_SECONDS = 30.0
+KEYS_PER_HOLD = 256  # index rows per short hold of the index
+
+
+class RecompressStep(NamedTuple):
+    """One segment that would be written anew."""
+
+    segment: int
+    segment_id: bytes
+    pages: int  # that are raw now
+    raw_bytes: int  # of them
+    saves_bytes: int  # about, from a sample page
+    last_used_us: int
+
+
+@dataclass(frozen=True)
+class RecompressPlan:
+    """What recompressing would do, longest unused first, and why other sealed segments are left alone."""
+
+    codec: int
+    idle_seconds: float
+    steps: tuple[RecompressStep, ...] = ()
+    left: dict[str, int] = field(default_factory=dict)  # reason -> segments
+
+    @property
+    def saves_bytes(self) -> int:
+        return sum(step.saves_bytes for step in self.steps)
+
+
+@dataclass
+class Recompressed:
+    """What a run did. ``stopped``: why it ended before the end of its plan; empty if it did not."""
+
+    segments: int = 0
+    pages: int = 0
+    bytes_before: int = 0  # what the store used
+    bytes_after: int = 0
+    stopped: str = ""
+
+
+class Recompressor:
+    """Made for one plan or one run."""
+
+    def __init__(self, context: Context, evictor: Evictor, active: ActiveSegments) -> None:
+        self._c = context
+        self._evictor = evictor
+        self._active = active
+
+    # -- the plan ----------------------------------------------------------------------------
+
+    def plan(self, codec: int, idle_seconds: float = IDLE_SECONDS, deadline: float | None = None) -> RecompressPlan:
+        """What a run would do now. Reads the tables of sealed segments and a page of each; changes nothing.
+
+        ``deadline`` (monotonic seconds): segments that are not looked at by then are left.
+        """
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        pinned, steps, left = self._evictor.pinned(), list[RecompressStep](), dict[str, int]()
+        for number, row in rows:
+            if row.state != SEALED:
+                continue
+            if row.segment_id in pinned:
+                found: RecompressStep | str = "pinned"
+            elif deadline is not None and self._c.files.monotonic() >= deadline:
+                found = "not looked at"
+            else:
+                found = self._look(number, row, codec, idle_seconds)
+            if isinstance(found, str):
+                left[found] = left.get(found, 0) + 1
+            else:
+                steps.append(found)
+        steps.sort(key=lambda step: step.last_used_us)
+        return RecompressPlan(codec, idle_seconds, tuple(steps), left)
+
+    def _look(self, number: int, row: SegmentRow, codec: int, idle_seconds: float) -> RecompressStep | str:
+        """The step for a segment, or why it is left alone."""
+        if self._evictor.is_held(row):
+            return "in use"
+        held = self._c.segments.acquire(number, row.segment_id, self._c.index.generation)
+        if held is None:
+            return "gone"
+        try:
+            scan = scan_segment(held.fd, self._c.files)
+            if scan is None:
+                return "unreadable"
+            parts = list(scan.parts())
+            stamps = self._c.recency.stamps(row.segment_id, [e.written_us for e in scan.entries])
+            last_used_us = max((stamps[e.seq] for e in parts), default=0)
+            if last_used_us > self._c.files.now_us() - int(idle_seconds * 1e6):
+                return "used lately"
+            if any(e.codec not in codecs.NAMES for e in parts):
+                return "of a codec that this version does not know"
+            raw = [e for e in parts if e.codec == fmt.CODEC_RAW]
+            if not raw:
+                return "encoded"
+            share = self._sample(held, scan, raw[len(raw) // 2], codec)
+        except OSError:
+            self._c.counters.add("read_errors")
+            return "unreadable"
+        raw_bytes = sum(e.stored_bytes for e in raw)
+        saves_bytes = int(raw_bytes * (1 - share))
+        if saves_bytes < (1 - GAIN_MIN) * row.allocated:
+            return "would not shrink"
+        return RecompressStep(number, row.segment_id, len(raw), raw_bytes, saves_bytes, last_used_us)
+
+    def _sample(self, held: Held, scan: Scan, entry: Entry, codec: int) -> float:
+        """What share of a page's bytes its encoded form has; 1.0 where it cannot be told."""
+        described = read_namespace(held.fd, self._c.files, scan.entries, entry.ns_seq)
+        if described is None or entry.group >= len(described.layout.groups):
+            return 1.0
+        group = described.layout.groups[entry.group]
+        try:
+            if not codecs.fits(entry.codec, entry.stored_bytes, group.part_bytes(Part.unpack(entry.part))):
+                return 1.0
+            payload = self._c.files.read(held.fd, entry.stored_bytes, entry.payload)
+        except ValueError:  # a part that the layout does not have
+            return 1.0
+        return len(codecs.encode(payload, codec, group.cell.element_bytes)[1]) / entry.stored_bytes
+
+    # -- the run -----------------------------------------------------------------------------
+
+    def run(
+        self, codec: int, idle_seconds: float = IDLE_SECONDS, seconds: float | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Recompressed:  # fmt: skip
+        """Carry the plan of this moment out, segment by segment, until ``seconds`` have passed.
+
+        Ends where there is no room for the copies, or a disk fails; what was done by then stays done.
+        """
+        clock = self._c.files.monotonic
+        end = None if seconds is None else clock() + seconds
+        report = Recompressed()
+        used: set[SegmentClass] = set()
+        with self._evictor.lock.hold(clock() + LOCK_SECONDS) as lock:
+            if not lock:
+                raise StoreLockedError("somebody evicts, purges or recompresses this store: try again")
+            self._evictor.reclaimer.finish_doomed()
+            report.bytes_before = self._used()
+            try:
+                steps = self.plan(codec, idle_seconds, end).steps
+                for done, step in enumerate(steps):
+                    progress(done, len(steps))
+                    if end is not None and clock() >= end:
+                        report.stopped = "time"
+                        break
+                    row = self._c.index.read(lambda s, n=step.segment: s.segment(n), COMMIT_SECONDS)  # type: ignore[misc]
+                    if row is None or row.state != SEALED or row.segment_id != step.segment_id:
+                        continue
+                    target = _class_of(row)
+                    used.add(target)
+                    report.pages += self._copy(step, target, codec)
+                    report.segments += 1
+                    self._evictor.reclaimer.drop(step.segment)
+                    self._evictor.forget(step.segment_id)
+            except Declined as exc:
+                report.stopped = exc.reason
+            except (OSError, IndexUnavailableError):
+                report.stopped = "io"
+            for target in used:
+                self._active.finish(target)
+            report.bytes_after = self._used()
+        self._c.counters.add("segments_recompressed", report.segments)
+        return report
+
+    def _copy(self, step: RecompressStep, target: SegmentClass, codec: int) -> int:
+        """Copy all that the index names of a segment; the source is not held any more on return."""
+        held = self._c.segments.acquire(step.segment, step.segment_id, self._c.index.generation)
+        scan = scan_segment(held.fd, self._c.files) if held is not None else None
+        if held is None or scan is None:
+            raise Declined("a segment is gone")
+        return self._evictor.carrier.copy(target, held, self._named(step.segment, held, scan), recode=codec)
+
+    def _named(self, number: int, held: Held, scan: Scan) -> list[int]:
+        """Records of a segment that the index names, ascending: others were replaced, or moved by an earlier run."""
+        spaces: dict[int, Described | None] = {}
+        keys: set[bytes] = set()
+        for entry in scan.parts():
+            if entry.ns_seq not in spaces:
+                spaces[entry.ns_seq] = read_namespace(held.fd, self._c.files, scan.entries, entry.ns_seq)
+            described = spaces[entry.ns_seq]
+            if described is not None and entry.group < len(described.layout.groups):
+                name = described.layout.groups[entry.group].name
+                for head in (entry.run_hash, entry.chunk_hash):  # a fork's row is keyed by the chunk itself
+                    keys.add(page_key(described.digest, name, head) + entry.part)
+        ordered, found = sorted(keys), set[int]()
+        for first in range(0, len(ordered), KEYS_PER_HOLD):
+            some = ordered[first : first + KEYS_PER_HOLD]
+            found |= self._c.index.read(partial(_seqs_of, number=number, keys=some), COMMIT_SECONDS)
+        return sorted(found)
+
+    def _used(self) -> int:
+        return self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
+
+
+def _class_of(row: SegmentRow) -> SegmentClass:
+    """Where the copies go: what shared a lifetime still does, and what was pinned once is like any other now."""
+    class_id = row.class_id[: space.QUOTA_BYTES] + bytes(8) if row.flags & fmt.FLAG_PINNED else row.class_id
+    return SegmentClass(class_id, row.flags & fmt.FLAG_CARRIED, evictor=True)
+
+
+def _seqs_of(session: Session, number: int, keys: Sequence[bytes]) -> set[int]:
+    """Records of a segment that these rows name."""
+    rows = (session.row(key) for key in keys)
+    places = (place for row in rows if row is not None for _, place in row.places())
+    return {place.seq for place in places if place.segment == number and not place.flags & CLAIM}

@@ -1,0 +1,215 @@
+"""Recompressing cold segments: the same pages in less room, none lost, and nothing that should stay as it is."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs import PageLayout, codec
+from kvfs import format as fmt
+from kvfs.segment_scan import scan_segment
+from tests.stores import restored, seeded, segment_files, tokens_of
+from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
+
+PROMPTS = range(8)
+
+
+def fill(store: kvfs.Store, *, pages: bytes = PAGES, ttl: float | None = None) -> kvfs.Namespace:
+    ns = store.namespace("model", LAYOUT, "1")
+    for prompt in PROMPTS:
+        assert ns.put(tokens_of(prompt, 6), pages, ttl=ttl).stored == 6
+    store._core.active.finish_all()
+    return ns
+
+
+def found(ns: kvfs.Namespace, pages: bytes = PAGES) -> int:
+    """Chunks that are restored, each with its bytes."""
+    total = 0
+    for prompt in PROMPTS:
+        data = restored(ns, tokens_of(prompt, 6))
+        assert data == pages[: len(data)]
+        total += len(data) // PAGE
+    return total
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="512KiB") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", ["zstd", "planes"])
+def test_the_same_pages_take_less_room(store: kvfs.Store, name: str) -> None:
+    ns = fill(store)
+    before = store.stats()
+    plan = store.recompress_plan(name, idle=0)
+    assert len(plan.steps) == before["segments"]["sealed"] == 4 and not plan.left
+    done = store.recompress(name, idle=0)
+    assert (done.segments, done.pages, done.stopped) == (4, 48, "")
+    after = store.stats()
+    assert (done.bytes_before, done.bytes_after) == (before["used_bytes"], after["used_bytes"])
+    saved = before["used_bytes"] - after["used_bytes"]
+    assert 0.7 * plan.saves_bytes < saved < 1.3 * plan.saves_bytes
+    assert {e.codec for e in entries_of(store)} == {codec.CODECS[name]}
+    assert found(ns) == 48
+    report = store.verify()
+    assert report.ok and report.index_pages == 48, report.problems
+    assert sum(p.stat().st_blocks * 512 for p in segment_files(Path(store.path))) <= after["used_bytes"]
+    [info] = store.catalog.namespaces()
+    assert (info.pages, info.nbytes) == (48, sum(e.stored_bytes for e in entries_of(store)))
+    assert not store.recompress_plan(name, idle=0).steps, "it finds something to do for ever"
+    assert store.recompress(name, idle=0).segments == 0
+
+
+def test_a_plan_changes_nothing(store: kvfs.Store) -> None:
+    fill(store)
+    before = {p: p.read_bytes() for p in segment_files(Path(store.path))}
+    store.recompress_plan(idle=0)
+    assert {p: p.read_bytes() for p in segment_files(Path(store.path))} == before
+
+
+def test_what_is_used_pinned_held_or_dense_is_left_alone(store: kvfs.Store) -> None:
+    ns = fill(store)
+    assert store.recompress_plan(idle="1h").left == {"used lately": 4}
+    assert store.recompress(idle="1h").segments == 0
+    with ns.match(tokens_of(0, 6)):
+        assert store.recompress_plan(idle=0).left == {"in use": 1}
+    store.pin("system prompt", ns, tokens_of(1, 6))
+    plan = store.recompress_plan(idle=0)
+    assert plan.left["pinned"] == 1
+    [pin] = store.pins()
+    assert {s.segment_id.hex() for s in plan.steps}.isdisjoint(pin.segments)
+    noise = store.namespace("noise", LAYOUT, "1")
+    for prompt in range(3):
+        noise.put(tokens_of(prompt, 6), seeded(prompt, 6 * PAGE))
+    store._core.active.finish_all()
+    assert store.recompress_plan(idle=0).left["would not shrink"] >= 1
+    store.recompress(idle=0)
+    assert found(ns) == 48
+    assert store.recompress_plan(idle=0).left["pinned"] == 1
+
+
+def test_it_ends_when_its_time_is_over(store: kvfs.Store) -> None:
+    ns = fill(store)
+    done = store.recompress(idle=0, seconds=0.0)
+    assert (done.segments, done.stopped) == (0, "") or done.stopped == "time"
+    assert found(ns) == 48
+
+
+def test_uses_and_lifetimes_go_with_the_pages(store: kvfs.Store) -> None:
+    ns = fill(store, ttl=3600)
+    now = store._core.c.files.now_us()
+    rows = {r.segment_id: r for _, r in store.catalog.segment_rows()}
+    before = {c.chunk_hash: c.expires for c in entries_of(store)}
+    stamps = {
+        e.chunk_hash: stamp
+        for i in rows
+        for e, stamp in _stamped(store, i)
+    }  # fmt: skip
+    assert store.recompress(idle=0).segments == 4
+    assert {c.chunk_hash: c.expires for c in entries_of(store)} == before
+    kept = {r.segment_id: r for _, r in store.catalog.segment_rows()}
+    assert rows.keys().isdisjoint(kept)
+    assert all(0 < r.expires <= now // 1_000_000 + 3601 for r in kept.values()), "it would never be dropped"
+    assert {e.chunk_hash: stamp for i in kept for e, stamp in _stamped(store, i)} == stamps
+    assert found(ns) == 48
+
+
+def _stamped(store: kvfs.Store, segment_id: bytes) -> list[tuple[fmt.Entry, int]]:
+    c = store._core.c
+    number = next(n for n, r in store.catalog.segment_rows() if r.segment_id == segment_id)
+    held = c.segments.acquire(number, segment_id, c.index.generation)
+    assert held is not None
+    scan = scan_segment(held.fd, c.files)
+    assert scan is not None
+    stamps = c.recency.stamps(segment_id, [e.written_us for e in scan.entries])
+    return [(e, stamps[e.seq]) for e in scan.parts()]
+
+
+def test_damaged_pages_are_not_copied(store: kvfs.Store) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    ns.put(tokens_of(0, 6), PAGES)
+    store._core.active.finish_all()
+    flip(store, 3, lambda data: data.__setitem__(100, data[100] ^ 1))
+    done = store.recompress(idle=0)
+    assert (done.segments, done.pages) == (1, 5)
+    assert restored(ns, tokens_of(0, 6)) == PAGES[: 3 * PAGE]
+    assert store.verify().ok
+    assert ns.put(tokens_of(0, 6), PAGES).stored == 1
+    assert restored(ns, tokens_of(0, 6)) == PAGES
+
+
+def test_forks_move_with_their_rows(store: kvfs.Store) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    head = tokens_of(1, 3)
+    prompts = [head + tokens_of(i, 3) for i in range(2, 8)]
+    for prompt in prompts:
+        ns.put(prompt, PAGES)
+    store._core.active.finish_all()
+    store.recompress(idle=0)
+    for prompt in prompts:
+        assert restored(ns, prompt) == PAGES
+    assert {e.codec for e in entries_of(store)} == {fmt.CODEC_PLANES}
+
+
+def test_opaque_namespaces_are_recompressed(store: kvfs.Store) -> None:
+    ns = store.namespace("engine", PageLayout.opaque(PAGE, 16), "1")
+    keys = [b"a", b"b", b"c"]
+    ns.put_keys(keys, PAGES[: 3 * PAGE])
+    store._core.active.finish_all()
+    assert store.recompress(idle=0).pages == 3
+    with ns.match_keys(keys) as match:
+        out = bytearray(match.nbytes)
+        assert ns.get(match, out) == 3 and out == PAGES[: 3 * PAGE]
+
+
+def test_a_store_that_is_nearly_full_is_recompressed_within_its_limit(tmp_path: Path) -> None:
+    with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        for prompt in range(100):
+            ns.put(tokens_of(prompt, 6), PAGES)
+        store._core.active.finish_all()
+        before = sum(ns.match(tokens_of(p, 6)).chunks for p in range(100))
+        used = store.stats()["used_bytes"]
+        done = store.recompress(idle=0)
+        assert done.segments > 10 and done.stopped == ""
+        assert store.stats()["used_bytes"] < 0.8 * used
+        files = sum(p.stat().st_blocks * 512 for p in (tmp_path / "store").rglob("*") if p.is_file())
+        assert files <= 16 << 20
+        assert sum(ns.match(tokens_of(p, 6)).chunks for p in range(100)) == before
+        assert store.verify().ok
+
+
+def test_a_reader_that_has_matched_before_goes_on(store: kvfs.Store) -> None:
+    ns = fill(store)
+    with ns.match(tokens_of(0, 6)) as match:
+        there = pickle.dumps(match)
+    assert store.recompress(idle=0).segments == 4
+    late = pickle.loads(there)
+    out = bytearray(late.nbytes)
+    chunks = ns.get(late, out)  # its segment is gone: nothing is restored, or the right bytes
+    assert out[: chunks * PAGE] == PAGES[: chunks * PAGE]
+    assert found(ns) == 48
+
+
+def test_read_only_and_disabled_stores_refuse(tmp_path: Path, store: kvfs.Store) -> None:
+    with pytest.raises(kvfs.ConfigError, match="choose one of"):
+        store.recompress("gzip")
+    with pytest.raises(kvfs.ConfigError, match="idle"):
+        store.recompress(idle="soon")
+    fill(store)
+    path = store.path
+    store.close()
+    with kvfs.open(path, read_only=True) as reader:
+        assert reader.recompress_plan(idle=0).steps
+        with pytest.raises(kvfs.StoreReadOnlyError):
+            reader.recompress(idle=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "KVFS_DISABLE", "1")
+        with kvfs.open(path) as off, pytest.raises(kvfs.ConfigError, match="switched off"):
+            off.recompress()
