@@ -57,8 +57,8 @@ class Carrier:
         """Copy records ``seqs`` of a segment; how many the index names at their new place now.
 
         ``recode``: store what is raw in this codec, where that makes it smaller. Then the copies are durable before
-        the index names them (as far as the store's level asks for that), and a page that a disk does not give up
-        ends it with Declined: the source is to be removed for the sake of its bytes, not of its pages.
+        the index names them (as far as the store's level asks for that), and a page that a disk does not give up, or
+        that a purge may mean, ends it with Declined: the source is to go for the sake of its bytes, not its pages.
         """
         scan = scan_segment(held.fd, self._c.files)
         if scan is None:
@@ -72,7 +72,11 @@ class Carrier:
         key: tuple[int, int, bytes] | None = None
         for seq in seqs:
             entry = scan.entries[seq] if seq < len(scan.entries) else None
-            if entry is None or entry.kind != fmt.KIND_PART or (mark is not None and mark.covers(entry)):
+            if entry is None or entry.kind != fmt.KIND_PART:
+                continue
+            if mark is not None and mark.covers(entry):
+                if recode is not None:
+                    raise Declined("a mark")  # of a purge that is not over, or one that cannot be read now
                 continue
             shape = (entry.ns_seq, entry.group, entry.part)
             if batch and (shape != key or size + entry.stored_bytes > limit):

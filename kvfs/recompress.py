@@ -110,6 +110,9 @@ class Recompressor:
         """The step for a segment, or why it is left alone."""
         if self._evictor.is_held(row):
             return "in use"
+        mark = self._c.marks.read(row.segment_id)
+        if mark is not None and mark.pending:
+            return "being purged"
         held = self._c.segments.acquire(number, row.segment_id, self._c.index.generation)
         if held is None:
             return "gone"

@@ -50,6 +50,7 @@ class Case:
     extra: dict[int, bytes] | None = None
     parts: tuple[Part, ...] = ()  # written one by one; empty: whole pages
     ttl: int | None = None
+    codec: str | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -89,7 +90,9 @@ class Case:
 
     def namespace(self, store: kvfs.Store) -> kvfs.Namespace:
         revision = hashlib.sha256(b"golden weights").hexdigest()
-        return store.namespace(f"golden/{self.name}", self.layout, revision, self.salt, **self.identity)
+        return store.namespace(
+            f"golden/{self.name}", self.layout, revision, self.salt, codec=self.codec, **self.identity
+        )
 
 
 GQA = PageLayout.kv(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", page_tokens=16)
@@ -121,6 +124,25 @@ CASES = (
     Case("expired", GQA, 5, ttl=TTL),
     Case("last", GQA, 12),  # into the segment that stays active
 )  # fmt: skip
+
+
+WIDE = PageLayout.kv(
+    layers=4, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16
+)  # a page of one block stays raw
+BYTES = PageLayout.kv(layers=4, kv_heads=2, head_dim=64, dtype="float8_e4m3fn", scale_digest="unit", page_tokens=16)
+#: Of the archive with codecs; pages of all of them lie in one namespace, too.
+CODEC_CASES = (
+    Case("raw", WIDE, 4, codec="raw"),
+    Case("zstd", WIDE, 4, codec="zstd"),
+    Case("planes", WIDE, 4, codec="planes"),
+    Case("fp8", BYTES, 4, codec="planes"),
+    Case("keys", PageLayout.opaque(20000, 16), 4, codec="planes"),
+    Case("odd", PageLayout.opaque(12289, 16), 3, codec="zstd"),
+    Case("ranks", WIDE, 4, parts=(Part(0, 1, 0, 4), Part(1, 1, 0, 4)), codec="planes"),
+    Case("mixed", WIDE, 2, codec="raw"),
+    Case("mixed", WIDE, 5, codec="zstd"),
+    Case("mixed", WIDE, 9, codec="planes"),
+)
 
 
 class StillFiles(Files):
@@ -179,6 +201,14 @@ def make_store(path: Path) -> None:
         assert states["sealed"] >= 2 and states["active"] >= 1, states
 
 
+def make_codec_store(path: Path) -> None:
+    """All cases with codecs."""
+    with kvfs.open(path, capacity="16MiB", segment_bytes="512KiB", index_bytes="2MiB", files=StillFiles()) as store:
+        assert store.wait_ready()
+        for case in CODEC_CASES:
+            put(store, case)
+
+
 def _carry(store: kvfs.Store, case: Case) -> None:
     """Copy a case's pages as eviction does."""
     core = store._core
@@ -222,12 +252,13 @@ def main() -> None:
 
 @main.command()
 @click.argument("file", type=click.Path(dir_okay=False, exists=False, path_type=Path))
-def make(file: Path) -> None:
+@click.option("--codecs", is_flag=True, help="The store whose pages are encoded.")
+def make(file: Path, codecs: bool) -> None:
     """Write the golden store of the present format to FILE, which must not exist."""
     if file.exists():
         raise click.ClickException(f"{file} exists: golden stores are made once")
     with tempfile.TemporaryDirectory() as folder:
-        make_store(Path(folder) / "store")
+        (make_codec_store if codecs else make_store)(Path(folder) / "store")
         data = pack(Path(folder) / "store")
     file.write_bytes(data)
     click.echo(f"{file}: {len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()}")

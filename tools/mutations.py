@@ -33,7 +33,7 @@ MUTATIONS = (
     ),
     Mutation(
         "skip the checksum of leaves read for other parts", "kvfs/assemble.py",
-        'if checksum(data) != int.from_bytes(table[at : at + LEAF_BYTES], "little"):', "if not data:",
+        'if checksum(data) != int.from_bytes(table[row * LEAF_BYTES : (row + 1) * LEAF_BYTES], "little"):', "if not data:",
         ("tests/unit/test_namespace.py::test_damage_is_seen_by_a_reader_of_other_parts",),
     ),
     Mutation(
@@ -277,5 +277,32 @@ MUTATIONS = (
         "wait for fifos", "kvfs/files.py",
         "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_CLOEXEC | os.O_NOFOLLOW",
         ("tests/security",),
+    ),
+    Mutation(
+        "allocate what a compressed frame claims", "kvfs/codec.py",
+        "        if claimed != raw_bytes:\n", "        if claimed < 0:\n",
+        ("tests/unit/test_codec.py::test_a_bomb_allocates_nothing",),
+    ),
+    Mutation(
+        "take a decoded page for verified", "kvfs/assemble.py",
+        "    if root_of(leaf_table(target, leaf_bytes)) != place.root:\n", "    if not target:\n",
+        ("tests/unit/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_anew",),
+    ),
+    Mutation(
+        "let planes leave bytes over", "kvfs/codec.py",
+        "    if sum(lengths) != len(source) - begin or max(lengths) > plane_bytes:\n",
+        "    if max(lengths) > plane_bytes:\n",
+        ("tests/unit/test_codec.py::test_what_is_not_exactly_one_page_is_refused",),
+    ),
+    Mutation(
+        "sum what is stored in place of the page", "kvfs/encoder.py",
+        "    table = record.table or leaf_table(record.payload, record.leaf_bytes)\n",
+        "    table = leaf_table(payload, record.leaf_bytes)\n",
+        ("tests/unit/test_codec.py",),
+    ),
+    Mutation(
+        "drop a segment whose pages were not all copied", "kvfs/carry.py",
+        "            if whole and isinstance(exc, OSError):\n", "            if whole and not exc:\n",
+        ("tests/crash/test_recompress.py",),
     ),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any
 import lmdb
 
 import kvfs
+from kvfs import codec as codecs
 from kvfs import format as fmt
 from kvfs.config import Settings, make_settings, parse_toml, to_toml
 from kvfs.directory import Directory, create, pack_super, parse_super
@@ -456,6 +457,48 @@ def heartbeat(data: bytes) -> str:
     fake._files, fake._run, fake._directory, fake.owner, fake.boot = directory.files, 0, directory, bytes(16), "boot-b"
     fake.refuse_foreign_kernel()
     return "alone"
+
+
+# -- stored payloads -------------------------------------------------------------------------
+
+_PAYLOAD = struct.Struct("<BI")  # codec, bytes of the page
+_NUMBERS = b"".join(struct.pack("<H", 0x3F00 | i * 37 & 0xFF) for i in range(4096))
+
+
+def _payloads() -> list[bytes]:
+    pages = [(codec, element, _NUMBERS) for codec, element in ((1, 0), (2, 1), (2, 2), (2, 4))] + [(1, 0, bytes(8192))]
+    made = [(codecs.encode(page, codec, element), len(page)) for codec, element, page in pages]
+    return [_PAYLOAD.pack(used, nbytes) + bytes(stored) for (used, stored), nbytes in made]
+
+
+def _mutate_payload(chance: random.Random, data: bytes) -> bytes:
+    head, stored = data[: _PAYLOAD.size], data[_PAYLOAD.size :]
+    if len(head) < _PAYLOAD.size or chance.random() < 0.1:
+        return flip_bytes(chance, data)
+    if chance.random() < 0.2:
+        head = mutate_fields(chance, _PAYLOAD, head)
+    start = chance.choice((0, 0, chance.randrange(len(stored) + 1)))  # headers of planes and frames stand first
+    return head + stored[:start] + flip_bytes(chance, stored[start : start + 32]) + stored[start + 32 :]
+
+
+@target(_payloads, _mutate_payload, codecs.CodecError, weight=15)
+def payload(data: bytes) -> str:
+    """What is stored of a page: decodes to exactly one page, within it, or to nothing."""
+    if len(data) < _PAYLOAD.size:
+        return "too short"
+    codec, nbytes = _PAYLOAD.unpack_from(data)
+    nbytes %= 1 << 20
+    guarded = bytearray(b"\xa5" * (nbytes + 64))
+    stored = data[_PAYLOAD.size :]
+    try:
+        codecs.decode(stored, codec, memoryview(guarded)[:nbytes])
+    finally:
+        must(guarded[nbytes:] == b"\xa5" * 64, "bytes behind the page")
+    page = bytes(guarded[:nbytes])
+    must(codecs.decoded(stored, codec, nbytes) == page, "another page the second time")
+    used, again = codecs.encode(page, codec, 2)
+    must(codecs.decoded(bytes(again), used, nbytes) == page, "a page that cannot be stored again")
+    return f"accepted {codec}"
 
 
 # -- descriptors -----------------------------------------------------------------------------
