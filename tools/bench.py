@@ -1,4 +1,5 @@
-"""Benchmarks of a store against the bare system calls, and of the GPU path against the link: host, match, procs, gpu.
+"""Benchmarks of a store against the bare system calls, and of the GPU path against the link, and codecs: host,
+match, procs, codecs, gpu.
 
 Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
 at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
@@ -20,6 +21,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python tools/bench.py` from anywhere
 
 from kvfs.errors import KvfsError
+from tools.benchmarks import codecs as codec_bench
 from tools.benchmarks import gpu as gpu_bench
 from tools.benchmarks import host as host_bench
 from tools.benchmarks import match as match_bench
@@ -141,6 +143,36 @@ def procs(
     options = dict[str, Value](seconds=seconds, rounds=rounds, size=size_text(size), threads=threads, seed=seed)
     with session("procs", path, need, json_path, options) as (report, folder):
         procs_bench.run(report, folder, plan)
+
+
+@main.command(help=codec_bench.__doc__)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    show_default="the demo's, random weights",
+    help="A .gguf file, or a folder of transformers.",
+)
+@click.option("--tokens", type=click.IntRange(min=64), default=2048, show_default=True, help="Of the prompt.")
+@click.option("--page-tokens", type=click.IntRange(min=16), default=64, show_default=True)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=Many(click.Choice(list(codec_bench.DTYPES))),
+    show_default=True,
+    default="bfloat16,float16,float8_e4m3fn,int8",
+    help="What the KV is converted to; the first one goes to stores.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), show_default="cores, <= 4")
+@common
+def codecs(
+    model: Path | None, tokens: int, page_tokens: int, dtypes: tuple[str, ...], rounds: int, threads: int,
+    path: Path, json_path: Path | None, seed: int,
+) -> None:  # fmt: skip
+    plan = codec_bench.Plan(model, tokens, page_tokens, dtypes, rounds, threads)
+    options = dict[str, Value](tokens=tokens, page_tokens=page_tokens, rounds=rounds, threads=threads)
+    with session("codecs", path, plan.need_bytes, json_path, options) as (report, folder):
+        codec_bench.run(report, folder, plan)
 
 
 @main.command(help=gpu_bench.__doc__)

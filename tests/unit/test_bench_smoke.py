@@ -22,6 +22,10 @@ COMMANDS = {
         ("--tokens", "1024", "--pages", "16", "--index-pages", "64", "--rounds", "1", "--seconds", "0.1"),
         ("hashing+match", "matches, busy thread", "another: put of 1 page", "rebuild s"),
     ),
+    "codecs": (
+        ("--tokens", "64", "--page-tokens", "16", "--dtype", "bfloat16,int8", "--rounds", "1", "--threads", "1"),
+        ("random weights", "encode to memcpy", "planes", "cold to raw"),
+    ),
     "procs": (
         ("--procs", "1", "--seconds", "0.1", "--rounds", "1", "--size", "1MiB", "--page", "64KiB", "--call", "256KiB"),
         ("bare", "store", "x first", "each once"),
