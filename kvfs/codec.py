@@ -29,7 +29,7 @@ from kvfs.errors import ConfigError
 CODECS = {"raw": fmt.CODEC_RAW, "zstd": fmt.CODEC_ZSTD, "planes": fmt.CODEC_PLANES}
 NAMES = {number: name for name, number in CODECS.items()}
 PLANES = (1, 2, 4, 8)
-_HEAD = struct.Struct("<B3x")
+_HEAD = struct.Struct("<B3s")
 _LENGTH = struct.Struct("<I")
 _GAIN = 0.98  # a plane that shrinks less is stored as it is: it need not be decoded
 
@@ -152,7 +152,7 @@ def _encode_planes(payload: Any, count: int) -> bytes:
     for plane in planes:
         packed = _tools().plane.compress(plane)
         stored.append(packed if len(packed) < _GAIN * len(plane) else plane)
-    return b"".join([_HEAD.pack(count), *(_LENGTH.pack(len(s)) for s in stored), *stored])
+    return b"".join([_HEAD.pack(count, bytes(3)), *(_LENGTH.pack(len(s)) for s in stored), *stored])
 
 
 def _decode_planes(source: memoryview, raw_bytes: int) -> list[Any]:

@@ -27,6 +27,7 @@ STRUCTS: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "kvfs.format._HEADER": (None, "behind"),
     "kvfs.format._ENTRY": (fmt.Entry._fields, "behind"),
     "kvfs.format._SEAL": (None, "behind"),
+    "kvfs.codec._HEAD": (("planes", "zero"), ""),
     "kvfs.format._PURGE": (("magic", "segment_id", "flags", "epoch", "bytes"), "behind"),
     "kvfs.index.rows._HEAD": (None, "before"),
     "kvfs.index.rows._EXTENT": (Extent._fields, ""),
