@@ -15,18 +15,16 @@ from kvfs.config import Quota, parse_duration, quota_id
 from kvfs.context import Context
 from kvfs.directory import explained
 from kvfs.epochs import next_epoch
-from kvfs.errors import ConfigError, NoSpaceError, StoreReadOnlyError
+from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.identity import Identity, salt_digest
 from kvfs.layout import Group, PageLayout, Part
 from kvfs.lookup import GroupLookup, Prompt
 from kvfs.match import PrefixMatch, used_ranges
 from kvfs.matcher import Matcher
 from kvfs.reader import Reader
-from kvfs.segment import SegmentWriter
-from kvfs.space import page_limit
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
-from kvfs.writer import Appender, Job, Outcome
+from kvfs.writer import Appender, Job, Outcome, check_pages_fit
 
 if TYPE_CHECKING:
     from kvfs.device import DeviceKV
@@ -60,14 +58,7 @@ class Namespace:
         self.layout: PageLayout = identity.layout
         self._descriptor = identity.descriptor_bytes()
         self._matcher = Matcher(context, identity.digest, identity.layout, reader.tiers)
-        for group in self.layout.groups:
-            leaf_table_bytes = hashing.LEAF_BYTES * group.leaves(group.full)
-            need = SegmentWriter.need_fresh(len(self._descriptor), group.page_bytes, leaf_table_bytes)
-            if need > page_limit(context.settings):
-                raise NoSpaceError(
-                    f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store may hold "
-                    f"{page_limit(context.settings)}: use a smaller page_tokens or a larger capacity"
-                )
+        check_pages_fit(identity.layout, len(self._descriptor), context.settings)
 
     @property
     def name(self) -> str:

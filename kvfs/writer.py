@@ -15,15 +15,16 @@ from typing import Any
 from kvfs import format as fmt
 from kvfs import space
 from kvfs.active import STEP, ActiveSegments, Declined, SegmentClass
+from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.encoder import encode_records
-from kvfs.errors import IndexUnavailableError
+from kvfs.errors import IndexUnavailableError, NoSpaceError
 from kvfs.hashing import LEAF_BYTES, page_key
 from kvfs.identity import Identity
 from kvfs.index.rows import Place
 from kvfs.index.runs import Publish, RunKeys, Target, claim_run, move, publish
 from kvfs.index.session import Session
-from kvfs.layout import Group, Part
+from kvfs.layout import Group, PageLayout, Part
 from kvfs.lookup import Prompt
 from kvfs.segment import Placed, Record, SegmentWriter
 from kvfs.space import NeedSpaceError, StaleWriterError
@@ -314,3 +315,14 @@ def _runs_of(job: Job, chunks: Sequence[int]) -> list[tuple[RunKeys, list[int]]]
         keys = RunKeys(first, job.prompt.hashes[first : first + count], job.row_key, job.group.leaves(job.part))
         result.append((keys, slots))
     return result
+
+
+def check_pages_fit(layout: PageLayout, descriptor_bytes: int, settings: Settings) -> None:
+    """NoSpaceError if a page of the layout is larger than a segment of the store may be."""
+    for group in layout.groups:
+        need = SegmentWriter.need_fresh(descriptor_bytes, group.page_bytes, LEAF_BYTES * group.leaves(group.full))
+        if need > space.page_limit(settings):
+            raise NoSpaceError(
+                f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store may hold "
+                f"{space.page_limit(settings)}: use a smaller page_tokens or a larger capacity"
+            )

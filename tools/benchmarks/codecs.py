@@ -183,12 +183,17 @@ def _alone(table: Table, pages: Pages, dtype: str, rounds: int) -> None:
     for name, ratio, into, out in rows:
         table.add(
             **shape, codec=name, ratio=ratio, encode=_rate(into), encode_to_memcpy=rate_ratio(into, base),
-            decode=_rate(out), decode_to_memcpy=rate_ratio(out, base),
+            encode_cpu_s_per_GB=_cpu(into), decode=_rate(out), decode_to_memcpy=rate_ratio(out, base),
+            decode_cpu_s_per_GB=_cpu(out),
         )  # fmt: skip
 
 
 def _rate(samples: list[Sample]) -> Spread:
     return Spread.of([s.gb_per_second for s in samples])
+
+
+def _cpu(samples: list[Sample]) -> float:
+    return Spread.of([s.cpu_seconds_per_gb for s in samples]).middle
 
 
 # -- stores ----------------------------------------------------------------------------------
