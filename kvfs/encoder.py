@@ -19,7 +19,7 @@ def encode_records(records: Sequence[Record], codec: int, element_bytes: int, co
 
     A payload that was encoded brings its leaf table along: tables are of the raw bytes.
     """
-    if codec == fmt.CODEC_RAW or not records:
+    if codec == fmt.CODEC_RAW or not records or records[0].raw_bytes <= fmt.BLOCK:  # a block cannot be saved
         return list(records)
     encode = partial(_encode, codec=codec, element_bytes=element_bytes)
     first = encode(records[0])

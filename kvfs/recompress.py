@@ -34,6 +34,7 @@ from kvfs.segment_scan import Scan, read_namespace, scan_segment
 
 IDLE_SECONDS = 3600.0
 LOCK_SECONDS = 30.0
+FAILURES_MAX = 3  # one after the other
 KEYS_PER_HOLD = 256  # index rows per short hold of the index
 
 
@@ -68,6 +69,7 @@ class Recompressed:
 
     segments: int = 0
     pages: int = 0
+    failed: int = 0  # segments that stay as they are: a page could not be read, or not be written
     bytes_before: int = 0  # what the store used
     bytes_after: int = 0
     stopped: str = ""
@@ -83,11 +85,12 @@ class Recompressor:
 
     # -- the plan ----------------------------------------------------------------------------
 
-    def plan(self, codec: int, idle_seconds: float = IDLE_SECONDS, deadline: float | None = None) -> RecompressPlan:
+    def plan(self, codec: int, idle_seconds: float = IDLE_SECONDS, seconds: float | None = None) -> RecompressPlan:
         """What a run would do now. Reads the tables of sealed segments and a page of each; changes nothing.
 
-        ``deadline`` (monotonic seconds): segments that are not looked at by then are left.
+        Segments that were not looked at after ``seconds`` are left.
         """
+        deadline = None if seconds is None else self._c.files.monotonic() + seconds
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
         pinned, steps, left = self._evictor.pinned(), list[RecompressStep](), dict[str, int]()
         for number, row in rows:
@@ -160,44 +163,65 @@ class Recompressor:
         self, codec: int, idle_seconds: float = IDLE_SECONDS, seconds: float | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Recompressed:  # fmt: skip
-        """Carry the plan of this moment out, segment by segment, until ``seconds`` have passed.
+        """Look at each sealed segment, the oldest first, and write it anew if it is worth it, for ``seconds`` at most.
 
-        Ends where there is no room for the copies, or a disk fails; what was done by then stays done.
+        Ends where there is no room for the copies, or a disk fails again and again; what was done by then stays done.
+        StoreLockedError if somebody evicts or purges all the time.
         """
         clock = self._c.files.monotonic
         end = None if seconds is None else clock() + seconds
-        report = Recompressed()
+        report = Recompressed(bytes_before=self._used())
         used: set[SegmentClass] = set()
-        with self._evictor.lock.hold(clock() + LOCK_SECONDS) as lock:
-            if not lock:
-                raise StoreLockedError("somebody evicts, purges or recompresses this store: try again")
-            self._evictor.reclaimer.finish_doomed()
-            report.bytes_before = self._used()
-            try:
-                steps = self.plan(codec, idle_seconds, end).steps
-                for done, step in enumerate(steps):
-                    progress(done, len(steps))
-                    if end is not None and clock() >= end:
-                        report.stopped = "time"
-                        break
-                    row = self._c.index.read(lambda s, n=step.segment: s.segment(n), COMMIT_SECONDS)  # type: ignore[misc]
-                    if row is None or row.state != SEALED or row.segment_id != step.segment_id:
-                        continue
-                    target = _class_of(row)
-                    used.add(target)
-                    report.pages += self._copy(step, target, codec)
-                    report.segments += 1
-                    self._evictor.reclaimer.drop(step.segment)
-                    self._evictor.forget(step.segment_id)
-            except Declined as exc:
-                report.stopped = exc.reason
-            except (OSError, IndexUnavailableError):
-                report.stopped = "io"
-            for target in used:
-                self._active.finish(target)
-            report.bytes_after = self._used()
+        failures = 0
+        try:
+            rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+            sealed = sorted((n, row) for n, row in rows if row.state == SEALED)
+            pinned = self._evictor.pinned()
+            for done, (number, row) in enumerate(sealed):
+                progress(done, len(sealed))
+                if end is not None and clock() >= end:
+                    report.stopped = "time"
+                    break
+                step = "pinned" if row.segment_id in pinned else self._look(number, row, codec, idle_seconds)
+                if isinstance(step, str):
+                    continue
+                try:
+                    self._rewrite(step, codec, report, used)
+                    failures = 0
+                except Declined as exc:
+                    failures += 1
+                    report.failed += 1
+                    if exc.reason == "space" or failures == FAILURES_MAX:
+                        raise
+        except Declined as exc:
+            report.stopped = exc.reason
+        except (OSError, IndexUnavailableError):
+            report.stopped = "io"
+        for target in used:
+            self._active.finish(target)
+        report.bytes_after = self._used()
         self._c.counters.add("segments_recompressed", report.segments)
         return report
+
+    def _rewrite(self, step: RecompressStep, codec: int, report: Recompressed, used: set[SegmentClass]) -> None:
+        """Copy what the index names of a segment, then drop it. The lock is held for one segment only: writers that
+        need room wait for it."""
+        with self._evictor.lock.hold(self._c.files.monotonic() + LOCK_SECONDS) as lock:
+            if not lock and not report.segments:
+                raise StoreLockedError("somebody evicts, purges or recompresses this store: try again")
+            if not lock:
+                raise Declined("the lock")
+            row = self._c.index.read(lambda s: s.segment(step.segment), COMMIT_SECONDS)
+            if row is None or row.state != SEALED or row.segment_id != step.segment_id:
+                return
+            if step.segment_id in self._evictor.pinned():  # meanwhile
+                return
+            target = _class_of(row)
+            used.add(target)
+            report.pages += self._copy(step, target, codec)
+            report.segments += 1
+            self._evictor.reclaimer.drop(step.segment)
+            self._evictor.forget(step.segment_id)
 
     def _copy(self, step: RecompressStep, target: SegmentClass, codec: int) -> int:
         """Copy all that the index names of a segment; the source is not held any more on return."""

@@ -185,13 +185,15 @@ class Store:
         self._check_open()
         return make_plan(self._core.c, self._core.evictor, target_bytes)
 
-    def recompress_plan(self, codec: str = "planes", *, idle: float | str = IDLE_SECONDS) -> RecompressPlan:
+    def recompress_plan(
+        self, codec: str = "planes", *, idle: float | str = IDLE_SECONDS, seconds: float | None = None
+    ) -> RecompressPlan:
         """What ``recompress`` would do now: which segments, and about how many bytes it would save. Changes nothing."""
         self._check_open()
         self._check_enabled()
-        number, seconds = parse_codec(codec), parse_duration(idle, "idle")
+        number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
         with directories.explained(self.path):
-            return Recompressor(self._core.c, self._core.evictor, self._core.active).plan(number, seconds)
+            return Recompressor(self._core.c, self._core.evictor, self._core.active).plan(number, idle_seconds, seconds)
 
     def recompress(
         self, codec: str = "planes", *, idle: float | str = IDLE_SECONDS, seconds: float | None = None,

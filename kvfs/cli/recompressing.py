@@ -26,13 +26,13 @@ def run(app: App, codec: str, idle: str, seconds: float | None, *, apply: bool) 
         if apply:
             _apply(app, store, codec, idle_seconds, seconds)
         else:
-            _show(app, store, codec, idle_seconds)
+            _show(app, store, codec, idle_seconds, seconds)
 
 
-def _show(app: App, store: Store, codec: str, idle_seconds: float) -> None:
+def _show(app: App, store: Store, codec: str, idle_seconds: float, seconds: float | None) -> None:
     from kvfs.files import Files
 
-    plan = store.recompress_plan(codec, idle=idle_seconds)
+    plan = store.recompress_plan(codec, idle=idle_seconds, seconds=seconds)
     now = Files().now_us()
     data = {
         "applied": False, "codec": codec, "idle_seconds": idle_seconds, "saves_bytes": plan.saves_bytes,
@@ -76,14 +76,15 @@ def _apply(app: App, store: Store, codec: str, idle_seconds: float, seconds: flo
     )  # fmt: skip
     freed = done.bytes_before - done.bytes_after
     data = {
-        "applied": True, "codec": codec, "segments": done.segments, "pages": done.pages,
+        "applied": True, "codec": codec, "segments": done.segments, "pages": done.pages, "failed": done.failed,
         "bytes_before": done.bytes_before, "bytes_after": done.bytes_after, "bytes_freed": freed,
         "stopped": done.stopped,
     }  # fmt: skip
+    failed = f"; {done.failed} segments could not be copied and stay" if done.failed else ""
     why = f"; stopped for want of {done.stopped}" if done.stopped in ("time", "space") else ""
     why = why or (f"; stopped: {done.stopped}" if done.stopped else "")
     line = (
         f"wrote {text.count(done.pages)} pages of {done.segments} segments anew, freed {text.size(freed)}; "
-        f"in use {text.size(done.bytes_after)}{why}"
+        f"in use {text.size(done.bytes_after)}{failed}{why}"
     )
     app.out.result(data, lambda: [line], [str(freed)])

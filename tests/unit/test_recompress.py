@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs import PageLayout, codec
+from kvfs import PageLayout, codec, recompress
 from kvfs import format as fmt
 from kvfs.segment_scan import scan_segment
+from kvfs.testing import Fault, FaultyFiles
 from tests.stores import restored, seeded, segment_files, tokens_of
 from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
 
@@ -183,6 +184,33 @@ def test_a_store_that_is_nearly_full_is_recompressed_within_its_limit(tmp_path: 
         assert files <= 16 << 20
         assert sum(ns.match(tokens_of(p, 6)).chunks for p in range(100)) == before
         assert store.verify().ok
+
+
+def test_a_segment_that_cannot_be_read_stays_and_the_others_go(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="512KiB", files=files) as store:
+        ns = fill(store)
+        failed = 0
+        for n in range(1, 60):
+            files.arm(Fault(files.calls["preadv"] + n, "preadv"))
+            done = store.recompress(idle=0)
+            files.arm()
+            assert done.stopped == "" and done.failed <= 1 and done.segments <= 4 - done.failed
+            assert found(ns) == 48
+            failed += done.failed
+            if not store.recompress_plan(idle=0).steps:
+                break
+        assert failed
+
+
+def test_who_evicts_goes_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store)
+    monkeypatch.setattr(recompress, "LOCK_SECONDS", 0.05)
+    with store._core.evictor.lock.hold(0.0) as held:
+        assert held
+        with pytest.raises(kvfs.StoreLockedError, match="try again"):
+            store.recompress(idle=0)
+    assert store.recompress(idle=0).segments == 4
 
 
 def test_a_reader_that_has_matched_before_goes_on(store: kvfs.Store) -> None:
