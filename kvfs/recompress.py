@@ -188,10 +188,12 @@ class Recompressor:
                 try:
                     self._rewrite(step, codec, report, used)
                     failures = 0
-                except Declined as exc:
+                except (Declined, OSError) as exc:
+                    if isinstance(exc, Declined) and exc.reason == "space":
+                        raise
                     failures += 1
                     report.failed += 1
-                    if exc.reason == "space" or failures == FAILURES_MAX:
+                    if failures == FAILURES_MAX:
                         raise
         except Declined as exc:
             report.stopped = exc.reason
