@@ -59,12 +59,17 @@ def encode(payload: Any, codec: int, element_bytes: int) -> tuple[int, Any]:
     ``element_bytes``: of one number of the page; 0: not known, then there are no planes.
     """
     raw_bytes = len(memoryview(payload))
-    stored: Any = payload
-    if codec == fmt.CODEC_PLANES and element_bytes in PLANES and raw_bytes and not raw_bytes % element_bytes:
-        stored = _encode_planes(payload, element_bytes)
-    elif codec != fmt.CODEC_RAW:
-        codec, stored = fmt.CODEC_ZSTD, _tools().whole.compress(payload)
-    if codec == fmt.CODEC_RAW or fmt.align(len(stored)) >= fmt.align(raw_bytes):
+    if codec == fmt.CODEC_RAW or raw_bytes <= fmt.BLOCK:
+        return fmt.CODEC_RAW, payload
+    tools = _tools()
+    try:
+        if codec == fmt.CODEC_PLANES and element_bytes in PLANES and not raw_bytes % element_bytes:
+            stored = _encode_planes(payload, element_bytes, tools)
+        else:
+            codec, stored = fmt.CODEC_ZSTD, tools.whole.compress(payload)
+    except (tools.error, MemoryError):  # no page is declined for want of a smaller one
+        return fmt.CODEC_RAW, payload
+    if fmt.align(len(stored)) >= fmt.align(raw_bytes):
         return fmt.CODEC_RAW, payload
     return codec, stored
 
@@ -146,11 +151,11 @@ def _unzip(source: memoryview, raw_bytes: int) -> bytes:
 # -- planes ----------------------------------------------------------------------------------
 
 
-def _encode_planes(payload: Any, count: int) -> bytes:
+def _encode_planes(payload: Any, count: int, tools: _Tools) -> bytes:
     planes = _split(payload, count)
     stored = []
     for plane in planes:
-        packed = _tools().plane.compress(plane)
+        packed = tools.plane.compress(plane)
         stored.append(packed if len(packed) < _GAIN * len(plane) else plane)
     return b"".join([_HEAD.pack(count, bytes(3)), *(_LENGTH.pack(len(s)) for s in stored), *stored])
 
