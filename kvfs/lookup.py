@@ -82,6 +82,7 @@ class GroupLookup:
         self.want = want
         self.found = Found()
         self.rows_read = 0
+        self.generation = ""  # of the index that was read
         self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
         self.parts: list[Part] = []
         self._cells: list[list[int]] = []

@@ -55,32 +55,58 @@ class Matcher:
     def read(self, function: Callable[[Session], T]) -> T:
         return self._c.index.read(function, LOOKUP_SECONDS)
 
+    def select(self, prompt: Prompt, first: Mapping[str, int]) -> PrefixMatch:
+        """A match of all chunks of ``prompt`` for a reader who has chosen: of group g the pages from ``first[g]`` on.
+
+        Of the pages before them that a group needs nothing is looked up: the reader has them. What is not stored
+        is part of the match all the same, and fails when it is loaded.
+        """
+        chunks = len(prompt.hashes)
+        lookups = [
+            self.present(prompt, number, group, group.full, min(first.get(group.name, chunks), chunks), chunks, whole=True)
+            for number, group in enumerate(self._layout.groups)
+        ]  # fmt: skip
+        generation = max(lookup.generation for lookup in lookups)  # of two, one is gone: its segments cannot be held
+        match = self._assemble(lookups, chunks, generation, first)
+        self._add_hold(match, self._acquire(match), lookups)
+        return match
+
     def _hold(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
         """Lock the segments of what was found; where one is gone meanwhile, shorten."""
         match = self._assemble(lookups, chunks, generation)
-        held: dict[int, Held] = {}
-        for number, segment_id in match.segments.items():
-            one = self._c.segments.acquire(number, segment_id, generation)
-            if one is not None:
-                held[number] = one
-        hold = Hold(held, self._c.files.monotonic() + HOLD_SECONDS)
+        held = self._acquire(match)
         if len(held) < len(match.segments):
             match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
-        match.hold, match._tiers = hold, self._tiers
+        self._add_hold(match, held, lookups)
+        self._c.counters.add("tokens_matched", match.tokens)
+        return match
+
+    def _acquire(self, match: PrefixMatch) -> dict[int, Held]:
+        held: dict[int, Held] = {}
+        for number, segment_id in match.segments.items():
+            one = self._c.segments.acquire(number, segment_id, match.generation)
+            if one is not None:
+                held[number] = one
+        return held
+
+    def _add_hold(self, match: PrefixMatch, held: Mapping[int, Held], lookups: Sequence[GroupLookup]) -> None:
+        match.hold, match._tiers = Hold(held, self._c.files.monotonic() + HOLD_SECONDS), self._tiers
         match.at_us = self._c.files.now_us()
         if match.chunks:
             match.last_hash = lookups[0].prompt.hashes[match.chunks - 1]
             self._c.recency.note_request(match.last_hash, match.at_us)
-        self._c.holds.add(hold)
-        self._c.counters.add("tokens_matched", match.tokens)
-        return match
+        self._c.holds.add(match.hold)
 
-    def _assemble(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
+    def _assemble(
+        self, lookups: Sequence[GroupLookup], chunks: int, generation: str, chosen: Mapping[str, int] | None = None
+    ) -> PrefixMatch:
         groups = []
         segments: dict[int, bytes] = {}
         for number, lookup in enumerate(lookups):
             need = lookup.group.need.chunks(self._layout.page_tokens)
             first = 0 if need is None else max(0, chunks - need)
+            if chosen is not None:
+                first = min(first, chosen.get(lookup.group.name, chunks))
             length = lookup.prompt.run_length
             runs = range(first // length, -(-chunks // length)) if chunks else range(0)
             hits = tuple(hit for run in runs for hit in lookup.found.hits.get(run, ()))
@@ -104,6 +130,7 @@ class Matcher:
 
         def step(session: Session) -> bool:
             nonlocal run
+            lookup.generation = lookup.generation or session.generation
             lookup.use_parts([p for p in map(_unpack_part, session.parts(self._digest, number)) if p is not None])
             budget = lookup.rows_read + ROWS_PER_HOLD
             while run < last and lookup.rows_read < budget:

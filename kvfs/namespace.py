@@ -21,6 +21,7 @@ from kvfs.layout import Group, PageLayout, Part
 from kvfs.lookup import GroupLookup, Prompt
 from kvfs.match import PrefixMatch, used_ranges
 from kvfs.matcher import Matcher
+from kvfs.prompt import PromptPages
 from kvfs.reader import Reader
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
@@ -105,6 +106,11 @@ class Namespace:
     def match_keys(self, keys: Sequence[bytes], *, part: Part | None = None) -> PrefixMatch:
         """Leading keys that are present; for engines that have opaque keys in place of tokens."""
         return self._matcher.match(self._key_prompt(keys), self._parts(part))
+
+    def prompt(self, token_ids: TokensLike = (), *, extra: ExtraKeys | None = None) -> PromptPages:
+        """A prompt that may grow, for engines that ask and decide page by page; see :class:`PromptPages`."""
+        self._tokens(())  # refuses opaque keys
+        return PromptPages(self._c, self._matcher, self.identity, token_ids, extra)
 
     # -- loads -------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "encoder",
         "match",
         "matcher",
+        "prompt",
         "lookup",
         "context",
     ),

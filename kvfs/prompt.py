@@ -1,0 +1,106 @@
+"""PromptPages: one prompt, page by page, for engines that keep their own account of what to load and what to save.
+
+``Namespace.match`` and ``plan_save`` decide for their caller. A paged engine decides itself: it asks for each of its
+blocks, joins the answer with what it has, and wants exactly some pages. So::
+
+    pages = ns.prompt(token_ids)
+    pages.look()                                          # one walk over the index
+    pages.stored["full"] >> 3 & 1                         # is page 3 there?
+    io.load(pages.select({"full": 2}, end=7), units)      # pages 2 to 6
+    io.save(pages.plan({"full": [7, 8]}), units)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvfs import hashing
+from kvfs.context import Context
+from kvfs.errors import ConfigError
+from kvfs.identity import Identity
+from kvfs.lookup import Prompt
+from kvfs.match import PrefixMatch
+from kvfs.matcher import Matcher
+from kvfs.types import ExtraKeys, SavePlan, TokensLike
+
+
+class PromptPages:
+    """The full chunks of a prompt. Not thread-safe. Made by ``Namespace.prompt``."""
+
+    def __init__(
+        self, context: Context, matcher: Matcher, identity: Identity, token_ids: TokensLike, extra: ExtraKeys | None
+    ) -> None:
+        self._c, self._matcher, self._identity = context, matcher, identity
+        self._extra = dict(extra or {})
+        self._hashes: list[bytes] = []
+        self._tail = b""  # tokens behind the last full chunk
+        #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
+        self.stored: dict[str, int] = {}
+        self.writing: dict[str, int] = {}
+        self.forget()
+        self.extend(token_ids)
+
+    @property
+    def chunks(self) -> int:
+        return len(self._hashes)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were given, those behind the last full chunk included."""
+        return self.chunks * self._identity.layout.page_tokens + len(self._tail) // hashing.TOKEN_BYTES
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """Chunk hashes: each names the whole prefix up to its end."""
+        return self._hashes
+
+    def extend(self, token_ids: TokensLike) -> None:
+        """Append tokens. What was found by the last ``look`` stays."""
+        data = self._tail + hashing.token_bytes(token_ids)
+        size, known = self._identity.layout.page_tokens, self.chunks
+        extra = {c - known: key for c, key in self._extra.items() if c >= known}
+        parent = self._hashes[-1] if self._hashes else self._identity.seed
+        self._hashes += hashing.chain(data, size, parent, extra)
+        self._tail = data[(self.chunks - known) * size * hashing.TOKEN_BYTES :]
+
+    def forget(self) -> None:
+        """Take nothing for stored until the next ``look``."""
+        self.stored = {g.name: 0 for g in self._identity.layout.groups}
+        self.writing = dict(self.stored)
+
+    def look(self) -> None:
+        """Ask the index what is stored. An index that cannot answer in time knows of nothing."""
+        prompt = Prompt(self._identity.digest, self._hashes)
+        for number, group in enumerate(self._identity.layout.groups):
+            found = self._matcher.present(prompt, number, group, group.full, 0, self.chunks, whole=True).found
+            self.stored[group.name], self.writing[group.name] = found.present, found.claimed & ~found.present
+
+    def select(self, first: Mapping[str, int], end: int) -> PrefixMatch:
+        """A match of the chunks before ``end``: of group g the pages from ``first[g]`` on, none if g is not named.
+
+        It holds its segments like every match. Pages that are not stored make its load fail; load it with -1 for
+        the units of earlier pages, which the engine has.
+        """
+        self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
+        return self._matcher.select(Prompt(self._identity.digest, self._hashes[:end]), first)
+
+    def plan(self, wanted: Mapping[str, Sequence[int]]) -> SavePlan:
+        """A plan to save these chunks (ascending), whether or not they are stored."""
+        self._check(wanted, wanted, self.chunks - 1)
+        missing = {name: tuple(chunks) for name, chunks in wanted.items()}
+        return SavePlan(self.chunks, tuple(self._hashes), missing, self._identity.digest)
+
+    def note_lookup(self, matched_tokens: int) -> None:
+        """Count this prompt as one lookup: its full chunks, and how many tokens the engine takes from the store."""
+        self._c.counters.add("lookups")
+        self._c.counters.add("tokens_queried", self.chunks * self._identity.layout.page_tokens)
+        self._c.counters.add("tokens_matched", matched_tokens)
+
+    def _check(self, names: Mapping[str, object], chunks: Mapping[str, Sequence[int]], last: int) -> None:
+        for name in names:
+            self._identity.layout.group(name)
+            wrong = [c for c in chunks[name] if not 0 <= c <= last]
+            if wrong or last > self.chunks:
+                raise ConfigError(
+                    f"chunk {wrong[0] if wrong else last} of group {name}: the prompt has {self.chunks} full chunks"
+                )

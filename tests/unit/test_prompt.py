@@ -1,0 +1,92 @@
+"""PromptPages: an engine's own account of pages, against what ``match`` and ``plan_save`` say of the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvfs
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+
+CHUNK = 16
+
+
+@pytest.fixture
+def ns(store_path: Path) -> Iterator[kvfs.Namespace]:
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        yield store.namespace("model", tiny(), "1")
+
+
+def bits(numbers: range) -> int:
+    return sum(1 << n for n in numbers)
+
+
+def test_a_prompt_that_grows_has_the_hashes_of_the_whole(ns: kvfs.Namespace) -> None:
+    tokens, extra = tokens_of(1, 9), {0: b"tenant", 5: b"image"}
+    pages = ns.prompt(tokens[:7], extra=extra)
+    for a, b in ((7, 8), (8, 40), (40, 41), (41, len(tokens) - 3), (len(tokens) - 3, len(tokens))):
+        pages.extend(tokens[a:b])
+    assert list(pages.hashes) == ns.chunk_hashes(tokens, extra=extra) and pages.tokens == len(tokens)
+    assert list(ns.prompt(tokens).hashes) != list(pages.hashes)
+
+
+def test_look_sees_stored_pages_also_behind_a_gap(ns: kvfs.Namespace) -> None:
+    tokens = tokens_of(2, 12)
+    ns.put(tokens, seeded(2, 12 * TINY_BYTES))
+    pages = ns.prompt(tokens)
+    (name,) = pages.stored
+    assert pages.stored[name] == 0
+    pages.look()
+    assert pages.stored[name] == bits(range(12)) and pages.writing[name] == 0
+    pages.forget()
+    assert pages.stored[name] == 0
+
+
+def test_exactly_the_chosen_pages_are_loaded(ns: kvfs.Namespace) -> None:
+    layout, tokens = ns.layout, tokens_of(3, 6)
+    group = layout.groups[0]
+    blocks = np.frombuffer(seeded(3, 6 * TINY_BYTES), dtype=np.uint8)
+    ns.put(tokens, blocks.tobytes())
+    store = np.zeros((8, CHUNK, len(group.layers), group.heads, group.cell.nbytes), dtype=np.uint8)
+    kv = kvfs.describe(group, store, "block,token,layer,head,dim")
+    pages = ns.prompt(tokens)
+    pages.look()
+    with ns.attach(kv) as io, pages.select({group.name: 2}, end=5) as match:
+        assert match.tokens == 5 * CHUNK
+        result = io.load(match, [-1, -1, 3, 4, 5]).wait(20)
+        assert result is not None and (result.pages, result.declined, result.tokens) == (3, 0, 5 * CHUNK)
+    pagewise = blocks.reshape(6, len(group.layers), group.heads, CHUNK, group.cell.nbytes).transpose(0, 3, 1, 2, 4)
+    assert (store[3:6] == pagewise[2:5]).all() and not store[:3].any() and not store[6:].any()
+
+
+def test_a_page_that_is_not_stored_makes_the_load_fail(ns: kvfs.Namespace) -> None:
+    tokens, group = tokens_of(4, 6), ns.layout.groups[0]
+    ns.put(tokens[: 4 * CHUNK], seeded(4, 4 * TINY_BYTES))
+    store = np.zeros((8, CHUNK, len(group.layers), group.heads, group.cell.nbytes), dtype=np.uint8)
+    with ns.attach(kvfs.describe(group, store, "block,token,layer,head,dim")) as io:
+        pages = ns.prompt(tokens)
+        result = io.load(pages.select({group.name: 2}, end=6), [-1, -1, 2, 3, 4, 5]).wait(20)
+        assert result is not None and result.pages < 4 and result.declined
+
+
+def test_a_plan_saves_what_it_names(ns: kvfs.Namespace) -> None:
+    tokens, group = tokens_of(5, 6), ns.layout.groups[0]
+    store = np.random.default_rng(5).integers(0, 256, (8, CHUNK, len(group.layers), group.heads, group.cell.nbytes))
+    with ns.attach(kvfs.describe(group, store.astype(np.uint8), "block,token,layer,head,dim")) as io:
+        pages = ns.prompt(tokens)
+        assert io.save(pages.plan({group.name: [0, 1, 2]}), range(6)).wait(20).pages == 3  # type: ignore[union-attr]
+        pages.look()
+        assert pages.stored[group.name] == bits(range(3))
+        assert io.save(pages.plan({group.name: [3, 4]}), range(6)).wait(20).pages == 2  # type: ignore[union-attr]
+    assert ns.match(tokens).chunks == 5
+
+
+def test_chunks_outside_the_prompt_are_refused(ns: kvfs.Namespace) -> None:
+    pages = ns.prompt(tokens_of(6, 3))
+    name = ns.layout.groups[0].name
+    for wrong in (lambda: pages.select({name: 0}, end=4), lambda: pages.plan({name: [3]}), lambda: pages.plan({"x": []})):
+        with pytest.raises(kvfs.ConfigError):
+            wrong()
