@@ -1,0 +1,219 @@
+"""KvfsConnector: vLLM's offloading connector with kvfs below it.
+
+vLLM's half keeps the account of requests: hybrid groups, preemption, blocks that are reused while they are copied,
+ranks. Ours builds the identity and the descriptors itself, maps failed loads to requests that are computed, and
+arms their stores again. Written for the interfaces of the versions in TESTED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+import kvfs
+from kvfs.errors import ConfigError
+from kvfs.integrations.vllm.manager import KvfsManager
+from kvfs.integrations.vllm.metrics import definitions
+from kvfs.integrations.vllm.model import EngineModel, model_of
+from kvfs.integrations.vllm.settings import set_defaults, settings_of
+from kvfs.integrations.vllm.views import describe_caches
+from kvfs.integrations.vllm.worker import KvfsWorker
+from kvfs.namespace import Namespace
+from kvfs.store import Store
+
+logger = init_logger(__name__)
+TESTED = ("0.32.0",)
+
+
+class KvfsOffloadingSpec(OffloadingSpec):
+    """What vLLM's halves ask for their backend. Made by KvfsConnector, which alone sees the identity of the model."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.settings = settings_of(self.extra_config)
+        self._store: Store | None = None
+        self._namespace: Namespace | None = None
+        self._model: EngineModel | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return definitions()
+
+    def open(self, vllm_config: VllmConfig, cache: KVCacheConfig) -> EngineModel:
+        """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError ..."""
+        model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id)
+        self._store = kvfs.open(self.settings.path, capacity=self.settings.capacity, read_only=self.settings.read_only)
+        self._model = model
+        self._namespace = self._store.namespace(model.name, model.layout, model.revision, extra=model.extra)
+        return model
+
+    @property
+    def namespace(self) -> Namespace:
+        assert self._namespace is not None, "the spec was not opened"
+        return self._namespace
+
+    def get_manager(self) -> OffloadingManager:
+        if self._store is None or self._model is None:
+            raise ConfigError('KvfsOffloadingSpec needs its connector: write "kv_connector": "KvfsConnector"')
+        return KvfsManager(self._store, self.namespace, self._model, self.settings)
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        raise ConfigError('KvfsOffloadingSpec needs its connector: write "kv_connector": "KvfsConnector"')
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+class KvfsConnectorWorker(OffloadingConnectorWorker):
+    """vLLM's worker half, except that a transfer may fail."""
+
+    def __init__(self, spec: KvfsOffloadingSpec, config: VllmConfig, cache: KVCacheConfig, model: EngineModel) -> None:
+        super().__init__(spec, config, cache)
+        self._spec, self._model = spec, model
+        self.failed: set[str] = set()  # requests whose load failed, to be reported with the next results
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        settings = self._spec.settings
+        groups = describe_caches(self.vllm_config, self.kv_cache_config, self._model, kv_caches)
+        io = self._spec.namespace.attach(
+            [a.device for a in groups], ring_bytes=settings.ring_bytes, threads=settings.threads,
+            registered_bytes=settings.registered_bytes,
+        )  # fmt: skip
+        self.worker = KvfsWorker(io, groups, self._spec.blocks_per_chunk, settings)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        assert self.worker is not None
+        received: set[str] = set()
+        for result in self.worker.get_finished():
+            req_id = self._load_jobs.pop(result.job_id, None)
+            stats = self._connector_worker_meta.transfer_stats
+            if result.transfer_size is not None and result.transfer_time is not None:
+                (stats.store if req_id is None else stats.load).record(result.transfer_size, result.transfer_time)
+            self._connector_worker_meta.mark_completed(result.job_id)
+            if req_id is not None:
+                received.add(req_id)
+                if not result.success:
+                    self.failed.add(req_id)
+        return set(), received
+
+    def take_stats(self) -> KVConnectorStats | None:
+        return self.worker.metrics.take() if isinstance(self.worker, KvfsWorker) else None
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._spec.close()
+
+
+class KvfsConnector(OffloadingConnector):
+    """``--kv-transfer-config '{"kv_connector": "KvfsConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"path": "/var/cache/kvfs", "capacity": "200GiB"}}'``"""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        _check_version()
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        settings_of(transfer.kv_connector_extra_config)
+        set_defaults(transfer.kv_connector_extra_config, _block_tokens(kv_cache_config))
+        transfer.kv_load_failure_policy = "recompute"  # the default ends a request whose cache cannot be read
+        # every rank writes its own part; ranks with equal bytes share the pages among them
+        spec = KvfsOffloadingSpec(
+            replace(build_offloading_config(vllm_config, kv_cache_config), replicated_layout=False)
+        )
+        self._canonical_layout = False
+        self.connector_scheduler = self.connector_worker = None
+        model = spec.open(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = OffloadingConnectorScheduler(spec, vllm_config, kv_cache_config)
+            logger.info(
+                "kvfs: %s, namespace %s of %s, pages of %d tokens and %d bytes",
+                settings_of(spec.extra_config).path, spec.namespace.identity.digest.hex()[:12], model.name,
+                model.page_tokens, model.layout.page_bytes,
+            )  # fmt: skip
+        else:
+            self.connector_worker = KvfsConnectorWorker(spec, vllm_config, kv_cache_config, model)
+
+    @property
+    def _manager(self) -> KvfsManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, KvfsManager)
+        return manager
+
+    # -- scheduler ---------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._manager.announce(request)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._manager.refresh(request.request_id)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        for req_id in connector_output.failed_recving or ():
+            self._manager.load_failed(req_id)
+            status = self.scheduler._req_status.get(req_id)
+            for group in status.group_states if status is not None else ():
+                group.next_stored_chunk_idx = 0  # what is computed now may be stored
+
+    # -- workers -----------------------------------------------------------------------------
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        worker = self.connector_worker
+        assert isinstance(worker, KvfsConnectorWorker)
+        sent, received = worker.get_finished(finished_req_ids)
+        failed, worker.failed = worker.failed, set()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if isinstance(self.connector_worker, KvfsConnectorWorker):
+            return self.connector_worker.take_stats()
+        stats: KVConnectorStats | None = super().get_kv_connector_stats()
+        return stats
+
+    # -- the class, in any process -----------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return None  # strides are read, so the engine's own choice is served
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        assert vllm_config.kv_transfer_config is not None
+        vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault("spec_name", KvfsOffloadingSpec.__name__)
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+
+def _block_tokens(cache: KVCacheConfig) -> tuple[int, ...]:
+    groups: Mapping[int, Any] = dict(enumerate(cache.kv_cache_groups))
+    return tuple(groups[index].kv_cache_spec.block_size for index in cache.prefix_cacheable_group_ids)
+
+
+def _check_version() -> None:
+    if vllm.__version__.partition("+")[0] not in TESTED:
+        logger.warning_once(
+            "kvfs: vLLM %s was not tested with this version of kvfs (tested: %s). If it does not start, or a request "
+            "fails, start it without KvfsConnector and install a tested version",
+            vllm.__version__, ", ".join(TESTED),
+        )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Counts for the engine's logs and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
+
+PREFIX = "vllm:kvfs_"
+#: name -> what it counts. Scheduler: the first four; each worker: the others, of its own part of each page.
+COUNTERS = {
+    "requests_bypassed": "Requests that kvfs leaves alone: LoRA, prompt embeddings, streaming input.",
+    "loads_failed": "Requests computed because their pages could not be loaded.",
+    "lookup_seconds": "Seconds that the scheduler spent in lookups of the store's index.",
+    "pages_incomplete": "Pages not stored because the engine had given up some of their blocks.",
+    "pages_loaded": "Pages loaded from the store.",
+    "pages_not_loaded": "Pages asked for and not loaded: evicted, damaged, unreadable or late.",
+    "tokens_loaded_host": "Tokens loaded from the page cache of the host.",
+    "tokens_loaded_disk": "Tokens loaded of which a part came from the disk.",
+    "pages_stored": "Pages stored.",
+    "pages_not_stored": "Pages offered and not stored.",
+    "saves_refused": "Saves that were refused as a whole.",
+    "loads_refused": "Loads that were refused as a whole.",
+}
+
+
+class Metrics:
+    """Counts since the last ``take``. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = {}
+
+    def add(self, name: str, n: float = 1) -> None:
+        if n and name in COUNTERS:
+            self._counts[name] = self._counts.get(name, 0) + n
+
+    def take(self) -> OffloadingConnectorStats | None:
+        """None if nothing was counted."""
+        if not self._counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, n in self._counts.items():
+            stats.increase_counter(PREFIX + name, n)
+        self._counts = {}
+        return stats
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    return {PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}

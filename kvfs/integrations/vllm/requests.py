@@ -1,0 +1,72 @@
+"""What the scheduler's half knows of one request: its tokens as pages, what is stored of them, what is on its way."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from kvfs.match import PrefixMatch
+from kvfs.namespace import Namespace
+from kvfs.prompt import PromptPages
+from kvfs.types import Tier
+
+
+class RequestPages:
+    """Pages of one request. Its tokens grow while it decodes; what they depend on besides goes into the chain."""
+
+    def __init__(self, request: Any, namespace: Namespace, epoch: int, max_tokens: int) -> None:
+        self._request, self._max_tokens = request, max_tokens
+        self.page_tokens = namespace.layout.page_tokens
+        prompt = self._tokens(0)
+        extra = extra_keys(request, self.page_tokens, epoch)
+        self.pages: PromptPages = namespace.prompt(prompt, extra=extra)
+        self.looked_at = float("-inf")
+        self.counted = False
+        self.failed = False  # a load of it failed: it is computed, without asking again
+        self.match: PrefixMatch | None = None  # held until its load is over
+        self.tiers: dict[tuple[str, int], Tier] = {}  # of the pages of the match
+        self.storing: dict[str, int] = {}  # group -> chunks on their way, as bits
+        #: 8 bytes that all ranks share: what a dead rank left of an earlier attempt is replaced
+        self.attempt = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
+
+    def grow(self) -> None:
+        """Take up tokens that were generated since."""
+        if self._request.num_tokens - self.pages.tokens >= self.page_tokens:
+            self.pages.extend(self._tokens(self.pages.tokens))
+
+    def release(self) -> None:
+        """Let go of the segments of its match."""
+        if self.match is not None:
+            self.match.close()
+            self.match = None
+
+    def _tokens(self, first: int) -> list[int]:
+        end = min(self._request.num_tokens, self._max_tokens)
+        return list(self._request.all_token_ids[first:end])
+
+
+def cacheable(request: Any) -> bool:
+    """Whether the KV of a request is a function of what can be put into its chain."""
+    return (
+        request.lora_request is None
+        and request.prompt_embeds is None
+        and request.prompt_token_ids is not None
+        and not request.resumable  # its tokens may be replaced by later input
+    )
+
+
+def extra_keys(request: Any, page_tokens: int, epoch: int) -> dict[int, bytes]:
+    """Chunk number -> what its KV depends on besides the tokens: tenant, weights' epoch, images and the like.
+
+    The chain carries each key on to all later chunks. An item's key goes into every chunk that it touches, since
+    attention may look both ways inside it.
+    """
+    extra: dict[int, bytes] = {}
+    if request.cache_salt or epoch:
+        extra[0] = hashlib.blake2b(f"vllm {epoch} {request.cache_salt or ''}".encode(), digest_size=16).digest()
+    for feature in request.mm_features:
+        first, count = feature.mm_position.offset, feature.mm_position.length
+        for chunk in range(first // page_tokens, -(-(first + count) // page_tokens)):
+            key = f"{feature.modality} {feature.identifier} {first - chunk * page_tokens}".encode()
+            extra[chunk] = hashlib.blake2b(extra.get(chunk, b"") + key, digest_size=16).digest()
+    return extra

@@ -1,0 +1,86 @@
+"""What users write into ``kv_connector_extra_config``. Checked before the engine allocates anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvfs.config import parse_size
+from kvfs.errors import ConfigError
+
+#: Settings of vLLM's own offloading connector that may stand beside ours.
+ENGINE_KEYS = frozenset(
+    {"spec_name", "offload_prompt_only", "blocks_per_chunk", "block_size", "self_describing_kv_events"}
+)
+PAGE_TOKENS = 64  # of a page, where the engine's blocks are smaller
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Sizes in bytes, times in seconds, lengths in tokens."""
+
+    path: str
+    capacity: int | str | None = None  # of a store that is made; an existing one has its own
+    weights_id: str = ""  # "": the commit of a hub model, a digest of the files of a local one
+    min_tokens: int = 0  # shorter prompts are neither looked up nor stored
+    max_tokens: int = 1 << 24  # of a prompt, what lies behind is neither looked up nor stored
+    read_only: bool = False  # load, never store
+    load_seconds: float = 30.0  # what is not loaded by then is recomputed
+    store_seconds: float = 2.0  # what is not copied by then is not stored
+    ring_bytes: int | str = "256MiB"  # of pinned memory, per rank
+    registered_bytes: int | str = "16GiB"  # of the page cache that a GPU reads in place, per rank
+    threads: int = 2  # of copies, per rank and direction
+
+
+def settings_of(extra: Mapping[str, Any]) -> VllmSettings:
+    """Check the mapping. ConfigError names the value and what to write instead."""
+    known = {f.name: f for f in fields(VllmSettings)}
+    unknown = sorted(set(extra) - set(known) - ENGINE_KEYS)
+    if unknown:
+        raise ConfigError(f"kv_connector_extra_config has {unknown[0]!r}: pass some of {', '.join(sorted(known))}")
+    values = {"path": os.environ.get("KVFS_DIR"), **{name: extra[name] for name in known if name in extra}}
+    if not isinstance(values["path"], str) or not values["path"]:
+        raise ConfigError(
+            'path is missing: write "kv_connector_extra_config": {"path": "/var/cache/kvfs", "capacity": "200GiB"}, '
+            "or set KVFS_DIR"
+        )
+    settings = VllmSettings(**values)
+    for name, value in values.items():
+        _check(name, value)
+    return settings
+
+
+def _check(name: str, value: Any) -> None:
+    if name in ("min_tokens", "max_tokens"):
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{name} is {value!r}: pass a number of tokens, 0 or more")
+    elif name in ("load_seconds", "store_seconds"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 600:
+            raise ConfigError(f"{name} is {value!r}: pass seconds, more than 0 and at most 600")
+    elif name == "read_only":
+        if type(value) is not bool:
+            raise ConfigError(f"read_only is {value!r}: pass true or false")
+    elif name == "weights_id":
+        if not isinstance(value, str) or not value.isprintable() or len(value) > 128:
+            raise ConfigError(f"weights_id is {value!r}: pass up to 128 printable characters that name these weights")
+    elif name in ("ring_bytes", "registered_bytes") or (name == "capacity" and value is not None):
+        parse_size(value, name)
+
+
+def set_defaults(extra: MutableMapping[str, Any], block_tokens: tuple[int, ...]) -> None:
+    """Fill in what vLLM's half reads: the spec's name, and how many blocks make a page.
+
+    ``block_tokens``: of each group. A page has the least number of blocks that makes a multiple of 16 tokens; with
+    one group of small blocks, so many that it has 64, since larger pages cost less each. Hybrids keep blocks and
+    pages alike: windows move by blocks, and a page of which some blocks were given up could not be stored.
+    """
+    extra.setdefault("spec_name", "KvfsOffloadingSpec")
+    if "blocks_per_chunk" in extra or "block_size" in extra:
+        return
+    sizes = set(block_tokens)
+    blocks = next(n for n in range(1, 17) if all(n * size % 16 == 0 for size in sizes))
+    if len(block_tokens) == 1:
+        blocks = max(blocks, PAGE_TOKENS // block_tokens[0] // blocks * blocks)
+    extra["blocks_per_chunk"] = blocks

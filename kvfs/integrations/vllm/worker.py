@@ -1,0 +1,183 @@
+"""A worker's half: copies pages between the engine's blocks and the store, off the engine's threads."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
+
+from kvfs.errors import KvfsError
+from kvfs.hostio import HostIO
+from kvfs.integrations.vllm.manager import LoadSpec, SaveSpec
+from kvfs.integrations.vllm.metrics import Metrics
+from kvfs.integrations.vllm.settings import VllmSettings
+from kvfs.integrations.vllm.views import Attached
+from kvfs.transfer import Transfer
+from kvfs.types import SavePlan, TransferState
+
+logger = init_logger(__name__)
+FLUSH_SECONDS = 1.0  # what has not been copied out of blocks that are wanted back by then is not stored
+
+
+class _Job(NamedTuple):
+    transfer: Transfer | None  # None: nothing to do, or refused
+    load: bool
+    nbytes: int
+    began: float
+
+
+class KvfsWorker(OffloadingWorker):
+    """Called by one thread of the engine's worker. Saves are over for the engine once their blocks are free."""
+
+    def __init__(self, io: HostIO, groups: Sequence[Attached], blocks_per_page: int, settings: VllmSettings) -> None:
+        self._io, self._groups, self._settings = io, groups, settings
+        self._blocks_per_page = blocks_per_page
+        self._jobs: dict[int, _Job] = {}
+        self._publishing: list[Transfer] = []  # saves whose blocks are free and whose result is not there yet
+        self._page_bytes = {a.group.name: io._attached[a.group.name].page_bytes for a in groups}
+        self._on_gpu = groups[0].device.memory.startswith("cuda")
+        self.metrics = Metrics()
+
+    # -- saves -------------------------------------------------------------------------------
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        transfer, nbytes = None, 0
+        if isinstance(dst_spec, SaveSpec):
+            plan, units = self._placed(src_spec, dst_spec)
+            nbytes = sum(len(chunks) * self._page_bytes[name] for name, chunks in plan.missing.items())
+            try:
+                transfer = self._io.save(
+                    plan, units, after=self._event(), deadline=self._settings.store_seconds, attempt=dst_spec.attempt
+                )
+            except (KvfsError, OSError) as exc:
+                self._refused("save", exc)
+        self._jobs[job_id] = _Job(transfer, False, nbytes, time.monotonic())
+        return True
+
+    def _placed(self, src: GPULoadStoreSpec, dst: SaveSpec) -> tuple[SavePlan, dict[str, list[int]]]:
+        """The plan, less the pages some of whose blocks were given up, and the units of what is left."""
+        missing: dict[str, tuple[int, ...]] = {}
+        units: dict[str, list[int]] = {}
+        for a, blocks, first in self._blocks(src):
+            chunks, bare = dst.chunks.get(a.group.index, ()), self._blocks_per_page
+            lost = -first % bare if len(blocks) % bare else 0  # blocks of a first page whose start is gone
+            if lost:
+                chunks, blocks = chunks[1:], blocks[lost:]
+            if len(blocks) != len(chunks) * bare:
+                self.metrics.add("pages_incomplete", len(chunks))
+                chunks = ()
+            missing[a.group.name] = chunks
+            units[a.group.name] = self._units(a, {
+                chunk * bare + i: blocks[n * bare + i] for n, chunk in enumerate(chunks) for i in range(bare)
+            })  # fmt: skip
+        plan = SavePlan(dst.plan.chunks, dst.plan.hashes, missing, dst.plan.namespace)
+        return plan, units
+
+    # -- loads -------------------------------------------------------------------------------
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        assert isinstance(src_spec, LoadSpec)
+        units = {
+            a.group.name: self._units(a, {first + i: block for i, block in enumerate(blocks)})
+            for a, blocks, first in self._blocks(dst_spec)
+        }
+        nbytes = len(dst_spec.block_ids) * sum(self._page_bytes.values()) // len(units) // self._blocks_per_page
+        transfer = None
+        try:
+            transfer = self._io.load(src_spec.match, units, after=self._event(), deadline=self._settings.load_seconds)
+        except (KvfsError, OSError) as exc:
+            self._refused("load", exc)
+        self._jobs[job_id] = _Job(transfer, True, nbytes, time.monotonic())
+        return True
+
+    # -- both --------------------------------------------------------------------------------
+
+    def _blocks(self, spec: GPULoadStoreSpec) -> list[tuple[Attached, list[int], int]]:
+        """(group, its blocks, number of the first one in the request) of a transfer."""
+        ids = spec.block_ids.tolist()
+        sizes = spec.group_sizes if spec.group_sizes is not None else [len(ids)]
+        firsts = spec.block_indices if spec.block_indices is not None else [0] * len(sizes)
+        found, at = [], 0
+        for a, size, first in zip(self._groups, sizes, firsts, strict=True):
+            found.append((a, ids[at : at + size], first))
+            at += size
+        return found
+
+    def _units(self, attached: Attached, blocks: dict[int, int]) -> list[int]:
+        """Units of a prompt, -1 where there is none, from blocks by their number in it."""
+        per = attached.units_per_block
+        units = [-1] * ((max(blocks, default=-1) + 1) * per)
+        for number, block in blocks.items():
+            units[number * per : (number + 1) * per] = range(block * per, (block + 1) * per)
+        return units
+
+    def _event(self) -> Any:
+        """Behind the work that wrote, or last used, the blocks."""
+        if not self._on_gpu:
+            return None  # the engine's thread has done it
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _refused(self, what: str, exc: Exception) -> None:
+        self.metrics.add(f"{what}s_refused")
+        logger.warning_once("kvfs: a %s was refused: %s", what, exc)
+
+    def get_finished(self) -> list[TransferResult]:
+        self._note_published()
+        return [self._finish(job_id) for job_id in [n for n, job in self._jobs.items() if _is_over(job)]]
+
+    def _finish(self, job_id: int) -> TransferResult:
+        job = self._jobs.pop(job_id)
+        seconds = time.monotonic() - job.began
+        if not job.load:
+            if job.transfer is not None:
+                self._publishing.append(job.transfer)
+            return TransferResult(job_id, True, job.nbytes if job.transfer is not None else None, seconds)
+        result = job.transfer.result if job.transfer is not None else None
+        whole = job.transfer is not None and job.transfer.state is TransferState.DONE
+        if result is not None:
+            self.metrics.add("pages_loaded", result.pages)
+            for tier, tokens in result.tiers.items():
+                self.metrics.add(f"tokens_loaded_{tier.name.lower()}", tokens)
+            if not whole:
+                self.metrics.add("pages_not_loaded", result.declined)
+                logger.warning("kvfs: %d pages were not loaded (%s): computing them", result.declined, result.reason)
+        return TransferResult(job_id, whole, job.nbytes if whole else None, seconds)
+
+    def _note_published(self) -> None:
+        left = []
+        reasons: Counter[str] = Counter()
+        for transfer in self._publishing:
+            if transfer.result is None:
+                left.append(transfer)
+                continue
+            self.metrics.add("pages_stored", transfer.result.pages)
+            self.metrics.add("pages_not_stored", transfer.result.declined)
+            if transfer.result.declined:
+                reasons[transfer.result.reason] += transfer.result.declined
+        self._publishing = left
+        for reason, pages in reasons.items():
+            logger.warning_once("kvfs: pages were not stored (%s, %d the first time)", reason, pages)
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Until the blocks of these jobs may be reused: never for a disk, and not longer than a second each."""
+        for job in [self._jobs[n] for n in job_ids if n in self._jobs]:
+            if (
+                job.transfer is not None
+                and not _is_over(job)
+                and (job.load or not job.transfer.source_free.wait(FLUSH_SECONDS))
+            ):
+                job.transfer.cancel()
+
+    def shutdown(self) -> None:
+        self._io.close()
+
+
+def _is_over(job: _Job) -> bool:
+    return job.transfer is None or (job.transfer.done if job.load else job.transfer.source_free).is_set()
