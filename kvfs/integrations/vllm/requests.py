@@ -30,8 +30,8 @@ class RequestPages:
         self.attempt = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
 
     def grow(self) -> None:
-        """Take up tokens that were generated since."""
-        if self._request.num_tokens - self.pages.tokens >= self.page_tokens:
+        """Take up tokens that were generated since, once they fill a page."""
+        if min(self._request.num_tokens, self._max_tokens) // self.page_tokens > self.pages.chunks:
             self.pages.extend(self._tokens(self.pages.tokens))
 
     def release(self) -> None:

@@ -1,0 +1,146 @@
+"""An engine in a process of its own, told what to do line by line: ``python -m tests.vllm.engine '{"model": ...}'``.
+
+Reads JSON commands from standard input, writes ``RESULT <json>`` for each. :class:`Engine` is the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS, CALL_SECONDS = 240.0, 180.0
+
+
+class Engine:
+    """Start, ask, stop. ``extra``: settings of the connector; None: no connector. ``env``: added to the process."""
+
+    def __init__(
+        self, model: Path, store: Path | None = None, *, extra: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None, connector: str = "KvfsConnector", **options: Any,
+    ) -> None:  # fmt: skip
+        config = None
+        if store is not None:
+            settings = {"path": str(store), "capacity": "256MiB", **(extra or {})}
+            config = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": settings}
+        job = {"model": str(model), "transfer": config, "options": options}
+        base = {
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+            "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }  # fmt: skip
+        if options.get("tensor_parallel_size", 1) > 1:
+            base["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        self.log: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.engine", json.dumps(job)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
+            env={**os.environ, **base, **(env or {})},
+        )  # fmt: skip
+        self._answer(START_SECONDS)
+
+    def ask(self, op: str, **arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return self._answer(CALL_SECONDS)
+
+    def generate(self, *prompts: list[int], forget: bool = True, **sampling: Any) -> list[tuple[int, list[int]]]:
+        """(tokens that were cached, new tokens) of each prompt. ``forget``: the engine's own prefix cache, before."""
+        return [tuple(r) for r in self.ask("generate", prompts=prompts, forget=forget, sampling=sampling)]
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = self.ask("metrics")
+        return found
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+        if kind is not None:
+            print("\n".join(self.log[-80:]))
+
+    def _answer(self, seconds: float) -> Any:
+        assert self.process.stdout is not None
+        alarm = threading.Timer(seconds, self.kill)
+        alarm.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("RESULT "):
+                    return json.loads(line.removeprefix("RESULT "))
+                self.log.append(line.rstrip())
+        finally:
+            alarm.cancel()
+        raise AssertionError("the engine ended:\n" + "\n".join(self.log[-60:]))
+
+
+def _serve(job: dict[str, Any]) -> None:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(**job["transfer"]) if job["transfer"] else None
+    options = {
+        "kv_cache_memory_bytes": 32 << 20, "enforce_eager": True, "block_size": 32, "max_model_len": 2048,
+        "max_num_batched_tokens": 2048, "dtype": "float32", "disable_log_stats": False, **job["options"],
+    }  # fmt: skip
+    llm = LLM(model=job["model"], kv_transfer_config=transfer, **options)
+    _reply("ready")
+    for line in sys.stdin:
+        command = json.loads(line)
+        _reply(_OPERATIONS[command.pop("op")](llm, **command))
+
+
+def _reply(value: Any) -> None:
+    print("RESULT " + json.dumps(value), flush=True)
+
+
+def _generate(llm: Any, prompts: list[list[int]], forget: bool, sampling: dict[str, Any]) -> list[Any]:
+    from vllm import SamplingParams
+
+    if forget:
+        llm.reset_prefix_cache()
+    arguments = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, **sampling}
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], SamplingParams(**arguments), use_tqdm=False
+    )  # fmt: skip
+    return [[o.num_cached_tokens, list(o.outputs[0].token_ids)] for o in outputs]
+
+
+def _metrics(llm: Any) -> dict[str, float]:
+    return {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
+
+
+def _usage(llm: Any) -> dict[str, int]:
+    """Descriptors and resident bytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {"fds": len(os.listdir("/proc/self/fd")), "rss": pages * os.sysconf("SC_PAGE_SIZE")}
+
+
+def _reset(llm: Any) -> bool:
+    return bool(llm.llm_engine.reset_prefix_cache(reset_connector=True))
+
+
+_OPERATIONS = {"generate": _generate, "metrics": _metrics, "usage": _usage, "reset": _reset}
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))

@@ -1,0 +1,42 @@
+"""Small random models with a tokenizer, made in place: what an engine needs to start and to give telling tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+
+ROOT = Path(__file__).resolve().parents[2]
+_BASE = {
+    "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+#: gemma3 has two layers that see a window of 128 tokens for each that sees all: hybrid groups of the engine
+CONFIGS = {
+    "llama": lambda: LlamaConfig(num_hidden_layers=4, **_BASE),
+    "qwen3": lambda: Qwen3Config(num_hidden_layers=4, **_BASE),
+    "gemma3": lambda: Gemma3TextConfig(
+        num_hidden_layers=6, sliding_window=128, sliding_window_pattern=3, query_pre_attn_scalar=32, **_BASE
+    ),
+}
+
+
+def build(kind: str, folder: Path, seed: int = 0) -> Path:
+    """Write model and tokenizer. Attention is sharp, so that tokens depend on far ones."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3 if "q_proj" in name or "k_proj" in name else 0.1)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([(ROOT / "docs" / "format.md").read_text()], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder

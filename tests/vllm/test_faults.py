@@ -1,0 +1,132 @@
+"""A disk that misbehaves below a serving engine: right tokens, the engine alive, the fault counted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine import Engine
+
+Models = Callable[[str], Path]
+Prompt = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="module")
+def filled(model: Models, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A store with four prompts, and the tokens that follow each."""
+    import random
+
+    store = tmp_path_factory.mktemp("filled") / "store"
+    prompts = [[random.Random(f"{seed} {i}").randrange(5, 1000) for i in range(700)] for seed in range(4)]
+    with Engine(model("llama"), store) as engine:
+        answers = engine.generate(*prompts)
+    assert [cached for cached, _ in answers] == [0] * 4
+    return store, [tokens for _, tokens in answers]
+
+
+@pytest.fixture
+def store(filled: tuple[Path, list[list[int]]], tmp_path: Path) -> Path:
+    shutil.copytree(filled[0], tmp_path / "store")
+    return tmp_path / "store"
+
+
+def _segments(store: Path) -> list[Path]:
+    return sorted((store / "segments").rglob("*.kv*")) or sorted(
+        p for p in (store / "segments").rglob("*") if p.is_file()
+    )
+
+
+def test_flipped_bytes_are_recomputed(
+    store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
+) -> None:
+    with Engine(model("llama"), store) as engine:
+        for path in _segments(store):
+            with path.open("r+b") as file:
+                size = os.fstat(file.fileno()).st_size
+                for at in range(1 << 16, size, 1 << 16):  # one byte of each page, none of the header
+                    file.seek(at)
+                    byte = file.read(1)
+                    file.seek(at)
+                    file.write(bytes([byte[0] ^ 1]))
+        for seed in range(4):
+            assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+        counted = engine.metrics()
+        assert counted["kvfs_loads_failed"] > 0 and counted["kvfs_pages_not_loaded"] > 0
+        for seed in range(4):  # what was computed has been stored anew
+            assert engine.generate(prompt(seed)) == [(640, filled[1][seed])]
+
+
+def test_segments_that_vanish_are_recomputed(
+    store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
+) -> None:
+    with Engine(model("llama"), store) as engine:
+        for path in _segments(store):
+            path.unlink()
+        for seed in range(4):
+            assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+
+
+def test_a_store_that_is_removed_while_serving(
+    store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
+) -> None:
+    with Engine(model("llama"), store) as engine:
+        assert engine.generate(prompt(0)) == [(640, filled[1][0])]
+        shutil.rmtree(store)
+        for seed in range(4):
+            assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+
+
+def test_a_load_that_is_late_is_recomputed(
+    store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
+) -> None:
+    with Engine(model("llama"), store, extra={"load_seconds": 1e-6}) as engine:
+        for seed in range(2):
+            assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+        assert engine.metrics()["kvfs_loads_failed"] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid():
+        pytest.skip("a file system is mounted: needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", mount], check=True)
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=False)
+
+
+def test_a_full_disk(small_disk: Path, model: Models, prompt: Prompt, filled: tuple[Path, list[list[int]]]) -> None:
+    """The file system is smaller than the capacity says."""
+    with Engine(model("llama"), small_disk / "store", extra={"capacity": "64MiB"}) as engine:
+        for seed in (0, 1, 2, 3, 0, 1, 2, 3):
+            assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+
+
+def test_churn_within_a_tenth_of_the_working_set(model: Models, tmp_path: Path) -> None:
+    """Memory, descriptors and the directory stay bounded over 500 requests."""
+    import random
+
+    store = tmp_path / "store"
+    prompts = [[random.Random(f"churn {n} {i}").randrange(5, 1000) for i in range(200)] for n in range(400)]
+    with Engine(model("llama"), store, extra={"capacity": "16MiB"}) as engine:
+        answers = {n: engine.generate(prompts[n], max_tokens=2)[0][1] for n in range(20)}
+        for first in range(20, 100, 20):
+            engine.generate(*prompts[first : first + 20], max_tokens=2)
+        before = engine.ask("usage")
+        for first in range(100, 400, 20):
+            engine.generate(*prompts[first : first + 20], max_tokens=2)
+            used = sum(p.stat().st_blocks * 512 for p in store.rglob("*") if p.is_file())
+            assert used <= 16 << 20
+        for n in range(20):
+            assert engine.generate(prompts[n], max_tokens=2)[0][1] == answers[n]
+        after = engine.ask("usage")
+        for n in range(380, 400):
+            engine.generate(prompts[n], max_tokens=2)
+        assert engine.metrics()["kvfs_pages_loaded"] > 0
+    assert after["fds"] <= before["fds"] + 8 and after["rss"] <= before["rss"] + (64 << 20), (before, after)
