@@ -1,8 +1,9 @@
 # make help: what there is. Variables: PYTHON (the interpreter the environment is made from), VENV,
-# TEST_EXTRAS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS.
+# TEST_EXTRAS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS, VLLM_VENV.
 
 PYTHON      ?= python3
 VENV        ?= .venv
+VLLM_VENV   ?= .venv-vllm
 TEST_EXTRAS ?= test,transformers,gpu
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
@@ -26,16 +27,17 @@ DEMO_STAMP := $(VENV)/.stamp-transformers
 TEST_STAMP := $(VENV)/.stamp-$(subst $(comma),-,$(TEST_EXTRAS))
 DEV_STAMP  := $(VENV)/.stamp-dev
 
-.PHONY: help demo test lint format bench install clean
+.PHONY: help demo test test-vllm lint format bench install clean
 
 help:
 	@echo "make demo     save a prompt's KV cache, load it in a new process (CPU is enough)"
 	echo "make test     all tests                       (PYTEST_ARGS='-k name')"
+	echo "make test-vllm  the tests with a real vLLM (CPU build, 3.4 GB, in $(VLLM_VENV))"
 	echo "make lint     ruff and mypy"
 	echo "make format   let ruff rewrite the files"
 	echo "make bench    tools/bench.py                  (BENCH_ARGS=...)"
 	echo "make install  the environment for all of these, in $(VENV)"
-	echo "make clean    remove $(VENV), caches and build outputs"
+	echo "make clean    remove $(VENV), $(VLLM_VENV), caches and build outputs"
 
 # The build backend is installed from the same pins, so that building the package asks the network for nothing.
 $(BASE_STAMP): $(DEPS)
@@ -59,6 +61,18 @@ $(DEV_STAMP): $(BASE_STAMP)
 	$(PIP) --no-build-isolation -e ".[dev]"
 	touch "$@"
 
+# The engine pins its own torch, so it gets its own environment. torch comes first, by itself; the rest is a complete
+# list of exact versions.
+VLLM_PIP   := "$(VLLM_VENV)/bin/python" -m pip install -qq --disable-pip-version-check --no-input
+VLLM_STAMP := $(VLLM_VENV)/.stamp
+$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.txt
+	@test -x "$(VLLM_VENV)/bin/python" || $(PYTHON) -m venv "$(VLLM_VENV)"
+	echo "installing vLLM into $(VLLM_VENV)"
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) --no-deps -r tests/vllm/requirements.txt
+	$(VLLM_PIP) --no-deps --no-build-isolation -e .
+	touch "$@"
+
 install: $(DEMO_STAMP) $(TEST_STAMP) $(DEV_STAMP)
 
 demo: $(DEMO_STAMP)
@@ -66,6 +80,9 @@ demo: $(DEMO_STAMP)
 
 test: $(TEST_STAMP)
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_STAMP)
+	@"$(VLLM_VENV)/bin/python" -m pytest tests/vllm --timeout 300 $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
 	@$(PY) -m ruff check .
@@ -81,5 +98,6 @@ bench: $(DEMO_STAMP)
 
 clean:
 	@if [ -e "$(BASE_STAMP)" ] || [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf -- "$(VENV)"; fi
+	@if [ -e "$(VLLM_STAMP)" ]; then rm -rf -- "$(VLLM_VENV)"; fi
 	rm -rf -- build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvfs tests tools -name __pycache__ -type d -prune -exec rm -rf -- {} +

@@ -63,9 +63,9 @@ class Matcher:
         """
         chunks = len(prompt.hashes)
         lookups = [
-            self.present(prompt, number, group, group.full, min(first.get(group.name, chunks), chunks), chunks, whole=True)
+            self.present(prompt, number, group, group.full, first.get(group.name, chunks), chunks, whole=True)
             for number, group in enumerate(self._layout.groups)
-        ]  # fmt: skip
+        ]
         generation = max(lookup.generation for lookup in lookups)  # of two, one is gone: its segments cannot be held
         match = self._assemble(lookups, chunks, generation, first)
         self._add_hold(match, self._acquire(match), lookups)

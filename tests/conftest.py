@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# tests/vllm need the engine, which pins its own torch: `make test-vllm` runs them in an environment of their own.
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore = [] if HAS_VLLM else ["vllm"]
+
 # Kernels run under the interpreter. Here, since torch may import triton first; 0 where tests run on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -21,6 +25,10 @@ settings.register_profile(
     "explore", max_examples=2000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_report_header() -> str:
+    return "vllm: installed" if HAS_VLLM else "vllm: not installed, tests/vllm are left out (make test-vllm runs them)"
 
 
 @pytest.fixture

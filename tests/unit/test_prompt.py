@@ -87,6 +87,10 @@ def test_a_plan_saves_what_it_names(ns: kvfs.Namespace) -> None:
 def test_chunks_outside_the_prompt_are_refused(ns: kvfs.Namespace) -> None:
     pages = ns.prompt(tokens_of(6, 3))
     name = ns.layout.groups[0].name
-    for wrong in (lambda: pages.select({name: 0}, end=4), lambda: pages.plan({name: [3]}), lambda: pages.plan({"x": []})):
+    for wrong in (
+        lambda: pages.select({name: 0}, end=4),
+        lambda: pages.plan({name: [3]}),
+        lambda: pages.plan({"x": []}),
+    ):
         with pytest.raises(kvfs.ConfigError):
             wrong()

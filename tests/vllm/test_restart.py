@@ -1,4 +1,4 @@
-"""The real engine over restarts: what one process computed, another finds, with the tokens of an engine without kvfs."""
+"""The real engine over restarts: what one process computed, another finds, with the tokens of one without kvfs."""
 
 from __future__ import annotations
 

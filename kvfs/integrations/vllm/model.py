@@ -140,7 +140,7 @@ def total_heads(config: VllmConfig, spec: AttentionSpec) -> int:
     size = config.parallel_config.tensor_parallel_size
     total = int(config.model_config.get_total_num_kv_heads())
     if size == 1:
-        return spec.num_heads
+        return int(spec.num_heads)
     if spec.num_heads != spec.num_kv_heads or spec.num_kv_heads != max(1, total // size):
         _refuse(f"a rank keeps {spec.num_heads} of {total} KV heads, which is no share of {size} ranks")
     if total % size and size % total:

@@ -58,9 +58,10 @@ def _describe(
 def _check(group: EngineGroup, spec: AttentionSpec, blocks: int, cell_bytes: int, views: list[torch.Tensor]) -> int:
     """Tokens of a kernel block."""
     for view in views:
-        shape = tuple(view.shape) if isinstance(view, torch.Tensor) else type(view).__name__
         if not isinstance(view, torch.Tensor) or view.dim() != 4:
-            raise ConfigError(f"group {group.name} has a cache of {shape}: kvfs knows [blocks, heads, tokens, content]")
+            kind = tuple(view.shape) if isinstance(view, torch.Tensor) else type(view).__name__
+            raise ConfigError(f"group {group.name} has a cache of {kind}: kvfs knows [blocks, heads, tokens, content]")
+        shape = tuple(int(n) for n in view.shape)
         if (shape[1], shape[3] * view.element_size()) != (spec.num_heads, cell_bytes):
             raise ConfigError(
                 f"group {group.name} has a cache of shape {shape}: expected {spec.num_heads} heads of {cell_bytes} "
