@@ -28,7 +28,6 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-import kvfs
 from kvfs.errors import ConfigError
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
@@ -37,7 +36,7 @@ from kvfs.integrations.vllm.settings import set_defaults, settings_of
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace
-from kvfs.store import Store
+from kvfs.store import Store, open_store
 
 logger = init_logger(__name__)
 TESTED = ("0.32.0",)
@@ -60,9 +59,11 @@ class KvfsOffloadingSpec(OffloadingSpec):
     def open(self, vllm_config: VllmConfig, cache: KVCacheConfig) -> EngineModel:
         """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError ..."""
         model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id)
-        self._store = kvfs.open(self.settings.path, capacity=self.settings.capacity, read_only=self.settings.read_only)
+        self._store = open_store(self.settings.path, capacity=self.settings.capacity, read_only=self.settings.read_only)
         self._model = model
-        self._namespace = self._store.namespace(model.name, model.layout, model.revision, extra=model.extra)
+        self._namespace = self._store.namespace(
+            model.name, model.layout, model.revision, extra=model.extra, codec=self.settings.codec
+        )
         return model
 
     @property

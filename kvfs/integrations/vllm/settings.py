@@ -7,6 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvfs.codec import parse as parse_codec
 from kvfs.config import parse_size
 from kvfs.errors import ConfigError
 
@@ -27,6 +28,7 @@ class VllmSettings:
     min_tokens: int = 0  # shorter prompts are neither looked up nor stored
     max_tokens: int = 1 << 24  # of a prompt, what lies behind is neither looked up nor stored
     read_only: bool = False  # load, never store
+    codec: str | None = None  # of pages stored from now on; None: the store's
     load_seconds: float = 30.0  # what is not loaded by then is recomputed
     store_seconds: float = 2.0  # what is not copied by then is not stored
     ring_bytes: int | str = "256MiB"  # of pinned memory, per rank
@@ -65,6 +67,8 @@ def _check(name: str, value: Any) -> None:
     elif name == "weights_id":
         if not isinstance(value, str) or not value.isprintable() or len(value) > 128:
             raise ConfigError(f"weights_id is {value!r}: pass up to 128 printable characters that name these weights")
+    elif name == "codec" and value is not None:
+        parse_codec(value)
     elif name in ("ring_bytes", "registered_bytes") or (name == "capacity" and value is not None):
         parse_size(value, name)
 
