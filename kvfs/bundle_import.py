@@ -23,6 +23,7 @@ from kvfs.bundle import MANIFEST, MANIFEST_BYTES_MAX, BundleError, Member, entry
 from kvfs.codec import CodecError, decoded, fits
 from kvfs.config import SEGMENT_MAX, quota_id
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.directory import explained
 from kvfs.errors import ConfigError, NoSpaceError
 from kvfs.files import Files
 from kvfs.format import Entry
@@ -94,13 +95,23 @@ class _Page(NamedTuple):
     part: Part
 
 
+class Pace(NamedTuple):
+    """How greedy an import is: what it appends at once, how long it waits for room, what it does between two steps."""
+
+    batch_bytes: int = BATCH_BYTES
+    space_seconds: float = SPACE_SECONDS
+    manifest_bytes_max: int = MANIFEST_BYTES_MAX
+    step: Callable[[], None] = lambda: None  # may rest, or raise to end the import
+
+
 class Importer:
     """One import. ``partial``: pages that verify are taken from a bundle that is damaged."""
 
-    def __init__(self, context: Context, active: ActiveSegments, *, partial_: bool) -> None:
+    def __init__(self, context: Context, active: ActiveSegments, *, partial_: bool, pace: Pace | None = None) -> None:
         self._c = context
         self._active = active
         self._partial = partial_
+        self._pace = pace or Pace()
         self.report = Imported()
         self._heads: set[bytes] = set()  # chunk hashes that begin a run
         self._stamps: dict[int, int] = {}  # as they are in the bundle -> as they will be here
@@ -112,32 +123,38 @@ class Importer:
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror}; give a bundle that kvfs export wrote") from None
         try:
-            size = os.fstat(fd).st_size
-            members = self._open(fd, size, digest)
-            done = 0
-            for member in members:  # first all is looked at: a changed bundle leaves nothing behind
-                self._check(fd, member)
-                done += member.nbytes
-                progress(done, 2 * size)
-            # a stamp per request, as in the store that they come from, and in its order
-            now = self._c.files.now_us()
-            self._stamps = {stamp: now + i for i, stamp in enumerate(sorted(self._stamps))}
-            for member in members:
-                self._take(fd, member)
-                done += member.nbytes
-                progress(done, 2 * size)
+            return self.take(fd, progress, digest=digest)
         except OSError as exc:
             raise BundleError(f"{path}: {exc.strerror}; copy the bundle again") from None
         finally:
             os.close(fd)
-        self._c.counters.add("pages_imported", self.report.stored)
+
+    def take(
+        self, fd: int, progress: Callable[[int, int], None] = lambda done, total: None, *, digest: str | None = None
+    ) -> Imported:
+        """The same for an open file. OSError if it cannot be read."""
+        size = os.fstat(fd).st_size
+        members = self.members(fd, size, digest)
+        done = 0
+        for member in members:  # first all is looked at: a changed bundle leaves nothing behind
+            self._check(fd, member)
+            done += member.nbytes
+            progress(done, 2 * size)
+        # a stamp per request, as in the store that they come from, and in its order
+        now = self._c.files.now_us()
+        self._stamps = {stamp: now + i for i, stamp in enumerate(sorted(self._stamps))}
+        for member in members:
+            self._take(fd, member)
+            done += member.nbytes
+            progress(done, 2 * size)
         return self.report
 
     # -- looking ------------------------------------------------------------------------------
 
-    def _open(self, fd: int, size: int, digest: str | None) -> list[Member]:
+    def members(self, fd: int, size: int, digest: str | None = None) -> list[Member]:
+        """The segments of a bundle that is complete: it ends with a manifest that names them, sizes included."""
         members = list(read_members(fd, size, self._c.files.read, MEMBERS_MAX))
-        if not members or members[-1].name != MANIFEST or members[-1].nbytes > MANIFEST_BYTES_MAX:
+        if not members or members[-1].name != MANIFEST or members[-1].nbytes > self._pace.manifest_bytes_max:
             raise BundleError("there is no manifest at the end: not a bundle of kvfs, or cut short; copy it again")
         data = self._c.files.read(fd, members[-1].nbytes, members[-1].offset)
         self.report.digest = hashlib.blake2b(data, digest_size=32).hexdigest()
@@ -164,6 +181,7 @@ class Importer:
         digest = hashlib.blake2b(digest_size=32)
         for at in range(0, member.nbytes, 4 << 20):
             digest.update(self._c.files.read(fd, min(4 << 20, member.nbytes - at), member.offset + at))
+            self._pace.step()
         if digest.hexdigest() != self._digests[member.name]:
             if not self._partial:
                 raise BundleError(
@@ -194,6 +212,7 @@ class Importer:
         files = _Window(member)
         known: dict[int, tuple[Described, bytes] | None] = {}
         for entry in scan.parts():
+            self._pace.step()
             if entry.ns_seq not in known:
                 known[entry.ns_seq] = self._described(fd, files, scan, entry.ns_seq)
             named = known[entry.ns_seq]
@@ -205,6 +224,9 @@ class Importer:
                 part = Part.unpack(entry.part)
                 if not fits(entry.codec, entry.stored_bytes, group.part_bytes(part)):
                     yield entry, "its size or codec contradicts the layout"
+                    continue
+                if group.part_bytes(part) > space.page_limit(self._c.settings):
+                    yield entry, f"a page of {group.part_bytes(part)} bytes is more than this store's capacity allows"
                     continue
                 payload = files.read(fd, entry.stored_bytes, entry.payload)
                 raw = decoded(payload, entry.codec, group.part_bytes(part))
@@ -246,7 +268,7 @@ class Importer:
             batch: list[_Page] = []
             for page in same:
                 batch.append(page)
-                if len(batch) == BATCH_PAGES or len(batch) * len(page.payload) >= BATCH_BYTES:
+                if len(batch) == BATCH_PAGES or len(batch) * len(page.payload) >= self._pace.batch_bytes:
                     self._store(batch, self._stamps.get(stamp, now))
                     batch = []
             if batch:
@@ -260,9 +282,9 @@ class Importer:
         missing = self._c.index.read(lambda s: _missing(s, key, records), COMMIT_SECONDS)
         self.report.skipped += len(records) - len(missing)
         segment_class = self._class(pages[0].described, pages[0].entry.expires)
-        deadline = self._c.files.monotonic() + SPACE_SECONDS
+        deadline = self._c.files.monotonic() + self._pace.space_seconds
         try:
-            with self._active.lock(segment_class):
+            with explained(self._c.directory.path), self._active.lock(segment_class):
                 while missing:
                     done = self._append(segment_class, missing, key, at_us, deadline)
                     missing = missing[done:]
@@ -347,6 +369,7 @@ class Importer:
         self._active.note_use(segment_class)
         self._active.note_dirty(segment_class)
         self.report.stored += stored.records
+        self._c.counters.add("pages_imported", stored.records)
         self.report.skipped += count - stored.records
         self.report.nbytes += stored.stored_bytes
         return count

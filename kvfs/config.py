@@ -21,6 +21,7 @@ else:
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CAPACITY_MIN = 16 * MIB
 SEGMENT_MIN, SEGMENT_MAX = 256 * KIB, 4 * GIB
+SEGMENTS_MIN = 8  # that fit into a store
 INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
 #: Small files of the directory: super, settings, stamps, liveness, LMDB's second file.
 OVERHEAD_BYTES = 1 * MIB
@@ -139,7 +140,7 @@ def make_settings(
         raise ConfigError(f"segment_bytes is {segment_bytes}: choose between {SEGMENT_MIN} and {SEGMENT_MAX}")
     if not INDEX_MIN <= index_bytes <= INDEX_MAX:
         raise ConfigError(f"index_bytes is {index_bytes}: choose between {INDEX_MIN} and {INDEX_MAX}")
-    if total - index_bytes - OVERHEAD_BYTES < 8 * segment_bytes:
+    if total - index_bytes - OVERHEAD_BYTES < SEGMENTS_MIN * segment_bytes:
         raise NoSpaceError(
             f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight must fit beside the "
             f"index ({index_bytes}); raise capacity or lower segment_bytes"

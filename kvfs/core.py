@@ -11,20 +11,15 @@ import tempfile
 import threading
 from typing import Any
 
-from kvfs import config, descriptors
+from kvfs import descriptors, settings
 from kvfs import directory as directories
 from kvfs.active import ActiveSegments
 from kvfs.carry import Carrier
 from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
-from kvfs.errors import (
-    ConfigError,
-    CorruptError,
-    IndexUnavailableError,
-    StoreLockedError,
-    StoreNotFoundError,
-)
+from kvfs.dropfolder import DropFolder
+from kvfs.errors import ConfigError, CorruptError, IndexUnavailableError, StoreLockedError, StoreNotFoundError
 from kvfs.evictor import Evictor
 from kvfs.files import Files
 from kvfs.index.environment import Index
@@ -37,12 +32,14 @@ from kvfs.reader import Reader
 from kvfs.rebuild import Report, build, rebuild
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
-from kvfs.tally import EVERY_SECONDS, Tallies
+from kvfs.tally import EVERY_SECONDS, NOW, Tallies
 from kvfs.types import Verify
+from kvfs.watch import DROPS, HOLDS, SETTINGS, Heard, Watch
 from kvfs.writer import Appender
 
 READY_SECONDS = 5.0  # how long open waits for a rebuild, its own or another's; a large one goes on beside serving
 READY_POLL_SECONDS = 0.02
+WATCH_AFTER_SECONDS = 1.0  # what opens a store only for a moment pays for no watch, and adopts nothing
 _LOCK = threading.RLock()
 _CORES: dict[tuple[int, int], Core] = {}
 _LEAVING: list[Core] = []  # being closed
@@ -104,6 +101,11 @@ class Core:
 
     c: Context
 
+    @property
+    def settings(self) -> Settings:
+        """Those in force: they change with kvfs.toml."""
+        return self.c.settings
+
     def _start(self, *, again: bool = False) -> None:
         with contextlib.ExitStack() as undo, directories.explained(self.path):
             self._make_parts(undo, again=again)
@@ -115,19 +117,19 @@ class Core:
         directory = Directory(self.path, files, read_only=self.read_only)
         undo.callback(directory.close)
         store_id = directory.store_id()
-        settings = _read_settings(directory)
-        self._check_layout(directory)
+        loaded = settings.load(directory)
+        directories.check_layout(directory)
         if not self.read_only:
             directories.tighten(directory)
         liveness = None if self.read_only else Liveness(directory)
         if liveness is not None:
             undo.callback(liveness.close)
             liveness.refuse_foreign_kernel()
-        self.directory, self.settings = directory, settings
-        index = Index(directory, settings.index_bytes)
+        self.directory, self._follower = directory, settings.Follower(directory, loaded)
+        index = Index(directory, loaded.index_bytes)
         undo.callback(lambda: self.c.index.close())
         context = Context(
-            directory, files, settings, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
+            directory, files, loaded, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
             Marks(directory), self._verify, self._threads, Tallies(directory, liveness), self._declines,
         )  # fmt: skip
         if again:
@@ -143,33 +145,9 @@ class Core:
             self.evictor.pinned = self.pins.segments
             self.purger = Purger(self.c, self.evictor, self.active, self.pins)
         self._become_ready()
+        self.drops = DropFolder(self.c, self.active)
+        self.watch = Watch(directory, self._heard, adopts=not self.read_only)
         self.keeper = Keeper(self.c, self._chores())
-
-    def _check_layout(self, directory: Directory) -> None:
-        for name in directories.SUBDIRECTORIES:
-            try:
-                directory.sub(name)
-            except FileNotFoundError:  # everything but the segments can be made anew
-                parent, _, leaf = name.rpartition("/")
-                over = directory.sub(parent) if parent else directory.root
-                if self.read_only:
-                    if name in directories.OPTIONAL_SUBDIRECTORIES:
-                        continue
-                    raise CorruptError(f"{directory.path}/{name} is missing: open the store for writing once") from None
-                try:
-                    directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
-                except OSError as exc:
-                    if exc.errno != errno.ENOSPC or name not in directories.OPTIONAL_SUBDIRECTORIES:
-                        raise
-            except NotADirectoryError:
-                raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
-        if not self.read_only:
-            run = directory.sub("run")
-            try:
-                directory.files.stat("gc", dir_fd=run)
-            except FileNotFoundError:  # of a directory that was made anew
-                with contextlib.suppress(FileExistsError):
-                    directory.files.close(directory.files.create("gc", directory.file_mode, dir_fd=run))
 
     # -- readiness ---------------------------------------------------------------------------
 
@@ -247,8 +225,10 @@ class Core:
     def _chores(self) -> list[Chore]:
         chores = [
             Chore("leave", 0.0, self._leave),
-            Chore("holds", 1.0, self._expire_holds),
+            Chore(HOLDS, 1.0, self._expire_holds),
             Chore("follow", 1.0, self._follow_purges),
+            Chore(SETTINGS, 2.0, self._follow_settings),
+            Chore("watch", 30.0, self.watch.keep, after=WATCH_AFTER_SECONDS),
         ]
         if not self.read_only:
             assert self.c.liveness is not None
@@ -263,6 +243,7 @@ class Core:
                 Chore("slack", 5.0, self.c.index.keep_slack),
                 Chore("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
                 Chore("tally", EVERY_SECONDS, self._tally),
+                Chore(DROPS, 1.0, self.drops.look, after=WATCH_AFTER_SECONDS),
             ]
         return chores
 
@@ -271,8 +252,28 @@ class Core:
             self.abandoned.pop()
             leave(self)
 
+    def _heard(self, heard: Heard) -> None:
+        if heard.chore == DROPS and heard.renamed:
+            self.drops.arrived(heard.name)
+        self.keeper.nudge(heard.chore)
+
+    def _follow_settings(self) -> None:
+        found = self._follower.look()
+        if found == settings.REFUSED:
+            self.c.counters.add("settings_refused")
+        elif found == settings.NEW:
+            self.c.counters.add("settings_taken_up")
+            self.c.settings = self._follower.settings
+            self.evictor.budget.segment_bytes = self.c.settings.segment_bytes
+            self.keeper.nudge("evict")
+
+    @property
+    def watching(self) -> str:
+        """How this process learns what others change: by "inotify", or by "polling"."""
+        return "inotify" if self.watch.works else "polling"
+
     def _tally(self) -> None:
-        self.c.tallies.write(self.c.counters.snapshot())
+        self.c.tallies.write({**self.c.counters.snapshot(), f"{NOW}{self.watching}": 1})
         self.c.tallies.fold_dead()
 
     def _sync(self) -> None:
@@ -292,9 +293,12 @@ class Core:
 
     def close(self) -> None:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
+        self.drops.cancel()
         for io in list(self.c.attached):
             io.close()
         self.keeper.stop()
+        self.watch.stop()
+        self.drops.join()
         if self._rebuilder is not None:
             self._rebuilder.join(CLOSE_SECONDS)
         if not self.read_only:
@@ -345,13 +349,6 @@ def abandon(core: Core) -> None:
     Closing there made another store's index thread miss its deadline. So the core's own thread does it.
     """
     core.abandoned.append(None)
-
-
-def _read_settings(directory: Directory) -> Settings:
-    data = directory.read_small("kvfs.toml", config.TOML_BYTES_MAX)
-    if data is None:
-        raise CorruptError(f'{directory.path}/kvfs.toml is missing: write one with capacity = "200GiB"')
-    return config.parse_toml(data, f"{directory.path}/kvfs.toml")
 
 
 # -- forks and exits -------------------------------------------------------------------------

@@ -41,6 +41,13 @@ class Descriptor:
         files.create(name, mode, dir_fd=dir_fd, keep=made._kept)
         return made
 
+    @classmethod
+    def owning(cls, files: Files, fd: int) -> Descriptor:
+        """Take over a descriptor that another call has opened."""
+        made = cls(files)
+        made._kept.append(fd)
+        return made
+
     @property
     def fd(self) -> int:
         """Negative when closed, which makes every call on it an OSError."""

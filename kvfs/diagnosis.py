@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 from kvfs import config
 from kvfs.directory import GOOD_FILESYSTEMS, Directory, filesystem_of
+from kvfs.dropfolder import waiting
 from kvfs.errors import KvfsError
 from kvfs.files import Files, boot_id
 from kvfs.liveness import FOREIGN_FRESH_SECONDS, census
+from kvfs.watch import probe
 
 OK, WARN, BAD = "ok", "warn", "bad"
 LOCK_SECONDS = 1.0
@@ -51,7 +53,7 @@ def diagnose(path: str, files: Files) -> list[Finding]:
             found = [Finding("format", BAD, str(exc), "use the kvfs that wrote it, or start with an empty directory")]
         for check in (
             _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _processes, _locks, _index,
-            _leftovers, _page_cache,
+            _leftovers, _drop_folder, _watch, _page_cache,
         ):  # fmt: skip
             try:
                 found += check(directory)
@@ -319,7 +321,7 @@ def _index(directory: Directory) -> Iterator[Finding]:
 
 
 def _leftovers(directory: Directory) -> Iterator[Finding]:
-    counts = {sub: len(directory.files.listdir(directory.sub(sub))) for sub in ("doomed", "quarantine", "import")}
+    counts = {sub: len(directory.files.listdir(directory.sub(sub))) for sub in ("doomed", "quarantine")}
     data: dict[str, Any] = dict(counts)
     if counts["quarantine"]:
         yield Finding(
@@ -328,6 +330,38 @@ def _leftovers(directory: Directory) -> Iterator[Finding]:
         )  # fmt: skip
     held = f"{counts['doomed']} dropped segments are still held by readers" if counts["doomed"] else "none"
     yield Finding("dropped segments", OK, held, "", data)
+
+
+def _drop_folder(directory: Directory) -> Iterator[Finding]:
+    names, refused = waiting(directory)
+    data = {"waiting": len(names), "refused": len(refused)}
+    if refused:
+        yield Finding(
+            "drop folder", WARN, f"{len(names)} files wait, {len(refused)} were refused ({', '.join(refused[:4])})",
+            f"cat {directory.path}/import/refused/*.reason, and remove what lies there", data,
+        )  # fmt: skip
+    elif names and not any(lives for _, lives in census(directory)):
+        yield Finding(
+            "drop folder", WARN, f"{len(names)} files wait, and nobody has the store open to adopt them",
+            "start a worker, or: kvfs import FILE", data,
+        )  # fmt: skip
+    else:
+        yield Finding("drop folder", OK, f"{len(names)} files wait, none was refused", "", data)
+
+
+def _watch(directory: Directory) -> Iterator[Finding]:
+    why = probe(directory)
+    data: dict[str, Any] = {"inotify": not why}
+    for name in ("max_user_instances", "max_user_watches"):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/sys/fs/inotify/{name}", encoding="ascii") as file:
+            data[name] = int(file.read())
+    if why:
+        yield Finding(
+            "watch", WARN, f"inotify does not work ({why}): workers poll, and notice changes after seconds",
+            "sysctl fs.inotify.max_user_instances=1024 (default 128), or stop what uses them up", data,
+        )  # fmt: skip
+    else:
+        yield Finding("watch", OK, "inotify works: workers notice changes at once", "", data)
 
 
 def _page_cache(directory: Directory) -> Iterator[Finding]:

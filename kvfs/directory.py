@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvfs.descriptors import Descriptor
-from kvfs.errors import FormatError, NoSpaceError, StoreAccessError, StoreNotFoundError, StoreReadOnlyError
+from kvfs.errors import CorruptError, FormatError, NoSpaceError, StoreAccessError, StoreNotFoundError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.hashing import checksum
 from kvfs.version import FORMAT
@@ -186,6 +186,34 @@ def parse_super(data: bytes, path: str, *, read_only: bool) -> bytes:
 
 def _canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def check_layout(directory: Directory) -> None:
+    """Make what is missing of a store's directories; CorruptError where that cannot be."""
+    for name in SUBDIRECTORIES:
+        try:
+            directory.sub(name)
+        except FileNotFoundError:  # everything but the segments can be made anew
+            parent, _, leaf = name.rpartition("/")
+            over = directory.sub(parent) if parent else directory.root
+            if directory.read_only:
+                if name in OPTIONAL_SUBDIRECTORIES:
+                    continue
+                raise CorruptError(f"{directory.path}/{name} is missing: open the store for writing once") from None
+            try:
+                directory.files.mkdir(leaf, directory.dir_mode, dir_fd=over)
+            except OSError as exc:
+                if exc.errno != errno.ENOSPC or name not in OPTIONAL_SUBDIRECTORIES:
+                    raise
+        except NotADirectoryError:
+            raise CorruptError(f"{directory.path}/{name} is no directory: move it away") from None
+    if not directory.read_only:
+        run = directory.sub("run")
+        try:
+            directory.files.stat("gc", dir_fd=run)
+        except FileNotFoundError:  # of a directory that was made anew
+            with contextlib.suppress(FileExistsError):
+                directory.files.close(directory.files.create("gc", directory.file_mode, dir_fd=run))
 
 
 # -- creating --------------------------------------------------------------------------------

@@ -63,14 +63,14 @@ class DisabledCore(Core):
     """What a ``Store`` needs, without a directory. Limits are so large that no layout is refused."""
 
     disabled = True
+    watching = "off"
 
     def __init__(self, path: str, verify: Verify | None, threads: int | None, files: Files) -> None:
         self.path, self.read_only, self.users, self.rebuilt = os.path.abspath(path), False, 1, None
         self.abandoned = []
-        self.settings = make_settings(1 << 50)
         directory = _NoDirectory(self.path, files)
         self.c = Context(
-            directory, files, self.settings, bytes(16), _NoIndex(), _NoLiveness(), Recency(directory),
+            directory, files, make_settings(1 << 50), bytes(16), _NoIndex(), _NoLiveness(), Recency(directory),
             SegmentFiles(directory), Marks(directory), verify or Verify.ALWAYS, threads or 1, Tallies(directory, None),
             declines=REASON,
         )  # fmt: skip

@@ -15,11 +15,12 @@ TICK_SECONDS = 0.25
 
 
 class Chore(NamedTuple):
-    """Something to do every ``every`` seconds."""
+    """Something to do every ``every`` seconds, for the first time ``after`` so many."""
 
     name: str
     every: float
     run: Callable[[], None]
+    after: float = 0.0
 
 
 class Keeper:
@@ -28,16 +29,20 @@ class Keeper:
     def __init__(self, context: Context, chores: list[Chore]) -> None:
         self._c = context
         self._chores = chores
-        self._due = {chore.name: 0.0 for chore in chores}
+        begin = context.files.monotonic()
+        self._due = {chore.name: begin + chore.after for chore in chores}
+        self._ran: dict[str, float] = {}
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="kvfs-keeper", daemon=True)
         self._thread.start()
 
     def nudge(self, name: str) -> None:
-        """Do a chore at once."""
-        self._due[name] = 0.0
-        self._wake.set()
+        """Do a chore at once; if it was done just now, with the next tick: others may cause any number of nudges."""
+        if name in self._due:
+            self._due[name] = 0.0
+            if self._c.files.monotonic() - self._ran.get(name, -TICK_SECONDS) >= TICK_SECONDS:
+                self._wake.set()
 
     def _loop(self) -> None:
         while not self._stopping:
@@ -46,6 +51,7 @@ class Keeper:
                     break
                 now = self._c.files.monotonic()
                 if now >= self._due[chore.name]:
+                    self._ran[chore.name] = now
                     self._due[chore.name] = now + chore.every
                     self._run(chore)
             self._wake.wait(TICK_SECONDS)

@@ -1,24 +1,28 @@
-"""Reading and changing ``kvfs.toml``: where each setting comes from, and replacing one without touching the rest."""
+"""``kvfs.toml``: where a setting comes from, changing one without touching the rest, following what others change."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvfs import config
 from kvfs.config import Settings
 from kvfs.descriptors import opened
 from kvfs.directory import Directory, explained
-from kvfs.errors import ConfigError, CorruptError, StoreLockedError
+from kvfs.errors import ConfigError, CorruptError, KvfsError, NoSpaceError, StoreLockedError
 from kvfs.files import Files
 from kvfs.liveness import census
 
+log = logging.getLogger("kvfs")
 NAME = "kvfs.toml"
 LOCK_SECONDS = 2.0
+SAME, NEW, REFUSED = "same", "new", "refused"
 KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec")
 QUOTA_KEYS = ("guaranteed", "cap", "ttl")
 _QUOTA = re.compile(r"quota\.(?P<name>.+)\.(?P<key>[a-z]+)\Z")
@@ -31,6 +35,56 @@ class Setting(NamedTuple):
     name: str
     value: Any
     origin: str  # "kvfs.toml" or "default"
+
+
+def load(directory: Directory) -> Settings:
+    """The settings of an open directory. ConfigError or CorruptError name the line or key."""
+    return config.parse_toml(_read(directory), f"{directory.path}/{NAME}")
+
+
+class Follower:
+    """Takes up what changes in ``kvfs.toml`` while a store is open. A file that does not hold changes nothing."""
+
+    def __init__(self, directory: Directory, settings: Settings) -> None:
+        self._directory = directory
+        self.settings = settings
+        self.problem = ""  # why the file as it is now is not obeyed
+        self._seen: tuple[int, ...] | None = None  # which file was looked at; None: look again
+
+    def look(self) -> str:
+        """``SAME``, ``NEW`` if ``settings`` are other ones now, ``REFUSED`` if the file has become one that fails."""
+        seen = self._version()
+        if seen == self._seen:
+            return SAME
+        self._seen = seen
+        before, known = self.settings, self.problem
+        try:
+            self.settings, self.problem = self._fitting(load(self._directory)), ""
+        except KvfsError as exc:
+            self.problem = str(exc)
+        except OSError as exc:  # a symlink, no permission, a bad disk: it may pass
+            self._seen, self.problem = None, f"{self._directory.path}/{NAME}: {exc.strerror}"
+        if self.problem and self.problem != known:
+            log.warning("kvfs goes on with the settings that it has: %s", self.problem)
+            return REFUSED
+        return NEW if self.settings != before else SAME
+
+    def _version(self) -> tuple[int, ...]:
+        try:
+            st = self._directory.files.stat(NAME, dir_fd=self._directory.root)
+        except FileNotFoundError:
+            return ()
+        return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
+
+    def _fitting(self, new: Settings) -> Settings:
+        """The size of an index is fixed while it is open: another one counts from the next open on."""
+        kept = replace(new, index_bytes=self.settings.index_bytes)
+        if kept.segments_bytes_max < config.SEGMENTS_MIN * kept.segment_bytes:
+            raise NoSpaceError(
+                f"capacity {kept.capacity_bytes} is too small beside the index that is open ({kept.index_bytes}): "
+                "stop the store's users first"
+            )
+        return kept
 
 
 def read(path: str, files: Files) -> list[Setting]:

@@ -158,6 +158,7 @@ class Store:
             "capacity_bytes": shared.settings.capacity_bytes,
             "read_only": shared.read_only,
             "verify": shared.c.verify.value,
+            "watch": shared.watching,
             "counters": shared.c.counters.snapshot(),
             "totals": shared.c.tallies.total(),
             "index": {"state": "ready", "generation": shared.c.index.generation, "timeouts": shared.c.index.timeouts},

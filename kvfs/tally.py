@@ -37,6 +37,7 @@ _FILE = re.compile(r"([0-9a-f]{32})\.count\Z")
 _NAME = re.compile(r"[a-z0-9_]{1,56}\Z")
 _COUNT_MAX = 1 << 62
 TOTALS = "totals"
+NOW = "now_"  # begins the names of what only counts as long as the process lives
 
 
 class Tally(NamedTuple):
@@ -113,8 +114,10 @@ class Tallies:
                 found = {o: self._read(f"{o}.count") for o in self._owners() if o not in before.folded}
                 if self._read(TOTALS).turn == before.turn:
                     break
-            for tally in (before, *found.values()):
-                sums.update(tally.counts)
+            sums.update(before.counts)
+            for owner, tally in found.items():
+                alive = self._liveness is None or self._liveness.is_alive(bytes.fromhex(owner))
+                sums.update(tally.counts if alive else lasting(tally.counts))
         return dict(sums)
 
     def _owners(self) -> list[str]:
@@ -130,7 +133,7 @@ class Tallies:
             there = set(self._owners())
             sums = Counter(totals.counts)
             for owner in owners & there - totals.folded:
-                sums.update(self._read(f"{owner}.count").counts)
+                sums.update(lasting(self._read(f"{owner}.count").counts))
             folded = frozenset((totals.folded | owners) & there)
             if len(folded) > FOLDED_MAX:
                 return  # files that cannot be unlinked: nothing more is folded, so nothing is counted twice
@@ -198,6 +201,11 @@ class Tallies:
         except OSError:
             return _EMPTY
         return max((_parse(slot) for slot in slots), key=lambda t: t.turn)
+
+
+def lasting(counts: Mapping[str, int]) -> dict[str, int]:
+    """What a process leaves behind of its counts."""
+    return {name: n for name, n in counts.items() if not name.startswith(NOW)}
 
 
 def _parse(slot: bytes) -> Tally:

@@ -69,10 +69,16 @@ def summary(stats: Mapping[str, Any]) -> dict[str, Any]:
         "pages_corrupt": t.get("pages_corrupt", 0),
         "read_errors": t.get("read_errors", 0),
         "write_errors": t.get("write_errors", 0),
+        "settings_taken_up": t.get("settings_taken_up", 0),
+        "settings_refused": t.get("settings_refused", 0),
+        "bundles_adopted": t.get("bundles_adopted", 0),
+        "bundles_refused": t.get("bundles_refused", 0),
+        "processes_inotify": t.get("now_inotify", 0),
+        "processes_polling": t.get("now_polling", 0),
         "latency_us": latencies(t),
         "capacity_bytes": stats["capacity_bytes"],
         "used_bytes": stats.get("used_bytes"),
-        "counters": dict(sorted((k, n) for k, n in t.items() if not _BUCKET.match(k))),
+        "counters": dict(sorted((k, n) for k, n in t.items() if not _BUCKET.match(k) and not k.startswith("now_"))),
     }
 
 
@@ -128,6 +134,12 @@ def _lines(data: Mapping[str, Any]) -> Iterable[str]:
         f"faults    corrupt pages {text.count(data['pages_corrupt'])}, read errors {text.count(data['read_errors'])}, "
         f"write errors {text.count(data['write_errors'])}"
     )
+    yield (
+        f"changes   noticed by {text.count(data['processes_inotify'])} processes at once (inotify), by "
+        f"{text.count(data['processes_polling'])} polling   settings taken up {text.count(data['settings_taken_up'])}, "
+        f"refused {text.count(data['settings_refused'])}"
+    )
+    yield f"drops     bundles adopted {text.count(data['bundles_adopted'])}, refused {text.count(data['bundles_refused'])}"
     for call, entry in data["latency_us"].items():
         yield (
             f"{call:<9} {text.count(entry['calls'])} calls, half below {_micros(entry['p50_below'])}, "

@@ -109,7 +109,7 @@ def _value(name: str, value: object) -> str:
 def set_command(app: App, key: str, value: str) -> None:
     """Change a setting, for example: config set capacity 200GiB, config set quota.NAME.cap 10GiB.
 
-    Processes that have the store open go on with the old value until they open it again.
+    Processes that have the store open take it up within seconds.
     """
     from kvfs import settings
     from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
@@ -123,6 +123,4 @@ def set_command(app: App, key: str, value: str) -> None:
     except StoreNotFoundError:
         raise app.no_store() from None
     data = {"setting": key, "value": stored}
-    app.out.result(
-        data, lambda: [f"{key} is {_value(key, stored)} now, for processes that open the store from now on"], [key]
-    )
+    app.out.result(data, lambda: [f"{key} is {_value(key, stored)} now, for all who have the store open, too"], [key])

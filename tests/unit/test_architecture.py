@@ -42,6 +42,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "purge",
         "recompress",
         "selection",
+        "watch",
+        "dropfolder",
     ),
     3: (
         "transfer",
