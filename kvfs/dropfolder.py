@@ -316,9 +316,8 @@ def waiting(directory: Directory) -> tuple[list[str], list[str]]:
     folder, files = directory.sub(FOLDER), directory.files
     names = [n for n in files.listdir(folder) if n != REFUSED]
     refused: list[str] = []
-    with contextlib.suppress(OSError):
-        with opened(files, REFUSED, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder) as fd:
-            refused = sorted({n.removesuffix(REASON) for n in files.listdir(fd) if not n.startswith(".")})
+    with contextlib.suppress(OSError), opened(files, REFUSED, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder) as fd:
+        refused = sorted({n.removesuffix(REASON) for n in files.listdir(fd) if not n.startswith(".")})
     return sorted(names), refused
 
 

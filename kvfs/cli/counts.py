@@ -139,7 +139,8 @@ def _lines(data: Mapping[str, Any]) -> Iterable[str]:
         f"{text.count(data['processes_polling'])} polling   settings taken up {text.count(data['settings_taken_up'])}, "
         f"refused {text.count(data['settings_refused'])}"
     )
-    yield f"drops     bundles adopted {text.count(data['bundles_adopted'])}, refused {text.count(data['bundles_refused'])}"
+    adopted, refused = data["bundles_adopted"], data["bundles_refused"]
+    yield f"drops     bundles adopted {text.count(adopted)}, refused {text.count(refused)}"
     for call, entry in data["latency_us"].items():
         yield (
             f"{call:<9} {text.count(entry['calls'])} calls, half below {_micros(entry['p50_below'])}, "

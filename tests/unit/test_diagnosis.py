@@ -117,3 +117,28 @@ def test_it_changes_nothing(path: Path) -> None:
     before = state()
     findings(path)
     assert state() == before
+
+
+def test_the_drop_folder_and_what_was_refused(path: Path) -> None:
+    assert findings(path)["drop folder"].data == {"waiting": 0, "refused": 0}
+    (path / "import" / "b.tar").write_bytes(b"x")
+    found = findings(path)["drop folder"]
+    assert found.status == WARN and "nobody has the store open" in found.detail and "kvfs import" in found.remedy
+    with kvfs.open(path):
+        assert findings(path)["drop folder"].status == OK
+    (path / "import" / "refused").mkdir()
+    (path / "import" / "refused" / "odd.tar").write_bytes(b"x")
+    (path / "import" / "refused" / "odd.tar.reason").write_text("changed")
+    found = findings(path)["drop folder"]
+    assert found.status == WARN and "odd.tar" in found.detail and ".reason" in found.remedy
+    assert found.data == {"waiting": 1, "refused": 1}
+
+
+def test_whether_inotify_works(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from watchdog.observers import inotify_c
+
+    found = findings(path)["watch"]
+    assert found.status == OK and found.data["inotify"] and found.data["max_user_watches"] > 0
+    monkeypatch.setattr(inotify_c, "inotify_init", lambda: -1)
+    found = findings(path)["watch"]
+    assert found.status == WARN and "max_user_instances" in found.detail + found.remedy and not found.data["inotify"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "triton", "numpy", "zstandard", "transformers", "vllm")
+HEAVY = ("torch", "triton", "numpy", "zstandard", "transformers", "vllm", "watchdog")
 
 
 def loaded_after(statement: str) -> set[str]:
