@@ -18,7 +18,8 @@ def source(store_path: Path) -> kvfs.Store:
     store = kvfs.open(store_path, capacity="32MiB")
     ns = store.namespace("alpha", tiny(), "1a")
     for seed in range(4):
-        ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+        r = ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+        assert r.stored == 40, (r, store.stats())
     return store
 
 
@@ -212,7 +213,8 @@ def test_pages_that_do_not_verify_are_left_out(source: kvfs.Store, store_path: P
 def test_an_import_keeps_within_the_limit(source: kvfs.Store, tmp_path: Path) -> None:
     ns = source.namespace("alpha", tiny(), "1a")
     for seed in range(10, 110):
-        ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+        r = ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+        assert r.stored == 40, (r, store.stats())
     source.export(str(tmp_path / "b"), ["alpha"])
     with kvfs.open(tmp_path / "small", capacity="16MiB") as small:
         small.import_bundle(str(tmp_path / "b"))
