@@ -21,7 +21,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import DOOMED, Contents, SegmentRow
 from kvfs.records import Located, Records
 from kvfs.segment import file_name
-from kvfs.walk import PATIENCE_SECONDS, Prefix, Walk, prefixes
+from kvfs.walk import HASH_BYTES, PATIENCE_SECONDS, Prefix, Walk, prefixes
 
 ROWS_PER_HOLD = 256
 HASH_DIGITS_MIN = 6
@@ -207,6 +207,27 @@ class Catalog:
         if len(names) > 1:
             raise ConfigError(_ambiguous(ref, "pages", sorted(n.hex()[:16] for n in names)))
         return pages
+
+    def hashes_of_prefix(self, ref: str) -> tuple[Described, list[bytes]]:
+        """(namespace, chunk hashes from the first on) of what the request used that used page ``ref`` last."""
+        pages = [p for p in self.find_pages(ref.lower()) if p.located is not None]
+        if not pages or pages[0].located is None:
+            raise NotFoundError(f"nothing here answers to {ref!r}: give an id from kvfs ls NAMESPACE")
+        digest, stamp = pages[0].located.digest, pages[0].last_used_us
+        numbers = {c.segment for c in self.contents() if c.digest == digest}
+        found: dict[int, bytes] = {}
+        for s in Walk(self._c).stretches(numbers.__contains__):
+            if (s.digest, s.stamp_us) == (digest, stamp):
+                hashes = (s.hashes[i : i + HASH_BYTES] for i in range(0, len(s.hashes), HASH_BYTES))
+                found.update(zip(range(s.chunk, s.chunk + s.pages), hashes, strict=True))
+        if 0 not in found:
+            raise ConfigError(
+                f"prefix {ref!r} begins at chunk {min(found, default=0)}, since a later request shares its head: "
+                "give the prompt with --prompt"
+            )
+        leading = next(i for i in range(len(found) + 1) if i not in found)
+        described = next(d for d in self.described() if d.digest == digest)
+        return described, [found[i] for i in range(leading)]
 
     def prefixes(self, described: Described, *, seconds: float | None = None) -> tuple[list[Prefix], Walk]:
         """Prefixes of a namespace as they were last used, and the walk that found them (is it complete?)."""

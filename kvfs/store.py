@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfs import bundle, config, core
 from kvfs import directory as directories
@@ -23,7 +23,9 @@ from kvfs.identity import Identity
 from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
 from kvfs.layout import PageLayout
+from kvfs.lookup import Prompt
 from kvfs.match import PrefixMatch
+from kvfs.matcher import Matcher
 from kvfs.namespace import Namespace
 from kvfs.pins import Pin
 from kvfs.plan import Plan, make_plan
@@ -34,6 +36,9 @@ from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
 from kvfs.verify import Verification, Verifier
 from kvfs.version import FORMAT
 from kvfs.warm import Warmed, Warmer
+
+if TYPE_CHECKING:
+    from kvfs.tensorfile import Written
 
 
 def open_store(
@@ -291,6 +296,27 @@ class Store:
             chosen = bundle.choose_namespaces(c, [self.catalog.find(n) for n in namespaces]) if namespaces else []
             chosen += bundle.choose_match(match) if match is not None else []
             return bundle.export(c, chosen, path, progress)
+
+    def match_prefix(self, ref: str) -> PrefixMatch:
+        """The pages of a prefix (an id of ``kvfs ls``) from the first token on; ConfigError where they begin later."""
+        self._check_open()
+        described, hashes = self.catalog.hashes_of_prefix(ref)
+        matcher = Matcher(self._core.c, described.digest, described.layout, self._core.reader.tiers)
+        return matcher.match(Prompt(described.digest, hashes), [g.full for g in described.layout.groups])
+
+    def export_tensors(
+        self, path: str, match: PrefixMatch, token_ids: Sequence[int] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Written:  # fmt: skip
+        """Write the pages of a match as a safetensors file, replacing what ``path`` names; see ``kvfs.tensorfile``."""
+        from kvfs import tensorfile
+
+        self._check_open()
+        described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
+        if described is None or not match.tokens:
+            raise ConfigError("nothing to export: this match has no pages")
+        with directories.explained(path):
+            return tensorfile.write(self._core.c, self._core.reader, described, match, path, token_ids, progress)
 
     def import_bundle(
         self, path: str, *, partial: bool = False, digest: str | None = None,

@@ -22,13 +22,16 @@ _KEYS = ("token_ids", "input_ids", "prompt_token_ids", "tokens", "ids")
 
 def prompt_options(function: F) -> F:
     """How a prompt file is to be read."""
-    function = click.option(
-        "--tokenizer", metavar="PATH", help="tokenizer.json for a prompt that is text (needs the tokenizers package)."
-    )(function)
     return click.option(
         "--format", "kind", type=click.Choice(FORMATS), default="auto", show_default=True,
         help="ids: numbers as text; json: a list, or an object with token_ids; bin: u32 little endian; text.",
-    )(function)  # fmt: skip
+    )(tokenizer_option(function))  # fmt: skip
+
+
+def tokenizer_option(function: F) -> F:
+    return click.option(
+        "--tokenizer", metavar="PATH", help="tokenizer.json for a prompt that is text (needs the tokenizers package)."
+    )(function)
 
 
 def read_prompt(file: str, kind: str, tokenizer: str | None) -> array[int]:

@@ -44,6 +44,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "selection",
         "watch",
         "dropfolder",
+        "tensorfile",
     ),
     3: (
         "transfer",
