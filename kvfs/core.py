@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import os
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
 from kvfs.dropfolder import DropFolder
-from kvfs.errors import ConfigError, CorruptError, IndexUnavailableError, StoreLockedError, StoreNotFoundError
+from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreNotFoundError
 from kvfs.evictor import Evictor
 from kvfs.files import Files
 from kvfs.index.environment import Index

@@ -15,7 +15,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvfs.descriptors import Descriptor
-from kvfs.errors import CorruptError, FormatError, NoSpaceError, StoreAccessError, StoreNotFoundError, StoreReadOnlyError
+from kvfs.errors import (
+    CorruptError,
+    FormatError,
+    NoSpaceError,
+    StoreAccessError,
+    StoreNotFoundError,
+    StoreReadOnlyError,
+)
 from kvfs.files import Files
 from kvfs.hashing import checksum
 from kvfs.version import FORMAT
