@@ -16,18 +16,19 @@ _MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 @common
 @click.pass_obj
 def doctor_command(app: App) -> int:
-    """Check file system, limits, locks and who holds them, dead processes, memory and page cache; name remedies.
+    """Check file system, limits, locks and who holds them, dead processes, memory, page cache, GPUs; name remedies.
 
     Does not open the index and changes nothing. Exit code 3 if something is bad (warnings do not count).
     """
     from kvfs.diagnosis import diagnose
+    from kvfs.diagnosis_gpu import diagnose_gpu
     from kvfs.directory import explained
     from kvfs.errors import StoreNotFoundError
     from kvfs.files import Files
 
     try:
         with explained(app.path):
-            findings = diagnose(app.path, Files())
+            findings = [*diagnose(app.path, Files()), diagnose_gpu(app.path, Files())]
     except StoreNotFoundError:
         raise app.no_store() from None
     counts = Counter(f.status for f in findings)

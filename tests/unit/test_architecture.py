@@ -38,7 +38,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "warm",
         "bundle*",
         "plan",
-        "diagnosis",
+        "diagnosis*",
         "purge",
         "recompress",
         "selection",

@@ -1,0 +1,119 @@
+"""doctor and GPUs: a driver that works, that fails, lies, hangs or crashes, is told as what it is, and hurts nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.diagnosis import BAD, OK, WARN, Finding
+from kvfs.diagnosis_gpu import diagnose_gpu
+from kvfs.files import Files
+from tests.stores import seeded, tiny, tokens_of
+
+HERE = Path(__file__).parent
+LAYOUT = tiny(page_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a libcuda.so.1 that does what FAKE_CUDA says."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no compiler for a fake driver")
+    folder = tmp_path_factory.mktemp("driver")
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(HERE / "fakecuda.c")],
+        check=True, timeout=60,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        store.namespace("m", LAYOUT, "r1").put(tokens_of(1, 4, 256), seeded(1, 4 * LAYOUT.page_bytes))
+    return store_path
+
+
+def check(path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seconds: float = 60.0) -> Finding:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("FAKE_CUDA", mode)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return diagnose_gpu(str(path), Files(), seconds)
+
+
+def test_without_a_driver_it_is_one_line(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libcuda.so.1").write_text("no library")  # whatever the host has
+    found = check(path, tmp_path, monkeypatch, "")
+    assert (found.status, found.detail, found.remedy) == (OK, "no CUDA driver: host transfers only", "")
+
+
+def test_a_driver_that_works_reads_a_page_in_place(path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check(path, driver, monkeypatch, "")
+    assert found.status == OK and "CUDA 12.4" in found.detail and "2 x Fake 9000 (80 GiB)" in found.detail
+    assert "reads a page of this store in place" in found.detail
+    assert [d["works"] for d in found.data["devices"]] == [True, True] and json.dumps(found.data)
+
+
+def test_an_empty_store_is_tried_with_a_file(tmp_path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvfs.open(tmp_path / "empty", capacity="64MiB"):
+        pass
+    assert "reads a file of this store in place" in check(tmp_path / "empty", driver, monkeypatch, "").detail
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "detail", "remedy"),
+    [
+        ("init=100", WARN, "error 100 (a fake error)", "--gpus all"),
+        ("init=803", WARN, "error 803", "different versions"),
+        ("init=802", WARN, "error 802", "fabric manager"),
+        ("init=7", WARN, "error 7", "nvidia-smi"),
+        ("none", WARN, "no device", "--gpus all"),
+        ("register=801", WARN, "cannot be read in place: cuMemHostRegister_v2: error 801", "ring"),
+        ("register=2", WARN, "error 2", "memlock"),
+        ("second=1", WARN, "cannot be read in place by device 1", "ring"),
+        ("lies", WARN, "the device read other bytes", "ring"),
+        ("crash", BAD, "ended the process that asked it (registration on device 0)", "nvidia-smi"),
+    ],
+)
+def test_what_is_wrong_is_named_with_a_remedy(
+    path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch, mode: str, status: str, detail: str, remedy: str
+) -> None:
+    found = check(path, driver, monkeypatch, mode)
+    assert (found.check, found.status) == ("gpu", status)
+    assert detail in found.detail and remedy in found.remedy and "\n" not in found.detail
+
+
+def test_a_driver_that_hangs_is_left_behind(path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check(path, driver, monkeypatch, "hang", seconds=2.0)
+    assert found.status == BAD and "did not answer within 2 s (registration on device 0)" in found.detail
+    assert found.data["devices"][0]["name"] == "Fake 9000"
+
+
+def test_no_store_and_no_child_raise_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert diagnose_gpu(str(tmp_path / "none"), Files()).status == WARN
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    assert "cannot be checked" in diagnose_gpu(str(path), Files()).detail
+
+
+def test_the_probe_leaves_no_descriptor_and_no_process(
+    path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    check(path, driver, monkeypatch, "hang", seconds=0.5)
+    check(path, driver, monkeypatch, "")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.gpu
+def test_a_real_driver(path: Path) -> None:
+    found = diagnose_gpu(str(path), Files())
+    assert found.status in (OK, WARN) and found.data["driver"] >= 12000 and found.data["devices"]
