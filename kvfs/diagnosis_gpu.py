@@ -85,9 +85,8 @@ def _sample(directory: Directory) -> _Sample:
                 if entry.payload % _PAGE == 0 and entry.payload + nbytes <= files.fstat(file.fd).st_size:
                     return _Sample(file, entry.payload, nbytes, "a page of this store")
         file.close()
-    return _Sample(
-        Descriptor.open(files, "super", os.O_RDONLY, dir_fd=directory.root), 0, _PAGE, "a file of this store"
-    )
+    file = Descriptor.open(files, "super", os.O_RDONLY, dir_fd=directory.root)
+    return _Sample(file, 0, min(files.fstat(file.fd).st_size, _PAGE), "a file of this store")
 
 
 def ask(fd: int, offset: int, nbytes: int, seconds: float) -> Said:
