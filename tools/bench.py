@@ -1,5 +1,5 @@
-"""Benchmarks of a store against the bare system calls, and of the GPU path against the link, and codecs: host,
-match, procs, codecs, gpu.
+"""Benchmarks of a store against the bare system calls, of the GPU path against the link, of codecs and of the command:
+host, match, procs, codecs, cli, gpu.
 
 Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
 at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
@@ -21,6 +21,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python tools/bench.py` from anywhere
 
 from kvfs.errors import KvfsError
+from tools.benchmarks import cli as cli_bench
 from tools.benchmarks import codecs as codec_bench
 from tools.benchmarks import gpu as gpu_bench
 from tools.benchmarks import host as host_bench
@@ -173,6 +174,24 @@ def codecs(
     options = dict[str, Value](tokens=tokens, page_tokens=page_tokens, rounds=rounds, threads=threads)
     with session("codecs", path, plan.need_bytes, json_path, options) as (report, folder):
         codec_bench.run(report, folder, plan)
+
+
+@main.command(help=cli_bench.__doc__)
+@click.option("--index-pages", type=click.IntRange(min=1), default=1_000_000, show_default=True)
+@click.option("--writers", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--size", type=Size(), default="2GiB", show_default=True, help="Bytes that are warmed.")
+@click.option("--page", type=Size(), default="2MiB", show_default=True, help="Of what is warmed.")
+@click.option("--call", "call_bytes", type=Size(), default="64MiB", show_default=True, help="Bytes per get.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@common
+def cli(
+    index_pages: int, writers: int, size: int, page: int, call_bytes: int, rounds: int, path: Path,
+    json_path: Path | None, seed: int,
+) -> None:  # fmt: skip
+    plan = cli_bench.Plan(index_pages, writers, Case.of(size, page, call_bytes, 4, seed), rounds, seed)
+    options = dict[str, Value](index_pages=index_pages, writers=writers, size=size_text(size), rounds=rounds, seed=seed)
+    with session("cli", path, plan.need_bytes, json_path, options) as (report, folder):
+        cli_bench.run(report, folder, plan)
 
 
 @main.command(help=gpu_bench.__doc__)

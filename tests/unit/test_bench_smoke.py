@@ -26,6 +26,23 @@ COMMANDS = {
         ("--tokens", "64", "--page-tokens", "16", "--dtype", "bfloat16,int8", "--rounds", "1", "--threads", "1"),
         ("random weights", "encode to memcpy", "planes", "cold to raw"),
     ),
+    "cli": (
+        (
+            "--index-pages",
+            "64",
+            "--writers",
+            "1",
+            "--rounds",
+            "1",
+            "--size",
+            "1MiB",
+            "--page",
+            "64KiB",
+            "--call",
+            "256KiB",
+        ),
+        ("kvfs inspect", "kvfs ls", "kvfs stats", "bare buffered x1", "warm"),
+    ),
     "procs": (
         ("--procs", "1", "--seconds", "0.1", "--rounds", "1", "--size", "1MiB", "--page", "64KiB", "--call", "256KiB"),
         ("bare", "store", "x first", "each once"),
