@@ -139,7 +139,9 @@ def commands(report: Report, library: Library, writers: int, rounds: int) -> Non
 
 
 def _command(path: Path, name: str) -> float:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVFS_")} | {"PYTHONPATH": str(_ROOT)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVFS_")}
+    environment |= {"PYTHONPATH": str(_ROOT), "PYTHONPYCACHEPREFIX": str(path.parent / "pycache")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed kvfs is compiled, too
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "kvfs.cli.main", "-C", str(path), *COMMANDS[name]], env=environment,
