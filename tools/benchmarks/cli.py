@@ -33,6 +33,7 @@ from tools.benchmarks.measure import (
     Sample,
     Spread,
     Stopwatch,
+    back_memory,
     best_ratio,
     interleave,
     rate_ratio,
@@ -170,7 +171,7 @@ def _warm(report: Report, folder: Path, plan: Plan) -> None:
             for threads in (1, 4, 8):
                 job = stack.enter_context(BareRead(case, plain, threads, direct=direct, read_bytes=COLD_READ_BYTES))
                 name = f"bare {'O_DIRECT' if direct else 'buffered'} x{threads}"
-                contenders.append(Contender(name, _cold(bare.file_paths(plain), job.run)))
+                contenders.append(Contender(name, _cold(case, bare.file_paths(plain), job.run)))
         contenders.append(Contender("warm", lambda: _warm_once(case, store, after)))
         samples = interleave(contenders, plan.rounds)
     bares = {name: found for name, found in samples.items() if name != "warm"}
@@ -190,9 +191,10 @@ def _warm(report: Report, folder: Path, plan: Plan) -> None:
     ours.remove(store)
 
 
-def _cold(paths: Sequence[Path], read: Callable[[], Sample]) -> Callable[[], Sample]:
+def _cold(case: Case, paths: Sequence[Path], read: Callable[[], Sample]) -> Callable[[], Sample]:
     def run() -> Sample:
         drop_cache(paths)
+        back_memory(case.size_bytes)
         return read()
 
     return run
@@ -200,6 +202,7 @@ def _cold(paths: Sequence[Path], read: Callable[[], Sample]) -> Callable[[], Sam
 
 def _warm_once(case: Case, store: Path, after: list[int]) -> Sample:
     drop_cache(ours.segment_paths(store))
+    back_memory(case.size_bytes)
     watch = Stopwatch()
     with case.store(store) as opened:
         name = case.namespace(opened).name
