@@ -167,7 +167,7 @@ def test_without_inotify_polling_finds_what_changed(
     store._core.keeper.nudge("watch")
     until(lambda: store._core.watch.why not in ("", "not started yet"))
     assert store.stats()["watch"] == "polling"
-    assert "kvfs-watch" not in {t.name for t in threading.enumerate()}
+    assert store._core.watch._thread is None and not store._core.watch.works
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
     change(store, "capacity", "32MiB")
     until(lambda: store.settings.capacity_bytes == 32 * MIB)
