@@ -25,7 +25,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import segment_files
-from tools.torture.case import PAGE_BYTES, PROMPTS, get, namespace, open_store, put
+from tools.torture.case import PAGE_BYTES, PROMPTS, allocated_bytes, get, namespace, open_store, put
 from tools.torture.faults import lose_index
 from tools.torture.images import DictTxn
 from tools.torture.judge import Judge
@@ -165,7 +165,7 @@ def test_the_capacity_is_reserved_before_a_file_grows(memory_path: Path, judge: 
         ns, limit = namespace(store), store.settings.segments_bytes_max
         for family in range(80):
             put(ns, PROMPTS.tokens(family, 60), judge)
-            held = sum(f.stat().st_blocks * 512 for d in ("segments", "doomed") for f in (path / d).iterdir())
+            held = sum(allocated_bytes(path / d) for d in ("segments", "doomed"))
             assert held <= limit
         assert store.stats()["counters"]["segments_evicted"] > 0
         assert limit < 80 * 60 * PAGE_BYTES

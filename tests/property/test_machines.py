@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvfs
 from kvfs import PageOutcome, TransferState
 from kvfs.files import Files
-from tools.torture.case import PAGE_BYTES, PROMPTS, namespace, open_store
+from tools.torture.case import PAGE_BYTES, PROMPTS, allocated_bytes, namespace, open_store
 from tools.torture.faults import lose_index
 
 SIZES = {"max_examples": 1000} if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else {"max_examples": 25}
@@ -150,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_right(self) -> None:
         assert self.store._core.c.index.read(lambda s: s.check_ledger(), 10.0)
-        used = sum(f.stat().st_blocks * 512 for d in ("segments", "doomed") for f in (self.path / d).iterdir())
+        used = sum(allocated_bytes(self.path / d) for d in ("segments", "doomed"))
         assert used <= self.store.settings.segments_bytes_max
         assert not [name for name in self.store.stats()["counters"] if name.endswith("_crashed")]
 

@@ -15,6 +15,7 @@ from kvfs import format as fmt
 from kvfs.segment_scan import scan_segment
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import restored, seeded, segment_files, tokens_of
+from tools.torture.case import allocated_bytes
 from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
 
 PROMPTS = range(8)
@@ -180,7 +181,7 @@ def test_a_store_that_is_nearly_full_is_recompressed_within_its_limit(tmp_path: 
         done = store.recompress(idle=0)
         assert done.segments > 10 and done.stopped == ""
         assert store.stats()["used_bytes"] < 0.8 * used
-        files = sum(p.stat().st_blocks * 512 for p in (tmp_path / "store").rglob("*") if p.is_file())
+        files = allocated_bytes(tmp_path / "store")
         assert files <= 16 << 20
         assert sum(ns.match(tokens_of(p, 6)).chunks for p in range(100)) == before
         assert store.verify().ok

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.engine import Engine
+from tools.torture.case import allocated_bytes
 
 Models = Callable[[str], Path]
 Prompt = Callable[..., list[int]]
@@ -116,7 +117,7 @@ def test_churn_within_a_tenth_of_the_working_set(model: Models, tmp_path: Path) 
         before = engine.ask("usage")
         for first in range(100, 400, 20):
             engine.generate(*prompts[first : first + 20], max_tokens=2)
-            used = sum(p.stat().st_blocks * 512 for p in store.rglob("*") if p.is_file())
+            used = allocated_bytes(store)
             assert used <= 16 << 20
         for n in range(20):
             assert engine.generate(prompts[n], max_tokens=2)[0][1] == answers[n]
