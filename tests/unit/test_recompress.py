@@ -15,8 +15,8 @@ from kvfs import format as fmt
 from kvfs.segment_scan import scan_segment
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import restored, seeded, segment_files, tokens_of
-from tools.torture.case import allocated_bytes
 from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
+from tools.torture.case import allocated_bytes
 
 PROMPTS = range(8)
 
