@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,16 +21,18 @@ START_SECONDS, CALL_SECONDS = 240.0, 180.0
 
 
 class Engine:
-    """Start, ask, stop. ``extra``: settings of the connector; None: no connector. ``env``: added to the process."""
+    """Start, ask, stop. ``extra``: settings of kvfs, which is used if there is a ``store``; or ``transfer``: another
+    connector's configuration. ``env``: added to the process.
+    """
 
     def __init__(
         self, model: Path, store: Path | None = None, *, extra: dict[str, Any] | None = None,
-        env: dict[str, str] | None = None, connector: str = "KvfsConnector", **options: Any,
+        env: dict[str, str] | None = None, transfer: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        config = None
+        config = transfer
         if store is not None:
             settings = {"path": str(store), "capacity": "256MiB", **(extra or {})}
-            config = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": settings}
+            config = {"kv_connector": "KvfsConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
         job = {"model": str(model), "transfer": config, "options": options}
         base = {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
@@ -126,6 +129,22 @@ def _generate(llm: Any, prompts: list[list[int]], forget: bool, sampling: dict[s
     return [[o.num_cached_tokens, list(o.outputs[0].token_ids)] for o in outputs]
 
 
+def _time(llm: Any, prompt: list[int], tokens: int = 1) -> dict[str, Any]:
+    """Seconds until all tokens, and until the first one, of a prompt that the engine's own cache does not know."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    began = time.perf_counter()
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    output = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+    seconds = time.perf_counter() - began
+    first = output.metrics.first_token_latency if output.metrics is not None else seconds
+    return {
+        "seconds": seconds, "first": first, "cached": output.num_cached_tokens,
+        "tokens": list(output.outputs[0].token_ids),
+    }  # fmt: skip
+
+
 def _metrics(llm: Any) -> dict[str, float]:
     return {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
 
@@ -140,7 +159,7 @@ def _reset(llm: Any) -> bool:
     return bool(llm.llm_engine.reset_prefix_cache(reset_connector=True))
 
 
-_OPERATIONS = {"generate": _generate, "metrics": _metrics, "usage": _usage, "reset": _reset}
+_OPERATIONS = {"generate": _generate, "metrics": _metrics, "time": _time, "usage": _usage, "reset": _reset}
 
 if __name__ == "__main__":
     _serve(json.loads(sys.argv[1]))

@@ -1,0 +1,191 @@
+"""kvfs below vLLM: what the scheduler pays, and side by side with vLLM's own connectors, on CPUs.
+
+Runs in the engine's environment: ``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines [--rounds N]``
+(``make test-vllm`` makes it). Times are ratios to a baseline of the same round: min, median, max.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TOKENS = 131_072
+PROMPT = 1900
+
+
+def ratios(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def scheduler(rounds: int) -> None:
+    """A prompt of 131,072 tokens: what vLLM's thread spends in our half, against its own hashing of the blocks."""
+    import torch
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    import kvfs
+    from kvfs.integrations.vllm.manager import KvfsManager
+    from kvfs.integrations.vllm.model import EngineGroup, EngineModel
+    from kvfs.integrations.vllm.settings import settings_of
+
+    init_none_hash(sha256)
+    for block in (16, 64):
+        layout = kvfs.PageLayout.kv(layers=2, kv_heads=1, head_dim=8, dtype=torch.bfloat16, page_tokens=block)
+        seen: dict[str, list[float]] = {}
+        with tempfile.TemporaryDirectory() as folder, kvfs.open(f"{folder}/s", capacity="1GiB") as store:
+            ns = store.namespace("m", layout, "1")
+            model = EngineModel("m", layout, "1", {}, (EngineGroup("full", 0, block, False),), 1)
+            manager = KvfsManager(store, ns, model, settings_of({"path": folder}))
+            for n in range(rounds + 1):
+                tokens = [random.Random(f"{n} {block}").randrange(100_000) for _ in range(64)] * (TOKENS // 64)
+                ns.put(tokens, bytes(TOKENS // block * layout.page_bytes))
+                for name, ratio in _request(manager, f"r{n}", tokens, block).items():
+                    if n:  # the first round warms up
+                        seen.setdefault(name, []).append(ratio)
+        for name, values in seen.items():
+            print(f"| {block} | {name} | {ratios(values)} |")
+
+
+def _request(manager: Any, name: str, tokens: list[int], block: int) -> dict[str, float]:
+    """Each call that a request costs, as a multiple of its hashing."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+    from vllm.v1.request import Request
+
+    began = time.perf_counter()
+    request = Request(name, tokens, SamplingParams(), None, block_hasher=get_request_block_hasher(block, sha256))
+    hashing = time.perf_counter() - began
+    context = ReqContext(name)
+    keys = [make_offload_key(h, 0) for h in request.block_hashes]
+    for i, key in enumerate(keys):
+        context.set_offload_key_position(key, (i + 1) * block)
+
+    def look() -> None:
+        manager.refresh(name)
+        assert all(manager.lookup(key, context) is LookupResult.HIT for key in keys)
+
+    steps: dict[str, Callable[[], Any]] = {
+        "new request": lambda: (manager.announce(request), manager.on_new_request(context)),
+        "first lookup": look,
+        "lookup again": look,
+        "offer all its pages": lambda: manager.prepare_store(keys, context),
+        "prepare a load of all": lambda: manager.prepare_load(keys, context),
+    }
+    result = {}
+    for step, run in steps.items():
+        began = time.perf_counter()
+        run()
+        result[step] = (time.perf_counter() - began) / hashing
+    manager.complete_load(keys, context)
+    manager.on_request_finished(context)
+    return result
+
+
+CONNECTORS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
+    "none": lambda path: None,
+    "kvfs": lambda path: {
+        "kv_connector": "KvfsConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"path": str(path), "capacity": "2GiB", "offload_prompt_only": True},
+    },
+    "fs tier": lambda path: {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec", "spec_module_path": "tools.benchmarks.vllm_peers",
+            "cpu_bytes_to_use": 512 << 20, "block_size": 64,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(path)}],
+        },
+    },
+    "ExampleConnector": lambda path: {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(path)},
+    },
+}  # fmt: skip
+
+
+def engines(rounds: int) -> None:
+    """Time to the first token of a prompt, computed and after a restart; bytes on disk; a flipped byte in each file."""
+    from tests.vllm.engine import Engine
+
+    folder = Path(tempfile.mkdtemp(prefix="kvfs-bench-"))
+    try:
+        model = _bench_model(folder / "model")
+        prompts = [[random.Random(f"{n} {i}").randrange(5, 900) for i in range(PROMPT)] for n in range(rounds + 1)]
+        options = {"kv_cache_memory_bytes": 512 << 20, "dtype": "bfloat16", "max_num_seqs": 4}
+        with Engine(model, **options) as plain:
+            computed = [plain.ask("time", prompt=p) for p in prompts]
+        for name, make in CONNECTORS.items():
+            if name == "none":
+                continue
+            path = folder / name.replace(" ", "-")
+            transfer = make(path)
+            try:
+                with Engine(model, transfer=transfer, **options) as first:
+                    stored = [first.ask("time", prompt=p, tokens=4) for p in prompts]
+                    time.sleep(2.0)
+                used = sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file())
+                with Engine(model, transfer=transfer, **options) as second:
+                    warm = [second.ask("time", prompt=p) for p in prompts]
+                same = sum(w["tokens"][:1] == c["tokens"][:1] for w, c in zip(warm, computed, strict=True))
+                faster = [c["seconds"] / w["seconds"] for w, c in zip(warm, computed, strict=True)][1:]
+                storing = [s["first"] / c["seconds"] for s, c in zip(stored, computed, strict=True)][1:]
+                damaged = _damaged(Engine, model, path, transfer, options, prompts, computed)
+                print(
+                    f"| {name} | {ratios(faster)} | {ratios(storing)} | {warm[-1]['cached']} | {used >> 20} MiB |"
+                    f" {same} of {len(prompts)} | {damaged} |"
+                )
+            except AssertionError as exc:
+                print(f"| {name} | did not run: {str(exc).splitlines()[-1][:160]} |")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _damaged(engine: Any, model: Path, path: Path, transfer: Any, options: Any, prompts: Any, computed: Any) -> str:
+    """What an engine answers from files with a flipped bit in every 64 KiB."""
+    for file in path.rglob("*"):
+        if file.is_file() and file.stat().st_size > 1 << 17 and "index" not in file.parts:
+            with file.open("r+b") as stream:
+                for at in range(1 << 16, os.fstat(stream.fileno()).st_size, 1 << 16):
+                    stream.seek(at + 1)
+                    byte = stream.read(1)
+                    stream.seek(at + 1)
+                    stream.write(bytes([byte[0] ^ 64]))
+    try:
+        with engine(model, transfer=transfer, **options) as third:
+            answers = [third.ask("time", prompt=p, tokens=4) for p in prompts]
+    except AssertionError:
+        return "the engine ended"
+    right = sum(a["tokens"][:1] == c["tokens"][:1] for a, c in zip(answers, computed, strict=True))
+    return f"{right} of {len(prompts)} right, {sum(a['cached'] > 0 for a in answers)} from the cache"
+
+
+def _bench_model(path: Path) -> Path:
+    from transformers import LlamaConfig
+
+    from tests.vllm import models
+
+    shape = {**models._BASE, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
+             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    models.CONFIGS["bench"] = lambda: LlamaConfig(num_hidden_layers=12, **shape)
+    return models.build("bench", path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["scheduler", "engines"])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    {"scheduler": scheduler, "engines": engines}[arguments.what](arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
