@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
@@ -90,6 +91,7 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
     def __init__(self, spec: KvfsOffloadingSpec, config: VllmConfig, cache: KVCacheConfig, model: EngineModel) -> None:
         super().__init__(spec, config, cache)
         self._spec, self._model = spec, model
+        self.idle = False  # nothing is computed in this step
         self.failed: set[str] = set()  # requests whose load failed, to be reported with the next results
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -102,7 +104,9 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
         self.worker = KvfsWorker(io, groups, self._spec.blocks_per_chunk, settings)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        assert self.worker is not None
+        assert isinstance(self.worker, KvfsWorker)
+        if self.idle:
+            self.worker.wait_idle()
         received: set[str] = set()
         for result in self.worker.get_finished():
             req_id = self._load_jobs.pop(result.job_id, None)
@@ -179,6 +183,13 @@ class KvfsConnector(OffloadingConnector):
                 group.next_stored_chunk_idx = 0  # what is computed now may be stored
 
     # -- workers -----------------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        worker = self.connector_worker
+        assert isinstance(worker, KvfsConnectorWorker)
+        # the older runner says by the context whether something is computed, the newer one by arguments
+        worker.idle = forward_context.attn_metadata is None and not kwargs
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self.connector_worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kvfs.transfer import Transfer
 from kvfs.types import SavePlan, TransferState
 
 logger = init_logger(__name__)
+IDLE_SECONDS = 0.002  # a step without a forward waits so long for a transfer: a loop that spins starves our threads
 FLUSH_SECONDS = 1.0  # what has not been copied out of blocks that are wanted back by then is not stored
 
 
@@ -38,6 +40,7 @@ class KvfsWorker(OffloadingWorker):
         self._io, self._groups, self._settings = io, groups, settings
         self._blocks_per_page = blocks_per_page
         self._jobs: dict[int, _Job] = {}
+        self._ended = threading.Event()  # a load has ended
         self._publishing: list[Transfer] = []  # saves whose blocks are free and whose result is not there yet
         self._page_bytes = {a.group.name: io._attached[a.group.name].page_bytes for a in groups}
         self._on_gpu = groups[0].device.memory.startswith("cuda")
@@ -89,7 +92,10 @@ class KvfsWorker(OffloadingWorker):
         nbytes = len(dst_spec.block_ids) * sum(self._page_bytes.values()) // len(units) // self._blocks_per_page
         transfer = None
         try:
-            transfer = self._io.load(src_spec.match, units, after=self._event(), deadline=self._settings.load_seconds)
+            transfer = self._io.load(
+                src_spec.match, units, after=self._event(), deadline=self._settings.load_seconds,
+                on_done=lambda transfer: self._ended.set(),
+            )  # fmt: skip
         except (KvfsError, OSError) as exc:
             self._refused("load", exc)
         self._jobs[job_id] = _Job(transfer, True, nbytes, time.monotonic())
@@ -127,6 +133,12 @@ class KvfsWorker(OffloadingWorker):
     def _refused(self, what: str, exc: Exception) -> None:
         self.metrics.add(f"{what}s_refused")
         logger.warning_once("kvfs: a %s was refused: %s", what, exc)
+
+    def wait_idle(self) -> None:
+        """In a step that has nothing to compute: let the transfers have the interpreter."""
+        if self._jobs and not any(_is_over(job) for job in self._jobs.values()):
+            self._ended.wait(IDLE_SECONDS)
+        self._ended.clear()
 
     def get_finished(self) -> list[TransferResult]:
         self._note_published()
