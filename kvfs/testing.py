@@ -16,6 +16,7 @@ import hashlib
 import os
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -234,7 +235,8 @@ class FaultyFiles(Files):
 class FakeClock:
     """Mixin for a :class:`Files`: time stands still until somebody sleeps or calls ``advance``.
 
-    Threads that wait on locks and events still wait in real time.
+    Threads that wait on locks and events still wait in real time. So whoever sleeps lets them run for a moment: what
+    they hold would outlast any deadline otherwise.
     """
 
     _elapsed = 0.0
@@ -247,6 +249,7 @@ class FakeClock:
 
     def sleep(self, seconds: float) -> None:
         self.advance(seconds)
+        time.sleep(min(seconds, 0.001))
 
     def advance(self, seconds: float) -> None:
         self._elapsed += seconds

@@ -109,7 +109,8 @@ def test_settings_that_do_not_hold_are_counted_and_the_old_ones_stay(
     good = path.read_text()
     with caplog.at_level(logging.WARNING, logger="kvfs"):
         for text in ("capacity = ", 'capacity = "1MiB"\n', 'colour = "red"\n', "x" * 300_000):
-            path.write_text(text)
+            path.with_suffix(".new").write_text(text)
+            path.with_suffix(".new").replace(path)  # whole, whoever looks when
             core._follow_settings()
             core._follow_settings()  # the same file is told of once
     assert counters(store)["settings_refused"] == 4 == len(caplog.records)
