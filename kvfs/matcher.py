@@ -55,6 +55,12 @@ class Matcher:
     def read(self, function: Callable[[Session], T]) -> T:
         return self._c.index.read(function, LOOKUP_SECONDS)
 
+    def stored(self, prompt: Prompt) -> list[bool]:
+        """Whether each chunk of the only group is stored. An index that cannot answer in time knows of none."""
+        (group,), count = self._layout.groups, len(prompt.hashes)
+        bits = self.present(prompt, 0, group, group.full, 0, count, whole=True).found.present
+        return [bool(bits >> n & 1) for n in range(count)]
+
     def select(self, prompt: Prompt, first: Mapping[str, int]) -> PrefixMatch:
         """A match of all chunks of ``prompt`` for a reader who has chosen: of group g the pages from ``first[g]`` on.
 

@@ -72,7 +72,6 @@ class Namespace:
 
     def new_epoch(self) -> Namespace:
         """The namespace of the same model after its weights were changed in place: nothing stored before is found.
-
         The number is one that the store never gave before, to nobody and in no process. Of several ranks one calls
         this; the others open the namespace with ``epoch=`` its ``identity.epoch``. This object stays as it is.
         """
@@ -106,6 +105,10 @@ class Namespace:
     def match_keys(self, keys: Sequence[bytes], *, part: Part | None = None) -> PrefixMatch:
         """Leading keys that are present; for engines that have opaque keys in place of tokens."""
         return self._matcher.match(self._key_prompt(keys), self._parts(part))
+
+    def present_keys(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether a page is stored under each of the opaque keys."""
+        return self._matcher.stored(self._key_prompt(keys))
 
     def prompt(self, token_ids: TokensLike = (), *, extra: ExtraKeys | None = None) -> PromptPages:
         """A prompt that may grow, for engines that ask and decide page by page; see :class:`PromptPages`."""

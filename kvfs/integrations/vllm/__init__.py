@@ -7,16 +7,19 @@ It imports nothing of an engine that does not use it.
 
 from __future__ import annotations
 
-CONNECTOR, SPEC = "KvfsConnector", "KvfsOffloadingSpec"
+CONNECTOR, SPEC, TIER = "KvfsConnector", "KvfsOffloadingSpec", "kvfs"
 MODULE = "kvfs.integrations.vllm.connector"
 
 
 def register() -> None:
-    """Make the connector and its spec known to vLLM by name. May be called any number of times."""
+    """Make the connector, its spec and the tier known to vLLM by name. May be called any number of times."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     if SPEC not in OffloadingSpecFactory._registry:
         OffloadingSpecFactory.register_spec(SPEC, MODULE, SPEC)
+    if TIER not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(TIER, "kvfs.integrations.vllm.tier", "KvfsTier")

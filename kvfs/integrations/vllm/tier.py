@@ -1,0 +1,153 @@
+"""kvfs as a secondary tier below vLLM's own CPU tier, for those who run its tiering.
+
+    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": ..., "secondary_tiers": [{"type": "kvfs", "path": ..., "capacity": ..., "weights_id": ...}]}
+
+The tier sees rows of bytes and block hashes, no model: pages are opaque, and everything that its configuration tells is
+identity, ranks included. KvfsConnector shares pages with other degrees and engines; this does not. What is read is
+verified; what cannot be is a failed promotion, which vLLM computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, ScheduleEndContext, SecondaryTierManager, TransferJob
+
+from kvfs.errors import ConfigError
+from kvfs.layout import GRANULE_TOKENS, PAGE_TOKENS_MAX, PageLayout
+from kvfs.namespace import Namespace
+from kvfs.store import open_store
+
+logger = init_logger(__name__)
+#: What may differ between engines that may share pages.
+_LOCAL = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
+
+
+class _Lookups(AsyncLookupManager):
+    def __init__(self, namespace: Namespace, tier_type: str) -> None:
+        super().__init__(tier_type=tier_type)
+        self._ns = namespace
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        return self._ns.present_keys(keys)
+
+
+class KvfsTier(SecondaryTierManager):
+    """Runs in the scheduler's process; disks are touched by its own threads only."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, path: str = "",
+        capacity: int | str | None = None, weights_id: str = "", threads: int = 4, backpressure_detector: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not path or not weights_id:
+            raise ConfigError(
+                'the tier needs {"type": "kvfs", "path": "/var/cache/kvfs", "capacity": "200GiB", "weights_id": ...}: '
+                "a tier sees no weights, so say by a commit or digest which they are"
+            )
+        if type(threads) is not int or not 1 <= threads <= 64:
+            raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
+        self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(-1, self.block_size_bytes)
+        self._store = open_store(path, capacity=capacity)
+        self._ns = self._store.namespace(
+            offloading_spec.config.model.name.rstrip("/").rpartition("/")[2], _layout(offloading_spec, self._rows),
+            weights_id, extra=identity_of(offloading_spec.config),
+        )  # fmt: skip
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvfs-tier")
+        self._running: set[Any] = set()
+        self._finished: SimpleQueue[tuple[JobResult, Collection[OffloadKey]]] = SimpleQueue()
+        self._lookups = _Lookups(self._ns, tier_type)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, lambda key, row: bool(self._ns.put_keys([key], row).declined == 0))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._load)
+
+    def _load(self, key: OffloadKey, row: memoryview) -> bool:
+        with self._ns.match_keys([key]) as match:
+            return bool(match) and self._ns.get(match, row) == 1
+
+    def _submit(self, job: TransferJob, move: Callable[[OffloadKey, memoryview], bool]) -> None:
+        future = self._pool.submit(self._run, job, move)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+
+    def _run(self, job: TransferJob, move: Callable[[OffloadKey, memoryview], bool]) -> None:
+        began, keys, moved = time.monotonic(), list(job.keys), []
+        try:
+            for key, chunk in zip(keys, job.chunk_ids, strict=True):
+                if not move(key, memoryview(self._rows[int(chunk)])):
+                    break
+                moved.append(key)
+        except Exception:  # whatever it is: the job must end, or its rows stay pinned for ever
+            logger.exception("kvfs: a job of the tier failed")
+        whole = len(moved) == len(keys)
+        failed = () if whole or not job.is_promotion else keys[len(moved) :]
+        result = JobResult(
+            job.job_id, whole, None if whole or not moved else tuple(moved), time.monotonic() - began,
+            len(moved) * self.block_size_bytes,
+        )  # fmt: skip
+        self._finished.put((result, failed))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results: list[JobResult] = []
+        while True:
+            try:
+                result, failed = self._finished.get_nowait()
+            except Empty:
+                return results
+            self._lookups.mark_miss(list(failed))
+            results.append(result)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        wait(list(self._running))
+
+    def shutdown(self) -> None:
+        self._lookups.shutdown()
+        self._pool.shutdown(wait=True)
+        self._store.close()
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """All that vLLM tells its tiers about the bytes: ranks and layout are identity, for want of a mapping."""
+    told = dataclasses.asdict(config)
+    for name in ("extra_config", "engine_id", "enable_kv_cache_events"):
+        told.pop(name)
+    for name in _LOCAL:
+        told["parallel"].pop(name)
+    told["model"].pop("name")
+    return {"engine": "vllm tier", **told}
+
+
+def _layout(spec: Any, rows: np.ndarray[Any, Any]) -> PageLayout:
+    tokens = max(spec.tokens_per_block) * spec.blocks_per_chunk
+    pages = -(-tokens // GRANULE_TOKENS) * GRANULE_TOKENS  # informative: the engine knows what a row holds
+    return PageLayout.opaque(int(rows.shape[1]), min(pages, PAGE_TOKENS_MAX))
