@@ -21,7 +21,7 @@ from kvfs.layout import Group, PageLayout, Part
 from kvfs.lookup import GroupLookup, Prompt
 from kvfs.match import PrefixMatch, used_ranges
 from kvfs.matcher import Matcher
-from kvfs.prompt import PromptPages
+from kvfs.prompt import PromptPages, checked_extra, checked_tokens, prompt_of_keys
 from kvfs.reader import Reader
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
@@ -30,8 +30,6 @@ from kvfs.writer import Appender, Job, Outcome, check_pages_fit
 if TYPE_CHECKING:
     from kvfs.device import DeviceKV
     from kvfs.hostio import HostIO
-
-TOKENS_MAX = 1 << 24  # of one prompt
 
 
 class _Put(NamedTuple):
@@ -112,7 +110,6 @@ class Namespace:
 
     def prompt(self, token_ids: TokensLike = (), *, extra: ExtraKeys | None = None) -> PromptPages:
         """A prompt that may grow, for engines that ask and decide page by page; see :class:`PromptPages`."""
-        self._tokens(())  # refuses opaque keys
         return PromptPages(self._c, self._matcher, self.identity, token_ids, extra)
 
     # -- loads -------------------------------------------------------------------------------
@@ -357,28 +354,13 @@ class Namespace:
     # -- helpers -----------------------------------------------------------------------------
 
     def _tokens(self, token_ids: TokensLike) -> bytes:
-        if self.layout.kind == "opaque":
-            raise ConfigError("this namespace holds opaque pages: use match_keys and put_keys")
-        tokens = hashing.token_bytes(token_ids)
-        if len(tokens) > TOKENS_MAX * hashing.TOKEN_BYTES:
-            raise ConfigError(f"{len(tokens) // hashing.TOKEN_BYTES} token ids: at most {TOKENS_MAX} in one prompt")
-        return tokens
+        return checked_tokens(self.layout, token_ids)
 
     def _chain(self, tokens: bytes, extra: ExtraKeys | None) -> list[bytes]:
-        if extra is not None and not isinstance(extra, Mapping):
-            raise ConfigError(f"extra is {type(extra).__name__}: pass a mapping from chunk number to bytes")
-        for chunk, key in (extra or {}).items():
-            if type(chunk) is not int or chunk < 0 or not isinstance(key, bytes):
-                raise ConfigError(f"extra maps {chunk!r} to {type(key).__name__}: map chunk numbers to bytes")
-        return hashing.chain(tokens, self.layout.page_tokens, self.identity.seed, extra)
+        return hashing.chain(tokens, self.layout.page_tokens, self.identity.seed, checked_extra(extra))
 
     def _key_prompt(self, keys: Sequence[bytes]) -> Prompt:
-        if self.layout.kind != "opaque":
-            raise ConfigError("opaque keys need a namespace with PageLayout.opaque(...)")
-        if isinstance(keys, (bytes, str)) or not all(isinstance(k, bytes) and k for k in keys):
-            raise ConfigError("keys must be a sequence of non-empty bytes objects, one per page")
-        hashes = [hashing.chunk_of_key(key, self.identity.seed) for key in keys]
-        return Prompt(self.identity.digest, hashes, run_length=1)
+        return prompt_of_keys(self.identity, keys)
 
     def _parts(self, part: Part | Mapping[str, Part] | None) -> list[Part]:
         return [self._part(group, part) for group in self.layout.groups]

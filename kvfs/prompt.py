@@ -18,10 +18,43 @@ from kvfs import hashing
 from kvfs.context import Context
 from kvfs.errors import ConfigError
 from kvfs.identity import Identity
+from kvfs.layout import PageLayout
 from kvfs.lookup import Prompt
 from kvfs.match import PrefixMatch
 from kvfs.matcher import Matcher
 from kvfs.types import ExtraKeys, SavePlan, TokensLike
+
+TOKENS_MAX = 1 << 24  # of one prompt
+
+
+def checked_tokens(layout: PageLayout, token_ids: TokensLike, known: int = 0) -> bytes:
+    """Token ids as the chain takes them, behind ``known`` others. ConfigError for what is none, or too many."""
+    if layout.kind == "opaque":
+        raise ConfigError("this namespace holds opaque pages: use match_keys and put_keys")
+    tokens = hashing.token_bytes(token_ids)
+    count = known + len(tokens) // hashing.TOKEN_BYTES
+    if count > TOKENS_MAX:
+        raise ConfigError(f"{count} token ids: at most {TOKENS_MAX} in one prompt")
+    return tokens
+
+
+def checked_extra(extra: ExtraKeys | None) -> ExtraKeys | None:
+    """ConfigError for anything but a mapping from chunk numbers to bytes."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigError(f"extra is {type(extra).__name__}: pass a mapping from chunk number to bytes")
+    for chunk, key in (extra or {}).items():
+        if type(chunk) is not int or chunk < 0 or not isinstance(key, bytes):
+            raise ConfigError(f"extra maps {chunk!r} to {type(key).__name__}: map chunk numbers to bytes")
+    return extra
+
+
+def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
+    """Pages under opaque keys, which have no order."""
+    if identity.layout.kind != "opaque":
+        raise ConfigError("opaque keys need a namespace with PageLayout.opaque(...)")
+    if isinstance(keys, (bytes, str)) or not all(isinstance(k, bytes) and k for k in keys):
+        raise ConfigError("keys must be a sequence of non-empty bytes objects, one per page")
+    return Prompt(identity.digest, [hashing.chunk_of_key(key, identity.seed) for key in keys], run_length=1)
 
 
 class PromptPages:
@@ -31,7 +64,7 @@ class PromptPages:
         self, context: Context, matcher: Matcher, identity: Identity, token_ids: TokensLike, extra: ExtraKeys | None
     ) -> None:
         self._c, self._matcher, self._identity = context, matcher, identity
-        self._extra = dict(extra or {})
+        self._extra = dict(checked_extra(extra) or {})
         self._hashes: list[bytes] = []
         self._tail = b""  # tokens behind the last full chunk
         #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
@@ -56,7 +89,7 @@ class PromptPages:
 
     def extend(self, token_ids: TokensLike) -> None:
         """Append tokens. What was found by the last ``look`` stays."""
-        data = self._tail + hashing.token_bytes(token_ids)
+        data = self._tail + checked_tokens(self._identity.layout, token_ids, self.tokens)
         size, known = self._identity.layout.page_tokens, self.chunks
         extra = {c - known: key for c, key in self._extra.items() if c >= known}
         parent = self._hashes[-1] if self._hashes else self._identity.seed
