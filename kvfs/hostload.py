@@ -72,7 +72,7 @@ class Load:
     def _batch(self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: dict[int, Held]) -> int:
         """Read into the slots and verify, then copy what is good; how many pages were."""
         good = 0
-        with self.transfer._step() as allowed:
+        with self.transfer._step(engine=False) as allowed:
             if not allowed:
                 return 0
             for first, memory in lease.runs(attached.page_bytes):

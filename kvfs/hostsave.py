@@ -113,7 +113,7 @@ class Save:
     def _write(self, batch: Batch) -> None:
         """On the write thread."""
         try:
-            with self.transfer._step() as allowed:
+            with self.transfer._step(engine=False) as allowed:
                 if allowed:
                     batch.lease.move(SlotState.DRAINING)
                     self._append(batch)

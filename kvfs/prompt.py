@@ -101,12 +101,17 @@ class PromptPages:
         self.stored = {g.name: 0 for g in self._identity.layout.groups}
         self.writing = dict(self.stored)
 
-    def look(self) -> None:
-        """Ask the index what is stored. An index that cannot answer in time knows of nothing."""
+    def look(self, first: int = 0) -> None:
+        """Ask the index what is stored of the chunks from ``first`` on; what was found before them stays.
+
+        An index that cannot answer in time knows of nothing.
+        """
+        below = (1 << first) - 1
         prompt = Prompt(self._identity.digest, self._hashes)
         for number, group in enumerate(self._identity.layout.groups):
-            found = self._matcher.present(prompt, number, group, group.full, 0, self.chunks, whole=True).found
-            self.stored[group.name], self.writing[group.name] = found.present, found.claimed & ~found.present
+            found = self._matcher.present(prompt, number, group, group.full, first, self.chunks, whole=True).found
+            self.stored[group.name] = self.stored[group.name] & below | found.present & ~below
+            self.writing[group.name] = self.writing[group.name] & below | found.claimed & ~found.present & ~below
 
     def select(self, first: Mapping[str, int], end: int) -> PrefixMatch:
         """A match of the chunks before ``end``: of group g the pages from ``first[g]`` on, none if g is not named.

@@ -87,6 +87,7 @@ class Transfer:
         self._outcomes: dict[PageId, PageOutcome] = {}
         self._leases: set[Lease] = set()
         self._moving = 0
+        self._touching = 0  # of these, steps that read or write the engine's memory
         self._events: deque[Callable[[], object]] = deque()  # callbacks that are due, in order
         self._dispatching = False
         self._stopped = False  # no new steps
@@ -135,6 +136,19 @@ class Transfer:
         self._end()
         return True
 
+    def withdraw(self, timeout: float) -> bool:
+        """``cancel`` for whoever needs the engine's memory and nothing else. True: no byte of it can move any more.
+
+        What moves between disk and ring may take as long as it likes; the transfer ends with it.
+        """
+        self._stop("cancelled")
+        with self._cond:
+            if not self._cond.wait_for(lambda: not self._touching, timeout):
+                return False
+        self.source_free._set()
+        self._try_end()
+        return True
+
     # -- for the workers ---------------------------------------------------------------------
 
     @property
@@ -151,16 +165,18 @@ class Transfer:
                 self._state = state
 
     @contextlib.contextmanager
-    def _step(self) -> Iterator[bool]:
-        """Bytes may move inside, if it yields True."""
+    def _step(self, *, engine: bool = True) -> Iterator[bool]:
+        """Bytes may move inside, if it yields True; those of the engine's memory too, unless ``engine`` is False."""
         with self._cond:
             allowed = not self._stopped
             self._moving += allowed
+            self._touching += allowed and engine
         try:
             yield allowed
         finally:
             with self._cond:
                 self._moving -= allowed
+                self._touching -= allowed and engine
                 self._cond.notify_all()
             self._dispatch()
 

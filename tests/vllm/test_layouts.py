@@ -45,6 +45,7 @@ from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.testing import Fault, FaultyFiles
 
 BLOCKS, BLOCK = 24, 16
+CAT, DOG = "ca" * 32, "d0" * 32  # hashes of their content
 Prompt = Callable[..., list[int]]
 _FULL = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32}
 SPECS: dict[str, list[tuple[KVCacheSpec, int]]] = {  # groups: (spec, layers)
@@ -72,7 +73,7 @@ class Rank:
 
     def __init__(
         self, config: VllmConfig, kind: str, layout: KVCacheLayout, path: Path, *, kernel_block: int | None = None,
-        pages: int | None = None, seed: int = 0, files: Any = None, **settings: Any,
+        pages: int | None = None, seed: int = 0, files: Any = None, ring_pages: int = 64, **settings: Any,
     ) -> None:  # fmt: skip
         self.specs, self.blocks_each = SPECS[kind], BLOCKS
         names, groups, first = [], [], 0
@@ -92,7 +93,12 @@ class Rank:
         self.store = kvfs.open(path, capacity=checked.capacity, **keywords)
         ns = self.store.namespace(self.model.name, self.model.layout, self.model.revision, extra=self.model.extra)
         groups_here = describe_caches(config, cache, self.model, self.views)
-        self.worker = KvfsWorker(ns.attach([a.device for a in groups_here]), groups_here, self.per_page, checked)
+        self.worker = KvfsWorker(
+            ns.attach([a.device for a in groups_here], ring_bytes=ring_pages * self.model.layout.page_bytes),
+            groups_here,
+            self.per_page,
+            checked,
+        )
         self.manager = KvfsManager(self.store, ns, self.model, checked)
 
     def _views(
@@ -332,6 +338,56 @@ def test_an_aborted_load_moves_no_byte_afterwards(engine_config: VllmConfig, sto
         assert all(torch.equal(seen[layer], now) for layer, now in rank.tokens(target).items())
 
 
+def test_a_flush_of_a_stalled_save_takes_its_blocks_back(
+    engine_config: VllmConfig, store: Path, prompt: Prompt
+) -> None:
+    """The ring is full of pages that wait for a disk: what is not copied out of the blocks by then is not stored."""
+    files = FaultyFiles()
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files, ring_pages=2) as rank:
+        asked, blocks = Asked(rank, "a", prompt(1, 6 * BLOCK)), blocks_for(rank, 3)
+        files.arm(Fault(1, "pwritev", action="delay", persistent=True, seconds=4.0))
+        asked.save(blocks)
+        (job,) = rank.worker._jobs.values()
+        assert job.transfer is not None
+        rank.worker.wait({1})
+        assert job.transfer.source_free.is_set() and not job.transfer.done.is_set(), "it waited for the disk"
+        assert finish(rank, 1).success
+        files.arm()
+
+
+def test_a_load_whose_disk_stalls_ends_and_is_recomputed(
+    engine_config: VllmConfig, store: Path, prompt: Prompt
+) -> None:
+    tokens, files = prompt(1, 6 * BLOCK), FaultyFiles()
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
+        Asked(rank, "a", tokens).save(blocks_for(rank, 3))
+        finish(rank, 1)
+        settle(rank)
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files, load_seconds=0.2) as rank:
+        again, target = Asked(rank, "b", tokens), blocks_for(rank, 8)
+        assert again.hits()
+        files.arm(Fault(1, "preadv", action="delay", persistent=True, seconds=5.0))
+        before = rank.tokens(target)
+        again.load(target, {0: 0})
+        (job,) = rank.worker._jobs.values()
+        assert not finish(rank, 2).success
+        assert job.transfer is not None and not job.transfer.done.is_set(), "its disk has answered already"
+        files.arm()
+        assert job.transfer.done.wait(20.0)
+        assert all(torch.equal(before[layer], now) for layer, now in rank.tokens(target).items())
+
+
+def test_after_a_reset_among_requests_nothing_is_stored(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:
+    """Their blocks, and the engine's own prefix cache, hold KV of weights that are gone."""
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
+        asked = Asked(rank, "a", prompt(1, 6 * BLOCK))
+        rank.manager.tainted = True
+        rank.manager.reset_cache()
+        assert asked.save(blocks_for(rank, 3)) == 0
+        rank.manager.tainted = False
+        assert asked.save(blocks_for(rank, 3), job=2) == 6
+
+
 def test_a_failed_load_misses_afterwards_and_stores_anew(
     engine_config: VllmConfig, store: Path, prompt: Prompt
 ) -> None:
@@ -363,18 +419,18 @@ def test_what_a_request_depends_on_besides_tokens_is_in_its_keys(
         return SimpleNamespace(modality="image", identifier=identifier, mm_position=place)
 
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
-        asked = Asked(rank, "a", tokens, mm_features=[image("cat", 20)])
+        asked = Asked(rank, "a", tokens, mm_features=[image(CAT, 20)])
         asked.save(blocks_for(rank, 3))
         finish(rank, 1)
         settle(rank)
-        assert Asked(rank, "b", tokens, mm_features=[image("cat", 20)]).hits() == {0: list(range(6))}
+        assert Asked(rank, "b", tokens, mm_features=[image(CAT, 20)]).hits() == {0: list(range(6))}
         for number, fields in enumerate(
-            ({"mm_features": [image("dog", 20)]}, {"mm_features": [image("cat", 21)]}, {}, )
+            ({"mm_features": [image(DOG, 20)]}, {"mm_features": [image(CAT, 21)]}, {}, )
         ):  # fmt: skip
             assert Asked(rank, f"c{number}", tokens, **fields).hits() == {0: [0]}, "the page before the image"
-        assert Asked(rank, "d", tokens, mm_features=[image("cat", 20)], cache_salt="tenant").hits() == {}
+        assert Asked(rank, "d", tokens, mm_features=[image(CAT, 20)], cache_salt="tenant").hits() == {}
         rank.manager.reset_cache()
-        assert Asked(rank, "e", tokens, mm_features=[image("cat", 20)]).hits() == {}
+        assert Asked(rank, "e", tokens, mm_features=[image(CAT, 20)]).hits() == {}
 
 
 def test_requests_that_are_no_function_of_their_tokens_are_left_alone(
@@ -382,7 +438,12 @@ def test_requests_that_are_no_function_of_their_tokens_are_left_alone(
 ) -> None:
     tokens = prompt(1, 6 * BLOCK)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
-        for number, fields in enumerate(({"lora_request": SimpleNamespace(name="x")}, {"resumable": True})):
+        named_by_a_client = SimpleNamespace(
+            modality="image", identifier="img1", mm_position=SimpleNamespace(offset=20, length=20)
+        )
+        for number, fields in enumerate(
+            ({"lora_request": SimpleNamespace(name="x")}, {"resumable": True}, {"mm_features": [named_by_a_client]})
+        ):
             asked = Asked(rank, f"a{number}", tokens, **fields)
             assert asked.hits() == {} and asked.save(blocks_for(rank, 3), job=10 + number) == 0
             assert finish(rank, 10 + number).success

@@ -15,14 +15,20 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -103,6 +109,12 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
         )  # fmt: skip
         self.worker = KvfsWorker(io, groups, self._spec.blocks_per_chunk, settings)
 
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        # stores from before a reset: their blocks may have been given up, by sleep() even their memory
+        stale = getattr(kv_connector_metadata, "stale_below", 0)
+        self._unsubmitted_store_jobs[:] = [job for job in self._unsubmitted_store_jobs if job[0] >= stale]
+        super().handle_preemptions(kv_connector_metadata)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert isinstance(self.worker, KvfsWorker)
         if self.idle:
@@ -168,6 +180,24 @@ class KvfsConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         self._manager.announce(request)
         super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.stale_below = self.scheduler._stale_job_threshold
+        return meta
+
+    def reset_cache(self) -> bool:
+        """Whether nothing from before is left. Else nothing is stored until a reset finds the engine empty."""
+        scheduler, manager = self.scheduler, self._manager
+        # a second reset before the next step: vLLM's half leaves this filled, and asserts that it is empty
+        flush, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+        super().reset_cache()
+        scheduler._current_batch_jobs_to_flush |= flush
+        blocks = self._kv_cache_manager
+        manager.tainted = blocks is not None and not blocks.reset_prefix_cache()
+        if manager.tainted:
+            logger.warning("kvfs: reset while requests run: nothing is stored until a reset without running requests")
+        return not manager.tainted
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._manager.refresh(request.request_id)

@@ -7,6 +7,7 @@ any more when it is loaded makes the load fail, and its request is computed.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvfs.errors import KvfsError
 from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.model import EngineModel
 from kvfs.integrations.vllm.requests import RequestPages, cacheable
@@ -36,6 +36,7 @@ from kvfs.store import Store
 from kvfs.types import SavePlan, Tier
 
 logger = init_logger(__name__)
+TIER_PAGES_MAX = 1024  # the kernel is asked where each page of a load lies; of longer loads the engine is told nothing
 FRESH_SECONDS = 0.5  # a request that waits in the queue is looked up again after this
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
@@ -64,14 +65,16 @@ class KvfsManager(OffloadingManager):
         self._store, self._ns, self._model, self._settings = store, namespace, model, settings
         self._names = {group.index: group.name for group in model.groups}
         self._requests: dict[str, RequestPages] = {}
-        self._epoch = namespace.identity.epoch
+        self._epoch = 0  # of this engine: in the chain of every prompt
+        #: blocks in use hold KV of weights before the last reset: nothing is stored
+        self.tainted = False
         self.metrics = Metrics()
 
     # -- called by the connector -------------------------------------------------------------
 
     def announce(self, request: Any) -> None:
         """A new request; ``on_new_request`` follows, and sees its id only."""
-        if not cacheable(request):
+        if not cacheable(request, items_hashed=self._model.items_hashed):
             self.metrics.add("requests_bypassed")
             return
         if request.num_prompt_tokens < max(self._settings.min_tokens, self._model.page_tokens):
@@ -112,18 +115,22 @@ class KvfsManager(OffloadingManager):
         state = req_context.get_state(RequestPages)
         if state is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
-        if not state.tiers and state.match is not None:
+        if not state.tiers and state.match is not None and state.match.chunks <= TIER_PAGES_MAX:
             state.tiers = {(page.group, page.chunk): page.tier for page in state.match.pages}
         tier = state.tiers.get(self._page(key, req_context))
         return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED) if tier else CacheHitSource.EXTERNAL_UNSPECIFIED
 
-    def _look(self, state: RequestPages, *, again: bool = False) -> None:
+    def _look(self, state: RequestPages, first: int | None = None) -> None:
+        """Ask the index: of chunks from ``first`` on, or of all if the last answer is old."""
         now = time.monotonic()
-        if again or now - state.looked_at > FRESH_SECONDS:
-            state.grow()
-            state.pages.look()
-            state.looked_at = time.monotonic()
-            self.metrics.add("lookup_seconds", state.looked_at - now)
+        if first is None and now - state.looked_at <= FRESH_SECONDS:
+            return
+        state.grow()
+        state.pages.look(first or 0)
+        done = time.monotonic()
+        if first is None:
+            state.looked_at = done
+        self.metrics.add("lookup_seconds", done - now)
 
     def _page(self, key: OffloadKey, req_context: ReqContext) -> tuple[str, int]:
         """(group, chunk) that a key stands for."""
@@ -159,11 +166,11 @@ class KvfsManager(OffloadingManager):
         """All that is missing, or nothing: what is left out here is never offered again by this request."""
         state = req_context.get_state(RequestPages)
         wanted: dict[OffloadKey, tuple[str, int]] = {}
-        if state is not None and not self._settings.read_only:
-            self._look(state, again=True)
+        if state is not None and keys and not self._settings.read_only and not self.tainted:
+            offered = {key: self._page(key, req_context) for key in keys}
+            self._look(state, first=min(chunk for _, chunk in offered.values()))
             pages = state.pages
-            for key in keys:
-                name, chunk = self._page(key, req_context)
+            for key, (name, chunk) in offered.items():
                 there = pages.stored[name] | pages.writing[name] | state.storing.get(name, 0)
                 if chunk < pages.chunks and not there >> chunk & 1:
                     wanted[key] = (name, chunk)
@@ -200,11 +207,7 @@ class KvfsManager(OffloadingManager):
 
         It stays in the store for engines that start with the weights as they were.
         """
-        try:
-            self._epoch = self._ns.new_epoch().identity.epoch
-        except (KvfsError, OSError) as exc:  # read-only, or no disk: an epoch of this process alone is as safe
-            self._epoch = time.time_ns()
-            logger.warning("kvfs: the store gave no new epoch (%s): this engine uses one of its own", exc)
+        self._epoch = secrets.randbits(62) | 1
         for state in self._requests.values():
             state.release()
             state.pages = RequestPages(state._request, self._ns, self._epoch, self._settings.max_tokens).pages

@@ -6,7 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
 
 PREFIX = "vllm:kvfs_"
-#: name -> what it counts. Scheduler: the first four; each worker: the others, of its own part of each page.
+#: name -> what it counts. Scheduler: the first three; each worker: the others, of its own part of each page.
 COUNTERS = {
     "requests_bypassed": "Requests that kvfs leaves alone: LoRA, prompt embeddings, streaming input.",
     "loads_failed": "Requests computed because their pages could not be loaded.",

@@ -34,11 +34,14 @@ _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float32": "f
 #: Fields of a config that cannot change KV, or that stand elsewhere in the identity.
 _NEUTRAL = frozenset(
     {
+        # some models write the engine's max_model_len into their config when they are loaded
         *("_name_or_path", "transformers_version", "architectures", "problem_type", "id2label", "label2id"),
+        "max_model_len",
         *("dtype", "torch_dtype", "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
         *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
     }
 )
+_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 _LENGTH_SCALED = ("dynamic", "longrope", "su")  # vLLM fixes these by max_model_len when it starts
 
 
@@ -62,6 +65,7 @@ class EngineModel:
     extra: Mapping[str, Any]
     groups: tuple[EngineGroup, ...]
     blocks_per_page: int
+    items_hashed: bool = True  # images and the like are named by their content
 
     @property
     def page_tokens(self) -> int:
@@ -90,7 +94,7 @@ def model_of(config: VllmConfig, cache: KVCacheConfig, blocks_per_page: int, giv
     name = model.model.rstrip("/").rpartition("/")[2] if model.model.startswith(("/", ".")) else model.model
     return EngineModel(
         name, layout, given_weights or weights_id(model, config.load_config), _extra(config, groups), tuple(groups),
-        blocks_per_page,
+        blocks_per_page, _hashes_items(config),
     )  # fmt: skip
 
 
@@ -104,7 +108,8 @@ def _check(config: VllmConfig, cache: KVCacheConfig) -> None:
         _refuse("some of its cache groups cannot be cached by prefix")
     if parallel.pipeline_parallel_size > 1 and len(cache.kv_cache_groups) > 1:
         _refuse("pipeline parallelism groups the layers of a hybrid model by rank")
-    if any(group.is_eagle_group for group in cache.kv_cache_groups):
+    drafting = config.speculative_config
+    if drafting is not None and drafting.method not in _DRAFTERS_WITHOUT_KV:
         _refuse("the drafter of speculative decoding keeps KV of its own")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         _refuse("scales of its fp8 cache depend on the first requests; use scales of the checkpoint")
@@ -160,6 +165,8 @@ def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
     if plain and spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         return ""
     backend = str(config.attention_config.backend)
+    if config.attention_config.backend is None:
+        _refuse("its cache is packed in the way of an attention backend that was not named (--attention-backend)")
     return f"{backend} {block} slots {spec.num_heads} tp {config.parallel_config.tensor_parallel_size}"
 
 
@@ -182,12 +189,26 @@ def _extra(config: VllmConfig, groups: list[EngineGroup]) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": str(model.quantization or ""),
+        "class": str(model.architecture),
+        "implementation": str(model.model_impl),
         "groups": [[group.name, group.block_tokens] if group.packed else [group.name] for group in groups],
     }
     rope = json.dumps(getattr(model.hf_text_config, "rope_parameters", None), default=str)
     if any(f'"{kind}"' in rope for kind in _LENGTH_SCALED):
         extra["max_model_len"] = model.max_model_len
+    items = model.multimodal_config
+    if items is not None:  # the content's hash covers what a request says of it, not what the engine adds
+        added = [
+            getattr(items, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
+        ]
+        extra["items"] = json.dumps(added, sort_keys=True, default=str)
     return extra
+
+
+def _hashes_items(config: VllmConfig) -> bool:
+    """Without its caches vLLM counts images in place of hashing them."""
+    items = config.model_config.multimodal_config
+    return items is None or items.mm_processor_cache_gb > 0 or bool(config.cache_config.enable_prefix_caching)
 
 
 def config_digest(config: Any) -> str:

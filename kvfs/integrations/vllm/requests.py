@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 from kvfs.match import PrefixMatch
 from kvfs.namespace import Namespace
 from kvfs.prompt import PromptPages
 from kvfs.types import Tier
+
+_CONTENT_HASH = re.compile(r"[0-9a-f]{64,128}")
 
 
 class RequestPages:
@@ -45,10 +48,16 @@ class RequestPages:
         return list(self._request.all_token_ids[first:end])
 
 
-def cacheable(request: Any) -> bool:
-    """Whether the KV of a request is a function of what can be put into its chain."""
+def cacheable(request: Any, *, items_hashed: bool) -> bool:
+    """Whether the KV of a request is a function of what can be put into its chain.
+
+    ``items_hashed``: whether this engine names images and the like by their content. Names that a client chose say
+    nothing about it.
+    """
     return (
-        request.lora_request is None
+        (items_hashed or not request.mm_features)
+        and all(_CONTENT_HASH.fullmatch(feature.identifier) for feature in request.mm_features)
+        and request.lora_request is None
         and request.prompt_embeds is None
         and request.prompt_token_ids is not None
         and not request.resumable  # its tokens may be replaced by later input

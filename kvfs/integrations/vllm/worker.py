@@ -23,6 +23,7 @@ from kvfs.types import SavePlan, TransferState
 
 logger = init_logger(__name__)
 IDLE_SECONDS = 0.002  # a step without a forward waits so long for a transfer: a loop that spins starves our threads
+LATE_SECONDS = 1.0  # beyond its deadline, a load is given this long to end by itself
 FLUSH_SECONDS = 1.0  # what has not been copied out of blocks that are wanted back by then is not stored
 
 
@@ -50,7 +51,7 @@ class KvfsWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         transfer, nbytes = None, 0
-        if isinstance(dst_spec, SaveSpec):
+        if isinstance(dst_spec, SaveSpec) and self._is_ours(dst_spec):
             plan, units = self._placed(src_spec, dst_spec)
             nbytes = sum(len(chunks) * self._page_bytes[name] for name, chunks in plan.missing.items())
             try:
@@ -61,6 +62,16 @@ class KvfsWorker(OffloadingWorker):
                 self._refused("save", exc)
         self._jobs[job_id] = _Job(transfer, False, nbytes, time.monotonic())
         return True
+
+    def _is_ours(self, spec: SaveSpec) -> bool:
+        ours = spec.plan.namespace == self._io._identity.digest
+        if not ours:
+            self.metrics.add("saves_refused")
+            logger.error_once(
+                "kvfs: scheduler and worker disagree on the identity of the model (a model changed its config when it "
+                "was loaded): nothing is stored"
+            )
+        return ours
 
     def _placed(self, src: GPULoadStoreSpec, dst: SaveSpec) -> tuple[SavePlan, dict[str, list[int]]]:
         """The plan, less the pages some of whose blocks were given up, and the units of what is left."""
@@ -142,7 +153,14 @@ class KvfsWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         self._note_published()
-        return [self._finish(job_id) for job_id in [n for n, job in self._jobs.items() if _is_over(job)]]
+        return [self._finish(job_id) for job_id in [n for n, job in self._jobs.items() if self._ends(job)]]
+
+    def _ends(self, job: _Job) -> bool:
+        """Whether a job is over; a load that is late ends here, though its disk may not have answered yet."""
+        if _is_over(job):
+            return True
+        late = job.load and time.monotonic() - job.began > self._settings.load_seconds + LATE_SECONDS
+        return late and job.transfer is not None and job.transfer.withdraw(0)
 
     def _finish(self, job_id: int) -> TransferResult:
         job = self._jobs.pop(job_id)
@@ -160,6 +178,8 @@ class KvfsWorker(OffloadingWorker):
             if not whole:
                 self.metrics.add("pages_not_loaded", result.declined)
                 logger.warning("kvfs: %d pages were not loaded (%s): computing them", result.declined, result.reason)
+        elif job.transfer is not None:
+            logger.warning("kvfs: a load did not end within %s s: computing its tokens", self._settings.load_seconds)
         return TransferResult(job_id, whole, job.nbytes if whole else None, seconds)
 
     def _note_published(self) -> None:
@@ -180,12 +200,12 @@ class KvfsWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Until the blocks of these jobs may be reused: never for a disk, and not longer than a second each."""
         for job in [self._jobs[n] for n in job_ids if n in self._jobs]:
-            if (
-                job.transfer is not None
-                and not _is_over(job)
-                and (job.load or not job.transfer.source_free.wait(FLUSH_SECONDS))
-            ):
-                job.transfer.cancel()
+            if job.transfer is None or _is_over(job):
+                continue
+            if job.load:
+                job.transfer.withdraw(0)  # its blocks stay its own until it is reported
+            elif not job.transfer.source_free.wait(FLUSH_SECONDS):
+                job.transfer.withdraw(FLUSH_SECONDS)
 
     def shutdown(self) -> None:
         self._io.close()
