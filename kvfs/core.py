@@ -1,14 +1,13 @@
-"""What the Store objects of one directory share in a process: made once, restarted after a fork, closed at exit."""
+"""What the Store objects of one directory share in a process. ``kvfs.cores`` makes, restarts and closes it."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import shutil
 import tempfile
 import threading
-from typing import Any
+from collections.abc import Callable
 
 from kvfs import descriptors, settings
 from kvfs import directory as directories
@@ -18,7 +17,7 @@ from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
 from kvfs.dropfolder import DropFolder
-from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreNotFoundError
+from kvfs.errors import IndexUnavailableError
 from kvfs.evictor import Evictor
 from kvfs.files import Files
 from kvfs.index.environment import Index
@@ -39,40 +38,7 @@ from kvfs.writer import Appender
 READY_SECONDS = 5.0  # how long open waits for a rebuild, its own or another's; a large one goes on beside serving
 READY_POLL_SECONDS = 0.02
 WATCH_AFTER_SECONDS = 1.0  # what opens a store only for a moment pays for no watch, and adopts nothing
-_LOCK = threading.RLock()
-_CORES: dict[tuple[int, int], Core] = {}
-_LEAVING: list[Core] = []  # being closed
 CLOSE_SECONDS = 10.0
-
-
-def enter(
-    path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
-) -> Core:
-    """The one core of this process for a directory (LMDB must not be opened twice); ``leave`` it when done."""
-    with _LOCK:
-        return _enter(path, read_only, verify, threads, files, declines)
-
-
-def _enter(path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str) -> Core:
-    with directories.explained(path):
-        try:
-            st = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise StoreNotFoundError(
-                f"{path} does not exist; create a store with kvfs.open(path, capacity=...)"
-            ) from None
-    core = _CORES.get((st.st_dev, st.st_ino))
-    if core is None:
-        core = _CORES[st.st_dev, st.st_ino] = Core(path, read_only, verify, threads, files, declines)
-    elif core.read_only and not read_only:
-        raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
-    elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
-        raise ConfigError(
-            f"{path} is open in this process with verify={core.c.verify.value!r} and threads={core.c.threads}: "
-            "all stores of one directory in a process share these; leave them out or close the other one"
-        )
-    core.users += 1
-    return core
 
 
 class Core:
@@ -87,6 +53,7 @@ class Core:
         self.read_only = read_only
         self.users = 0
         self.abandoned: list[None] = []  # one for each Store that was forgotten and not closed
+        self.on_abandoned: Callable[[Core], None] = lambda core: None  # called by its thread, now and then
         self.rebuilt: Report | None = None
         self._files = files
         self._declines = declines
@@ -247,9 +214,7 @@ class Core:
         return chores
 
     def _leave(self) -> None:
-        while self.abandoned:
-            self.abandoned.pop()
-            leave(self)
+        self.on_abandoned(self)
 
     def _heard(self, heard: Heard) -> None:
         if heard.chore == DROPS and heard.renamed:
@@ -312,8 +277,8 @@ class Core:
             self.c.liveness.close()
         self.directory.close()
 
-    def restart_in_child(self) -> None:
-        """After a fork: this process is somebody else, with its own locks, threads and active segments."""
+    def let_go_in_child(self) -> Directory:
+        """After a fork: nothing of the parent's is touched any more, but for the directory that is returned."""
         for hold in list(self.c.holds):
             hold.disown()
         self.c.segments.abandon()
@@ -324,70 +289,11 @@ class Core:
         if self.c.liveness is not None:
             self.c.liveness.forget()
         self.c.index.abandon()
-        inherited, self._rebuilder = self.directory, None
+        self._rebuilder = None
+        return self.directory
+
+    def restart_in_child(self) -> None:
+        """After a fork: this process is somebody else, with its own locks, threads and active segments."""
+        inherited = self.let_go_in_child()
         self._start(again=True)
         inherited.close()
-
-
-def leave(core: Core) -> None:
-    with _LOCK:
-        core.users -= 1
-        if core.users:
-            return
-        for key, value in list(_CORES.items()):
-            if value is core:
-                del _CORES[key]
-        _LEAVING.append(core)
-    core.close()
-    _LEAVING.remove(core)
-
-
-def abandon(core: Core) -> None:
-    """``leave`` for the garbage collector, which may run in any thread, between any two bytecodes, under any lock.
-
-    Closing there made another store's index thread miss its deadline. So the core's own thread does it.
-    """
-    core.abandoned.append(None)
-
-
-# -- forks and exits -------------------------------------------------------------------------
-
-_resume: list[Any] = []
-
-
-def _before_fork() -> None:
-    _LOCK.acquire()
-    _resume.extend(core.c.index.quiesce(1.0) for core in _CORES.values())
-
-
-def _after_in_parent() -> None:
-    try:
-        while _resume:
-            _resume.pop()()
-    finally:  # a signal handler may raise in here
-        _LOCK.release()
-
-
-def _after_in_child() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()
-    _resume.clear()
-    for key, core in list(_CORES.items()):
-        try:
-            core.restart_in_child()
-        except BaseException as exc:  # a signal handler's, too: what is half made is not used again
-            del _CORES[key]
-            if not isinstance(exc, Exception):
-                raise
-
-
-def _close_all() -> None:
-    for core in list(_CORES.values()):
-        core.close()
-    _CORES.clear()
-    for core in tuple(_LEAVING):  # by threads that end with the interpreter
-        core.keeper.stop(CLOSE_SECONDS)
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
-atexit.register(_close_all)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvfs import bundle, config, core
+from kvfs import bundle, config, cores
 from kvfs import directory as directories
 from kvfs.bundle import Exported
 from kvfs.bundle_import import Imported, Importer
@@ -85,7 +85,7 @@ def open_store(
         )
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    shared = core.enter(where, read_only, policy, threads, files, "read-only" if forced else "")
+    shared = cores.enter(where, read_only, policy, threads, files, "read-only" if forced else "")
     shared.c.tallies.muted = not counted
     return Store(shared)
 
@@ -111,7 +111,7 @@ class Store:
     def __init__(self, shared: Core) -> None:
         self._core = shared
         self._closed = False
-        self._finalizer = weakref.finalize(self, core.abandon, shared)
+        self._finalizer = weakref.finalize(self, cores.abandon, shared)
         self._finalizer.atexit = False  # then all cores are closed
 
     @property
@@ -363,7 +363,7 @@ class Store:
         """Leave the store. The last user leaves the index clean, so that the next open is immediate."""
         self._closed = True
         if self._finalizer.detach() is not None:
-            core.leave(self._core)
+            cores.leave(self._core)
 
     def __enter__(self) -> Store:
         return self

@@ -177,7 +177,8 @@ class Index:
 
     def _not_opened(self, name: str, exc: Exception) -> IndexUnavailableError:
         """Give the generation up, unless it is this process that lacks something: others may be working with it."""
-        if getattr(exc, "errno", getattr(exc, "code", None)) in _MY_FAULT:
+        mine = "already open in this process" in str(exc)
+        if mine or getattr(exc, "errno", getattr(exc, "code", None)) in _MY_FAULT:
             return IndexUnavailableError(f"index error: {exc}")
         self._discard_current(name)
         return IndexUnavailableError("rebuilding")

@@ -23,6 +23,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: (
         "store",
         "core",
+        "cores",
         "disabled",
         "namespace",
         "gc",

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -777,3 +778,55 @@ def test_a_namespace_keeps_its_store_open(tmp_path: Path) -> None:
     gc.collect()
     time.sleep(2 * TICK_SECONDS)  # its keeper would close it
     assert ns.put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES)).stored == 3
+
+
+def test_a_store_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
+    """Opened beside it, LMDB refuses the index of the same process, which was taken for a damaged one."""
+    store = kvfs.open(tmp_path / "store", capacity="16MiB")
+    ns = store.namespace("model", tiny(), "1")
+    assert ns.put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES)).stored == 3
+    core, closing, go_on = store._core, threading.Event(), threading.Event()
+    core.reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
+    leaving = threading.Thread(target=store.close)
+    leaving.start()
+    assert closing.wait(20.0)
+    opened: list[kvfs.Store] = []
+    opening = threading.Thread(target=lambda: opened.append(kvfs.open(tmp_path / "store")))
+    opening.start()
+    opening.join(0.3)
+    assert opening.is_alive(), "it did not wait"
+    go_on.set()
+    leaving.join(20.0)
+    opening.join(20.0)
+    with opened[0] as again:
+        assert again._core is not core and again._core.rebuilt is None
+        assert again.namespace("model", tiny(), "1").match(tokens_of(1, 3)).chunks == 3
+
+
+def test_a_child_forked_while_a_store_is_closed_keeps_none_of_its_locks(tmp_path: Path) -> None:
+    store = kvfs.open(tmp_path / "store", capacity="16MiB")
+    core, closing, go_on = store._core, threading.Event(), threading.Event()
+    core.reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
+    leaving = threading.Thread(target=store.close)
+    leaving.start()
+    assert closing.wait(20.0)
+    child = os.fork()
+    if not child:
+        time.sleep(30.0)
+        os._exit(0)
+    try:
+        go_on.set()
+        leaving.join(20.0)
+        with kvfs.open(tmp_path / "store") as again:
+            assert again._core.rebuilt is None, "the child held the lock that tells a clean index from a dirty one"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forgotten_reader_does_not_keep_a_writer_out(tmp_path: Path) -> None:
+    kvfs.open(tmp_path / "store", capacity="16MiB").close()
+    reader = kvfs.open(tmp_path / "store", read_only=True)
+    del reader
+    with kvfs.open(tmp_path / "store") as writer:
+        assert not writer.read_only

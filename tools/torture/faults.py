@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvfs import core
+from kvfs import cores
 from kvfs.testing import Fault, FaultyFiles
 from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, put
 from tools.torture.judge import Judge, kvfs_threads, open_files
@@ -104,9 +104,9 @@ def leaks(before: dict[str, str], judge: Judge) -> None:
         judge.found("leaked", f"descriptors: {sorted(left.values())}")
     if threads := kvfs_threads():
         judge.found("leaked", f"threads: {threads}")
-    if core._CORES:
+    if cores._CORES:
         judge.found("leaked", "a store that is closed is still registered")
-        core._CORES.clear()
+        cores._CORES.clear()
     for fd in left:
         try:
             os.close(int(fd))
