@@ -58,9 +58,12 @@ class Carrier:
 
         ``recode``: store what is raw in this codec, where that makes it smaller. Then the copies are durable before
         the index names them (as far as the store's level asks for that), and a page that a disk does not give up, or
-        that a purge may mean, ends it with Declined: the source is to go for the sake of its bytes, not its pages.
+        that a purge may mean, or a table or descriptor that is damaged ends it with Declined: the source is to go for
+        the sake of its bytes, not its pages.
         """
         scan = scan_segment(held.fd, self._c.files)
+        if recode is not None and (scan is None or max(seqs, default=-1) >= len(scan.entries)):
+            raise Declined("unreadable")
         if scan is None:
             return 0
         mark = self._c.marks.read(held.segment_id)  # a copy of a purged record would come back in a rebuild
@@ -104,6 +107,8 @@ class Carrier:
         """The record with its payload as it is stored, if it verifies. Declined if ``whole`` and it cannot be read."""
         try:
             shape = self._shape(held, scan, entry.ns_seq, entry.group)
+            if shape is None and whole:
+                raise Declined("unreadable")
             if shape is None:
                 return None
             group, part = shape[2], Part.unpack(entry.part)
@@ -134,6 +139,8 @@ class Carrier:
     ) -> int:  # fmt: skip
         assert key is not None
         shape = self._shape(held, scan, key[0], key[1])
+        if shape is None and recode is not None:
+            raise Declined("unreadable")
         if shape is None:
             return 0
         described, descriptor, group = shape

@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,43 @@ def test_damaged_pages_are_not_copied(store: kvfs.Store) -> None:
     assert restored(ns, tokens_of(0, 6)) == PAGES[: 3 * PAGE]
     assert store.verify().ok
     assert ns.put(tokens_of(0, 6), PAGES).stored == 1
+    assert restored(ns, tokens_of(0, 6)) == PAGES
+
+
+def _break(store: kvfs.Store, what: str) -> None:
+    """Flip a bit of a segment's table entry 3, or of the descriptor of its namespace."""
+    [path] = segment_files(Path(store.path))
+    at = fmt.FIRST_TABLE + 3 * fmt.ENTRY_BYTES + 40 if what == "entry" else fmt.FIRST_PAYLOAD + 20
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("what", ["entry", "descriptor"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_segment_whose_table_is_damaged_is_not_dropped_with_its_good_pages(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, what: str, late: bool
+) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    ns.put(tokens_of(0, 6), PAGES)
+    store._core.active.finish_all()
+    if late:  # after it was looked at
+        rewrite = recompress.Recompressor._rewrite
+
+        def breaks(*args: Any) -> None:
+            _break(store, what)
+            rewrite(*args)
+
+        monkeypatch.setattr(recompress.Recompressor, "_rewrite", breaks)
+        done = store.recompress(idle=0)
+        assert (done.segments, done.failed) == (0, 1)
+    else:
+        _break(store, what)
+        done = store.recompress(idle=0)
+        assert done.segments == 0
+    assert store.recompress_plan(idle=0).left == {"unreadable": 1}
     assert restored(ns, tokens_of(0, 6)) == PAGES
 
 
