@@ -26,6 +26,7 @@ from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 from kvfs.writer import Appender
 
 BATCH_BYTES = 8 << 20
+RECORDS = 256  # index rows per short hold of the index
 
 
 class Carrier:
@@ -70,7 +71,7 @@ class Carrier:
         stamps = self._c.recency.stamps(held.segment_id, [e.written_us for e in scan.entries])
         copied = 0
         batch: list[tuple[int, int, int, Record]] = []
-        size = 0
+        largest = 0  # room is asked for as if all of a batch were that large: codecs make sizes differ
         limit = min(BATCH_BYTES, self._c.settings.segment_bytes // 4)
         key: tuple[int, int, bytes] | None = None
         for seq in seqs:
@@ -82,14 +83,16 @@ class Carrier:
                     raise Declined("a mark")  # of a purge that is not over, or one that cannot be read now
                 continue
             shape = (entry.ns_seq, entry.group, entry.part)
-            if batch and (shape != key or size + entry.stored_bytes > limit):
+            cost = fmt.align(entry.stored_bytes)
+            full = len(batch) == RECORDS or (len(batch) + 1) * max(largest, cost) > limit
+            if batch and (shape != key or full):
                 copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
-                batch, size = [], 0
+                batch, largest = [], 0
             key = shape
             record = self._read(held, scan, entry, whole=recode is not None)
             if record is not None:
                 batch.append((held.number, seq, entry.chunk % RUN, record))
-                size += entry.stored_bytes
+                largest = max(largest, cost)
         if batch:
             copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
         return copied

@@ -15,7 +15,8 @@ from kvfs import PageLayout, codec, recompress
 from kvfs import format as fmt
 from kvfs.segment_scan import scan_segment
 from kvfs.testing import Fault, FaultyFiles
-from tests.stores import restored, seeded, segment_files, tokens_of
+from kvfs.writer import Appender
+from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
 from tools.torture.case import allocated_bytes
 
@@ -280,3 +281,34 @@ def test_read_only_and_disabled_stores_refuse(tmp_path: Path, store: kvfs.Store)
         patch.setitem(os.environ, "KVFS_DISABLE", "1")
         with kvfs.open(path) as off, pytest.raises(kvfs.ConfigError, match="switched off"):
             off.recompress()
+
+
+def test_one_large_page_among_small_ones_does_not_decline_them_all_for_space(tmp_path: Path) -> None:
+    layout = PageLayout.kv(layers=8, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)
+    assert layout.page_bytes == 64 << 10
+    pages = bytes(99 * layout.page_bytes) + seeded(1, layout.page_bytes)
+    with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="1MiB", codec="zstd") as store:
+        ns = store.namespace("model", layout, "1")
+        assert ns.put(tokens_of(0, 100), pages).stored == 100
+        store._core.active.finish_all()
+        assert store.pin("prompt", ns, tokens_of(0, 100)) == 1600
+        assert restored(ns, tokens_of(0, 100)) == pages
+
+
+def test_tiny_pages_do_not_hold_the_index_by_the_thousand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = seeded(1, 600 * TINY_BYTES)
+    moved: list[int] = []
+    relocate = Appender.relocate
+
+    def spied(*args: Any, **how: Any) -> int:
+        moved.append(len(args[6]))
+        return relocate(*args, **how)
+
+    monkeypatch.setattr(Appender, "relocate", spied)
+    with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:
+        ns = store.namespace("tiny", tiny(), "1")
+        assert ns.put(tokens_of(0, 600), pages).stored == 600
+        store._core.active.finish_all()
+        assert store.pin("prompt", ns, tokens_of(0, 600)) == 9600
+        assert sum(moved) == 600 and max(moved) <= 256
+        assert restored(ns, tokens_of(0, 600)) == pages
