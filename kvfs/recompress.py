@@ -169,12 +169,14 @@ class Recompressor:
         """Look at each sealed segment, the oldest first, and write it anew if it is worth it, for ``seconds`` at most.
 
         Ends where there is no room for the copies, or a disk fails again and again; what was done by then stays done.
+        A quota at its cap keeps only its own segments as they are.
         StoreLockedError if somebody evicts or purges all the time.
         """
         clock = self._c.files.monotonic
         end = None if seconds is None else clock() + seconds
         report = Recompressed(bytes_before=self._used())
         used: set[SegmentClass] = set()
+        full: set[bytes] = set()  # quotas whose cap leaves no room for copies
         failures = 0
         try:
             rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
@@ -185,6 +187,9 @@ class Recompressor:
                 if end is not None and clock() >= end:
                     report.stopped = "time"
                     break
+                owner = row.class_id[: space.QUOTA_BYTES]
+                if owner in full:
+                    continue
                 step = "pinned" if row.segment_id in pinned else self._look(number, row, codec, idle_seconds)
                 if isinstance(step, str):
                     continue
@@ -193,7 +198,11 @@ class Recompressor:
                     failures = 0
                 except (Declined, OSError) as exc:
                     if isinstance(exc, Declined) and exc.reason == "space":
-                        raise
+                        if owner == space.NO_QUOTA:
+                            raise
+                        full.add(owner)
+                        report.failed += 1
+                        continue
                     failures += 1
                     report.failed += 1
                     if failures == FAILURES_MAX:

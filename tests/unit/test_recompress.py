@@ -283,6 +283,20 @@ def test_read_only_and_disabled_stores_refuse(tmp_path: Path, store: kvfs.Store)
             off.recompress()
 
 
+def test_a_quota_at_its_cap_does_not_end_recompressing_of_the_whole_store(tmp_path: Path) -> None:
+    quotas = {"capped": kvfs.Quota(cap_bytes=1 << 20)}
+    with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="512KiB", quotas=quotas) as store:
+        capped = store.namespace("capped", LAYOUT, "1")
+        for prompt in range(20, 24):
+            capped.put(tokens_of(prompt, 6), PAGES)
+        ns = fill(store)
+        before = sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24))
+        done = store.recompress(idle=0)
+        assert (done.segments, done.failed, done.stopped) == (4, 1, "")
+        assert sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24)) == before > 0
+        assert found(ns) == 48
+
+
 def test_one_large_page_among_small_ones_does_not_decline_them_all_for_space(tmp_path: Path) -> None:
     layout = PageLayout.kv(layers=8, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)
     assert layout.page_bytes == 64 << 10
