@@ -352,6 +352,20 @@ def test_a_codec_that_is_not_known_is_a_miss(store: kvfs.Store, monkeypatch: pyt
     assert f"codec {number} is unknown" in store.verify().problems[0]
 
 
+def test_pages_of_an_unknown_codec_do_not_block_their_own_replacement(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ns, tokens = store.namespace("model", LAYOUT, "1", codec="zstd"), tokens_of(1, 6)
+    encode = codec.encode
+    with monkeypatch.context() as later:
+        later.setattr(codec, "encode", lambda *args: (200, encode(*args)[1]))
+        ns.put(tokens, PAGES)
+    assert ns.match(tokens).chunks == 0
+    assert ns.put(tokens, PAGES).stored == 6
+    assert restored(ns, tokens) == PAGES
+    assert codec.NAMES.keys() == fmt.KNOWN_CODECS
+
+
 @pytest.mark.parametrize("level", ["cache", "batch"])
 def test_a_rebuild_finds_encoded_pages_and_drops_torn_ones(tmp_path: Path, level: str) -> None:
     path, tokens = tmp_path / "store", tokens_of(1, 6)
