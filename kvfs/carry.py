@@ -11,7 +11,7 @@ from functools import partial
 from kvfs import codec as codecs
 from kvfs import format as fmt
 from kvfs.active import Declined, SegmentClass
-from kvfs.codec import CodecError
+from kvfs.codec import CodecError, CodecMemoryError
 from kvfs.context import Context
 from kvfs.encoder import encode_records
 from kvfs.format import Entry
@@ -121,7 +121,9 @@ class Carrier:
             payload = memoryview(bytearray(entry.stored_bytes))
             self._c.files.read_into(held.fd, payload, entry.payload)
             table = leaf_table(codecs.decoded(payload, entry.codec, raw_bytes), group.leaf_bytes(part))
-        except CodecError:
+        except CodecError as exc:
+            if whole and isinstance(exc, CodecMemoryError):
+                raise Declined("memory") from None
             table = b""
         except (OSError, ValueError) as exc:
             self._c.counters.add("read_errors")
