@@ -11,7 +11,7 @@ from functools import partial
 from kvfs import codec as codecs
 from kvfs import format as fmt
 from kvfs.active import Declined, SegmentClass
-from kvfs.codec import CodecError
+from kvfs.codec import CodecError, CodecMemoryError
 from kvfs.context import Context
 from kvfs.encoder import encode_records
 from kvfs.format import Entry
@@ -26,6 +26,7 @@ from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 from kvfs.writer import Appender
 
 BATCH_BYTES = 8 << 20
+RECORDS = 256  # index rows per short hold of the index
 
 
 class Carrier:
@@ -58,16 +59,19 @@ class Carrier:
 
         ``recode``: store what is raw in this codec, where that makes it smaller. Then the copies are durable before
         the index names them (as far as the store's level asks for that), and a page that a disk does not give up, or
-        that a purge may mean, ends it with Declined: the source is to go for the sake of its bytes, not its pages.
+        that a purge may mean, or a table or descriptor that is damaged ends it with Declined: the source is to go for
+        the sake of its bytes, not its pages.
         """
         scan = scan_segment(held.fd, self._c.files)
+        if recode is not None and (scan is None or max(seqs, default=-1) >= len(scan.entries)):
+            raise Declined("unreadable")
         if scan is None:
             return 0
         mark = self._c.marks.read(held.segment_id)  # a copy of a purged record would come back in a rebuild
         stamps = self._c.recency.stamps(held.segment_id, [e.written_us for e in scan.entries])
         copied = 0
         batch: list[tuple[int, int, int, Record]] = []
-        size = 0
+        largest = 0  # room is asked for as if all of a batch were that large: codecs make sizes differ
         limit = min(BATCH_BYTES, self._c.settings.segment_bytes // 4)
         key: tuple[int, int, bytes] | None = None
         for seq in seqs:
@@ -79,14 +83,16 @@ class Carrier:
                     raise Declined("a mark")  # of a purge that is not over, or one that cannot be read now
                 continue
             shape = (entry.ns_seq, entry.group, entry.part)
-            if batch and (shape != key or size + entry.stored_bytes > limit):
+            cost = fmt.align(entry.stored_bytes)
+            full = len(batch) == RECORDS or (len(batch) + 1) * max(largest, cost) > limit
+            if batch and (shape != key or full):
                 copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
-                batch, size = [], 0
+                batch, largest = [], 0
             key = shape
             record = self._read(held, scan, entry, whole=recode is not None)
             if record is not None:
                 batch.append((held.number, seq, entry.chunk % RUN, record))
-                size += entry.stored_bytes
+                largest = max(largest, cost)
         if batch:
             copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
         return copied
@@ -104,6 +110,8 @@ class Carrier:
         """The record with its payload as it is stored, if it verifies. Declined if ``whole`` and it cannot be read."""
         try:
             shape = self._shape(held, scan, entry.ns_seq, entry.group)
+            if shape is None and whole:
+                raise Declined("unreadable")
             if shape is None:
                 return None
             group, part = shape[2], Part.unpack(entry.part)
@@ -113,7 +121,9 @@ class Carrier:
             payload = memoryview(bytearray(entry.stored_bytes))
             self._c.files.read_into(held.fd, payload, entry.payload)
             table = leaf_table(codecs.decoded(payload, entry.codec, raw_bytes), group.leaf_bytes(part))
-        except CodecError:
+        except CodecError as exc:
+            if whole and isinstance(exc, CodecMemoryError):
+                raise Declined("memory") from None
             table = b""
         except (OSError, ValueError) as exc:
             self._c.counters.add("read_errors")
@@ -134,6 +144,8 @@ class Carrier:
     ) -> int:  # fmt: skip
         assert key is not None
         shape = self._shape(held, scan, key[0], key[1])
+        if shape is None and recode is not None:
+            raise Declined("unreadable")
         if shape is None:
             return 0
         described, descriptor, group = shape

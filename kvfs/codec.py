@@ -38,6 +38,13 @@ class CodecError(ValueError):
     """Stored bytes that are no page. Never leaves the package: such a page is corrupt."""
 
 
+class CodecMemoryError(CodecError):
+    """There is no memory to tell whether stored bytes are a page."""
+
+    def __init__(self) -> None:
+        super().__init__("no memory for the page")
+
+
 def parse(name: object, what: str = "codec") -> int:
     """Number of a codec that a setting names; ConfigError for anything else."""
     if not isinstance(name, str) or name not in CODECS:
@@ -87,7 +94,10 @@ def decode(stored: Any, codec: int, target: memoryview) -> None:
     elif codec == fmt.CODEC_ZSTD:
         target[:] = _unzip(source, len(target))
     else:
-        _join(_decode_planes(source, len(target)), target)
+        try:
+            _join(_decode_planes(source, len(target)), target)
+        except MemoryError:
+            raise CodecMemoryError from None
 
 
 def decoded(stored: Any, codec: int, raw_bytes: int) -> Any:
@@ -96,7 +106,12 @@ def decoded(stored: Any, codec: int, raw_bytes: int) -> Any:
         return stored
     if not fits(codec, len(stored), raw_bytes):  # before anything is allocated
         raise CodecError(f"{len(stored)} bytes of codec {codec} are no page of {raw_bytes} bytes")
-    target = memoryview(bytearray(raw_bytes))
+    if codec == fmt.CODEC_ZSTD:
+        return memoryview(_unzip(memoryview(stored), raw_bytes))
+    try:
+        target = memoryview(bytearray(raw_bytes))
+    except MemoryError:
+        raise CodecMemoryError from None
     decode(stored, codec, target)
     return target
 
@@ -141,7 +156,9 @@ def _unzip(source: memoryview, raw_bytes: int) -> bytes:
         if claimed != raw_bytes:
             raise CodecError(f"a frame of {claimed} bytes, where {raw_bytes} are expected")
         data: bytes = tools.decompressor.decompress(source, max_output_size=raw_bytes, allow_extra_data=False)
-    except (tools.error, MemoryError) as exc:
+    except MemoryError:
+        raise CodecMemoryError from None
+    except tools.error as exc:
         raise CodecError(str(exc)) from None
     if len(data) != raw_bytes:
         raise CodecError(f"a frame gave {len(data)} of {raw_bytes} bytes")

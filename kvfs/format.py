@@ -26,6 +26,7 @@ COMPATIBLE = READ_ONLY_COMPATIBLE = INCOMPATIBLE = 0
 
 KIND_PART, KIND_NAMESPACE, KIND_CHAIN = 1, 2, 3
 CODEC_RAW, CODEC_ZSTD, CODEC_PLANES = 0, 1, 2  # what they mean: ``kvfs.codec``
+KNOWN_CODECS = frozenset((CODEC_RAW, CODEC_ZSTD, CODEC_PLANES))  # a page of any other is as good as absent
 
 FLAG_PINNED = 1  # holds a pinned prefix while pins/<class> exists
 FLAG_DIRECT = 2  # written with O_DIRECT: mapped only when sealed

@@ -22,6 +22,7 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.encoder import GAIN_MIN
 from kvfs.errors import IndexUnavailableError, StoreLockedError
 from kvfs.evictor import Evictor
+from kvfs.files import Files
 from kvfs.format import Entry
 from kvfs.hashing import page_key
 from kvfs.identity import Described
@@ -121,7 +122,7 @@ class Recompressor:
             return "gone"
         try:
             scan = scan_segment(held.fd, self._c.files)
-            if scan is None:
+            if scan is None or len(scan.entries) < row.records:
                 return "unreadable"
             parts = list(scan.parts())
             stamps = self._c.recency.stamps(row.segment_id, [e.written_us for e in scan.entries])
@@ -133,6 +134,8 @@ class Recompressor:
             raw = [e for e in parts if e.codec == fmt.CODEC_RAW]
             if not raw:
                 return "encoded"
+            if _namespaces(held, scan, self._c.files) is None:
+                return "unreadable"
             share = self._sample(held, scan, raw[len(raw) // 2], codec)
         except OSError:
             self._c.counters.add("read_errors")
@@ -166,12 +169,14 @@ class Recompressor:
         """Look at each sealed segment, the oldest first, and write it anew if it is worth it, for ``seconds`` at most.
 
         Ends where there is no room for the copies, or a disk fails again and again; what was done by then stays done.
+        A quota at its cap keeps only its own segments as they are.
         StoreLockedError if somebody evicts or purges all the time.
         """
         clock = self._c.files.monotonic
         end = None if seconds is None else clock() + seconds
         report = Recompressed(bytes_before=self._used())
         used: set[SegmentClass] = set()
+        full: set[bytes] = set()  # quotas whose cap leaves no room for copies
         failures = 0
         try:
             rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
@@ -182,6 +187,9 @@ class Recompressor:
                 if end is not None and clock() >= end:
                     report.stopped = "time"
                     break
+                owner = row.class_id[: space.QUOTA_BYTES]
+                if owner in full:
+                    continue
                 step = "pinned" if row.segment_id in pinned else self._look(number, row, codec, idle_seconds)
                 if isinstance(step, str):
                     continue
@@ -190,7 +198,11 @@ class Recompressor:
                     failures = 0
                 except (Declined, OSError) as exc:
                     if isinstance(exc, Declined) and exc.reason == "space":
-                        raise
+                        if owner == space.NO_QUOTA:
+                            raise
+                        full.add(owner)
+                        report.failed += 1
+                        continue
                     failures += 1
                     report.failed += 1
                     if failures == FAILURES_MAX:
@@ -220,31 +232,35 @@ class Recompressor:
                 return
             target = _class_of(row)
             used.add(target)
-            report.pages += self._copy(step, target, codec)
+            report.pages += self._copy(step, row.records, target, codec)
             report.segments += 1
             self._evictor.reclaimer.drop(step.segment)
             self._evictor.forget(step.segment_id)
 
-    def _copy(self, step: RecompressStep, target: SegmentClass, codec: int) -> int:
-        """Copy all that the index names of a segment; the source is not held any more on return."""
+    def _copy(self, step: RecompressStep, records: int, target: SegmentClass, codec: int) -> int:
+        """Copy all that the index names of a segment; the source is not held any more on return.
+
+        What is to move is read from the segment's own tables: Declined unless all ``records`` of them are there.
+        """
         held = self._c.segments.acquire(step.segment, step.segment_id, self._c.index.generation)
         scan = scan_segment(held.fd, self._c.files) if held is not None else None
-        if held is None or scan is None:
+        if held is None:
             raise Declined("a segment is gone")
+        if scan is None or len(scan.entries) < records:
+            raise Declined("unreadable")
         return self._evictor.carrier.copy(target, held, self._named(step.segment, held, scan), recode=codec)
 
     def _named(self, number: int, held: Held, scan: Scan) -> list[int]:
         """Records of a segment that the index names, ascending: others were replaced, or moved by an earlier run."""
-        spaces: dict[int, Described | None] = {}
+        spaces = _namespaces(held, scan, self._c.files)
+        if spaces is None:
+            raise Declined("unreadable")
         keys: set[bytes] = set()
         for entry in scan.parts():
-            if entry.ns_seq not in spaces:
-                spaces[entry.ns_seq] = read_namespace(held.fd, self._c.files, scan.entries, entry.ns_seq)
             described = spaces[entry.ns_seq]
-            if described is not None and entry.group < len(described.layout.groups):
-                name = described.layout.groups[entry.group].name
-                for head in (entry.run_hash, entry.chunk_hash):  # a fork's row is keyed by the chunk itself
-                    keys.add(page_key(described.digest, name, head) + entry.part)
+            name = described.layout.groups[entry.group].name
+            for head in (entry.run_hash, entry.chunk_hash):  # a fork's row is keyed by the chunk itself
+                keys.add(page_key(described.digest, name, head) + entry.part)
         ordered, found = sorted(keys), set[int]()
         for first in range(0, len(ordered), KEYS_PER_HOLD):
             some = ordered[first : first + KEYS_PER_HOLD]
@@ -259,6 +275,17 @@ def _class_of(row: SegmentRow) -> SegmentClass:
     """Where the copies go: what shared a lifetime still does, and what was pinned once is like any other now."""
     class_id = row.class_id[: space.QUOTA_BYTES] + bytes(8) if row.flags & fmt.FLAG_PINNED else row.class_id
     return SegmentClass(class_id, row.flags & fmt.FLAG_CARRIED, evictor=True)
+
+
+def _namespaces(held: Held, scan: Scan, files: Files) -> dict[int, Described] | None:
+    """The namespaces of a segment's records, by ``ns_seq``; None if there are records that none of them names."""
+    spaces: dict[int, Described] = {}
+    for entry in scan.parts():
+        described = spaces.get(entry.ns_seq) or read_namespace(held.fd, files, scan.entries, entry.ns_seq)
+        if described is None or entry.group >= len(described.layout.groups):
+            return None
+        spaces[entry.ns_seq] = described
+    return spaces
 
 
 def _seqs_of(session: Session, number: int, keys: Sequence[bytes]) -> set[int]:

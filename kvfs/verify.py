@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,7 @@ from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 ROWS_PER_HOLD = 256
 PROBLEMS_MAX = 1000
 QUARANTINE_FILES_MAX = 64
+_LIES = struct.Struct("<QIB")  # where a payload lies, its stored bytes, its codec
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 
 
@@ -74,7 +76,7 @@ class Verifier:
         self._why: dict[tuple[int, int], str] = {}
         self._named: set[tuple[int, int]] = set()  # bad records that the index names
         self._foreign: list[str] = []  # names in segments/ that are no segment's
-        self._records: dict[int, dict[int, bytes]] = {}  # segment number -> seq -> check of (hash, root, place)
+        self._records: dict[int, dict[int, bytes]] = {}  # segment number -> seq -> check of hash, root, place
 
     def run(self) -> Verification:
         """Check everything; IndexUnavailableError if the index does not answer."""
@@ -269,8 +271,10 @@ def _names(key: bytes, value: bytes, wrong: set[tuple[int, int]]) -> bool:
 
 
 def _fingerprint(entry: Entry) -> bytes:
-    return root_of(entry.chunk_hash + entry.root + entry.payload.to_bytes(8, "little"))
+    lies = _LIES.pack(entry.payload, entry.stored_bytes, entry.codec)
+    return root_of(entry.chunk_hash + entry.root + lies)
 
 
 def _fingerprint_of(place: Place) -> bytes:
-    return root_of(place.chunk_hash + place.root + (place.block * fmt.BLOCK).to_bytes(8, "little"))
+    lies = _LIES.pack(place.block * fmt.BLOCK, place.stored_bytes, place.codec)
+    return root_of(place.chunk_hash + place.root + lies)

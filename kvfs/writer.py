@@ -193,7 +193,8 @@ class Appender:
                 end = writer.tail + writer.need(job.identity.digest, job.descriptor, size, leaf_bytes, len(targets))
                 if end > allocated:
                     step = max(end, allocated + segment_bytes // STEP)
-                    allocated = min(segment_bytes, fmt.align(step))
+                    # segment_bytes may have shrunk since the batch was made to fit
+                    allocated = max(fmt.align(end), min(segment_bytes, fmt.align(step)))
                 space.reserve(session, writer.number, row, allocated, writer.records + len(targets) + 8, limits)
             return targets, skipped, in_flight, allocated
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
+from kvfs.format import KNOWN_CODECS
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.session import Session
 
@@ -44,6 +45,8 @@ def save(session: Session, key: bytes, places: Places, leaves: int) -> None:
 
 
 def is_live(session: Session, place: Place) -> bool:
+    if place.codec not in KNOWN_CODECS:
+        return False
     if place.flags & CLAIM or (place.expires and place.expires <= session.now_s):
         return False
     return session.segment_alive(place.segment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvfs.format import KNOWN_CODECS
 from kvfs.index import tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
 from kvfs.index.tables import ACTIVE, DOOMED, Contents, Ledger, SegmentRow
@@ -45,7 +46,9 @@ class Session:
         self.txn.delete(key, db=self.db.pages)
 
     def is_live(self, extent: Extent) -> bool:
-        """Whether the chunks of an extent may be read: published, not expired, segment not dropped."""
+        """Whether the chunks of an extent may be read: published, codec known, not expired, segment not dropped."""
+        if extent.codec not in KNOWN_CODECS:
+            return False
         if extent.flags & CLAIM or (extent.expires and extent.expires <= self.now_s):
             return False
         return self.segment_alive(extent.segment)

@@ -6,8 +6,10 @@ import contextlib
 import os
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,8 +157,6 @@ def test_what_is_not_exactly_one_page_is_refused(number: int, stored: bytes) -> 
 
 
 def test_a_bomb_allocates_nothing() -> None:
-    import tracemalloc
-
     tracemalloc.start()
     try:
         for number, stored in ((fmt.CODEC_ZSTD, BOMB), (fmt.CODEC_PLANES, planes(HALF, BOMB))):
@@ -350,6 +350,48 @@ def test_a_codec_that_is_not_known_is_a_miss(store: kvfs.Store, monkeypatch: pyt
     with ns.match(tokens) as match:
         assert ns.view(match) == []
     assert f"codec {number} is unknown" in store.verify().problems[0]
+
+
+def test_pages_of_an_unknown_codec_do_not_block_their_own_replacement(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ns, tokens = store.namespace("model", LAYOUT, "1", codec="zstd"), tokens_of(1, 6)
+    encode = codec.encode
+    with monkeypatch.context() as later:
+        later.setattr(codec, "encode", lambda *args: (200, encode(*args)[1]))
+        ns.put(tokens, PAGES)
+    assert ns.match(tokens).chunks == 0
+    assert ns.put(tokens, PAGES).stored == 6
+    assert restored(ns, tokens) == PAGES
+    assert codec.NAMES.keys() == fmt.KNOWN_CODECS
+
+
+def test_a_page_that_unpacks_to_much_is_not_in_memory_twice() -> None:
+    nbytes = 16 << 20
+    used, stored = codec.encode(bytes(nbytes), fmt.CODEC_ZSTD, 2)
+    tracemalloc.start()
+    try:
+        assert len(codec.decoded(stored, used, nbytes)) == nbytes
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * nbytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_want_of_memory_is_no_exception_that_nobody_catches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    used, stored = codec.encode(PAGES, codec.CODECS[name], 2)
+    monkeypatch.setattr(codec, "bytearray" if name == "planes" else "_tools", full, raising=False)
+    if name == "zstd":
+        tools = SimpleNamespace(
+            error=zstandard.ZstdError, parameters=zstandard.get_frame_parameters,
+            decompressor=SimpleNamespace(decompress=full),
+        )  # fmt: skip
+        monkeypatch.setattr(codec, "_tools", lambda: tools)
+    with pytest.raises(CodecError, match="no memory"):
+        codec.decoded(bytes(stored), used, len(PAGES))
 
 
 @pytest.mark.parametrize("level", ["cache", "batch"])

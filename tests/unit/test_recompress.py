@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from kvfs import PageLayout, codec, recompress
 from kvfs import format as fmt
 from kvfs.segment_scan import scan_segment
 from kvfs.testing import Fault, FaultyFiles
-from tests.stores import restored, seeded, segment_files, tokens_of
+from kvfs.writer import Appender
+from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
 from tools.torture.case import allocated_bytes
 
@@ -146,6 +148,43 @@ def test_damaged_pages_are_not_copied(store: kvfs.Store) -> None:
     assert restored(ns, tokens_of(0, 6)) == PAGES
 
 
+def _break(store: kvfs.Store, what: str) -> None:
+    """Flip a bit of a segment's table entry 3, or of the descriptor of its namespace."""
+    [path] = segment_files(Path(store.path))
+    at = fmt.FIRST_TABLE + 3 * fmt.ENTRY_BYTES + 40 if what == "entry" else fmt.FIRST_PAYLOAD + 20
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("what", ["entry", "descriptor"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_segment_whose_table_is_damaged_is_not_dropped_with_its_good_pages(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, what: str, late: bool
+) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    ns.put(tokens_of(0, 6), PAGES)
+    store._core.active.finish_all()
+    if late:  # after it was looked at
+        rewrite = recompress.Recompressor._rewrite
+
+        def breaks(*args: Any) -> None:
+            _break(store, what)
+            rewrite(*args)
+
+        monkeypatch.setattr(recompress.Recompressor, "_rewrite", breaks)
+        done = store.recompress(idle=0)
+        assert (done.segments, done.failed) == (0, 1)
+    else:
+        _break(store, what)
+        done = store.recompress(idle=0)
+        assert done.segments == 0
+    assert store.recompress_plan(idle=0).left == {"unreadable": 1}
+    assert restored(ns, tokens_of(0, 6)) == PAGES
+
+
 def test_forks_move_with_their_rows(store: kvfs.Store) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     head = tokens_of(1, 3)
@@ -242,3 +281,48 @@ def test_read_only_and_disabled_stores_refuse(tmp_path: Path, store: kvfs.Store)
         patch.setitem(os.environ, "KVFS_DISABLE", "1")
         with kvfs.open(path) as off, pytest.raises(kvfs.ConfigError, match="switched off"):
             off.recompress()
+
+
+def test_a_quota_at_its_cap_does_not_end_recompressing_of_the_whole_store(tmp_path: Path) -> None:
+    quotas = {"capped": kvfs.Quota(cap_bytes=1 << 20)}
+    with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="512KiB", quotas=quotas) as store:
+        capped = store.namespace("capped", LAYOUT, "1")
+        for prompt in range(20, 24):
+            capped.put(tokens_of(prompt, 6), PAGES)
+        ns = fill(store)
+        before = sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24))
+        done = store.recompress(idle=0)
+        assert (done.segments, done.failed, done.stopped) == (4, 1, "")
+        assert sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24)) == before > 0
+        assert found(ns) == 48
+
+
+def test_one_large_page_among_small_ones_does_not_decline_them_all_for_space(tmp_path: Path) -> None:
+    layout = PageLayout.kv(layers=8, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)
+    assert layout.page_bytes == 64 << 10
+    pages = bytes(99 * layout.page_bytes) + seeded(1, layout.page_bytes)
+    with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="1MiB", codec="zstd") as store:
+        ns = store.namespace("model", layout, "1")
+        assert ns.put(tokens_of(0, 100), pages).stored == 100
+        store._core.active.finish_all()
+        assert store.pin("prompt", ns, tokens_of(0, 100)) == 1600
+        assert restored(ns, tokens_of(0, 100)) == pages
+
+
+def test_tiny_pages_do_not_hold_the_index_by_the_thousand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = seeded(1, 600 * TINY_BYTES)
+    moved: list[int] = []
+    relocate = Appender.relocate
+
+    def spied(*args: Any, **how: Any) -> int:
+        moved.append(len(args[6]))
+        return relocate(*args, **how)
+
+    monkeypatch.setattr(Appender, "relocate", spied)
+    with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:
+        ns = store.namespace("tiny", tiny(), "1")
+        assert ns.put(tokens_of(0, 600), pages).stored == 600
+        store._core.active.finish_all()
+        assert store.pin("prompt", ns, tokens_of(0, 600)) == 9600
+        assert sum(moved) == 600 and max(moved) <= 256
+        assert restored(ns, tokens_of(0, 600)) == pages

@@ -11,6 +11,8 @@ import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError
+from kvfs.index.rows import pack_row, parse_row
+from kvfs.index.session import Session
 from kvfs.plan import make_plan
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
@@ -143,3 +145,25 @@ def test_looking_does_not_hang_where_the_index_is_gone(path: Path) -> None:
         with contextlib.suppress(IndexUnavailableError):
             store.catalog.namespaces()
         assert store.wait_ready() and store.catalog.namespaces()[0].pages == 60 * PROMPTS
+
+
+@pytest.mark.parametrize("wrong", [{"codec": 2}, {"stored_bytes": TINY_BYTES - 8}])
+def test_a_row_that_misreads_good_bytes_is_not_called_good(path: Path, wrong: dict[str, int]) -> None:
+    with kvfs.open(path) as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+
+        def damage(session: Session) -> None:
+            with session.txn.cursor(db=session.db.pages) as cursor:
+                assert cursor.first()
+                key, value = cursor.item()
+            row = parse_row(key, value)
+            assert row is not None
+            places = {j: place._replace(**wrong) if not j else place for j, place in row.places()}
+            session.put_row(key, pack_row(key, places, row.leaves))
+
+        store._core.c.index.write(damage, 2.0)
+        assert store.verify(0.0).index_errors == 1
+        store.verify(repair=True)
+        assert store.wait_ready() and store.verify().ok
+        for seed in range(PROMPTS):
+            assert restored(ns, tokens_of(seed, 60)) == seeded(seed, 60 * TINY_BYTES)
