@@ -115,6 +115,9 @@ def write(
 ) -> Written:  # fmt: skip
     """Write the pages of a match; ``progress`` in bytes. OSError as it comes, UnverifiedError, ConfigError."""
     groups = described.layout.groups
+    for gm in match.groups:
+        if gm.want != groups[gm.number].full:
+            raise ConfigError("this match is of a part of each page: match without part= to export")
     tensors = list(_tensors(groups, match))
     total = sum(t.nbytes for t in tensors)
     head = _header(described, match, tensors, token_ids)

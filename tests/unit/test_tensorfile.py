@@ -150,6 +150,18 @@ def test_parts_of_several_ranks_become_one_tensor(store: kvfs.Store, tmp_path: P
         assert read(tmp_path / "t")[0][f"full.layer.{layer}.k"][2] == expected[layer, :, :, :8].tobytes()
 
 
+@pytest.mark.parametrize("part", [Part(1, 1, 0, 2), Part(0, 2, 1, 1)])
+def test_a_rank_s_match_is_not_written_as_if_it_were_whole_pages(store: kvfs.Store, tmp_path: Path, part: Part) -> None:
+    """Pages of a part are shorter: they were cut at the places of whole ones, without an error."""
+    ns = store.namespace("m", tiny(), "r1")
+    ns.put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
+    with ns.match(tokens_of(1, CHUNKS), part=part) as match:
+        assert match.tokens == CHUNKS * 16
+        with pytest.raises(ConfigError, match="without part="):
+            store.export_tensors(str(tmp_path / "t"), match)
+    assert not list(tmp_path.glob("t*"))
+
+
 def test_a_prefix_by_its_id(store: kvfs.Store, tmp_path: Path) -> None:
     ns = store.namespace("m", tiny(), "r1")
     prompt = tokens_of(1, 40)
