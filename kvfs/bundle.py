@@ -25,6 +25,7 @@ from kvfs.catalog import Catalog
 from kvfs.codec import CodecError, decoded, fits
 from kvfs.context import Context
 from kvfs.descriptors import Descriptor
+from kvfs.directory import private
 from kvfs.errors import KvfsError
 from kvfs.format import BLOCK, Entry, Header
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
@@ -108,7 +109,7 @@ class _Exporter:
         temporary = f"{self._path}.{self._c.files.random(4).hex()}.tmp"
         seen, total = 0, sum(c.records for c in chosen)
         try:
-            with open(temporary, "xb") as tar, Records(self._c) as records:
+            with open(temporary, "xb", opener=private) as tar, Records(self._c) as records:
                 writer: _Writer | None = None
                 for (digest, number, part, stamp), same in groupby(chosen, key=lambda c: c[:4]):
                     if digest not in described or digest not in descriptors:
