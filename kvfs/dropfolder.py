@@ -5,6 +5,8 @@ symlink is followed, and nothing is written, renamed or removed but names in ``i
 
     import/NAME                    dropped: looked at when it came by a rename, or has not changed for SETTLE_SECONDS
     import/refused/NAME            moved aside, with why in NAME.reason beside it; the latest REFUSED_MAX, bounded bytes
+    import/NAME, NAME.reason       refused, and too large to lie in refused/: it may be somebody's only copy, so it
+                                   stays, and is judged again when it has changed after its reason was written
     (gone)                         adopted: every page was verified and is in the store
 
 Adopting is ``Importer`` and idempotent: pages that are there already are skipped. So a process may die at any point,
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import stat
@@ -164,9 +167,13 @@ class DropFolder:
             self._refuse(name, f"not a regular file that can be read ({exc.strerror}); copy the bundle itself")
             return
         with contextlib.closing(file):
-            version = _version(self._files.fstat(file.fd))
+            st = self._files.fstat(file.fd)
+            version = _version(st)
             if version != seen.version:
                 self._later(name, 0.0)
+                return
+            if self._was_left(name, st):
+                self._known[name] = seen._replace(left=True)
                 return
             try:
                 self._take(name, file.fd, seen)
@@ -207,6 +214,7 @@ class DropFolder:
         self._c.counters.add("bundles_adopted")
         log.info("adopted %s/%s: %d of %d pages are new", self._where(), name, done.stored, done.pages)
         self._renamed.discard(name)
+        self._forgive(name)
         folder = self._c.directory.sub(FOLDER)
         try:
             if _version(self._files.stat(name, dir_fd=folder)) == seen.version:  # else it is another file by now
@@ -258,23 +266,46 @@ class DropFolder:
         self._c.counters.add("bundles_refused")
         log.warning("%s/%s is refused: %s", self._where(), name, why)
         self._renamed.discard(name)
-        folder, aside = self._c.directory.sub(FOLDER), name
-        if len(os.fsencode(name)) > NAME_BYTES_MAX or not name.isprintable():
-            aside = self._files.random(8).hex()
+        folder, aside = self._c.directory.sub(FOLDER), _aside(name)
         try:
             with contextlib.closing(self._refused()) as refused:
-                self._write_reason(refused.fd, aside, f"{name!r}: {why}\n")
-                self._files.rename(name, aside, src_dir_fd=folder, dst_dir_fd=refused.fd)
+                st = self._files.stat(name, dir_fd=folder)
+                fits = _bytes(st) + self._kept(refused.fd, aside) <= self._c.settings.capacity_bytes // REFUSED_SHARE
+                stays = (
+                    "" if fits else f" (it stays in {FOLDER}/, too large for {REFUSED}/: change it, or drop it anew)"
+                )
+                self._write_reason(refused.fd, aside, f"{name!r}: {why}{stays}\n")
+                if fits:
+                    self._files.rename(name, aside, src_dir_fd=folder, dst_dir_fd=refused.fd)
+                else:
+                    self._known[name] = self._known[name]._replace(left=True)
                 self._bound(refused.fd)
         except FileNotFoundError:
             pass  # somebody took it back
         except OSError as exc:
             self._leave(name, exc)
 
-    def _refused(self) -> Descriptor:
+    def _was_left(self, name: str, st: os.stat_result) -> bool:
+        """Whether a process has refused this very file, and left it where it is."""
+        try:
+            with contextlib.closing(self._refused(make=False)) as refused:
+                reason = self._files.stat(_aside(name) + REASON, dir_fd=refused.fd)
+        except OSError:
+            return False
+        return reason.st_ctime_ns > st.st_ctime_ns
+
+    def _forgive(self, name: str) -> None:
+        """What was refused and stayed is adopted: its reason goes."""
+        with contextlib.suppress(OSError), contextlib.closing(self._refused(make=False)) as refused:
+            names = self._files.listdir(refused.fd)
+            if _aside(name) not in names and _aside(name) + REASON in names:
+                self._remove(refused.fd, {_aside(name) + REASON})
+
+    def _refused(self, *, make: bool = True) -> Descriptor:
         folder = self._c.directory.sub(FOLDER)
         with contextlib.suppress(FileExistsError):
-            self._files.mkdir(REFUSED, self._c.directory.dir_mode, dir_fd=folder)
+            if make:
+                self._files.mkdir(REFUSED, self._c.directory.dir_mode, dir_fd=folder)
         return Descriptor.open(self._files, REFUSED, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
 
     def _write_reason(self, refused: int, aside: str, text: str) -> None:
@@ -285,25 +316,24 @@ class DropFolder:
             self._files.write_all(file.fd, [text.encode("utf-8", "backslashreplace")], 0)
         self._files.rename(temporary, aside + REASON, src_dir_fd=refused, dst_dir_fd=refused)
 
+    def _kept(self, refused: int, but: str) -> int:
+        """Bytes of what lies in refused/, but for one name."""
+        names = [n for n in self._files.listdir(refused) if n != but]
+        return sum(_bytes(self._files.stat(n, dir_fd=refused)) for n in names)
+
     def _bound(self, refused: int) -> None:
-        """Keep the latest; of those, reasons outlive files that are too large together."""
+        """Keep the latest."""
         ages: dict[str, int] = {}
-        sizes: dict[str, int] = {}
+        names: dict[str, set[str]] = {}
         for name in self._files.listdir(refused):
             st = self._files.stat(name, dir_fd=refused)
             if stat.S_ISDIR(st.st_mode):
                 continue
             base = name.removesuffix(REASON)
             ages[base] = max(ages.get(base, 0), st.st_ctime_ns)
-            sizes[name] = st.st_blocks * 512
-        left = self._c.settings.capacity_bytes // REFUSED_SHARE
-        for place, base in enumerate(sorted(ages, key=lambda b: (ages[b], b), reverse=True)):
-            if place >= REFUSED_MAX:
-                self._remove(refused, sizes.keys() & {base, base + REASON})
-            elif base in sizes:
-                left -= sizes[base]
-                if left < 0:
-                    self._remove(refused, {base})
+            names.setdefault(base, set()).add(name)
+        for base in sorted(ages, key=lambda b: (ages[b], b), reverse=True)[REFUSED_MAX:]:
+            self._remove(refused, names[base])
 
     def _remove(self, refused: int, names: set[str]) -> None:
         for name in names:
@@ -323,6 +353,17 @@ def waiting(directory: Directory) -> tuple[list[str], list[str]]:
 
 class _RefusedError(Exception):
     """A file that is not even looked into."""
+
+
+def _aside(name: str) -> str:
+    """The name in refused/: the same, or where it is too long or not printable another one, always the same."""
+    if len(os.fsencode(name)) <= NAME_BYTES_MAX and name.isprintable():
+        return name
+    return hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
+
+
+def _bytes(st: os.stat_result) -> int:
+    return st.st_blocks * 512
 
 
 def _version(st: os.stat_result) -> tuple[int, ...]:

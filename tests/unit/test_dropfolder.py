@@ -232,10 +232,67 @@ def test_what_is_refused_is_bounded(store: kvfs.Store, clock: Clock) -> None:
     settle(store, clock, STALE_SECONDS)
     assert len(refused(store)) == REFUSED_MAX and counters(store)["bundles_refused"] == REFUSED_MAX + 9
     assert len(os.listdir(folder(store) / "refused")) == 2 * REFUSED_MAX
-    (folder(store) / "large").write_bytes(bytes(9 << 20))  # more than an eighth of the capacity
-    settle(store, clock, STALE_SECONDS)
-    left = os.listdir(folder(store) / "refused")
-    assert "large" not in left and "large.reason" in left and not [n for n in left if n in ("08", "24")]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_refused_bundle_that_is_too_large_to_be_kept_is_not_destroyed(
+    store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the only copy: more than an eighth of the capacity was deleted, with advice to drop it again."""
+    monkeypatch.setattr(dropfolder, "REFUSED_SHARE", 64 << 20)
+    there = drop(store, bundle)
+    data = there.read_bytes()
+    there.chmod(0o666)
+    settle(store, clock)
+    assert there.read_bytes() == data and empty(store) and refused(store) == {}
+    reason = folder(store) / "refused" / "b.tar.reason"
+    assert "chmod o-w" in reason.read_text() and "stays in import/" in reason.read_text()
+    assert counters(store)["bundles_refused"] == 1
+    settle(store, clock)
+    other = DropFolder(store._core.c, store._core.active)  # another process, and a later one
+    judged: list[str] = []
+    monkeypatch.setattr(DropFolder, "_take", lambda self, name, *rest: judged.append(name))
+    other.arrived("b.tar")
+    other.look()
+    other.join()
+    assert judged == [] and counters(store)["bundles_refused"] == 1
+    monkeypatch.undo()
+    if again:
+        there.chmod(0o600)
+    else:
+        os.rename(there, tmp_path / "mine")
+        (tmp_path / "mine").chmod(0o600)
+        drop(store, tmp_path / "mine")
+    settle(store, clock)
+    assert serves(store) and not there.exists() and not reason.exists()
+
+
+def test_a_good_bundle_outlives_a_disk_that_is_full_for_long(
+    store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Importer, fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dropfolder, "REFUSED_SHARE", 64 << 20)
+    there = drop(store, bundle)
+    data = there.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Importer, "take", full)
+        for _ in range(2 * dropfolder.TRIES_MAX):
+            look(store)
+            clock.ahead += dropfolder.AGAIN_SECONDS
+    assert there.read_bytes() == data and counters(store)["bundles_refused"] == 1
+    os.utime(there)
+    settle(store, clock)
+    assert serves(store) and not there.exists()
+
+
+def test_what_was_refused_before_makes_no_room_for_what_is_refused_now(store: kvfs.Store, clock: Clock) -> None:
+    for name in ("first", "second"):
+        (folder(store) / name).write_bytes(bytes(5 << 20))  # an eighth of the capacity holds one of them
+        settle(store, clock, STALE_SECONDS)
+    assert list(refused(store)) == ["first"] and (folder(store) / "second").exists()
+    assert (folder(store) / "refused" / "second.reason").exists()
 
 
 def test_a_symlink_in_place_of_refused_leads_nowhere(store: kvfs.Store, clock: Clock, tmp_path: Path) -> None:
