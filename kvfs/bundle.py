@@ -27,6 +27,7 @@ from kvfs.context import Context
 from kvfs.descriptors import Descriptor
 from kvfs.directory import private
 from kvfs.errors import KvfsError
+from kvfs.files import Files
 from kvfs.format import BLOCK, Entry, Header
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.identity import Described
@@ -251,6 +252,26 @@ class Member(NamedTuple):
     name: str
     offset: int
     nbytes: int
+
+
+class Window(Files):
+    """A segment that lies inside another file."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        left = self._member.nbytes - offset
+        if left <= 0:
+            return 0
+        return super().preadv(fd, buffers, self._member.offset + offset)
+
+    def fstat(self, fd: int) -> Any:
+        return _Size(self._member.nbytes)
+
+
+class _Size(NamedTuple):
+    st_size: int
 
 
 class BundleError(KvfsError):

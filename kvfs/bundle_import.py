@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvfs import format as fmt
 from kvfs import space
 from kvfs.active import ActiveSegments, Declined, SegmentClass
-from kvfs.bundle import MANIFEST, MANIFEST_BYTES_MAX, BundleError, Member, entry_problem, read_members
+from kvfs.bundle import MANIFEST, MANIFEST_BYTES_MAX, BundleError, Member, Window, entry_problem, read_members
 from kvfs.codec import CodecError, decoded, fits
 from kvfs.config import SEGMENT_MAX, quota_id
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import explained
-from kvfs.errors import ConfigError, NoSpaceError
+from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
 from kvfs.files import Files
 from kvfs.format import Entry
 from kvfs.hashing import LEAF_BYTES, page_key
@@ -61,26 +61,6 @@ class Imported:
         self.bad += 1
         if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(text)
-
-
-class _Window(Files):
-    """A segment that lies inside another file."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-
-    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
-        left = self._member.nbytes - offset
-        if left <= 0:
-            return 0
-        return super().preadv(fd, buffers, self._member.offset + offset)
-
-    def fstat(self, fd: int) -> Any:
-        return _Size(self._member.nbytes)
-
-
-class _Size(NamedTuple):
-    st_size: int
 
 
 class _Page(NamedTuple):
@@ -188,7 +168,7 @@ class Importer:
                     f"{member.name} was changed after it was written; --partial takes what still verifies"
                 )
             self.report.problems.append(f"{member.name} was changed after it was written")
-        scan = scan_segment(fd, _Window(member))
+        scan = scan_segment(fd, Window(member))
         if scan is None or scan.seal is None or scan.header.segment_id.hex() != member.name[:32]:
             if scan is None or not self._partial:
                 self._refuse(f"{member.name}: header, tables and seal do not agree")
@@ -209,7 +189,7 @@ class Importer:
 
     def _pages(self, fd: int, member: Member, scan: Scan) -> Iterator[tuple[Entry, _Page | str]]:
         """Each record with its verified page, or with what is wrong with it."""
-        files = _Window(member)
+        files = Window(member)
         known: dict[int, tuple[Described, bytes] | None] = {}
         for entry in scan.parts():
             self._pace.step()
@@ -254,7 +234,7 @@ class Importer:
     def _take(self, fd: int, member: Member) -> None:
         """Store the pages of a segment. They are verified again as they are read: the file may change meanwhile."""
         now = self._c.files.now_us()
-        scan = scan_segment(fd, _Window(member))
+        scan = scan_segment(fd, Window(member))
         if scan is None:
             return
         good = (page for _, page in self._pages(fd, member, scan) if isinstance(page, _Page))
@@ -286,7 +266,16 @@ class Importer:
         try:
             with explained(self._c.directory.path), self._active.lock(segment_class):
                 while missing:
-                    done = self._append(segment_class, missing, key, at_us, deadline)
+                    try:
+                        done = self._append(segment_class, missing, key, at_us, deadline)
+                    except space.StaleWriterError:
+                        self._active.drop(segment_class)
+                        raise IndexUnavailableError(
+                            f"the index was rebuilt meanwhile: {self.report.stored} pages are imported; import again"
+                        ) from None
+                    except OSError:  # a segment that nobody can go on with, or give up, would be charged for good
+                        self._active.drop(segment_class)
+                        raise
                     missing = missing[done:]
         except Declined as exc:
             raise NoSpaceError(
