@@ -38,7 +38,6 @@ from kvfs.segment import Record, SegmentWriter, file_name
 from kvfs.walk import Walk
 
 MANIFEST = "kvfs-bundle.json"
-MANIFEST_BYTES_MAX = 64 << 20
 SEGMENT_BYTES = 64 << 20  # a segment of a bundle is sealed behind this size
 BATCH_BYTES = 8 << 20
 _TAR = 512
@@ -257,10 +256,12 @@ class Member(NamedTuple):
 class Window(Files):
     """A segment that lies inside another file."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, step: Callable[[], None] = lambda: None) -> None:
         self._member = member
+        self._step = step  # before each read
 
     def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        self._step()
         left = self._member.nbytes - offset
         if left <= 0:
             return 0
@@ -278,6 +279,10 @@ class BundleError(KvfsError):
     """A bundle that must not be imported: it is not one, not complete, or was changed."""
 
     exit_code = 90
+
+
+class TooLargeError(BundleError):
+    """More than whoever imports wants to work on."""
 
 
 def _tar_header(name: str, size: int) -> bytes:
@@ -308,11 +313,24 @@ def read_members(fd: int, size: int, read: Callable[[int, int, int], bytes], mem
             raise BundleError(f"byte {at}: not a bundle of kvfs, or damaged there")
         at += _TAR
         count += 1
-        if nbytes < 0 or at + nbytes > size or count > members_max:
+        if count > members_max:
+            raise TooLargeError(f"it has more than {members_max} files")
+        if nbytes < 0 or at + nbytes > size:
             raise BundleError(f"{name!r}: the file ends before it does; copy the bundle again")
         yield Member(name, at, nbytes)
         at += nbytes + -nbytes % _TAR
     raise BundleError("the end is missing; copy the bundle again")
+
+
+def read_manifest(data: bytes) -> list[tuple[str, int, str]]:
+    """(name, bytes, digest) of the segments that a manifest names; untrusted, not checked further."""
+    try:
+        manifest = json.loads(data)
+        if manifest["kvfs"] != "bundle" or manifest["version"] != 1:
+            raise BundleError("a bundle of another version: use the kvfs that wrote it")
+        return [(s["name"], s["bytes"], s["blake2b"]) for s in manifest["segments"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise BundleError("the manifest is damaged; copy the bundle again") from None
 
 
 def entry_problem(payload: Any, table: bytes, entry: Entry, leaf_bytes: int) -> str:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from kvfs import space
 from kvfs.active import ActiveSegments, Declined
-from kvfs.bundle import BundleError
+from kvfs.bundle import BundleError, TooLargeError
 from kvfs.bundle_import import Importer, Pace
 from kvfs.context import Context
 from kvfs.descriptors import Descriptor, opened
@@ -50,7 +50,12 @@ SETTLE_SECONDS = 2.0
 STALE_SECONDS = 600.0  # a file that is not complete, and has not changed for so long, will not become complete
 AGAIN_SECONDS, TRIES_MAX = 30.0, 5
 WORK_SECONDS, REST_SHARE, REST_SECONDS_MAX = 0.01, 2.0, 0.5  # rests twice as long as it worked
-PACE = Pace(batch_bytes=1 << 20, space_seconds=2.0, manifest_bytes_max=1 << 20)
+#: What is larger would be worked on without a rest, or held in memory beside an engine.
+PACE = Pace(
+    batch_bytes=1 << 20, space_seconds=2.0, manifest_bytes_max=1 << 20, members_max=4096, records_max=1 << 18,
+    page_bytes_max=64 << 20,
+)  # fmt: skip
+CHECK_SECONDS_MAX = 60.0  # between two looks at whether a file is complete by now
 NAME_BYTES_MAX = 200
 JOIN_SECONDS = 10.0
 #: What a name that is no readable regular file answers to open; other errors may pass.
@@ -179,7 +184,8 @@ class DropFolder:
                 self._take(name, file.fd, seen)
             except (BundleError, _RefusedError) as exc:
                 if _version(self._files.fstat(file.fd)) == version:
-                    self._refuse(name, str(exc))
+                    much = isinstance(exc, TooLargeError)
+                    self._refuse(name, f"{exc}: too much to take beside serving; use kvfs import" if much else str(exc))
                 else:  # somebody writes to it
                     self._later(name, SETTLE_SECONDS)
             except _Stopped:
@@ -207,8 +213,11 @@ class DropFolder:
         if name not in self._renamed and self._files.monotonic() - seen.since < STALE_SECONDS:
             try:
                 importer.members(fd, st.st_size)
+            except TooLargeError:
+                raise
             except BundleError:  # not complete yet
-                self._later(name, SETTLE_SECONDS)
+                age = self._files.monotonic() - seen.since
+                self._later(name, max(SETTLE_SECONDS, min(CHECK_SECONDS_MAX, 2 * age)))
                 return
         done = importer.take(fd)
         self._c.counters.add("bundles_adopted")

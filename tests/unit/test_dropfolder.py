@@ -14,7 +14,7 @@ import pytest
 
 import kvfs
 from kvfs import dropfolder
-from kvfs.bundle_import import Importer
+from kvfs.bundle_import import Importer, Pace
 from kvfs.dropfolder import REFUSED_MAX, SETTLE_SECONDS, STALE_SECONDS, DropFolder
 from kvfs.errors import NoSpaceError
 from kvfs.files import Files
@@ -489,3 +489,52 @@ def test_a_bundle_that_came_by_itself_is_adopted_by_a_worker(store_path: Path, b
             return serves(mine)
 
     assert run_child(worker)
+
+
+@pytest.mark.parametrize(
+    ("bound", "why"),
+    [({"members_max": 1}, "more than 1 files"), ({"records_max": 20}, "records"), ({"page_bytes_max": 9}, "a page of")],
+)
+@pytest.mark.parametrize("renamed", [True, False])
+def test_what_would_be_worked_on_without_a_rest_is_refused(
+    store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: dict[str, int], why: str,
+    renamed: bool,
+) -> None:  # fmt: skip
+    """A bundle of 99 000 empty files, or one segment of millions of records, took the interpreter from an engine."""
+    monkeypatch.setattr(dropfolder, "PACE", dropfolder.PACE._replace(**bound))
+    if renamed:
+        drop(store, bundle)
+    else:
+        (folder(store) / "b.tar").write_bytes(bundle.read_bytes())
+    settle(store, clock)
+    assert why in refused(store)["b.tar"] and "kvfs import" in refused(store)["b.tar"] and empty(store)
+    store.import_bundle(str(folder(store) / "refused" / "b.tar"))
+    assert serves(store)
+
+
+def test_looking_into_a_bundle_rests_between_its_files_and_tables(store: kvfs.Store, bundle: Path) -> None:
+    steps: list[int] = []
+    pace = Pace(step=lambda: steps.append(1))
+    importer = Importer(store._core.c, store._core.active, partial_=False, pace=pace)
+    with open(bundle, "rb") as file:
+        members = importer.members(file.fileno(), bundle.stat().st_size)
+        assert len(steps) == len(members) + 1  # and the manifest
+        steps.clear()
+        assert importer._scan(file.fileno(), members[0]) is not None and len(steps) > 2
+
+
+def test_a_file_that_is_not_complete_is_looked_into_ever_less_often(
+    store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, original = [], Importer.members
+
+    def count(self: Importer, fd: int, size: int, digest: str | None = None) -> object:
+        looks.append(clock.ahead)
+        return original(self, fd, size, digest)
+
+    monkeypatch.setattr(Importer, "members", count)
+    (folder(store) / "b.tar").write_bytes(bundle.read_bytes()[:-2000])
+    for _ in range(150):
+        look(store)
+        clock.ahead += SETTLE_SECONDS
+    assert 4 < len(looks) < 15 and refused(store) == {}
