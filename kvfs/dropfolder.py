@@ -44,6 +44,7 @@ log = logging.getLogger("kvfs")
 FOLDER, REFUSED, REASON = "import", "refused", ".reason"
 IN_TRANSIT = (".tmp", ".part", ".partial", "~")  # endings of names of what is still being written
 NAMES_MAX = 256  # of the folder that are looked at
+ADOPTED = ".adopted-"  # begins the name of a file that is about to be removed
 REFUSED_MAX = 16
 REFUSED_SHARE = 8  # of the capacity
 SETTLE_SECONDS = 2.0
@@ -149,6 +150,9 @@ class DropFolder:
 
     def _work(self, lock: Descriptor) -> None:
         try:
+            folder = self._c.directory.sub(FOLDER)
+            for name in [n for n in self._files.listdir(folder) if n.startswith(ADOPTED)]:
+                self._show(folder, name, "")  # whoever hid it was killed; it may be one that nobody has read
             while not self._stopping.is_set() and (ready := self._ready()):
                 self._adopt(ready[0])
         except _Stopped:
@@ -224,14 +228,32 @@ class DropFolder:
         log.info("adopted %s/%s: %d of %d pages are new", self._where(), name, done.stored, done.pages)
         self._renamed.discard(name)
         self._forgive(name)
-        folder = self._c.directory.sub(FOLDER)
         try:
-            if _version(self._files.stat(name, dir_fd=folder)) == seen.version:  # else it is another file by now
-                self._files.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            pass
+            with contextlib.suppress(FileNotFoundError):
+                self._take_away(name, seen.version)
         except OSError as exc:
             self._leave(name, exc)
+
+    def _take_away(self, name: str, version: tuple[int, ...]) -> None:
+        """Remove what was adopted, and nothing that came under its name meanwhile: what is hidden nobody replaces."""
+        folder, hidden = self._c.directory.sub(FOLDER), f"{ADOPTED}{self._files.random(8).hex()}"
+        if _version(self._files.stat(name, dir_fd=folder)) != version:
+            return
+        self._files.rename(name, hidden, src_dir_fd=folder, dst_dir_fd=folder)
+        try:
+            if _version(self._files.stat(hidden, dir_fd=folder))[:-1] == version[:-1]:  # a rename moves the ctime
+                self._files.unlink(hidden, dir_fd=folder)
+                return
+            self._known.pop(name, None)
+            self._show(folder, hidden, name)
+        except OSError:
+            self._show(folder, hidden, name)
+            self._known[name] = _Seen(_version(self._files.stat(name, dir_fd=folder)), self._files.monotonic())
+            raise
+
+    def _show(self, folder: int, hidden: str, name: str) -> None:
+        to = hidden[1:] if not name or name in self._files.listdir(folder) else name
+        self._files.rename(hidden, to, src_dir_fd=folder, dst_dir_fd=folder)
 
     def _distrust(self, st: os.stat_result) -> str:
         """Why a file is not taken from its owner; empty if it is. As with the store itself: no access for others."""
@@ -279,7 +301,10 @@ class DropFolder:
         try:
             with contextlib.closing(self._refused()) as refused:
                 st = self._files.stat(name, dir_fd=folder)
-                fits = _bytes(st) + self._kept(refused.fd, aside) <= self._c.settings.capacity_bytes // REFUSED_SHARE
+                fits = (
+                    512 * st.st_blocks + self._kept(refused.fd, aside)
+                    <= self._c.settings.capacity_bytes // REFUSED_SHARE
+                )
                 stays = (
                     "" if fits else f" (it stays in {FOLDER}/, too large for {REFUSED}/: change it, or drop it anew)"
                 )
@@ -328,7 +353,7 @@ class DropFolder:
     def _kept(self, refused: int, but: str) -> int:
         """Bytes of what lies in refused/, but for one name."""
         names = [n for n in self._files.listdir(refused) if n != but]
-        return sum(_bytes(self._files.stat(n, dir_fd=refused)) for n in names)
+        return sum(512 * self._files.stat(n, dir_fd=refused).st_blocks for n in names)
 
     def _bound(self, refused: int) -> None:
         """Keep the latest."""
@@ -369,10 +394,6 @@ def _aside(name: str) -> str:
     if len(os.fsencode(name)) <= NAME_BYTES_MAX and name.isprintable():
         return name
     return hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
-
-
-def _bytes(st: os.stat_result) -> int:
-    return st.st_blocks * 512
 
 
 def _version(st: os.stat_result) -> tuple[int, ...]:

@@ -538,3 +538,33 @@ def test_a_file_that_is_not_complete_is_looked_into_ever_less_often(
         look(store)
         clock.ahead += SETTLE_SECONDS
     assert 4 < len(looks) < 15 and refused(store) == {}
+
+
+@pytest.mark.parametrize("moment", ["before", "killed"])
+def test_a_bundle_that_comes_over_one_that_was_adopted_is_not_deleted_unread(
+    store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Between the last look at a name and its removal somebody renames a new bundle over it."""
+    with kvfs.open(tmp_path / "more", capacity="32MiB") as other:
+        other.namespace("beta", tiny(), "1b").put(tokens_of(9, CHUNKS), seeded(9, CHUNKS * TINY_BYTES))
+        other.export(str(tmp_path / "new.tar"), ["beta"])
+    there, original = drop(store, bundle), clock.stat
+
+    def replaced(name: str, *, dir_fd: int) -> os.stat_result:
+        st = original(name, dir_fd=dir_fd)
+        if name == "b.tar" and counters(store).get("bundles_adopted") and (tmp_path / "new.tar").exists():
+            os.rename(tmp_path / "new.tar", there)
+        return st
+
+    if moment == "before":
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "stat", replaced)
+            look(store)
+    else:
+        os.rename(tmp_path / "new.tar", folder(store) / ".adopted-0123456789abcdef")
+        look(store)
+    assert not (tmp_path / "new.tar").exists() and serves(store)
+    settle(store, clock)
+    ns = store.namespace("beta", tiny(), "1b")
+    assert restored(ns, tokens_of(9, CHUNKS)) == seeded(9, CHUNKS * TINY_BYTES)
+    assert os.listdir(folder(store)) == []
