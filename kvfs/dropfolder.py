@@ -188,8 +188,8 @@ class DropFolder:
                 self._take(name, file.fd, seen)
             except (BundleError, _RefusedError) as exc:
                 if _version(self._files.fstat(file.fd)) == version:
-                    much = isinstance(exc, TooLargeError)
-                    self._refuse(name, f"{exc}: too much to take beside serving; use kvfs import" if much else str(exc))
+                    large = ": too much to take beside serving; use kvfs import" * isinstance(exc, TooLargeError)
+                    self._refuse(name, f"{exc}{large}")
                 else:  # somebody writes to it
                     self._later(name, SETTLE_SECONDS)
             except _Stopped:
@@ -244,7 +244,6 @@ class DropFolder:
             if _version(self._files.stat(hidden, dir_fd=folder))[:-1] == version[:-1]:  # a rename moves the ctime
                 self._files.unlink(hidden, dir_fd=folder)
                 return
-            self._known.pop(name, None)
             self._show(folder, hidden, name)
         except OSError:
             self._show(folder, hidden, name)
