@@ -25,7 +25,9 @@ from kvfs.catalog import Catalog
 from kvfs.codec import CodecError, decoded, fits
 from kvfs.context import Context
 from kvfs.descriptors import Descriptor
+from kvfs.directory import private
 from kvfs.errors import KvfsError
+from kvfs.files import Files
 from kvfs.format import BLOCK, Entry, Header
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.identity import Described
@@ -36,7 +38,6 @@ from kvfs.segment import Record, SegmentWriter, file_name
 from kvfs.walk import Walk
 
 MANIFEST = "kvfs-bundle.json"
-MANIFEST_BYTES_MAX = 64 << 20
 SEGMENT_BYTES = 64 << 20  # a segment of a bundle is sealed behind this size
 BATCH_BYTES = 8 << 20
 _TAR = 512
@@ -108,7 +109,7 @@ class _Exporter:
         temporary = f"{self._path}.{self._c.files.random(4).hex()}.tmp"
         seen, total = 0, sum(c.records for c in chosen)
         try:
-            with open(temporary, "xb") as tar, Records(self._c) as records:
+            with open(temporary, "xb", opener=private) as tar, Records(self._c) as records:
                 writer: _Writer | None = None
                 for (digest, number, part, stamp), same in groupby(chosen, key=lambda c: c[:4]):
                     if digest not in described or digest not in descriptors:
@@ -252,10 +253,36 @@ class Member(NamedTuple):
     nbytes: int
 
 
+class Window(Files):
+    """A segment that lies inside another file."""
+
+    def __init__(self, member: Member, step: Callable[[], None] = lambda: None) -> None:
+        self._member = member
+        self._step = step  # before each read
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        self._step()
+        left = self._member.nbytes - offset
+        if left <= 0:
+            return 0
+        return super().preadv(fd, buffers, self._member.offset + offset)
+
+    def fstat(self, fd: int) -> Any:
+        return _Size(self._member.nbytes)
+
+
+class _Size(NamedTuple):
+    st_size: int
+
+
 class BundleError(KvfsError):
     """A bundle that must not be imported: it is not one, not complete, or was changed."""
 
     exit_code = 90
+
+
+class TooLargeError(BundleError):
+    """More than whoever imports wants to work on."""
 
 
 def _tar_header(name: str, size: int) -> bytes:
@@ -286,11 +313,24 @@ def read_members(fd: int, size: int, read: Callable[[int, int, int], bytes], mem
             raise BundleError(f"byte {at}: not a bundle of kvfs, or damaged there")
         at += _TAR
         count += 1
-        if nbytes < 0 or at + nbytes > size or count > members_max:
+        if count > members_max:
+            raise TooLargeError(f"it has more than {members_max} files")
+        if nbytes < 0 or at + nbytes > size:
             raise BundleError(f"{name!r}: the file ends before it does; copy the bundle again")
         yield Member(name, at, nbytes)
         at += nbytes + -nbytes % _TAR
     raise BundleError("the end is missing; copy the bundle again")
+
+
+def read_manifest(data: bytes) -> list[tuple[str, int, str]]:
+    """(name, bytes, digest) of the segments that a manifest names; untrusted, not checked further."""
+    try:
+        manifest = json.loads(data)
+        if manifest["kvfs"] != "bundle" or manifest["version"] != 1:
+            raise BundleError("a bundle of another version: use the kvfs that wrote it")
+        return [(s["name"], s["bytes"], s["blake2b"]) for s in manifest["segments"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise BundleError("the manifest is damaged; copy the bundle again") from None
 
 
 def entry_problem(payload: Any, table: bytes, entry: Entry, leaf_bytes: int) -> str:

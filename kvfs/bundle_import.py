@@ -7,24 +7,23 @@ evictions are those of this store. What is there already is skipped.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvfs import format as fmt
 from kvfs import space
 from kvfs.active import ActiveSegments, Declined, SegmentClass
-from kvfs.bundle import MANIFEST, MANIFEST_BYTES_MAX, BundleError, Member, entry_problem, read_members
+from kvfs.bundle import MANIFEST, BundleError, Member, TooLargeError, Window, entry_problem, read_manifest, read_members
 from kvfs.codec import CodecError, decoded, fits
 from kvfs.config import SEGMENT_MAX, quota_id
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import explained
-from kvfs.errors import ConfigError, NoSpaceError
+from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
 from kvfs.files import Files
 from kvfs.format import Entry
 from kvfs.hashing import LEAF_BYTES, page_key
@@ -37,6 +36,7 @@ from kvfs.segment import Record, SegmentWriter
 from kvfs.segment_scan import Scan, read_descriptor, scan_segment
 
 MEMBERS_MAX = 100_000
+MANIFEST_BYTES_MAX = 64 << 20
 PROBLEMS_MAX = 100
 BATCH_PAGES, BATCH_BYTES = 256, 16 << 20
 SPACE_SECONDS = 30.0
@@ -63,26 +63,6 @@ class Imported:
             self.problems.append(text)
 
 
-class _Window(Files):
-    """A segment that lies inside another file."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-
-    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
-        left = self._member.nbytes - offset
-        if left <= 0:
-            return 0
-        return super().preadv(fd, buffers, self._member.offset + offset)
-
-    def fstat(self, fd: int) -> Any:
-        return _Size(self._member.nbytes)
-
-
-class _Size(NamedTuple):
-    st_size: int
-
-
 class _Page(NamedTuple):
     """A record of a bundle that has verified."""
 
@@ -101,6 +81,9 @@ class Pace(NamedTuple):
     batch_bytes: int = BATCH_BYTES
     space_seconds: float = SPACE_SECONDS
     manifest_bytes_max: int = MANIFEST_BYTES_MAX
+    members_max: int = MEMBERS_MAX
+    records_max: int = 1 << 32  # of a segment
+    page_bytes_max: int = 1 << 62
     step: Callable[[], None] = lambda: None  # may rest, or raise to end the import
 
 
@@ -153,20 +136,15 @@ class Importer:
 
     def members(self, fd: int, size: int, digest: str | None = None) -> list[Member]:
         """The segments of a bundle that is complete: it ends with a manifest that names them, sizes included."""
-        members = list(read_members(fd, size, self._c.files.read, MEMBERS_MAX))
+        found = read_members(fd, size, self._c.files.read, self._pace.members_max)
+        members = [member for member in found if self._pace.step() is None]
         if not members or members[-1].name != MANIFEST or members[-1].nbytes > self._pace.manifest_bytes_max:
             raise BundleError("there is no manifest at the end: not a bundle of kvfs, or cut short; copy it again")
         data = self._c.files.read(fd, members[-1].nbytes, members[-1].offset)
         self.report.digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         if digest is not None and not (len(digest) >= 16 and self.report.digest.startswith(digest.lower())):
             raise BundleError(f"its digest is {self.report.digest}, not {digest}: another bundle, or a changed one")
-        try:
-            manifest = json.loads(data)
-            if manifest["kvfs"] != "bundle" or manifest["version"] != 1:
-                raise BundleError("a bundle of another version: use the kvfs that wrote it")
-            listed = [(s["name"], s["bytes"], s["blake2b"]) for s in manifest["segments"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise BundleError("the manifest is damaged; copy the bundle again") from None
+        listed = read_manifest(data)
         segments = members[:-1]
         if [(m.name, m.nbytes) for m in segments] != [x[:2] for x in listed]:
             raise BundleError("its files are not those of its manifest; copy the bundle again")
@@ -188,7 +166,7 @@ class Importer:
                     f"{member.name} was changed after it was written; --partial takes what still verifies"
                 )
             self.report.problems.append(f"{member.name} was changed after it was written")
-        scan = scan_segment(fd, _Window(member))
+        scan = self._scan(fd, member)
         if scan is None or scan.seal is None or scan.header.segment_id.hex() != member.name[:32]:
             if scan is None or not self._partial:
                 self._refuse(f"{member.name}: header, tables and seal do not agree")
@@ -202,6 +180,12 @@ class Importer:
                 self._heads.add(entry.chunk_hash)
             self._stamps.setdefault(entry.written_us, 0)
 
+    def _scan(self, fd: int, member: Member) -> Scan | None:
+        scan = scan_segment(fd, Window(member, self._pace.step), records_max=self._pace.records_max + 1)
+        if scan is not None and len(scan.entries) > self._pace.records_max:
+            raise TooLargeError(f"{member.name} has more than {self._pace.records_max} records")
+        return scan
+
     def _refuse(self, text: str) -> None:
         if not self._partial:
             raise BundleError(f"{text}: refused; --partial takes the pages that verify")
@@ -209,7 +193,7 @@ class Importer:
 
     def _pages(self, fd: int, member: Member, scan: Scan) -> Iterator[tuple[Entry, _Page | str]]:
         """Each record with its verified page, or with what is wrong with it."""
-        files = _Window(member)
+        files = Window(member)
         known: dict[int, tuple[Described, bytes] | None] = {}
         for entry in scan.parts():
             self._pace.step()
@@ -225,6 +209,8 @@ class Importer:
                 if not fits(entry.codec, entry.stored_bytes, group.part_bytes(part)):
                     yield entry, "its size or codec contradicts the layout"
                     continue
+                if group.part_bytes(part) > self._pace.page_bytes_max:
+                    raise TooLargeError(f"it has a page of {group.part_bytes(part)} bytes")
                 if group.part_bytes(part) > space.page_limit(self._c.settings):
                     yield entry, f"a page of {group.part_bytes(part)} bytes is more than this store's capacity allows"
                     continue
@@ -254,7 +240,7 @@ class Importer:
     def _take(self, fd: int, member: Member) -> None:
         """Store the pages of a segment. They are verified again as they are read: the file may change meanwhile."""
         now = self._c.files.now_us()
-        scan = scan_segment(fd, _Window(member))
+        scan = self._scan(fd, member)
         if scan is None:
             return
         good = (page for _, page in self._pages(fd, member, scan) if isinstance(page, _Page))
@@ -286,7 +272,16 @@ class Importer:
         try:
             with explained(self._c.directory.path), self._active.lock(segment_class):
                 while missing:
-                    done = self._append(segment_class, missing, key, at_us, deadline)
+                    try:
+                        done = self._append(segment_class, missing, key, at_us, deadline)
+                    except space.StaleWriterError:
+                        self._active.drop(segment_class)
+                        raise IndexUnavailableError(
+                            f"the index was rebuilt meanwhile: {self.report.stored} pages are imported; import again"
+                        ) from None
+                    except OSError:  # a segment that nobody can go on with, or give up, would be charged for good
+                        self._active.drop(segment_class)
+                        raise
                     missing = missing[done:]
         except Declined as exc:
             raise NoSpaceError(

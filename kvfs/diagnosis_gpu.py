@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import json
 import os
@@ -79,7 +80,8 @@ def _sample(directory: Directory) -> _Sample:
         file = Descriptor(files)
         with contextlib.suppress(OSError):
             file = Descriptor.open(files, name, os.O_RDONLY, dir_fd=folder)
-            scan = scan_segment(file.fd, files, records_max=4)
+            # goes to the probe with the descriptor: while a driver may hold the blocks, they stay charged
+            scan = scan_segment(file.fd, files, records_max=4) if files.flock(file.fd, fcntl.LOCK_SH) else None
             for entry in scan.parts() if scan is not None else ():
                 nbytes = min(fmt.align(entry.stored_bytes), PAGE_BYTES_MAX)
                 if entry.payload % _PAGE == 0 and entry.payload + nbytes <= files.fstat(file.fd).st_size:

@@ -368,3 +368,9 @@ def filesystem_of(path: str) -> str | None:
             return found
     except (OSError, ValueError, IndexError):
         return None
+
+
+def private(path: str, flags: int) -> int:
+    """``opener`` for a file with stored pages: its owner's, and its group's to read where the folder is a group's."""
+    mode = os.stat(os.path.dirname(os.path.abspath(path))).st_mode
+    return os.open(path, flags, 0o640 if mode & 0o2070 == 0o2070 else 0o600)

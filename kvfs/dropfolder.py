@@ -5,6 +5,8 @@ symlink is followed, and nothing is written, renamed or removed but names in ``i
 
     import/NAME                    dropped: looked at when it came by a rename, or has not changed for SETTLE_SECONDS
     import/refused/NAME            moved aside, with why in NAME.reason beside it; the latest REFUSED_MAX, bounded bytes
+    import/NAME, NAME.reason       refused, and too large to lie in refused/: it may be somebody's only copy, so it
+                                   stays, and is judged again when it has changed after its reason was written
     (gone)                         adopted: every page was verified and is in the store
 
 Adopting is ``Importer`` and idempotent: pages that are there already are skipped. So a process may die at any point,
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import stat
@@ -29,7 +32,7 @@ from typing import NamedTuple
 
 from kvfs import space
 from kvfs.active import ActiveSegments, Declined
-from kvfs.bundle import BundleError
+from kvfs.bundle import BundleError, TooLargeError
 from kvfs.bundle_import import Importer, Pace
 from kvfs.context import Context
 from kvfs.descriptors import Descriptor, opened
@@ -41,13 +44,19 @@ log = logging.getLogger("kvfs")
 FOLDER, REFUSED, REASON = "import", "refused", ".reason"
 IN_TRANSIT = (".tmp", ".part", ".partial", "~")  # endings of names of what is still being written
 NAMES_MAX = 256  # of the folder that are looked at
+ADOPTED = ".adopted-"  # begins the name of a file that is about to be removed
 REFUSED_MAX = 16
 REFUSED_SHARE = 8  # of the capacity
 SETTLE_SECONDS = 2.0
 STALE_SECONDS = 600.0  # a file that is not complete, and has not changed for so long, will not become complete
 AGAIN_SECONDS, TRIES_MAX = 30.0, 5
 WORK_SECONDS, REST_SHARE, REST_SECONDS_MAX = 0.01, 2.0, 0.5  # rests twice as long as it worked
-PACE = Pace(batch_bytes=1 << 20, space_seconds=2.0, manifest_bytes_max=1 << 20)
+#: What is larger would be worked on without a rest, or held in memory beside an engine.
+PACE = Pace(
+    batch_bytes=1 << 20, space_seconds=2.0, manifest_bytes_max=1 << 20, members_max=4096, records_max=1 << 18,
+    page_bytes_max=64 << 20,
+)  # fmt: skip
+CHECK_SECONDS_MAX = 60.0  # between two looks at whether a file is complete by now
 NAME_BYTES_MAX = 200
 JOIN_SECONDS = 10.0
 #: What a name that is no readable regular file answers to open; other errors may pass.
@@ -141,6 +150,9 @@ class DropFolder:
 
     def _work(self, lock: Descriptor) -> None:
         try:
+            folder = self._c.directory.sub(FOLDER)
+            for name in [n for n in self._files.listdir(folder) if n.startswith(ADOPTED)]:
+                self._show(folder, name, "")  # whoever hid it was killed; it may be one that nobody has read
             while not self._stopping.is_set() and (ready := self._ready()):
                 self._adopt(ready[0])
         except _Stopped:
@@ -164,15 +176,20 @@ class DropFolder:
             self._refuse(name, f"not a regular file that can be read ({exc.strerror}); copy the bundle itself")
             return
         with contextlib.closing(file):
-            version = _version(self._files.fstat(file.fd))
+            st = self._files.fstat(file.fd)
+            version = _version(st)
             if version != seen.version:
                 self._later(name, 0.0)
+                return
+            if self._was_left(name, st):
+                self._known[name] = seen._replace(left=True)
                 return
             try:
                 self._take(name, file.fd, seen)
             except (BundleError, _RefusedError) as exc:
                 if _version(self._files.fstat(file.fd)) == version:
-                    self._refuse(name, str(exc))
+                    large = ": too much to take beside serving; use kvfs import" * isinstance(exc, TooLargeError)
+                    self._refuse(name, f"{exc}{large}")
                 else:  # somebody writes to it
                     self._later(name, SETTLE_SECONDS)
             except _Stopped:
@@ -200,21 +217,42 @@ class DropFolder:
         if name not in self._renamed and self._files.monotonic() - seen.since < STALE_SECONDS:
             try:
                 importer.members(fd, st.st_size)
+            except TooLargeError:
+                raise
             except BundleError:  # not complete yet
-                self._later(name, SETTLE_SECONDS)
+                age = self._files.monotonic() - seen.since
+                self._later(name, max(SETTLE_SECONDS, min(CHECK_SECONDS_MAX, 2 * age)))
                 return
         done = importer.take(fd)
         self._c.counters.add("bundles_adopted")
         log.info("adopted %s/%s: %d of %d pages are new", self._where(), name, done.stored, done.pages)
         self._renamed.discard(name)
-        folder = self._c.directory.sub(FOLDER)
+        self._forgive(name)
         try:
-            if _version(self._files.stat(name, dir_fd=folder)) == seen.version:  # else it is another file by now
-                self._files.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            pass
+            with contextlib.suppress(FileNotFoundError):
+                self._take_away(name, seen.version)
         except OSError as exc:
             self._leave(name, exc)
+
+    def _take_away(self, name: str, version: tuple[int, ...]) -> None:
+        """Remove what was adopted, and nothing that came under its name meanwhile: what is hidden nobody replaces."""
+        folder, hidden = self._c.directory.sub(FOLDER), f"{ADOPTED}{self._files.random(8).hex()}"
+        if _version(self._files.stat(name, dir_fd=folder)) != version:
+            return
+        self._files.rename(name, hidden, src_dir_fd=folder, dst_dir_fd=folder)
+        try:
+            if _version(self._files.stat(hidden, dir_fd=folder))[:-1] == version[:-1]:  # a rename moves the ctime
+                self._files.unlink(hidden, dir_fd=folder)
+                return
+            self._show(folder, hidden, name)
+        except OSError:
+            self._show(folder, hidden, name)
+            self._known[name] = _Seen(_version(self._files.stat(name, dir_fd=folder)), self._files.monotonic())
+            raise
+
+    def _show(self, folder: int, hidden: str, name: str) -> None:
+        to = hidden[1:] if not name or name in self._files.listdir(folder) else name
+        self._files.rename(hidden, to, src_dir_fd=folder, dst_dir_fd=folder)
 
     def _distrust(self, st: os.stat_result) -> str:
         """Why a file is not taken from its owner; empty if it is. As with the store itself: no access for others."""
@@ -258,23 +296,49 @@ class DropFolder:
         self._c.counters.add("bundles_refused")
         log.warning("%s/%s is refused: %s", self._where(), name, why)
         self._renamed.discard(name)
-        folder, aside = self._c.directory.sub(FOLDER), name
-        if len(os.fsencode(name)) > NAME_BYTES_MAX or not name.isprintable():
-            aside = self._files.random(8).hex()
+        folder, aside = self._c.directory.sub(FOLDER), _aside(name)
         try:
             with contextlib.closing(self._refused()) as refused:
-                self._write_reason(refused.fd, aside, f"{name!r}: {why}\n")
-                self._files.rename(name, aside, src_dir_fd=folder, dst_dir_fd=refused.fd)
+                st = self._files.stat(name, dir_fd=folder)
+                fits = (
+                    512 * st.st_blocks + self._kept(refused.fd, aside)
+                    <= self._c.settings.capacity_bytes // REFUSED_SHARE
+                )
+                stays = (
+                    "" if fits else f" (it stays in {FOLDER}/, too large for {REFUSED}/: change it, or drop it anew)"
+                )
+                self._write_reason(refused.fd, aside, f"{name!r}: {why}{stays}\n")
+                if fits:
+                    self._files.rename(name, aside, src_dir_fd=folder, dst_dir_fd=refused.fd)
+                else:
+                    self._known[name] = self._known[name]._replace(left=True)
                 self._bound(refused.fd)
         except FileNotFoundError:
             pass  # somebody took it back
         except OSError as exc:
             self._leave(name, exc)
 
-    def _refused(self) -> Descriptor:
+    def _was_left(self, name: str, st: os.stat_result) -> bool:
+        """Whether a process has refused this very file, and left it where it is."""
+        try:
+            with contextlib.closing(self._refused(make=False)) as refused:
+                reason = self._files.stat(_aside(name) + REASON, dir_fd=refused.fd)
+        except OSError:
+            return False
+        return reason.st_ctime_ns > st.st_ctime_ns
+
+    def _forgive(self, name: str) -> None:
+        """What was refused and stayed is adopted: its reason goes."""
+        with contextlib.suppress(OSError), contextlib.closing(self._refused(make=False)) as refused:
+            names = self._files.listdir(refused.fd)
+            if _aside(name) not in names and _aside(name) + REASON in names:
+                self._remove(refused.fd, {_aside(name) + REASON})
+
+    def _refused(self, *, make: bool = True) -> Descriptor:
         folder = self._c.directory.sub(FOLDER)
         with contextlib.suppress(FileExistsError):
-            self._files.mkdir(REFUSED, self._c.directory.dir_mode, dir_fd=folder)
+            if make:
+                self._files.mkdir(REFUSED, self._c.directory.dir_mode, dir_fd=folder)
         return Descriptor.open(self._files, REFUSED, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
 
     def _write_reason(self, refused: int, aside: str, text: str) -> None:
@@ -285,25 +349,24 @@ class DropFolder:
             self._files.write_all(file.fd, [text.encode("utf-8", "backslashreplace")], 0)
         self._files.rename(temporary, aside + REASON, src_dir_fd=refused, dst_dir_fd=refused)
 
+    def _kept(self, refused: int, but: str) -> int:
+        """Bytes of what lies in refused/, but for one name."""
+        names = [n for n in self._files.listdir(refused) if n != but]
+        return sum(512 * self._files.stat(n, dir_fd=refused).st_blocks for n in names)
+
     def _bound(self, refused: int) -> None:
-        """Keep the latest; of those, reasons outlive files that are too large together."""
+        """Keep the latest."""
         ages: dict[str, int] = {}
-        sizes: dict[str, int] = {}
+        names: dict[str, set[str]] = {}
         for name in self._files.listdir(refused):
             st = self._files.stat(name, dir_fd=refused)
             if stat.S_ISDIR(st.st_mode):
                 continue
             base = name.removesuffix(REASON)
             ages[base] = max(ages.get(base, 0), st.st_ctime_ns)
-            sizes[name] = st.st_blocks * 512
-        left = self._c.settings.capacity_bytes // REFUSED_SHARE
-        for place, base in enumerate(sorted(ages, key=lambda b: (ages[b], b), reverse=True)):
-            if place >= REFUSED_MAX:
-                self._remove(refused, sizes.keys() & {base, base + REASON})
-            elif base in sizes:
-                left -= sizes[base]
-                if left < 0:
-                    self._remove(refused, {base})
+            names.setdefault(base, set()).add(name)
+        for base in sorted(ages, key=lambda b: (ages[b], b), reverse=True)[REFUSED_MAX:]:
+            self._remove(refused, names[base])
 
     def _remove(self, refused: int, names: set[str]) -> None:
         for name in names:
@@ -323,6 +386,13 @@ def waiting(directory: Directory) -> tuple[list[str], list[str]]:
 
 class _RefusedError(Exception):
     """A file that is not even looked into."""
+
+
+def _aside(name: str) -> str:
+    """The name in refused/: the same, or where it is too long or not printable another one, always the same."""
+    if len(os.fsencode(name)) <= NAME_BYTES_MAX and name.isprintable():
+        return name
+    return hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
 
 
 def _version(st: os.stat_result) -> tuple[int, ...]:

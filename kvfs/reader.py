@@ -235,6 +235,7 @@ class Reader:
         Each map keeps its segment's blocks; a view stays valid after eviction. Pages of a codec are private memory.
         """
         views: list[memoryview] = []
+        bad: list[tuple[int, int]] = []
         leaf_bytes = group.leaf_bytes(gm.want)
         with self.held(match) as held:
             jobs, covered = plan_reads(gm, held, VIEW_BYTES)
@@ -245,24 +246,28 @@ class Reader:
                 new = (
                     self._map_job(job, leaf_bytes)
                     if job is not None
-                    else self._decoded(gm, sources.get(chunk, []), leaf_bytes, held)
+                    else self._decoded(gm, sources.get(chunk, []), leaf_bytes, held, bad)
                 )
                 views += new
                 if len(new) < (job.count if job is not None else 1):
                     break
             self._stamp(match, gm, (1 << len(views)) - 1 << gm.first, held)
+        self.forget(match, gm, bad)
         return views
 
     def _decoded(
-        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, Held]
-    ) -> list[memoryview]:
-        """The page in memory of its own, if it lies there encoded and as it is wanted; else nothing."""
+        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, Held],
+        bad: list[tuple[int, int]],
+    ) -> list[memoryview]:  # fmt: skip
+        """The page in memory of its own, if it is there encoded and as it is wanted; else nothing. Faults: ``bad``."""
         for part, place in sources:
             file = held.get(place.segment)
             encoded = place.codec != fmt.CODEC_RAW and fits(place.codec, place.stored_bytes, gm.part_bytes)
             if part == gm.want and file is not None and encoded:
                 page = memoryview(bytearray(gm.part_bytes))
-                return [page.toreadonly()] if decode_page(self._c, file, place, leaf_bytes, page) else []
+                if decode_page(self._c, file, place, leaf_bytes, page):
+                    return [page.toreadonly()]
+                bad.append((place.segment, place.seq))
         return []
 
     def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:

@@ -316,7 +316,7 @@ class Store:
         if described is None or not match.tokens:
             raise ConfigError("nothing to export: this match has no pages")
         with directories.explained(path):
-            return tensorfile.write(self._core.c, self._core.reader, described, match, path, token_ids, progress)
+            return tensorfile.write(self._core.c, described, match, path, token_ids, progress)
 
     def import_bundle(
         self, path: str, *, partial: bool = False, digest: str | None = None,

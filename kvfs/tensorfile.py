@@ -18,18 +18,20 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvfs.buffers import address_of
 from kvfs.context import Context
 from kvfs.device import DeviceKV, KVBuffer
+from kvfs.directory import private
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.hostcopy import scatter
 from kvfs.identity import Described
 from kvfs.layout import Cell, Group
 from kvfs.match import GroupMatch, PrefixMatch
 from kvfs.reader import Reader
+from kvfs.types import Verify
 from kvfs.version import __version__
 
 BATCH_BYTES = 8 << 20  # or one page
@@ -110,18 +112,22 @@ def pieces(cell: Cell) -> list[Piece]:
 
 
 def write(
-    context: Context, reader: Reader, described: Described, match: PrefixMatch, path: str,
+    context: Context, described: Described, match: PrefixMatch, path: str,
     token_ids: Sequence[int] | None, progress: Callable[[int, int], None],
 ) -> Written:  # fmt: skip
     """Write the pages of a match; ``progress`` in bytes. OSError as it comes, UnverifiedError, ConfigError."""
     groups = described.layout.groups
+    for gm in match.groups:
+        if gm.want != groups[gm.number].full:
+            raise ConfigError("this match is of a part of each page: match without part= to export")
     tensors = list(_tensors(groups, match))
     total = sum(t.nbytes for t in tensors)
     head = _header(described, match, tensors, token_ids)
     done = Written(path, match.tokens, sum(g.count for g in match.groups), len(tensors), total, len(head) + total)
     temporary = f"{path}.{context.files.random(4).hex()}.tmp"
+    reader = Reader(replace(context, verify=Verify.ALWAYS))  # whatever this process asks of its own loads
     try:
-        with open(temporary, "xb") as file, reader.held(match) as held:
+        with open(temporary, "xb", opener=private) as file, reader.held(match) as held:
             file.truncate(done.file_bytes)
             os.pwrite(file.fileno(), head, 0)
             written = 0
@@ -148,6 +154,8 @@ def write(
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    finally:
+        reader.close()
     return done
 
 

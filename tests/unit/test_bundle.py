@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvfs
+from kvfs import space
 from kvfs.bundle import BundleError
+from kvfs.index.tables import ACTIVE
+from kvfs.segment import SegmentWriter
+from kvfs.space import StaleWriterError
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
 
@@ -221,3 +225,39 @@ def test_an_import_keeps_within_the_limit(source: kvfs.Store, tmp_path: Path) ->
         stats = small.stats()
         assert stats["used_bytes"] + small.settings.index_bytes <= stats["capacity_bytes"]
         assert small.verify().ok
+
+
+def active_rows(store: kvfs.Store) -> int:
+    return len(store._core.c.index.read(lambda s: s.segments_in(ACTIVE), 2.0))
+
+
+def test_an_index_that_is_replaced_during_an_import_is_an_error_of_kvfs(
+    source: kvfs.Store, target: kvfs.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.export(str(tmp_path / "b"), ["alpha"])
+
+    def stale(*args: object) -> None:
+        raise StaleWriterError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(space, "own_segment", stale)
+        with pytest.raises(kvfs.KvfsError, match="import again"):
+            target.import_bundle(str(tmp_path / "b"))
+    assert not target._core.active.active_numbers() and not active_rows(target)
+    assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok
+
+
+def test_a_write_error_of_an_import_leaves_no_segment_that_nobody_can_reclaim(
+    source: kvfs.Store, target: kvfs.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.export(str(tmp_path / "b"), ["alpha"])
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentWriter, "append", full)
+        with pytest.raises(kvfs.KvfsError):
+            target.import_bundle(str(tmp_path / "b"))
+    assert not target._core.active.active_numbers() and not active_rows(target)
+    assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok

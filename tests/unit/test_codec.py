@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfs
-from kvfs import Cell, Group, Need, PageLayout, Part, codec
+from kvfs import Cell, Group, Need, PageLayout, Part, codec, reader
 from kvfs import format as fmt
 from kvfs.codec import CodecError
 from kvfs.segment_scan import scan_segment
@@ -327,12 +327,14 @@ def test_a_damaged_page_is_refused_and_can_be_stored_anew(
         ns.put(tokens, PAGES)
         flip(store, 4, change)
         assert not store.verify().ok
-        with ns.match(tokens) as match, counted(store) as moved:
-            assert len(ns.view(match)) == 4
-            assert moved("pages_corrupt") == 1
-        with counted(store) as moved:
-            assert restored(ns, tokens) == PAGES[: 4 * PAGE]
-            assert moved("pages_corrupt") == 1
+        with ns.match(tokens) as match:
+            with counted(store) as moved:
+                assert len(ns.view(match)) == 4
+                assert moved("pages_corrupt") == 1
+            out = bytearray(match.nbytes)
+            with counted(store) as moved:  # the match knows the page still, the index no longer
+                assert ns.get(match, out) == 4 and out[: 4 * PAGE] == PAGES[: 4 * PAGE]
+                assert moved("pages_corrupt") == 1
         assert ns.match(tokens).chunks == 4
         assert ns.put(tokens, PAGES).stored == 1
         assert restored(ns, tokens) == PAGES
@@ -483,3 +485,15 @@ def test_windows_and_snapshots_are_encoded_too(store: kvfs.Store) -> None:
         assert ns.get(match, outs) == 4
     assert outs == {"window": pages["window"][2 * 16384 :], "state": pages["state"][3 * PAGE :]}
     assert fmt.CODEC_PLANES in {e.codec for e in entries_of(store)}
+
+
+def test_a_view_of_a_damaged_page_forgets_it(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended every later view at that page, and the page could not be stored anew."""
+    ns, tokens = store.namespace("model", LAYOUT, "1", codec="zstd"), tokens_of(1, 6)
+    assert ns.put(tokens, PAGES).stored == 6
+    with ns.match(tokens) as match, monkeypatch.context() as patch:
+        patch.setattr(reader, "decode_page", lambda *args: False)
+        assert ns.view(match) == []
+    assert ns.put(tokens, PAGES).stored == 1
+    with ns.match(tokens) as match:
+        assert b"".join(ns.view(match)) == PAGES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -13,7 +15,8 @@ import pytest
 
 import kvfs
 from kvfs.diagnosis import BAD, OK, WARN, Finding
-from kvfs.diagnosis_gpu import diagnose_gpu
+from kvfs.diagnosis_gpu import _sample, diagnose_gpu
+from kvfs.directory import Directory
 from kvfs.files import Files
 from tests.stores import seeded, tiny, tokens_of
 
@@ -117,3 +120,16 @@ def test_the_probe_leaves_no_descriptor_and_no_process(
 def test_a_real_driver(path: Path) -> None:
     found = diagnose_gpu(str(path), Files())
     assert found.status in (OK, WARN) and found.data["driver"] >= 12000 and found.data["devices"]
+
+
+def test_the_blocks_that_a_probe_may_hold_stay_charged(path: Path) -> None:
+    """A driver that hangs keeps the child's descriptor: without a lock it was unlinked, and not counted."""
+    with contextlib.closing(Directory(str(path), Files(), read_only=True)) as directory:
+        with contextlib.closing(_sample(directory).file) as file:
+            assert os.readlink(f"/proc/self/fd/{file.fd}").endswith(".kvs")
+            again = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
+            assert not Files().flock(again, fcntl.LOCK_EX)
+        assert Files().flock(again, fcntl.LOCK_EX)  # as who is about to unlink it
+        with contextlib.closing(_sample(directory).file) as file:
+            assert os.readlink(f"/proc/self/fd/{file.fd}").endswith("super")
+        os.close(again)

@@ -14,7 +14,7 @@ import pytest
 
 import kvfs
 from kvfs import dropfolder
-from kvfs.bundle_import import Importer
+from kvfs.bundle_import import Importer, Pace
 from kvfs.dropfolder import REFUSED_MAX, SETTLE_SECONDS, STALE_SECONDS, DropFolder
 from kvfs.errors import NoSpaceError
 from kvfs.files import Files
@@ -232,10 +232,67 @@ def test_what_is_refused_is_bounded(store: kvfs.Store, clock: Clock) -> None:
     settle(store, clock, STALE_SECONDS)
     assert len(refused(store)) == REFUSED_MAX and counters(store)["bundles_refused"] == REFUSED_MAX + 9
     assert len(os.listdir(folder(store) / "refused")) == 2 * REFUSED_MAX
-    (folder(store) / "large").write_bytes(bytes(9 << 20))  # more than an eighth of the capacity
-    settle(store, clock, STALE_SECONDS)
-    left = os.listdir(folder(store) / "refused")
-    assert "large" not in left and "large.reason" in left and not [n for n in left if n in ("08", "24")]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_refused_bundle_that_is_too_large_to_be_kept_is_not_destroyed(
+    store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the only copy: more than an eighth of the capacity was deleted, with advice to drop it again."""
+    monkeypatch.setattr(dropfolder, "REFUSED_SHARE", 64 << 20)
+    there = drop(store, bundle)
+    data = there.read_bytes()
+    there.chmod(0o666)
+    settle(store, clock)
+    assert there.read_bytes() == data and empty(store) and refused(store) == {}
+    reason = folder(store) / "refused" / "b.tar.reason"
+    assert "chmod o-w" in reason.read_text() and "stays in import/" in reason.read_text()
+    assert counters(store)["bundles_refused"] == 1
+    settle(store, clock)
+    other = DropFolder(store._core.c, store._core.active)  # another process, and a later one
+    judged: list[str] = []
+    monkeypatch.setattr(DropFolder, "_take", lambda self, name, *rest: judged.append(name))
+    other.arrived("b.tar")
+    other.look()
+    other.join()
+    assert judged == [] and counters(store)["bundles_refused"] == 1
+    monkeypatch.undo()
+    if again:
+        there.chmod(0o600)
+    else:
+        os.rename(there, tmp_path / "mine")
+        (tmp_path / "mine").chmod(0o600)
+        drop(store, tmp_path / "mine")
+    settle(store, clock)
+    assert serves(store) and not there.exists() and not reason.exists()
+
+
+def test_a_good_bundle_outlives_a_disk_that_is_full_for_long(
+    store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Importer, fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dropfolder, "REFUSED_SHARE", 64 << 20)
+    there = drop(store, bundle)
+    data = there.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Importer, "take", full)
+        for _ in range(2 * dropfolder.TRIES_MAX):
+            look(store)
+            clock.ahead += dropfolder.AGAIN_SECONDS
+    assert there.read_bytes() == data and counters(store)["bundles_refused"] == 1
+    os.utime(there)
+    settle(store, clock)
+    assert serves(store) and not there.exists()
+
+
+def test_what_was_refused_before_makes_no_room_for_what_is_refused_now(store: kvfs.Store, clock: Clock) -> None:
+    for name in ("first", "second"):
+        (folder(store) / name).write_bytes(bytes(5 << 20))  # an eighth of the capacity holds one of them
+        settle(store, clock, STALE_SECONDS)
+    assert list(refused(store)) == ["first"] and (folder(store) / "second").exists()
+    assert (folder(store) / "refused" / "second.reason").exists()
 
 
 def test_a_symlink_in_place_of_refused_leads_nowhere(store: kvfs.Store, clock: Clock, tmp_path: Path) -> None:
@@ -432,3 +489,82 @@ def test_a_bundle_that_came_by_itself_is_adopted_by_a_worker(store_path: Path, b
             return serves(mine)
 
     assert run_child(worker)
+
+
+@pytest.mark.parametrize(
+    ("bound", "why"),
+    [({"members_max": 1}, "more than 1 files"), ({"records_max": 20}, "records"), ({"page_bytes_max": 9}, "a page of")],
+)
+@pytest.mark.parametrize("renamed", [True, False])
+def test_what_would_be_worked_on_without_a_rest_is_refused(
+    store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: dict[str, int], why: str,
+    renamed: bool,
+) -> None:  # fmt: skip
+    """A bundle of 99 000 empty files, or one segment of millions of records, took the interpreter from an engine."""
+    monkeypatch.setattr(dropfolder, "PACE", dropfolder.PACE._replace(**bound))
+    if renamed:
+        drop(store, bundle)
+    else:
+        (folder(store) / "b.tar").write_bytes(bundle.read_bytes())
+    settle(store, clock)
+    assert why in refused(store)["b.tar"] and "kvfs import" in refused(store)["b.tar"] and empty(store)
+    store.import_bundle(str(folder(store) / "refused" / "b.tar"))
+    assert serves(store)
+
+
+def test_looking_into_a_bundle_rests_between_its_files_and_tables(store: kvfs.Store, bundle: Path) -> None:
+    steps: list[int] = []
+    pace = Pace(step=lambda: steps.append(1))
+    importer = Importer(store._core.c, store._core.active, partial_=False, pace=pace)
+    with open(bundle, "rb") as file:
+        members = importer.members(file.fileno(), bundle.stat().st_size)
+        assert len(steps) == len(members) + 1  # and the manifest
+        steps.clear()
+        assert importer._scan(file.fileno(), members[0]) is not None and len(steps) > 2
+
+
+def test_a_file_that_is_not_complete_is_looked_into_ever_less_often(
+    store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, original = [], Importer.members
+
+    def count(self: Importer, fd: int, size: int, digest: str | None = None) -> object:
+        looks.append(clock.ahead)
+        return original(self, fd, size, digest)
+
+    monkeypatch.setattr(Importer, "members", count)
+    (folder(store) / "b.tar").write_bytes(bundle.read_bytes()[:-2000])
+    for _ in range(150):
+        look(store)
+        clock.ahead += SETTLE_SECONDS
+    assert 4 < len(looks) < 15 and refused(store) == {}
+
+
+@pytest.mark.parametrize("moment", ["before", "killed"])
+def test_a_bundle_that_comes_over_one_that_was_adopted_is_not_deleted_unread(
+    store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Between the last look at a name and its removal somebody renames a new bundle over it."""
+    with kvfs.open(tmp_path / "more", capacity="32MiB") as other:
+        other.namespace("beta", tiny(), "1b").put(tokens_of(9, CHUNKS), seeded(9, CHUNKS * TINY_BYTES))
+        other.export(str(tmp_path / "new.tar"), ["beta"])
+    there, original = drop(store, bundle), clock.stat
+
+    def replaced(name: str, *, dir_fd: int) -> os.stat_result:
+        st = original(name, dir_fd=dir_fd)
+        if name == "b.tar" and counters(store).get("bundles_adopted") and (tmp_path / "new.tar").exists():
+            os.rename(tmp_path / "new.tar", there)
+        return st
+
+    if moment == "before":
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "stat", replaced)
+            look(store)
+    else:
+        os.rename(tmp_path / "new.tar", folder(store) / ".adopted-0123456789abcdef")
+        look(store)
+    assert not (tmp_path / "new.tar").exists() and serves(store)
+    settle(store, clock)
+    ns = store.namespace("beta", tiny(), "1b")
+    assert restored(ns, tokens_of(9, CHUNKS)) == seeded(9, CHUNKS * TINY_BYTES)
+    assert os.listdir(folder(store)) == []

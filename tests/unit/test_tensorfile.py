@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from kvfs.errors import ConfigError, NoSpaceError
 from kvfs.files import Files
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.tensorfile import UnverifiedError, pieces
-from tests.stores import TINY_BYTES, seeded, segment_files, tiny, tokens_of
+from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
 safetensors = pytest.importorskip("safetensors")
 
@@ -150,6 +152,18 @@ def test_parts_of_several_ranks_become_one_tensor(store: kvfs.Store, tmp_path: P
         assert read(tmp_path / "t")[0][f"full.layer.{layer}.k"][2] == expected[layer, :, :, :8].tobytes()
 
 
+@pytest.mark.parametrize("part", [Part(1, 1, 0, 2), Part(0, 2, 1, 1)])
+def test_a_rank_s_match_is_not_written_as_if_it_were_whole_pages(store: kvfs.Store, tmp_path: Path, part: Part) -> None:
+    """Pages of a part are shorter: they were cut at the places of whole ones, without an error."""
+    ns = store.namespace("m", tiny(), "r1")
+    ns.put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
+    with ns.match(tokens_of(1, CHUNKS), part=part) as match:
+        assert match.tokens == CHUNKS * 16
+        with pytest.raises(ConfigError, match="without part="):
+            store.export_tensors(str(tmp_path / "t"), match)
+    assert not list(tmp_path.glob("t*"))
+
+
 def test_a_prefix_by_its_id(store: kvfs.Store, tmp_path: Path) -> None:
     ns = store.namespace("m", tiny(), "r1")
     prompt = tokens_of(1, 40)
@@ -184,6 +198,41 @@ def test_a_damaged_page_leaves_no_file(store: kvfs.Store, tmp_path: Path) -> Non
     assert (tmp_path / "t").read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["store", "t"]
     with ns.match(tokens_of(1, CHUNKS)) as match:  # what is left
         assert store.export_tensors(str(tmp_path / "t"), match).tokens == 7 * 16
+
+
+@pytest.mark.parametrize("policy", ["off", "first"])
+def test_a_damaged_page_is_not_exported_whatever_this_process_verifies(tmp_path: Path, policy: str) -> None:
+    """The file is for others, who take its pages for verified."""
+    with kvfs.open(tmp_path / "store", capacity="64MiB", verify=policy) as store:
+        ns = store.namespace("m", tiny(), "r1")
+        ns.put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
+        assert restored(ns, tokens_of(1, CHUNKS)) == seeded(1, CHUNKS * TINY_BYTES)  # "first" knows them now
+        (segment,) = segment_files(Path(store.path))
+        at = segment.read_bytes().find(seeded(1, CHUNKS * TINY_BYTES)[7 * TINY_BYTES :][:64])
+        with open(segment, "r+b") as file:
+            file.seek(at)
+            file.write(b"damaged")
+        with ns.match(tokens_of(1, CHUNKS)) as match, pytest.raises(UnverifiedError):
+            store.export_tensors(str(tmp_path / "t"), match)
+    assert not list(tmp_path.glob("t*"))
+
+
+@pytest.mark.parametrize(("folder", "mode"), [(0o755, 0o600), (0o770, 0o600), (0o2770, 0o640)])
+def test_what_a_private_store_held_is_not_readable_by_everybody(
+    store: kvfs.Store, tmp_path: Path, folder: int, mode: int
+) -> None:
+    ns = store.namespace("m", tiny(), "r1")
+    ns.put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(folder)
+    before = os.umask(0o022)
+    try:
+        with ns.match(tokens_of(1, CHUNKS)) as match:
+            store.export_tensors(str(tmp_path / "out" / "t"), match)
+        store.export(str(tmp_path / "out" / "b"), ["m"])
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / "out" / n).stat().st_mode) for n in "tb"] == [mode, mode]
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_file(
