@@ -11,9 +11,10 @@ v_head_dim=...)``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
@@ -68,6 +69,14 @@ _FAMILIES = {
     "deepseek_v3": _Family("none", _MLA, typed=False),
 }
 _WRAPPERS = {"gemma3": "gemma3_text"}
+#: Fields that cannot change KV, or that stand elsewhere in an identity.
+_NEUTRAL = frozenset(
+    {
+        *("_name_or_path", "transformers_version", "architectures", "problem_type", "id2label", "label2id"),
+        *("dtype", "torch_dtype", "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
+    }
+)
 _OPAQUE = "use PageLayout.of([...]) or PageLayout.opaque(...) if you know what the engine stores"
 _CORRECT = "correct the config"
 _CAUSAL = "the KV of a token depends on later tokens, so it cannot be reused for another continuation"
@@ -146,6 +155,13 @@ def rope_identity(config: Any) -> dict[str, Any]:
     """
     model, cfg, family = _open(config)
     return _identity(cfg, model, family)
+
+
+def config_digest(config: Any, neutral: Set[str] = frozenset()) -> str:
+    """32 hex digits over all fields of a config object that may change KV; ``neutral``: more that cannot."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and key not in neutral}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _open(config: Any) -> tuple[str, dict[str, Any], _Family]:

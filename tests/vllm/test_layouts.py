@@ -219,6 +219,13 @@ def blocks_for(rank: Rank, first: int, count: int = 6) -> dict[int, list[int]]:
     return {g: [1 + g * spread + (first + step * i) % spread for i in range(min(count, spread))] for g in range(groups)}
 
 
+def stored(rank: Rank, tokens: list[int]) -> None:
+    """Save a prompt."""
+    Asked(rank, "a", tokens).save(blocks_for(rank, 3))
+    assert finish(rank, 1).success
+    settle(rank)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "store"
@@ -326,10 +333,7 @@ def test_a_flush_waits_for_the_copy_and_not_for_the_disk(
 def test_an_aborted_load_moves_no_byte_afterwards(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:
     tokens = prompt(1, 6 * BLOCK)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
-        asked, blocks = Asked(rank, "a", tokens), blocks_for(rank, 3)
-        asked.save(blocks)
-        finish(rank, 1)
-        settle(rank)
+        stored(rank, tokens)
         again, target = Asked(rank, "b", tokens), blocks_for(rank, 12)
         again.load(target, {0: 0})
         rank.worker.wait({2})
@@ -360,9 +364,7 @@ def test_a_load_whose_disk_stalls_ends_and_is_recomputed(
 ) -> None:
     tokens, files = prompt(1, 6 * BLOCK), FaultyFiles()
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
-        Asked(rank, "a", tokens).save(blocks_for(rank, 3))
-        finish(rank, 1)
-        settle(rank)
+        stored(rank, tokens)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files, load_seconds=0.2) as rank:
         again, target = Asked(rank, "b", tokens), blocks_for(rank, 8)
         assert again.hits()
@@ -393,10 +395,7 @@ def test_a_failed_load_misses_afterwards_and_stores_anew(
 ) -> None:
     tokens = prompt(1, 6 * BLOCK)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
-        asked, blocks = Asked(rank, "a", tokens), blocks_for(rank, 3)
-        asked.save(blocks)
-        finish(rank, 1)
-        settle(rank)
+        stored(rank, tokens)
         again = Asked(rank, "b", tokens)
         assert again.hits()
         for path in (store / "segments").rglob("*"):

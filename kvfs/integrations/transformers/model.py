@@ -18,20 +18,12 @@ import torch
 from transformers import DynamicCache
 
 from kvfs.errors import ConfigError, UnsupportedModelError
-from kvfs.hf_config import rope_identity
+from kvfs.hf_config import config_digest, rope_identity
 from kvfs.integrations.transformers.layers import fits
 from kvfs.layout import Group, PageLayout
 
 DIGEST_THREADS = 8
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-#: Fields of a config that cannot change KV, or that stand elsewhere in the identity.
-_NEUTRAL = frozenset(
-    {
-        *("_name_or_path", "transformers_version", "architectures", "problem_type", "id2label", "label2id"),
-        *("dtype", "torch_dtype", "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
-        *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
-    }
-)
 _digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
@@ -168,13 +160,6 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def fingerprint(model: Any) -> object:
     """Changes when a tensor of the model is replaced or written through autograd; reads no weights."""
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in _tensors(model))
-
-
-def config_digest(config: Any) -> str:
-    """32 hex digits over all fields of a config that may change KV."""
-    fields = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL}
-    text = json.dumps(fields, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _rotary_precision(model: Any) -> dict[str, str]:

@@ -8,7 +8,6 @@ a rank holds a part of each page.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,20 +26,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvfs.errors import ConfigError, UnsupportedModelError
+from kvfs.hf_config import config_digest
 from kvfs.integrations.vllm.weights import weights_id
 from kvfs.layout import Cell, Group, Need, PageLayout
 
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float32": "f32"}
-#: Fields of a config that cannot change KV, or that stand elsewhere in the identity.
-_NEUTRAL = frozenset(
-    {
-        # some models write the engine's max_model_len into their config when they are loaded
-        *("_name_or_path", "transformers_version", "architectures", "problem_type", "id2label", "label2id"),
-        "max_model_len",
-        *("dtype", "torch_dtype", "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
-        *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
-    }
-)
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 _LENGTH_SCALED = ("dynamic", "longrope", "su")  # vLLM fixes these by max_model_len when it starts
 
@@ -185,7 +175,8 @@ def _extra(config: VllmConfig, groups: list[EngineGroup]) -> dict[str, Any]:
     model = config.model_config
     extra = {
         "engine": "vllm",
-        "config": config_digest(model.hf_config),
+        # some models write the engine's max_model_len into their config when they are loaded
+        "config": config_digest(model.hf_config, {"max_model_len"}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": str(model.quantization or ""),
@@ -209,13 +200,6 @@ def _hashes_items(config: VllmConfig) -> bool:
     """Without its caches vLLM counts images in place of hashing them."""
     items = config.model_config.multimodal_config
     return items is None or items.mm_processor_cache_gb > 0 or bool(config.cache_config.enable_prefix_caching)
-
-
-def config_digest(config: Any) -> str:
-    """32 hex digits over all fields of a config that may change KV, overrides included."""
-    fields = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL}
-    text = json.dumps(fields, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def layers_of(names: list[str]) -> dict[int, str]:
