@@ -198,14 +198,17 @@ class KvfsWorker(OffloadingWorker):
             logger.warning_once("kvfs: pages were not stored (%s, %d the first time)", reason, pages)
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until the blocks of these jobs may be reused: never for a disk, and not longer than a second each."""
-        for job in [self._jobs[n] for n in job_ids if n in self._jobs]:
-            if job.transfer is None or _is_over(job):
-                continue
-            if job.load:
-                job.transfer.withdraw(0)  # its blocks stay its own until it is reported
-            elif not job.transfer.source_free.wait(FLUSH_SECONDS):
-                job.transfer.withdraw(FLUSH_SECONDS)
+        """Until the blocks of these jobs may be reused: never for a disk, and for all together two seconds at most."""
+        busy = [self._jobs[n] for n in job_ids if n in self._jobs and not _is_over(self._jobs[n])]
+        loads = [job.transfer for job in busy if job.load and job.transfer is not None]
+        saves = [job.transfer for job in busy if not job.load and job.transfer is not None]
+        for load in loads:
+            load.withdraw(0)  # its blocks stay its own until it is reported
+        end = time.monotonic() + FLUSH_SECONDS
+        late = [save for save in saves if not save.source_free.wait(max(0.0, end - time.monotonic()))]
+        end = time.monotonic() + FLUSH_SECONDS
+        for save in late:
+            save.withdraw(max(0.0, end - time.monotonic()))
 
     def shutdown(self) -> None:
         self._io.close()
