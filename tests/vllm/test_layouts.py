@@ -347,7 +347,9 @@ def test_a_flush_of_a_stalled_save_takes_its_blocks_back(
 ) -> None:
     """The ring is full of pages that wait for a disk: what is not copied out of the blocks by then is not stored."""
     files = FaultyFiles()
-    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files, ring_pages=2) as rank:
+    with Rank(
+        engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files, ring_pages=2, store_seconds=30.0
+    ) as rank:
         asked, blocks = Asked(rank, "a", prompt(1, 6 * BLOCK)), blocks_for(rank, 3)
         files.arm(Fault(1, "pwritev", action="delay", persistent=True, seconds=4.0))
         asked.save(blocks)
