@@ -93,6 +93,9 @@ class ImageFiles(Files):
     def close(self, fd: int) -> None:
         pass
 
+    def close_kept(self, kept: list[int | None]) -> None:
+        kept.pop()  # numbers of images: the process has real files under them
+
     def unlink(self, name: str, *, dir_fd: int) -> None:
         del self.names[name]
 
