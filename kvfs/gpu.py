@@ -18,8 +18,11 @@ from kvfs.errors import ConfigError
 from kvfs.kernels.work import Shape
 
 COPY_PROGRAMS, COPY_PROGRAMS_MAX, COPY_TILE_BYTES = 16, 128, 32 << 10  # small tiles want more programs
-SUM_PROGRAMS = 32
-WARPS = 8
+SUM_PROGRAMS = 16
+
+
+def copy_warps(shape: Shape) -> int:
+    return 4 if shape.tile_bytes >= COPY_TILE_BYTES else 8
 
 
 class Event(Protocol):
@@ -152,7 +155,7 @@ class _Stream:
     def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
         programs = COPY_PROGRAMS * max(1, COPY_TILE_BYTES // shape.tile_bytes) * max(1, shape.buffers // 2)
         programs = min(COPY_PROGRAMS_MAX, programs)
-        self._cells.move(work, shape, to_page=to_page, programs=programs, warps=WARPS)
+        self._cells.move(work, shape, to_page=to_page, programs=programs, warps=copy_warps(shape))
 
     def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
         self._xxh3.leaves(work, self._constants, shape, check=check, programs=SUM_PROGRAMS)

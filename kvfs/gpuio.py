@@ -19,7 +19,7 @@ from kvfs.gpu import Device, Memory
 from kvfs.gpujobs import GpuDesk
 from kvfs.gpulane import Lane, aligned
 from kvfs.gpuload import GpuLoad
-from kvfs.gpusave import GpuSave
+from kvfs.gpusave import BATCH_BYTES, GpuSave
 from kvfs.hostio import CLOSE_SECONDS, HostIO
 from kvfs.hostjobs import make_ring
 from kvfs.inplace import InPlace, Use, probe
@@ -32,7 +32,7 @@ from kvfs.segment import file_name
 from kvfs.writer import Appender
 
 log = logging.getLogger("kvfs")
-SLOTS = 4  # of scratch, in each direction
+BATCHES = 4  # of full size that scratch holds, in each direction
 READ_THREADS = 16
 PROBE_BYTES = 64 << 10
 
@@ -64,7 +64,9 @@ class GpuIO(HostIO):
                 raise ConfigError(
                     f"group {a.group.name} lies in {a.device.memory}, others on {device.name}: attach one device"
                 )
-        slot_bytes = aligned(max(self._scratch_bytes // SLOTS, *(aligned(a.page_bytes + 4096) for a in attached)))
+        page = max(aligned(a.page_bytes + 4096) for a in attached)
+        load_bytes = max(self._scratch_bytes, BATCHES * page)
+        save_bytes = max(min(self._scratch_bytes, BATCHES * BATCH_BYTES), BATCHES * page)
         with contextlib.ExitStack() as undo:
 
             def allocate(nbytes: int) -> memoryview:
@@ -86,8 +88,8 @@ class GpuIO(HostIO):
             undo.callback(readers.close)
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
-                self._codec, device, shapes, tables, Lane(device, slot_bytes, SLOTS), Lane(device, slot_bytes, SLOTS),
-                in_place, readers, self._pinned.address,
+                self._codec, device, shapes, tables, Lane(device, save_bytes), Lane(device, load_bytes),
+                in_place, readers, self._pinned.address, load_bytes // BATCHES,
             )  # fmt: skip
             undo.callback(desk.loads.close)  # the only lane that warms up
             for number, shape in shapes.items():

@@ -30,6 +30,7 @@ class GpuDesk(Desk):
     in_place: InPlace | None
     readers: Pool
     ring_address: int
+    batch_bytes: int  # of loads, at most; scratch holds several
 
     def address_in_ring(self, slot: int) -> int:
         return self.ring_address + slot * self.ring.slot_bytes

@@ -1,18 +1,25 @@
-"""A lane: what one direction of transfers keeps on a GPU - scratch in slots, work lists, streams for DMA and kernels.
+"""A lane: what one direction of transfers keeps on a GPU - scratch, work lists, streams for DMA and kernels.
 
-    load   DMA of a batch into a slot -> leaves checked -> cells scattered      (meanwhile the next batch is coming)
-    save   cells gathered into a slot -> leaves summed  -> DMA to pinned slots
+    load   DMA of a batch into scratch -> leaves checked -> cells scattered      (meanwhile the next batches are coming)
+    save   cells gathered into scratch -> leaves summed  -> DMA to pinned slots
 
-Everything is enqueued without waiting; a slot is used again when the stream has got past its last use. So the host may
-be slow, or another Python thread busy, without the link running dry.
+Scratch is used round and round; a batch's piece of it is used again when the streams have got past its last use, and
+they wait for that, nobody else. So the host may be slow, or another Python thread busy, without the link running dry.
 """
 
 from __future__ import annotations
+
+import time
+from collections import deque
 
 from kvfs.gpu import Device, Event, Memory, Stream
 from kvfs.types import BufferLike
 
 ALIGN = 256
+POLLS_MAX = 200  # of some microseconds each
+#: Copies to the device of up to this size do not wait for large ones of other streams: on an H200 4 KiB went ahead
+#: of 512 MiB, 64 KiB did not.
+SMALL_BYTES = 4096
 
 
 def aligned(nbytes: int) -> int:
@@ -20,10 +27,11 @@ def aligned(nbytes: int) -> int:
 
 
 class Slot:
-    """A piece of scratch, and events of its last use: ``arrived`` what it was filled with, and ``done``."""
+    """A batch's piece of scratch, and events of it: ``arrived`` what it was filled with, and ``done`` with it."""
 
-    def __init__(self, address: int, arrived: Event, done: Event) -> None:
-        self.address, self.arrived, self.done = address, arrived, done
+    def __init__(self, first: int, end: int, address: int, arrived: Event, done: Event) -> None:
+        self.first, self.end, self.address, self.arrived, self.done = first, end, address, arrived, done
+        self.enqueued = False  # its last use
 
 
 class Sheet:
@@ -59,8 +67,10 @@ class Sheet:
         return self._device.words(offset)
 
     def send(self, stream: Stream, first: int) -> None:
-        """Copy what was put from ``first`` on."""
-        stream.copy_in(self._device.address + first, self._host.address + first, self._used - first)
+        """Copy what was put from ``first`` on, past large copies of other streams."""
+        for at in range(first, self._used, SMALL_BYTES):
+            nbytes = min(SMALL_BYTES, self._used - at)
+            stream.copy_in(self._device.address + at, self._host.address + at, nbytes)
 
     def fetch(self, stream: Stream, offset: int, nbytes: int, into: int) -> None:
         """Copy what lies at ``offset`` on the device to ``into`` on the host."""
@@ -76,20 +86,47 @@ class Sheet:
 class Lane:
     """Used by one thread at a time."""
 
-    def __init__(self, device: Device, slot_bytes: int, slots: int) -> None:
-        self.device, self.slot_bytes = device, slot_bytes
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.device, self.nbytes = device, aligned(nbytes)
         self.dma, self.kernels = device.stream(), device.stream()
-        self._scratch: Memory = device.memory(slot_bytes * slots + ALIGN)
-        base = aligned(self._scratch.address)
-        self._slots = [Slot(base + i * slot_bytes, self.dma.event(), self.dma.event()) for i in range(slots)]
-        self._next = 0
+        self._scratch: Memory = device.memory(self.nbytes + ALIGN)
+        self._base = aligned(self._scratch.address)
+        self._slots: deque[Slot] = deque()  # oldest first, round the scratch
+        self._events: list[tuple[Event, Event]] = []  # to be used again
         self._sheet: Sheet | None = None
 
-    def slot(self) -> Slot:
-        """The slot whose last use is longest ago. Whoever writes to it lets the stream wait for ``done``."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        return slot
+    def slot(self, nbytes: int, stream: Stream) -> Slot | None:
+        """Scratch for a batch, which ``stream`` is to fill: it waits for the last uses of it.
+
+        None if the last use of one of those is not ``finished`` yet: the caller does that first.
+        """
+        while self._slots and self._slots[0].enqueued and self._slots[0].done.query():
+            self._retire()
+        first = self._slots[-1].end if self._slots else 0
+        if first + nbytes > self.nbytes:
+            first = 0
+        end = first + aligned(nbytes)
+        assert end <= self.nbytes, f"a batch of {nbytes} bytes is larger than the scratch"
+        over = [i for i, slot in enumerate(self._slots) if slot.first < end and first < slot.end]
+        if over:  # those that are older are over by then, too
+            last = self._slots[over[-1]]
+            if not last.enqueued:
+                return None
+            stream.after(last.done)
+            for _ in range(over[-1] + 1):
+                self._retire()
+        events = self._events.pop() if self._events else (self.dma.event(), self.dma.event())
+        self._slots.append(Slot(first, end, self._base + first, *events))
+        return self._slots[-1]
+
+    def _retire(self) -> None:
+        slot = self._slots.popleft()
+        self._events.append((slot.arrived, slot.done))
+
+    def finished(self, slot: Slot, stream: Stream) -> None:
+        """Behind what ``stream`` has been given so far, the slot may be used again."""
+        stream.record(slot.done)
+        slot.enqueued = True
 
     def sheet(self, nbytes: int) -> Sheet:
         """An empty sheet. The last one is not in use any more."""
@@ -100,10 +137,27 @@ class Lane:
         self._sheet.reset()
         return self._sheet
 
+    def wait(self, end: Event) -> None:
+        """Wait for an event of the kernel stream that was recorded behind all that was enqueued so far.
+
+        To be woken takes 130 microseconds: about what the kernels need from the last copy to the end. So this sleeps
+        until the copy is over, and then asks.
+        """
+        if end.query():
+            return
+        self._slots[-1].arrived.synchronize()
+        for _ in range(POLLS_MAX):
+            if end.query():
+                return
+            time.sleep(0)  # others get the interpreter
+        end.synchronize()
+
     def quiet(self) -> None:
-        """Wait until nothing of this lane is under way."""
+        """Wait until nothing of this lane is under way; whatever was not finished is given up."""
         for stream in (self.dma, self.kernels):
             stream.record().synchronize()
+        while self._slots:
+            self._retire()
 
     def close(self) -> None:
         if self._sheet is not None:

@@ -26,7 +26,7 @@ from kvfs.types import TransferState
 from kvfs.writer import Job
 
 BATCH_BYTES = 32 << 20
-AHEAD = 2  # batches that are gathered while the oldest is on its way; fewer than there are slots
+AHEAD = 2  # batches that are gathered while the oldest is on its way
 
 
 class _Flight(NamedTuple):
@@ -66,9 +66,10 @@ class GpuSave(Save):
             fail(self.transfer, exc)
         finally:
             try:
-                lane.quiet()
+                if self._flights:  # left by an error
+                    lane.quiet()
             finally:
-                for flight in self._flights:  # left by an error: the device is not to be relied on
+                for flight in self._flights:
                     flight.step.close()
                 self.transfer._enter(TransferState.WRITING)
                 self.transfer.source_free._set()
@@ -78,14 +79,16 @@ class GpuSave(Save):
         """Enqueue the batches of a group; False ends the save."""
         desk, transfer, done = self.gpu, self.transfer, 0
         sheet, units = self._begin(attached, chunks)
-        slot_pages = max(1, min(BATCH_BYTES, desk.saves.slot_bytes) // aligned(attached.page_bytes))
+        slot_pages = max(1, min(BATCH_BYTES, desk.saves.nbytes // (AHEAD + 1)) // aligned(attached.page_bytes))
+        pages = max(1, slot_pages // 4)  # of the first batch: the link waits for it
         try:
             while done < len(chunks) and chunks[done] < self.limit:
                 if transfer.stopped or desk.late(transfer):
                     return False
-                lease = self._lease(min(slot_pages, len(chunks) - done))
+                lease = self._lease(min(pages, len(chunks) - done))
                 if lease is None:
                     return False
+                pages = min(slot_pages, 2 * pages)
                 batch = Batch(attached, chunks[done : done + len(lease)], lease)
                 step = contextlib.ExitStack()
                 if not step.enter_context(transfer._step()):
@@ -134,7 +137,8 @@ class GpuSave(Save):
         """Enqueue: work list, gather, sums, copies to the slots."""
         desk, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
         shape, group, size = desk.shapes[attached.number], attached.group, aligned(attached.page_bytes)
-        slot, words = lane.slot(), array("q")
+        slot, words = lane.slot(len(chunks) * size, lane.kernels), array("q")
+        assert slot is not None, "a batch of a save was not finished"
         for i, chunk in enumerate(chunks):
             tokens = (
                 [chunk]
@@ -148,7 +152,6 @@ class GpuSave(Save):
             shape, words, scratch=slot.address, unit_ids=sheet.address(units[0]), units=units[1], flags=0,
             leaves=sheet.address(tables), buffers=desk.tables[attached.number].address,
         ))  # fmt: skip
-        lane.kernels.after(slot.done)
         sheet.send(lane.kernels, work)
         lane.kernels.move(sheet.words(work), shape, to_page=True)
         if shape.sums:
@@ -157,7 +160,7 @@ class GpuSave(Save):
         self._copy_out(lease, slot.address, size, attached.page_bytes)
         if shape.sums:
             sheet.fetch(lane.dma, tables, nbytes, into=tables)
-        lane.dma.record(slot.done)
+        lane.finished(slot, lane.dma)
         return _Flight(batch, slot.done, sheet, tables if shape.sums else -1, step)
 
     def _copy_out(self, lease: Lease, source: int, size: int, page_bytes: int) -> None:

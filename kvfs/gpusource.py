@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvfs import format as fmt
 from kvfs.assemble import assemble
+from kvfs.bits import span
 from kvfs.gpu import Event
 from kvfs.gpujobs import GpuDesk
 from kvfs.hashing import leaf_table, root_of
@@ -20,10 +21,11 @@ from kvfs.inplace import Stretch, Use
 from kvfs.match import GroupMatch, Source
 from kvfs.pool import Begun
 from kvfs.reads import Run, published
+from kvfs.restored import CameFrom
 from kvfs.segment_files import Held
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Transfer
-from kvfs.types import PageId, Tier, Verify
+from kvfs.types import Tier, Verify
 
 READ_BYTES = 4 << 20  # one preadv
 
@@ -40,18 +42,23 @@ class PageSource:
     """The pages of one group of one load."""
 
     def __init__(
-        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, runs: Sequence[Run],
-        held: dict[int, Held], tiers: dict[PageId, Tier],
+        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, held: dict[int, Held],
+        came_from: CameFrom,
     ) -> None:  # fmt: skip
         self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
-        self._tiers = tiers
+        self._came_from = came_from
         self._use = Use()
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
-        self._published = published(runs)
+        self._published: dict[int, int] = {}
         self.sums = desk.shapes[attached.number].sums and desk.context.verify is not Verify.OFF
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
+
+    def expect(self, runs: Sequence[Run]) -> None:
+        """These will be asked for."""
+        for segment, end in published(runs).items():
+            self._published[segment] = max(end, self._published.get(segment, 0))
 
     # -- registered maps ---------------------------------------------------------------------
 
@@ -251,7 +258,7 @@ class PageSource:
         sources, good = self._gm.sources(), []
         for chunk in taken:
             warm = all(self._in_cache(source) for source in sources.get(chunk, []))
-            self._tiers[PageId(self._attached.number, chunk)] = Tier.HOST if warm else Tier.DISK
+            self._came_from.note(self._attached.number, 1 << chunk, Tier.HOST if warm else Tier.DISK)
         calls = [
             partial(assemble, self._desk.context, sources.get(c, []), self._gm, self._attached.group, page, self._held)
             for c, page in zip(taken, lease.views(self._attached.page_bytes), strict=True)
@@ -303,8 +310,7 @@ class PageSource:
             self.faults.append((segment, seq))
 
     def _note(self, run: Run, tier: Tier) -> None:
-        number = self._attached.number
-        self._tiers.update({PageId(number, chunk): tier for chunk in range(run.chunk, run.chunk + run.count)})
+        self._came_from.note(self._attached.number, span(run.chunk, run.count), tier)
 
     def release(self) -> None:
         """Let go of maps and slots; no copy of this load is under way any more."""

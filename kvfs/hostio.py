@@ -14,20 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvfs.active import SegmentClass
+from kvfs.bits import bits_of, span
 from kvfs.context import Context
 from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.hostjobs import Attached, Desk, Pool, make_ring
-from kvfs.hostload import Load, restored
+from kvfs.hostload import Load
 from kvfs.hostsave import Save, stored
 from kvfs.identity import Identity
 from kvfs.layout import Part
 from kvfs.lookup import Prompt
 from kvfs.match import PrefixMatch
 from kvfs.reader import Reader
+from kvfs.restored import CameFrom, restored
 from kvfs.staging import StagingRing
-from kvfs.transfer import OnDone, OnPage, Task, Transfer
-from kvfs.types import PageId, PageOutcome, SavePlan, Tier
+from kvfs.transfer import OnDone, OnPage, Outcomes, Summary, Task, Transfer
+from kvfs.types import SavePlan, Tier
 from kvfs.writer import Appender
 
 SAVE_SECONDS = 2.0
@@ -123,13 +125,10 @@ class HostIO:
             raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
         expires, segment_class = self._retention(ttl)
         ids = self._units(units)
-        offered, pages = [], []
-        for a in sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all"):
-            mine = [c for c in plan.missing.get(a.group.name, ()) if a.device.writes(c)]
-            offered += [PageId(a.number, c) for c in mine]
-            pages.append((a, mine))
+        order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
+        pages = [(a, [c for c in plan.missing.get(a.group.name, ()) if a.device.writes(c)]) for a in order]
         tokens = self._identity.layout.page_tokens
-        task = self._task("save", offered, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
+        task = self._task("save", pages, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
         transfer = Transfer(task, self._forget)
         if not store:
             return _refuse(transfer, "disabled")
@@ -157,22 +156,19 @@ class HostIO:
         if type(first_token) is not int or first_token < 0:
             raise ConfigError(f"first_token is {first_token!r}: pass the number of a token, 0 or more")
         ids = self._units(units)
-        offered, pages = [], []
-        for a in sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all"):
-            mine = self._wanted(match, a, ids.get(a.number, ()), first_token)
-            offered += [PageId(a.number, c) for c in mine]
-            pages.append((a, mine))
-        possible = {g.name: (1 << g.first + g.count) - (1 << g.first) for g in match.groups}
-        tiers: dict[PageId, Tier] = {}
+        order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
+        pages = [(a, self._wanted(match, a, ids.get(a.number, ()), first_token)) for a in order]
+        possible = {g.name: span(g.first, g.count) for g in match.groups}
+        came_from = CameFrom()
         names = {a.number: a.group.name for a in self._attached.values()}
 
-        def summarise(done: Mapping[PageId, PageOutcome]) -> tuple[int, dict[Tier, int]]:
-            return restored(match, names, done, tiers, first_token)
+        def summarise(done: Outcomes) -> tuple[int, dict[Tier, int]]:
+            return restored(match, names, done, came_from, first_token)
 
         transfer = Transfer(
-            self._task("load", offered, deadline, after, on_page, on_done, summarise), self._forget_load(match)
+            self._task("load", pages, deadline, after, on_page, on_done, summarise), self._forget_load(match)
         )
-        load = self._load(self._desk, transfer, match, pages, ids, after, first_token, tiers, possible, layerwise)
+        load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
         return self._submit(transfer, self._reads, load.run)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
@@ -249,15 +245,16 @@ class HostIO:
         return [c for c in chunks if any(ids[i] >= 0 for i in a.device.unit_range(a.group, c))]
 
     def _task(
-        self, kind: str, pages: Sequence[PageId], deadline: float, after: Any, on_page: OnPage, on_done: OnDone,
-        summarise: Any,
+        self, kind: str, pages: Sequence[tuple[Attached, list[int]]], deadline: float, after: Any, on_page: OnPage,
+        on_done: OnDone, summarise: Summary,
     ) -> Task:  # fmt: skip
         if not isinstance(deadline, (int, float)) or not deadline >= 0:
             raise ConfigError(f"deadline is {deadline!r}: pass seconds from now, 0 or more")
         self._check_after(after)
         groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._attached.values()}
         end = self._c.files.monotonic() + deadline
-        return Task(kind, pages, groups, end, summarise, on_page, on_done)
+        offered = {a.number: bits_of(chunks) for a, chunks in pages}
+        return Task(kind, offered, groups, end, summarise, on_page, on_done)
 
     def _check_after(self, after: Any) -> None:
         if not (after is None or callable(after) or hasattr(after, "wait") or hasattr(after, "synchronize")):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvfs.bits import bits_of
 from kvfs.hostcopy import scatter
 from kvfs.hostjobs import Attached, Desk, fail, wait_for
 from kvfs.match import GroupMatch, PrefixMatch
+from kvfs.restored import CameFrom
 from kvfs.segment_files import Held
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Transfer
-from kvfs.types import PageId, PageOutcome, Tier, TransferState
+from kvfs.types import PageOutcome, TransferState
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Load:
     units: Mapping[int, Sequence[int]]
     after: Any
     first_token: int
-    tiers: dict[PageId, Tier]
+    came_from: CameFrom
     possible: dict[str, int]  # chunks that may still be good, as bits, by group name
     layerwise: bool = False  # pages come whole here
 
@@ -65,8 +66,7 @@ class Load:
                     loaded += self._batch(attached, gm, batch, lease, held)
             finally:
                 lease.release()
-        for chunk in rest:
-            self.possible[gm.name] &= ~(1 << chunk)
+        self.possible[gm.name] &= ~bits_of(rest)
         return loaded == len(chunks)
 
     def _batch(self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: dict[int, Held]) -> int:
@@ -90,15 +90,13 @@ class Load:
                         page, attached.group, attached.part, attached.device, self.units[attached.number], chunk,
                         first_token=self.first_token,
                     )  # fmt: skip
-            fine = [chunk for chunk in chunks if good >> chunk & 1]
-            bad = [chunk for chunk in chunks if not good >> chunk & 1]
+            bad = bits_of(chunks) & ~good
             if bad:
                 self.transfer._note("unreadable")
-                for chunk in bad:
-                    self.possible[gm.name] &= ~(1 << chunk)
-            self.transfer._settle([PageId(attached.number, c) for c in fine], PageOutcome.LOADED)
-            self.transfer._settle([PageId(attached.number, c) for c in bad], PageOutcome.UNREADABLE)
-        return len(fine)
+                self.possible[gm.name] &= ~bad
+            self.transfer._settle(attached.number, good, PageOutcome.LOADED)
+            self.transfer._settle(attached.number, bad, PageOutcome.UNREADABLE)
+        return good.bit_count()
 
     def _read(
         self, attached: Attached, gm: GroupMatch, chunks: list[int], memory: memoryview, held: dict[int, Held]
@@ -113,33 +111,7 @@ class Load:
                 self.match, run, attached.group, memory[first * size : i * size], held
             )
             good |= bits
-            self.tiers.update({PageId(attached.number, chunk): tier for chunk, tier in tiers.items()})
+            for tier, read in tiers.items():
+                self.came_from.note(attached.number, read, tier)
             first = i
         return good
-
-
-def restored(
-    match: PrefixMatch, names: Mapping[int, str], done: Mapping[PageId, PageOutcome], tiers: Mapping[PageId, Tier],
-    first_token: int,
-) -> tuple[int, dict[Tier, int]]:  # fmt: skip
-    """Tokens restored by a load, and from where."""
-    good = {g.name: (1 << g.first + g.count) - (1 << g.first) for g in match.groups}
-    slowest: dict[int, Tier] = {}
-    if len(names) == 1 and all(outcome is PageOutcome.LOADED for outcome in done.values()):
-        slowest = {page.chunk: tiers[page] for page in done}  # the usual case, quickly
-        done = {}
-    for page, outcome in done.items():
-        if outcome is PageOutcome.LOADED:
-            slowest[page.chunk] = max(slowest.get(page.chunk, Tier.HOST), tiers[page])
-        else:
-            good[names[page.group]] &= ~(1 << page.chunk)
-    chunks, size = match.restorable(good), match.page_tokens
-    moved = Counter(tier for chunk, tier in slowest.items() if chunk < chunks)
-    counts = {tier: pages * size for tier, pages in moved.items()}
-    edge, kept = divmod(first_token, size)  # the tokens before ``first_token`` did not move
-    if edge < chunks and edge in slowest:
-        counts[slowest[edge]] -= kept
-    stayed = chunks * size - sum(counts.values())
-    if stayed:
-        counts[Tier.DEVICE] = stayed
-    return chunks * size, {tier: tokens for tier, tokens in counts.items() if tokens}

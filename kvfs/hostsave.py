@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvfs.active import SegmentClass
+from kvfs.bits import bits_of
 from kvfs.hostcopy import gather
 from kvfs.hostjobs import Attached, Desk, fail, wait_for
 from kvfs.lookup import Prompt
 from kvfs.staging import Lease, SlotState
-from kvfs.transfer import Transfer
-from kvfs.types import PageId, PageOutcome, TransferState
+from kvfs.transfer import Outcomes, Transfer
+from kvfs.types import PageOutcome, TransferState
 from kvfs.writer import Job
 
 
@@ -154,7 +155,7 @@ class Save:
         )  # fmt: skip
 
     def _settle(self, number: int, chunks: Sequence[int], outcome: PageOutcome) -> None:
-        self.transfer._settle([PageId(number, chunk) for chunk in chunks], outcome)
+        self.transfer._settle(number, bits_of(chunks), outcome)
 
     def _finish(self, *, gathered: bool) -> None:
         """End the transfer when nothing is left to gather or to write."""
@@ -168,6 +169,9 @@ class Save:
             self.transfer._end()
 
 
-def stored(done: Mapping[PageId, PageOutcome]) -> int:
+def stored(done: Outcomes) -> int:
     """Chunks of which at least one page was stored."""
-    return len({page.chunk for page, outcome in done.items() if outcome is PageOutcome.STORED})
+    chunks = 0
+    for bits in done.get(PageOutcome.STORED, {}).values():
+        chunks |= bits
+    return chunks.bit_count()

@@ -199,7 +199,7 @@ class Namespace:
 
     def attach(
         self, device_kvs: DeviceKV | Sequence[DeviceKV], *, ring_bytes: int | str = "256MiB", threads: int = 2,
-        dirty_bytes: int | str | None = None, queue_max: int = 256, scratch_bytes: int | str = "128MiB",
+        dirty_bytes: int | str | None = None, queue_max: int = 256, scratch_bytes: int | str = "256MiB",
         registered_bytes: int | str = "16GiB",
     ) -> HostIO:  # fmt: skip
         """Attach the engine's buffers, one descriptor per group; saves and loads then go through ``HostIO``, or
@@ -208,8 +208,8 @@ class Namespace:
         A rank attaches what it holds: groups without a layer on this rank are left out. ``ring_bytes``: staging
         memory, at least one page. ``threads``: of copies, and again of loads. ``dirty_bytes``: how much may be
         copied out of the engine and not be published yet (default: three quarters of the ring). ``queue_max``:
-        unfinished transfers. On a GPU ``scratch_bytes`` of its memory are used in each direction, and at most
-        ``registered_bytes`` of the page cache are pinned for it (0: none, everything goes through the ring).
+        unfinished transfers. On a GPU ``scratch_bytes`` of its memory serve loads, and as much, but at most 128 MiB,
+        saves; at most ``registered_bytes`` of the page cache are pinned for it (0: none, all goes through the ring).
         ConfigError for a descriptor that does not fit the layout, or a device that is not there.
         """
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kvfs import format as fmt
 from kvfs.assemble import assemble, decode_page
+from kvfs.bits import span
 from kvfs.buffers import address_of
 from kvfs.codec import fits
 from kvfs.context import COMMIT_SECONDS, Context
@@ -57,8 +58,8 @@ class Reader:
 
     def load_run(
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
-    ) -> tuple[int, dict[int, Tier]]:
-        """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; (good ones as bits, tiers).
+    ) -> tuple[int, dict[Tier, int]]:
+        """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; good ones and tiers, as bits.
 
         A chunk's tier is where it lay just before it was read. For transfers: counts bytes, but no tokens.
         """
@@ -81,7 +82,7 @@ class Reader:
         for bits, faults in self._map(lambda job: self._read_job(job, gm, group, out), jobs, out):
             good |= bits
             bad += faults
-        rest = (1 << gm.count) - 1 << gm.first & ~covered
+        rest = span(gm.first, gm.count) & ~covered
         if rest:
             bits, faults = self._assemble_rest(gm, group, rest, out, held)
             good |= bits
@@ -293,16 +294,18 @@ class Reader:
         refs = []
         with self.held(match) as held:
             for gm in match.groups:
-                refs += [PageRef(gm.name, chunk, tier) for chunk, tier in self._chunk_tiers(gm, held).items()]
+                disk = self._chunk_tiers(gm, held)[Tier.DISK]
+                chunks = range(gm.first, gm.first + gm.count)
+                refs += [PageRef(gm.name, c, Tier.DISK if disk >> c & 1 else Tier.HOST) for c in chunks]
         return refs
 
-    def _chunk_tiers(self, gm: GroupMatch, held: dict[int, Held]) -> dict[int, Tier]:
-        sources = gm.sources()
-        tiers = {}
+    def _chunk_tiers(self, gm: GroupMatch, held: dict[int, Held]) -> dict[Tier, int]:
+        """The chunks, as bits, that lie in the page cache and on the disk now."""
+        sources, cold = gm.sources(), 0
         for chunk in range(gm.first, gm.first + gm.count):
-            warm = all(self._in_cache(held, s.place) for s in sources.get(chunk, []))
-            tiers[chunk] = Tier.HOST if warm else Tier.DISK
-        return tiers
+            if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
+                cold |= 1 << chunk
+        return {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
     def _in_cache(self, held: dict[int, Held], place: Place) -> bool:
         file = held.get(place.segment)

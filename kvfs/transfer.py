@@ -13,44 +13,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+from kvfs.bits import members
 from kvfs.errors import ConfigError
+from kvfs.milestone import Milestone
 from kvfs.staging import Lease
-from kvfs.types import PageDone, PageId, PageOutcome, Tier, TransferResult, TransferState
+from kvfs.types import PageDone, PageOutcome, Tier, TransferResult, TransferState
 
 log = logging.getLogger("kvfs")
 
-
-class Milestone:
-    """Something that happens once, and that anybody may wait for."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._pid = os.getpid()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait, at most ``timeout`` seconds; whether it has happened. ConfigError in a forked child."""
-        if self._pid != os.getpid():
-            raise ConfigError("this transfer belongs to the parent process: attach again and start a new one here")
-        return self._event.wait(timeout)
-
-    def _set(self) -> None:
-        self._event.set()
-
-
+#: Sets of chunks, as bits, by group number.
+Chunks: TypeAlias = "Mapping[int, int]"
+Outcomes: TypeAlias = "Mapping[PageOutcome, Chunks]"
 OnPage: TypeAlias = "Callable[[PageDone], object] | None"
 OnDone: TypeAlias = "Callable[[Transfer], object] | None"
-Summary: TypeAlias = "Callable[[Mapping[PageId, PageOutcome]], tuple[int, dict[Tier, int]]]"
+Summary: TypeAlias = "Callable[[Outcomes], tuple[int, dict[Tier, int]]]"
 
 
 @dataclass(frozen=True)
@@ -58,7 +41,7 @@ class Task:
     """What is fixed about a transfer when it starts. ``groups``: (name, MODEL layers, page bytes) by number."""
 
     kind: str  # "save" or "load"
-    pages: Sequence[PageId]
+    pages: Chunks
     groups: Mapping[int, tuple[str, tuple[int, ...], int]]
     deadline: float  # on the clock of the store
     summarise: Summary  # tokens and tiers of the outcomes
@@ -83,8 +66,8 @@ class Transfer:
         self._ready = {layer: Milestone() for _, layers, _ in task.groups.values() for layer in layers}
         self._cond = threading.Condition()
         self._state = TransferState.QUEUED
-        self._open = dict.fromkeys(task.pages)
-        self._outcomes: dict[PageId, PageOutcome] = {}
+        self._open = dict(task.pages)
+        self._outcomes: dict[PageOutcome, dict[int, int]] = {}
         self._leases: set[Lease] = set()
         self._moving = 0
         self._touching = 0  # of these, steps that read or write the engine's memory
@@ -127,8 +110,7 @@ class Transfer:
         cancellation stands, and its end will follow). Callbacks may still be running in another thread until
         ``done``. Harmless when the transfer has ended.
         """
-        if self.done._pid != os.getpid():
-            raise ConfigError("this transfer belongs to the parent process: it cannot be cancelled here")
+        self.done.check_process()
         self._stop("cancelled")
         with self._cond:
             if not self._cond.wait_for(lambda: not self._moving, timeout):
@@ -208,26 +190,25 @@ class Transfer:
         lease.release()
         return False
 
-    def _settle(self, pages: Iterable[PageId], outcome: PageOutcome) -> None:
+    def _settle(self, group: int, chunks: int, outcome: PageOutcome) -> None:
         """Note what became of pages; those that were settled before are left out. Callbacks follow the step."""
         with self._cond:
-            fresh = [page for page in pages if page in self._open]
-            for page in fresh:
-                del self._open[page]
-            self._outcomes.update(dict.fromkeys(fresh, outcome))
+            fresh = self._open.get(group, 0) & chunks
+            if not fresh:
+                return
+            self._open[group] ^= fresh
+            ended = self._outcomes.setdefault(outcome, {})
+            ended[group] = ended.get(group, 0) | fresh
             if self._task.on_page is not None:
-                for page in fresh:
-                    done = PageDone(self._task.groups[page.group][0], page.chunk, outcome)
-                    self._events.append(partial(self._task.on_page, done))
+                name = self._task.groups[group][0]
+                self._events += [
+                    partial(self._task.on_page, PageDone(name, chunk, outcome)) for chunk in members(fresh)
+                ]
 
     def _settle_rest(self, outcome: PageOutcome) -> None:
         """Note what became of all pages that are still open."""
-        if self._task.on_page is not None:
-            self._settle(list(self._open), outcome)
-            return
-        with self._cond:
-            self._outcomes.update(dict.fromkeys(self._open, outcome))
-            self._open.clear()
+        for group, chunks in self._open.items():
+            self._settle(group, chunks, outcome)
 
     def _dispatch(self) -> None:
         """Call what is due. One thread at a time, so that the order holds; others leave their events to it."""
@@ -273,25 +254,24 @@ class Transfer:
         self._dispatch()
 
     def _sum_up(self) -> TransferResult:
-        counts = Counter(self._outcomes.values())
-        moved = counts[PageOutcome.STORED] + counts[PageOutcome.LOADED]
-        skipped = counts[PageOutcome.SKIPPED]
+        moved, nbytes = 0, 0
+        for outcome in (PageOutcome.STORED, PageOutcome.LOADED):
+            for group, chunks in self._outcomes.get(outcome, {}).items():
+                moved += chunks.bit_count()
+                nbytes += chunks.bit_count() * self._task.groups[group][2]
+        skipped, total = self._count(PageOutcome.SKIPPED), sum(map(self._count, self._outcomes))
         tokens, tiers = self._task.summarise(self._outcomes)
-        declined = len(self._outcomes) - moved - skipped
-        reason = self._reason if declined or not self._outcomes else ""
-        return TransferResult(tokens, moved, self._moved_bytes(moved), skipped, declined, tiers, reason)
+        declined = total - moved - skipped
+        reason = self._reason if declined or not total else ""
+        return TransferResult(tokens, moved, nbytes, skipped, declined, tiers, reason)
 
-    def _moved_bytes(self, moved: int) -> int:
-        sizes = {number: nbytes for number, (_, _, nbytes) in self._task.groups.items()}
-        if len(sizes) == 1:
-            return moved * sum(sizes.values())
-        ends = (PageOutcome.STORED, PageOutcome.LOADED)
-        return sum(sizes[page.group] for page, outcome in self._outcomes.items() if outcome in ends)
+    def _count(self, outcome: PageOutcome) -> int:
+        return sum(chunks.bit_count() for chunks in self._outcomes.get(outcome, {}).values())
 
     def _last_state(self, result: TransferResult) -> TransferState:
         if self.error is not None:
             return TransferState.FAILED
-        if PageOutcome.CANCELLED in self._outcomes.values():
+        if self._count(PageOutcome.CANCELLED):
             return TransferState.CANCELLED
         if not result.declined:
             return TransferState.DECLINED if result.reason else TransferState.DONE

@@ -98,13 +98,6 @@ class PageDone(NamedTuple):
     outcome: PageOutcome
 
 
-class PageId(NamedTuple):
-    """A page of a transfer."""
-
-    group: int  # number
-    chunk: int
-
-
 @dataclass(frozen=True)
 class TransferResult:
     """What a transfer did.

@@ -1,5 +1,5 @@
 """Benchmarks of a store against the bare system calls, of the GPU path against the link, of codecs and of the command:
-host, match, procs, codecs, cli, gpu.
+host, match, procs, codecs, cli, gpu, kernels.
 
 Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
 at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
@@ -24,6 +24,7 @@ from kvfs.errors import KvfsError
 from tools.benchmarks import cli as cli_bench
 from tools.benchmarks import codecs as codec_bench
 from tools.benchmarks import gpu as gpu_bench
+from tools.benchmarks import gpu_kernels as kernel_bench
 from tools.benchmarks import host as host_bench
 from tools.benchmarks import match as match_bench
 from tools.benchmarks import procs as procs_bench
@@ -209,6 +210,16 @@ def gpu(
     options = dict[str, Value](shapes=",".join(shapes), rounds=rounds, ring=size_text(ring_bytes), seed=seed)
     with session("gpu", path, plan.need_bytes, json_path, options) as (report, folder):
         gpu_bench.run(report, folder, plan)
+
+
+@main.command(help=kernel_bench.__doc__)
+@click.option("--shape", "shapes", type=Many(click.Choice(list(gpu_bench.SHAPES))), default="gqa16", show_default=True)
+@click.option("--nbytes", "sizes", type=Many(Size()), default="8MiB,32MiB", show_default=True, help="Of a batch.")
+@common
+def kernels(shapes: tuple[str, ...], sizes: tuple[int, ...], path: Path, json_path: Path | None, seed: int) -> None:
+    options = dict[str, Value](shapes=",".join(shapes), nbytes=",".join(map(size_text, sizes)), seed=seed)
+    with session("kernels", path, 0, json_path, options) as (report, _):
+        kernel_bench.run(report, kernel_bench.Plan(shapes, sizes, seed))
 
 
 if __name__ == "__main__":

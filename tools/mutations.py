@@ -134,12 +134,12 @@ MUTATIONS = (
     ),
     Mutation(
         "settle a page twice", "kvfs/transfer.py",
-        "            for page in fresh:\n                del self._open[page]\n", "",
+        "            self._open[group] ^= fresh\n", "",
         ("tests/unit/test_transfer.py::test_save_and_load",),
     ),
     Mutation(
-        "take the GPU's copy without a check", "kvfs/gpuload.py",
-        "            if check:\n                lane.kernels.sums", "            if False:\n                lane.kernels.sums",
+        "take the GPU's copy without a check", "kvfs/gpubatches.py",
+        "            if check:\n                kernels.sums", "            if False:\n                kernels.sums",
         ("tests/kernels/test_gpu_transport.py",),
     ),
     Mutation(
@@ -149,7 +149,7 @@ MUTATIONS = (
     ),
     Mutation(
         "swap no lanes", "kvfs/kernels/xxh3.py",
-        "            lanes += _swap(plain, LEAVES)\n", "            lanes += plain\n",
+        "    return lanes + _swap(plain, LEAVES)\n", "    return lanes + plain\n",
         ("tests/kernels/test_xxh3.py",),
     ),
     Mutation(

@@ -49,6 +49,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     ),
     3: (
         "transfer",
+        "restored",
         "host[ijls]*",
         "gpu*",
         "inplace",
@@ -97,8 +98,9 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "buffers",
         "device",
         "tensors",
+        "milestone",
     ),
-    0: ("types", "errors", "version"),
+    0: ("types", "errors", "version", "bits"),
 }
 TOP = max(LAYERS) + 1
 #: Library -> the only places that may import it.

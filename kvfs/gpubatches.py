@@ -1,0 +1,241 @@
+"""The batches of one group of a load: enqueued for DMA as early as scratch allows, and for the kernels behind it.
+
+The copies of several batches are enqueued before the kernels of the first one: what the host does in between takes
+longer than the copy of a small batch, and the link would run dry.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from kvfs.gpu import Event
+from kvfs.gpujobs import GpuDesk
+from kvfs.gpulane import ALIGN, Slot
+from kvfs.gpusource import PageSource, streaks
+from kvfs.hostjobs import Attached
+from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.reads import Run
+
+BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
+AHEAD = 3  # batches that are prepared while one is sent
+FLAG = 4
+
+
+class Window(NamedTuple):
+    """Neighbouring pages of a load: as they lie in segments, and those that do not lie as they are wanted."""
+
+    runs: list[Run]
+    others: list[int]
+    left: int  # pages behind it
+
+
+class Band(NamedTuple):
+    """Layer positions [first, first + rows), when all pages of it are there, and where their flags lie then."""
+
+    first: int
+    rows: int
+    end: Event
+    flags: int
+
+
+class _Copied(NamedTuple):
+    """A batch that DMA brings to a slot: (pages, where the first one lies in it, bytes from page to page)."""
+
+    slot: Slot
+    parts: list[tuple[Run, int, int]]
+    first: int  # layer position
+    rows: int
+
+
+class Batches:
+    """Enqueues on the lane of loads; nothing here waits for the GPU."""
+
+    def __init__(
+        self, desk: GpuDesk, attached: Attached, source: PageSource, units: Sequence[int], wanted: Sequence[int], *,
+        bands: int, first_token: int, stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._desk, self._lane, self._attached, self._source, self._stop = desk, desk.loads, attached, source, stop
+        self._shape, self._granules = desk.shapes[attached.number], attached.group.granules
+        self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
+        self._bands, self._wanted = bands, wanted
+        self._copied: deque[_Copied] = deque()
+        self._ready = False  # the sheet: made when the first copies are under way
+        self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in scratch, when all of it comes."""
+        return self._source.stride
+
+    def _prepare(self) -> None:
+        """The sheet: unit ids, the pages' flags, room for leaf tables and work lists."""
+        pages, shape = len(self._wanted), self._shape
+        ids = array("q", self._unit_ids)
+        lists = self._bands * pages * (self._granules * GRANULE_WORDS + HEAD_WORDS) * WORD
+        leaves = pages * self._granules * shape.layers * WORD
+        padding = (3 * pages * self._bands + self._bands + 8) * ALIGN  # at most, if each page is a batch of its own
+        self._sheet = self._lane.sheet(len(ids) * WORD + (self._bands + 2) * pages * FLAG + lists + leaves + padding)
+        self._units, self._flags = self._sheet.put(ids), self._sheet.put(bytes(FLAG * pages))
+        self._sheet.send(self._lane.kernels, self._units)
+        self.index = {chunk: i for i, chunk in enumerate(self._wanted)}
+        self._ready = True
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def send(self, window: Window, first: int, rows: int) -> bool:
+        """Some layers of all pages of a window; False if the load ends before the last one."""
+        whole = rows == self._shape.layers
+        page = self.page_bytes if whole else rows * self._shape.leaf_bytes * self._granules
+        most, least = max(1, self._desk.batch_bytes // page), max(1, BATCH_BYTES_MIN // page)
+        batches = list(_batches(window.runs, most, least, window.left))
+        for number, batch in enumerate(batches):
+            if self._stop():
+                return False
+            for run in chain(*batches[number and number + AHEAD : number + AHEAD + 1]):
+                self._source.prepare(run)
+            self._copied.append(self._copy(batch, first, rows))
+        return self._send_assembled(window.others)
+
+    def _slot(self, nbytes: int) -> Slot:
+        while True:
+            slot = self._lane.slot(nbytes, self._lane.dma)
+            if slot is not None:
+                return slot
+            self._launch_oldest()
+
+    def _copy(self, batch: Sequence[Run], first: int, rows: int) -> _Copied:
+        whole, leaf = rows == self._shape.layers, self._shape.leaf_bytes
+        width = rows * leaf
+        slot = self._slot(sum(run.span if whole else run.count * self._granules * width for run in batch))
+        at, parts = 0, []
+        for run in batch:
+            if whole:  # as they lie in the segment
+                came = self._source.send(run, slot.address + at)
+                parts += [(part, at + (part.chunk - run.chunk) * run.stride, run.stride) for part in came]
+                at += run.span
+            else:
+                self._source.send_rows(run, first * leaf, width, self._granules, slot.address + at)
+                parts.append((run, at, self._granules * width))
+                at += run.count * self._granules * width
+        self._lane.dma.record(slot.arrived)
+        return _Copied(slot, parts, first, rows)
+
+    def _send_assembled(self, chunks: Sequence[int]) -> bool:
+        """Pages that were written for other head slots or layers than these, or in a codec; False as ``send``."""
+        left, size = list(chunks), self.page_bytes
+        step = max(1, self._desk.batch_bytes // size)
+        while left and not self._stop():
+            self.launch()
+            slot, words = self._slot(min(step, len(left)) * size), array("q")
+            taken, good = self._source.send_assembled(left[:step], slot.address)
+            self._lane.dma.record(slot.arrived)
+            for i in good:
+                words += self._words(taken[i], [b""], i * size, size, self._shape.layers * self._shape.leaf_bytes)
+            self._launch(slot, words, [], 0, self._shape.layers, check=False)
+            if not taken:
+                return False
+            left = left[len(taken) :]
+        return not left
+
+    # -- kernels -----------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Enqueue the kernels of all batches that were copied."""
+        while self._copied:
+            self._launch_oldest()
+
+    def _launch_oldest(self) -> None:
+        slot, parts, first, rows = self._copied.popleft()
+        words, tables = array("q"), []
+        for run, at, stride in parts:
+            found = self._source.tables(run)
+            words += self._words(run.chunk, found, at, stride, rows * self._shape.leaf_bytes)
+            tables += [self._cut(table, first, rows) for table in found if table is not None]
+        self._launch(slot, words, tables, first, rows, check=self._source.sums)
+
+    def _cut(self, table: bytes, first: int, rows: int) -> bytes:
+        """The entries of some layers, granule by granule."""
+        layers = self._shape.layers
+        if rows == layers:
+            return table
+        return b"".join(table[i : i + rows * WORD] for i in range(first * WORD, len(table), layers * WORD))
+
+    def _words(self, chunk: int, tables: Sequence[bytes | None], offset: int, stride: int, step: int) -> array[int]:
+        """The granules of pages from ``chunk`` on that lie ``stride`` apart from ``offset`` of a slot on.
+
+        Pages without a table are left out; granules of a page lie ``step`` apart.
+        """
+        if not self._ready:
+            self._prepare()
+        states, granules = self._attached.group.states, self._granules
+        jump = 1 if states == 1 else states // granules
+        even = granules == 1 or stride == granules * step
+        words = array("q")
+        for first, count in streaks([table is not None for table in tables], len(tables) if even else 1):
+            chunks = range(chunk + first, chunk + first + count)
+            self.sent.update(dict.fromkeys(chunks))
+            begin = chunks[0] * (1 if states == 1 else states)
+            words += granule_words(
+                offset + first * stride, stride if granules == 1 else step,
+                range(begin, begin + count * granules * jump, jump),
+                [self.index[c] for c in chunks for _ in range(granules)],
+            )  # fmt: skip
+        return words
+
+    def _launch(
+        self, slot: Slot, words: array[int], tables: list[bytes], first: int, rows: int, *, check: bool
+    ) -> None:
+        """Check and scatter what the DMA stream brings to ``slot``."""
+        if words:
+            kernels, sheet, shape = self._lane.kernels, self._sheet, self._shape
+            leaves = sheet.put(b"".join(tables))
+            work = sheet.put(pack(
+                shape, words, scratch=slot.address, unit_ids=sheet.address(self._units), units=len(self._unit_ids),
+                flags=sheet.address(self._flags), leaves=sheet.address(leaves),
+                buffers=self._desk.tables[self._attached.number].address, first_token=self._first_token,
+                first_row=first, rows=rows,
+            ))  # fmt: skip
+            sheet.send(kernels, leaves)
+            kernels.after(slot.arrived)
+            if check:
+                kernels.sums(sheet.words(work), shape, check=True)
+            kernels.move(sheet.words(work), shape, to_page=False)
+        self._lane.finished(slot, self._lane.kernels)
+
+    def end_band(self, first: int, rows: int) -> Band:
+        """Behind all that was sent so far."""
+        self.launch()
+        if not self._ready:
+            self._prepare()
+        room = self._sheet.room(FLAG * len(self._wanted))
+        self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
+        return Band(first, rows, self._lane.kernels.record(), room)
+
+    def flags(self, band: Band) -> memoryview:
+        """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
+        return self._sheet.host(band.flags, FLAG * len(self._wanted))
+
+
+def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterator[list[Run]]:
+    """Runs, cut where need be, in batches of at most ``most`` pages; towards the end ever fewer, down to ``least``.
+
+    ``behind``: pages that will come after them.
+    """
+    left = sum(run.count for run in runs) + behind
+    batch: list[Run] = []
+    room = min(most, max(least, left // 3))
+    for run in runs:
+        done = 0
+        while done < run.count:
+            take = min(room, run.count - done)
+            batch.append(run.cut(done, take) if take < run.count else run)
+            done, room, left = done + take, room - take, left - take
+            if not room:
+                yield batch
+                batch, room = [], min(most, max(least, left // 3))
+    if batch:
+        yield batch
