@@ -72,7 +72,7 @@ def unregister(address: int) -> None:
 
 
 def copy_in(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Host to device, in stream order."""
+    """Host to device, in stream order. Pageable memory is read before this returns."""
     code = _driver().copy_in(target, source, nbytes, stream)
     if code:
         _driver().check(code, f"copy of {nbytes} bytes to the device")

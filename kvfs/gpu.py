@@ -38,6 +38,9 @@ class Stream(Protocol):
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None: ...
 
+    def push(self, target: int, source: int, nbytes: int) -> None:
+        """A few bytes out of pageable memory, which may change as soon as this returns."""
+
     def copy_in_2d(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
     ) -> None: ...
@@ -129,6 +132,8 @@ class _Stream:
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
         cuda.copy_in(target, source, nbytes, self._handle)
+
+    push = copy_in
 
     def copy_in_2d(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int

@@ -217,7 +217,7 @@ class Batches:
 
     def flags(self, band: Band) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
-        return self._sheet.host(band.flags, FLAG * len(self._wanted))
+        return self._sheet.back(band.flags, FLAG * len(self._wanted))
 
 
 def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterator[list[Run]]:

@@ -17,7 +17,7 @@ from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
 from kvfs.gpu import Device, Memory
 from kvfs.gpujobs import GpuDesk
-from kvfs.gpulane import Lane, aligned
+from kvfs.gpulane import BATCHES, Lane, aligned
 from kvfs.gpuload import GpuLoad
 from kvfs.gpusave import BATCH_BYTES, GpuSave
 from kvfs.hostio import CLOSE_SECONDS, HostIO
@@ -32,7 +32,6 @@ from kvfs.segment import file_name
 from kvfs.writer import Appender
 
 log = logging.getLogger("kvfs")
-BATCHES = 4  # of full size that scratch holds, in each direction
 READ_THREADS = 16
 PROBE_BYTES = 64 << 10
 

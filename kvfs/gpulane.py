@@ -12,14 +12,16 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from kvfs.buffers import address_of
 from kvfs.gpu import Device, Event, Memory, Stream
 from kvfs.types import BufferLike
 
 ALIGN = 256
+BATCHES = 4  # of full size that scratch holds
 POLLS_MAX = 200  # of some microseconds each
-#: Copies to the device of up to this size do not wait for large ones of other streams: on an H200 4 KiB went ahead
-#: of 512 MiB, 64 KiB did not.
-SMALL_BYTES = 4096
+#: Of one ``push``: on an H200 up to 24 KiB of pageable memory go ahead of large copies in other streams, and any number
+#: of them; from pinned memory they queue up behind these after the first few.
+PUSH_BYTES = 4096
 
 
 def aligned(nbytes: int) -> int:
@@ -35,11 +37,16 @@ class Slot:
 
 
 class Sheet:
-    """Small data that a transfer sends along, or gets back: the same bytes in pinned and in device memory."""
+    """Small data that a transfer sends along, or gets back: the same offsets on the host and in device memory."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._host, self._device = device.pinned(nbytes), device.memory(nbytes)
+        self._host, self._back, self._device = (
+            memoryview(bytearray(nbytes)),
+            device.pinned(nbytes),
+            device.memory(nbytes),
+        )
+        self._address = address_of(self._host)
         self._used = 0
 
     def reset(self) -> None:
@@ -49,7 +56,7 @@ class Sheet:
         """Append bytes on the host's side; their offset."""
         raw = memoryview(data).cast("B")
         at = self.room(len(raw))
-        self._host.view[at : at + len(raw)] = raw
+        self._host[at : at + len(raw)] = raw
         return at
 
     def room(self, nbytes: int) -> int:
@@ -68,19 +75,19 @@ class Sheet:
 
     def send(self, stream: Stream, first: int) -> None:
         """Copy what was put from ``first`` on, past large copies of other streams."""
-        for at in range(first, self._used, SMALL_BYTES):
-            nbytes = min(SMALL_BYTES, self._used - at)
-            stream.copy_in(self._device.address + at, self._host.address + at, nbytes)
+        for at in range(first, self._used, PUSH_BYTES):
+            stream.push(self._device.address + at, self._address + at, min(PUSH_BYTES, self._used - at))
 
     def fetch(self, stream: Stream, offset: int, nbytes: int, into: int) -> None:
-        """Copy what lies at ``offset`` on the device to ``into`` on the host."""
-        stream.copy_out(self._host.address + into, self._device.address + offset, nbytes)
+        """Copy what lies at ``offset`` on the device back, to ``into``."""
+        stream.copy_out(self._back.address + into, self._device.address + offset, nbytes)
 
-    def host(self, offset: int, nbytes: int) -> memoryview:
-        return self._host.view[offset : offset + nbytes]
+    def back(self, offset: int, nbytes: int) -> memoryview:
+        """What was fetched into it."""
+        return self._back.view[offset : offset + nbytes]
 
     def close(self) -> None:
-        self._host.close()
+        self._back.close()
 
 
 class Lane:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvfs.gpu import Event
 from kvfs.gpujobs import GpuDesk, wait_for_event
-from kvfs.gpulane import ALIGN, Sheet, aligned
+from kvfs.gpulane import ALIGN, BATCHES, Sheet, aligned
 from kvfs.hashing import LEAF_BYTES
 from kvfs.hostjobs import Attached, fail
 from kvfs.hostsave import Batch, Save
@@ -79,7 +79,7 @@ class GpuSave(Save):
         """Enqueue the batches of a group; False ends the save."""
         desk, transfer, done = self.gpu, self.transfer, 0
         sheet, units = self._begin(attached, chunks)
-        slot_pages = max(1, min(BATCH_BYTES, desk.saves.nbytes // (AHEAD + 1)) // aligned(attached.page_bytes))
+        slot_pages = max(1, min(BATCH_BYTES, desk.saves.nbytes // BATCHES) // aligned(attached.page_bytes))
         pages = max(1, slot_pages // 4)  # of the first batch: the link waits for it
         try:
             while done < len(chunks) and chunks[done] < self.limit:
@@ -189,7 +189,7 @@ class GpuSave(Save):
     def _keep_tables(self, batch: Batch, sheet: Sheet, at: int) -> None:
         attached = batch.attached
         size = attached.group.leaves(attached.part) * LEAF_BYTES
-        raw = bytes(sheet.host(at, size * len(batch.chunks)))
+        raw = bytes(sheet.back(at, size * len(batch.chunks)))
         mine = self._tables.setdefault(attached.number, {})
         for i, chunk in enumerate(batch.chunks):
             mine[chunk] = raw[i * size : (i + 1) * size]

@@ -49,6 +49,10 @@ class SimulatedStream:
         self._device.copied += nbytes
         ctypes.memmove(target, source, nbytes)
 
+    def push(self, target: int, source: int, nbytes: int) -> None:
+        self._device.check_own(target, nbytes)
+        ctypes.memmove(target, source, nbytes)
+
     def copy_in_2d(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
     ) -> None:
