@@ -21,7 +21,7 @@ from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pa
 from kvfs.reads import Run
 
 BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
-AHEAD = 3  # batches that are prepared while one is sent
+AHEAD = 3  # batches that are prepared behind the one that was sent
 FLAG = 4
 
 
@@ -95,9 +95,9 @@ class Batches:
         for number, batch in enumerate(batches):
             if self._stop():
                 return False
-            for run in chain(*batches[number and number + AHEAD : number + AHEAD + 1]):
-                self._source.prepare(run)
             self._copied.append(self._copy(batch, first, rows))
+            for run in chain(*batches[number + 1 if number == 0 else number + AHEAD : number + AHEAD + 1]):
+                self._source.prepare(run)
         return self._send_assembled(window.others)
 
     def _slot(self, nbytes: int) -> Slot:

@@ -26,7 +26,7 @@ from kvfs.types import TransferState
 from kvfs.writer import Job
 
 BATCH_BYTES = 32 << 20
-AHEAD = 2  # batches that are gathered while the oldest is on its way
+AHEAD = 8  # batches that are gathered while the oldest is on its way: what a cancellation waits for
 
 
 class _Flight(NamedTuple):
@@ -45,6 +45,7 @@ class GpuSave(Save):
 
     _tables: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by group number and chunk
     _flights: deque[_Flight] = field(default_factory=deque)
+    _landed: list[Batch] = field(default_factory=list)  # not handed over yet
 
     @property
     def gpu(self) -> GpuDesk:
@@ -73,6 +74,7 @@ class GpuSave(Save):
                     flight.step.close()
                 self.transfer._enter(TransferState.WRITING)
                 self.transfer.source_free._set()
+                self._hand_over()
                 self._finish(gathered=True)
 
     def _gather(self, attached: Attached, chunks: list[int]) -> bool:
@@ -109,19 +111,24 @@ class GpuSave(Save):
                 self._land()
 
     def _lease(self, pages: int) -> Lease | None:
-        """Slots for a batch; batches on their way are landed before it waits."""
+        """Slots for a batch; batches on their way are landed, and handed over, before it waits."""
         desk, ring = self.gpu, self.gpu.ring
         while True:
             clock = desk.context.files.monotonic
             lease = ring.acquire(
-                pages, clock() if self._flights else self.transfer.deadline, least=1, keep=desk.save_keep
+                pages,
+                clock() if self._flights or self._landed else self.transfer.deadline,
+                least=1,
+                keep=desk.save_keep,
             )
             if lease is not None:
                 return lease if self.transfer._own(lease) else None
-            if not self._flights:
+            if not self._flights and not self._landed:
                 self.transfer._note("ring")
                 return None
-            self._land()
+            if self._flights:
+                self._land()
+            self._hand_over()
 
     def _begin(self, attached: Attached, chunks: list[int]) -> tuple[Sheet, tuple[int, int]]:
         shape, granules = self.gpu.shapes[attached.number], attached.group.granules
@@ -175,16 +182,25 @@ class GpuSave(Save):
             first = i
 
     def _land(self) -> None:
-        """The oldest batch has arrived: hand it to the write thread."""
+        """Wait until the oldest batch has arrived."""
         batch, arrived, sheet, tables, step = self._flights.popleft()
         with step:
             arrived.synchronize()
             if tables >= 0:
                 self._keep_tables(batch, sheet, tables)
             batch.lease.move(SlotState.FULL)
+        self._landed.append(batch)
+
+    def _hand_over(self) -> None:
+        """What has arrived goes to the write thread: when slots are short, or when all is gathered.
+
+        Not at once, since that thread takes the interpreter from this one, and the engine waits for this one.
+        """
         with self._lock:
-            self._unwritten += 1
-        self.hand_over(partial(self._write, batch))
+            self._unwritten += len(self._landed)
+        for batch in self._landed:
+            self.hand_over(partial(self._write, batch))
+        self._landed.clear()
 
     def _keep_tables(self, batch: Batch, sheet: Sheet, at: int) -> None:
         attached = batch.attached

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvfs.bits import bits_of, span
 from kvfs.context import Context
 from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError, StoreReadOnlyError
-from kvfs.hostjobs import Attached, Desk, Pool, make_ring
+from kvfs.hostjobs import Attached, Desk, Pool, UnitIds, make_ring
 from kvfs.hostload import Load
 from kvfs.hostsave import Save, stored
 from kvfs.identity import Identity
@@ -157,7 +156,7 @@ class HostIO:
             raise ConfigError(f"first_token is {first_token!r}: pass the number of a token, 0 or more")
         ids = self._units(units)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
-        pages = [(a, self._wanted(match, a, ids.get(a.number, ()), first_token)) for a in order]
+        pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
         possible = {g.name: span(g.first, g.count) for g in match.groups}
         came_from = CameFrom()
         names = {a.number: a.group.name for a in self._attached.values()}
@@ -206,30 +205,33 @@ class HostIO:
         if self._closed:
             raise ConfigError("this HostIO was closed: call ns.attach(...) again")
 
-    def _units(self, units: Units) -> dict[int, Sequence[int]]:
+    def _units(self, units: Units) -> dict[int, UnitIds]:
         """Unit ids by group number, each checked."""
         if not isinstance(units, Mapping):
             if len(self._attached) > 1:
                 raise ConfigError(f"units must map each of the groups {list(self._attached)} to its unit ids")
             units = dict.fromkeys(self._attached, units)
-        ids: dict[int, Sequence[int]] = {}
+        ids: dict[int, UnitIds] = {}
         for name, value in units.items():
             if name not in self._attached:
                 raise ConfigError(f"units names group {name!r}; attached are {list(self._attached)}")
             a = self._attached[name]
             try:
-                numbers = array("q", value.tolist() if hasattr(value, "tolist") else value)
+                given = value.tolist() if hasattr(value, "tolist") else value
+                numbers = UnitIds("q", given)
+                low, high = (min(given), max(given)) if numbers else (0, 0)
             except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"units of group {name}: pass a flat sequence of integers, -1 for none") from None
-            if numbers and not -1 <= min(numbers) <= max(numbers) < a.device.units:
+            if not -1 <= low <= high < a.device.units:
                 raise ConfigError(
-                    f"units of group {name} reach from {min(numbers)} to {max(numbers)}: pass ids in "
-                    f"0..{a.device.units - 1}, -1 for none"
+                    f"units of group {name} reach from {low} to {high}: pass ids in 0..{a.device.units - 1}, "
+                    "-1 for none"
                 )
+            numbers.complete = low >= 0
             ids[a.number] = numbers
         return ids
 
-    def _wanted(self, match: PrefixMatch, a: Attached, ids: Sequence[int], first_token: int) -> list[int]:
+    def _wanted(self, match: PrefixMatch, a: Attached, ids: UnitIds, first_token: int) -> list[int]:
         """Chunks of a match that have something to load."""
         gm = match.group(a.group.name)
         if not gm.want.contains(a.part):
@@ -240,7 +242,7 @@ class HostIO:
         if chunks and a.device.unit_range(a.group, chunks[-1])[-1] >= len(ids):
             need = a.device.unit_range(a.group, chunks[-1])[-1] + 1
             raise ConfigError(f"units of group {gm.name} has {len(ids)} ids, {need} are needed; pass -1 to leave one")
-        if not chunks or min(ids[a.device.unit_range(a.group, chunks[0])[0] :]) >= 0:
+        if not chunks or ids.complete:
             return list(chunks)
         return [c for c in chunks if any(ids[i] >= 0 for i in a.device.unit_range(a.group, c))]
 

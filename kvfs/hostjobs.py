@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -46,6 +47,12 @@ class Attached(NamedTuple):
     @property
     def page_bytes(self) -> int:
         return self.group.part_bytes(self.part)
+
+
+class UnitIds(array):  # type: ignore[type-arg]
+    """Checked unit ids of a prompt, i64; ``complete``: none is -1."""
+
+    complete = True
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvfs.bits import bits_of
 from kvfs.hostcopy import scatter
-from kvfs.hostjobs import Attached, Desk, fail, wait_for
+from kvfs.hostjobs import Attached, Desk, UnitIds, fail, wait_for
 from kvfs.match import GroupMatch, PrefixMatch
 from kvfs.restored import CameFrom
 from kvfs.segment_files import Held
@@ -25,7 +25,7 @@ class Load:
     transfer: Transfer
     match: PrefixMatch
     pages: list[tuple[Attached, list[int]]]
-    units: Mapping[int, Sequence[int]]
+    units: Mapping[int, UnitIds]
     after: Any
     first_token: int
     came_from: CameFrom

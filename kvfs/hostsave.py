@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvfs.active import SegmentClass
 from kvfs.bits import bits_of
 from kvfs.hostcopy import gather
-from kvfs.hostjobs import Attached, Desk, fail, wait_for
+from kvfs.hostjobs import Attached, Desk, UnitIds, fail, wait_for
 from kvfs.lookup import Prompt
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Outcomes, Transfer
@@ -35,7 +35,7 @@ class Save:
     transfer: Transfer
     prompt: Prompt
     pages: list[tuple[Attached, list[int]]]
-    units: Mapping[int, Sequence[int]]  # by group number
+    units: Mapping[int, UnitIds]  # by group number
     after: Any
     expires: int
     segment_class: SegmentClass
@@ -55,7 +55,10 @@ class Save:
     def cut_to_source(self) -> None:
         """Leave pages out that have no unit to come from; in groups of full attention all behind them too."""
         for i, (a, chunks) in enumerate(self.pages):
-            ids = self.units.get(a.number, ())
+            ids = self.units.get(a.number, UnitIds("q"))
+            if ids.complete and (not chunks or a.device.unit_range(a.group, chunks[-1])[-1] < len(ids)):
+                self.pages[i] = (a, [c for c in chunks if c < self.limit])
+                continue
             needed = {c: a.device.unit_range(a.group, c) for c in chunks}
             there = [c for c in chunks if needed[c][-1] < len(ids) and all(ids[u] >= 0 for u in needed[c])]
             if len(there) < len(chunks):

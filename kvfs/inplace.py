@@ -38,19 +38,20 @@ class Stretch(NamedTuple):
     nbytes: int
 
 
-class _Piece:
-    __slots__ = ("address", "mapping", "nbytes", "users")
-
-    def __init__(self, mapping: Any, address: int, nbytes: int) -> None:
-        self.mapping, self.address, self.nbytes = mapping, address, nbytes
-        self.users = 0
-
-
 class _Mapped(NamedTuple):
-    """A piece that is mapped, not registered."""
+    """A piece that is mapped, not registered. It keeps its segment open, so that lookups find it open."""
 
+    held: Held
     mapping: Any
     nbytes: int
+
+
+class _Piece:
+    __slots__ = ("address", "mapped", "nbytes", "users")
+
+    def __init__(self, mapped: _Mapped, address: int) -> None:
+        self.mapped, self.address, self.nbytes = mapped, address, mapped.nbytes
+        self.users = 0
 
 
 _Key = tuple[bytes, int]  # segment id, number of the piece
@@ -178,7 +179,7 @@ class InPlace:
         start = number * self._piece_bytes
         nbytes = min(max(published, self._sealed_bytes(held)) - start, self._piece_bytes)
         try:
-            return _Mapped(self._files.map(held.fd, nbytes, start), nbytes)
+            return _Mapped(held, self._files.map(held.fd, nbytes, start), nbytes)
         except (OSError, ValueError):
             return None
 
@@ -207,7 +208,7 @@ class InPlace:
         except CudaError:
             self.failed += 1
             return None
-        piece = self._pieces[key] = _Piece(mapped.mapping, address, mapped.nbytes)
+        piece = self._pieces[key] = _Piece(mapped, address)
         self.nbytes += mapped.nbytes
         self.registered += mapped.nbytes
         self.seconds += time.perf_counter() - begin
@@ -226,7 +227,7 @@ class InPlace:
         self.nbytes -= piece.nbytes
         with contextlib.suppress(CudaError):
             self._device.unregister(piece.address)
-        piece.mapping.close()
+        piece.mapped.mapping.close()
 
     def sweep(self, gone: Callable[[bytes], bool]) -> None:
         """Let go of the segments that are ``gone``, as far as nobody copies from them."""
