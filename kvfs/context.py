@@ -14,6 +14,7 @@ from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.liveness import Liveness
 from kvfs.marks import Marks
+from kvfs.pinned import PinnedBytes
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
 from kvfs.tally import Tallies
@@ -63,8 +64,12 @@ class Context:
     tallies: Tallies
     declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
     counters: Counters = field(default_factory=Counters)
+    pinned: PinnedBytes = field(init=False)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
     attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else
+
+    def __post_init__(self) -> None:
+        self.pinned = PinnedBytes(self.liveness)
 
     @property
     def owner(self) -> bytes:

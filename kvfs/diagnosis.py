@@ -21,6 +21,7 @@ from kvfs.dropfolder import waiting
 from kvfs.errors import KvfsError
 from kvfs.files import Files, boot_id
 from kvfs.liveness import FOREIGN_FRESH_SECONDS, census
+from kvfs.memory import cgroup_limit, memory_available
 from kvfs.watch import probe
 
 OK, WARN, BAD = "ok", "warn", "bad"
@@ -152,30 +153,6 @@ def _limits(directory: Directory) -> Iterator[Finding]:
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
-
-
-def memory_available() -> int | None:
-    """Bytes that the page cache of this process may grow by: of the host, or of its cgroup if that is less."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as lines:
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    limit = cgroup_limit()
-    if limit is not None:
-        found.append(limit)
-    return min(found) if found else None
-
-
-def cgroup_limit() -> int | None:
-    """The memory limit of this process's cgroup (version 2, or 1), or None."""
-    paths = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
-    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as lines:
-        paths = [f"/sys/fs/cgroup{line.strip()[3:]}/memory.max" for line in lines if line.startswith("0::")] + paths
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
-            value = int(file.read())
-            if value < 1 << 60:
-                return value
-    return None
 
 
 def _memory(directory: Directory) -> Iterator[Finding]:

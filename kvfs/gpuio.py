@@ -22,37 +22,51 @@ from kvfs.gpuload import GpuLoad
 from kvfs.gpusave import BATCH_BYTES, GpuSave
 from kvfs.hostio import CLOSE_SECONDS, HostIO
 from kvfs.hostjobs import make_ring
-from kvfs.inplace import InPlace, Use, probe
+from kvfs.inplace import PIECE_BYTES, InPlace
 from kvfs.kernels.work import Shape, pack, shape_of
 from kvfs.match import PrefixMatch
+from kvfs.memory import memory_limit
+from kvfs.pieces import Arena, Budget, Probe, RegisteredMaps, probe
 from kvfs.pool import Pool
 from kvfs.reader import Reader
 from kvfs.reads import plan_runs, published
 from kvfs.segment import file_name
+from kvfs.sigterm import at_sigterm
 from kvfs.writer import Appender
 
 log = logging.getLogger("kvfs")
 READ_THREADS = 16
+TRANSPORTS = ("in_place", "arena", "ring")
+REGISTERED_SHARE = 4  # of the host's memory, or the cgroup's, that all processes together may register: one in so many
 PROBE_BYTES = 64 << 10
 
 
 class GpuIO(HostIO):
     """One rank's attached buffers on a GPU. Made by ``Namespace.attach``; any thread may use it.
 
-    ``transport``: "in_place" (the GPU reads segments in the page cache) or "ring" (through pinned slots).
+    ``transport``: "in_place" (the GPU reads segments in the page cache), "arena" (it reads pinned copies of them) or
+    "ring" (through pinned slots).
     """
 
     _save = GpuSave
     _load = GpuLoad
 
     def __init__(
-        self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str, **kwargs: Any
-    ) -> None:
+        self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str | None,
+        transport: str | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self._device = device
         self._scratch_bytes = parse_size(scratch_bytes, "scratch_bytes")
-        self._registered_bytes = parse_size(registered_bytes, "registered_bytes")
+        share = (memory_limit() or 0) // REGISTERED_SHARE
+        self._registered_bytes = share if registered_bytes is None else parse_size(registered_bytes, "registered_bytes")
+        if transport not in (None, *TRANSPORTS):
+            raise ConfigError(
+                f"transport is {transport!r}: pass one of {', '.join(TRANSPORTS)}, or None to have it chosen"
+            )
+        self._asked_for = transport
         device.enter()
         super().__init__(*args, **{**kwargs, "threads": 1})
+        at_sigterm(self)
 
     def _make_desk(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
@@ -79,12 +93,12 @@ class GpuIO(HostIO):
             ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
             shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
             tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
-            in_place = self._probe() if self._registered_bytes else None
-            if in_place is not None:
-                undo.callback(in_place.close)
-            self.transport = "ring" if in_place is None else "in_place"
             readers = Pool(READ_THREADS, "kvfs-ring")
             undo.callback(readers.close)
+            in_place = self._pieces(readers)
+            if in_place is not None:
+                undo.callback(in_place.close)
+            self.transport = "ring" if in_place is None else in_place.backing.name
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
                 self._codec, device, shapes, tables, Lane(device, save_bytes), Lane(device, load_bytes),
@@ -104,47 +118,62 @@ class GpuIO(HostIO):
         pinned.close()
         return memory
 
-    def _probe(self) -> InPlace | None:
-        """Registered maps, if the device reads a map of a file in this store right."""
+    def _pieces(self, readers: Pool) -> InPlace | None:
+        """What loads read segments from, other than the ring."""
+        if not self._registered_bytes or self._asked_for == "ring":
+            return None
+        files = self._c.files
+        budget = Budget(self._c.pinned, files, self._registered_bytes)
+        if self._asked_for != "arena":
+            result = self._probe()
+            if result.works:
+                return InPlace(RegisteredMaps(self._device, files, budget), files)
+            if self._asked_for == "in_place":
+                raise ConfigError(f"transport is 'in_place': {self._device.name} cannot: {result.reason}; pass None")
+            log.warning("%s does not read segments in place: %s", self._device.name, result.reason)
+        return InPlace(Arena(self._device, files, budget, readers, PIECE_BYTES), files)
+
+    def _probe(self) -> Probe:
+        """Whether the device reads a map of a file in this store right."""
         files, directory = self._c.files, self._c.directory
         if self._c.liveness is None:
-            return InPlace(self._device, files, self._registered_bytes)  # nothing may be written: the first load shows
+            return Probe(True)  # nothing may be written: the first load shows
         name = f"probe-{os.urandom(8).hex()}"
         run = directory.sub("run")
         try:
             fd = files.create(name, directory.file_mode, dir_fd=run)
-        except OSError:
-            return None
+        except OSError as exc:
+            return Probe(False, f"no file for the probe: {exc}")
         try:
             files.unlink(name, dir_fd=run)
             files.write_all(fd, [os.urandom(PROBE_BYTES)], 0)
-            result = probe(self._device, fd, files, PROBE_BYTES)
-        except OSError:
-            return None
+            return probe(self._device, fd, files, PROBE_BYTES)
+        except OSError as exc:
+            return Probe(False, f"no file for the probe: {exc}")
         finally:
             files.close(fd)
-        if not result.works:
-            log.warning("%s does not read segments in place: %s", self._device.name, result.reason)
-            return None
-        return InPlace(self._device, files, self._registered_bytes)
 
     # -- for everybody -----------------------------------------------------------------------
 
     def warm(self, match: PrefixMatch) -> int:
-        """Register the segments of a match ahead of its load; bytes of it that can be read in place now."""
+        """Pin what a match needs ahead of its load; bytes of it that the GPU can read without the ring now."""
         maps = self._gpu_desk.in_place
         self._device.enter()
-        use, ready = Use(), 0
-        if maps is not None:
-            with self._gpu_desk.reader.held(match) as held:
-                for gm in match.groups:
-                    runs = plan_runs(gm, held)[0]
-                    ends = published(runs)
-                    for run in runs:
-                        got = maps.stretches(run.held, run.offset, run.span, ends[run.segment], use, register=True)
-                        ready += run.span if got is not None else 0
-            maps.release(use)
+        if maps is None:
+            return 0
+        ready = 0
+        with self._gpu_desk.reader.held(match) as held:
+            for gm in match.groups:
+                runs = plan_runs(gm, held)[0]
+                ends = published(runs)
+                ready += sum(maps.warm(run.held, run.offset, run.span, ends[run.segment]) for run in runs)
         return ready
+
+    def let_go(self) -> None:
+        """Unpin what loads read from, as far as none does: before the process dies."""
+        if self._gpu_desk.in_place is not None and self._pid == os.getpid():
+            self._device.enter()
+            self._gpu_desk.in_place.close()
 
     @property
     def _gpu_desk(self) -> GpuDesk:

@@ -79,7 +79,7 @@ class PageSource:
         assert maps is not None
         if maps.covers(run.held, run.offset, run.span):
             return True
-        return maps.worth_it and cached(run.held.fd, run.offset, run.span) in (run.span, None)
+        return maps.backing.ready() and cached(run.held.fd, run.offset, run.span) in (run.span, None)
 
     def prepare(self, run: Run) -> None:
         """Begin the reads into the ring that a later ``send`` of this run will wait for, if there will be any."""

@@ -1,9 +1,9 @@
-"""Registered maps: pieces of segments that a GPU reads straight out of the page cache.
+"""Pieces of segments that a GPU can read: which there are, who uses them, which ones go.
 
-A piece is up to PIECE_BYTES of a segment, mapped read-only and registered read-only. Published bytes never change, so
-what is registered stays right; a piece covers published bytes only. Pieces cost pinned memory: their sum is bounded,
-the least recently used go first, and none goes while a copy uses it. A map keeps the segment's shared lock, so a
-dropped segment counts as used space until its pieces are let go (``sweep``).
+A piece is up to PIECE_BYTES of a segment, out of the page cache or in an arena (``kvfs.pieces``). Published bytes never
+change, so what is there stays right; a piece covers published bytes only. Pieces cost pinned memory: their sum is
+bounded, the least recently used go first, and none goes while a copy uses it. A piece keeps the segment's shared lock,
+so a dropped segment counts as used space until its pieces are let go (``sweep``).
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvfs import format as fmt
-from kvfs.buffers import address_of_readonly
-from kvfs.cuda import CudaError
 from kvfs.files import Files
-from kvfs.gpu import Device
+from kvfs.pieces import Backed, Backing, FullError
 from kvfs.segment_files import Held
 
 PIECE_BYTES = 64 << 20
-MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
-SECONDS_PER_GIB_MAX = 0.06  # dearer than this, a load is faster through the ring than by registering first
-FAILURES_MAX = 8  # of the driver, until loads ask it no more
 SEEN_MAX = 4096
 WISHES_MAX = 256
 WORK_SECONDS = 0.1
@@ -38,20 +33,19 @@ class Stretch(NamedTuple):
     nbytes: int
 
 
-class _Mapped(NamedTuple):
-    """A piece that is mapped, not registered. It keeps its segment open, so that lookups find it open."""
+class _Piece:
+    __slots__ = ("address", "backed", "nbytes", "users")
+
+    def __init__(self, backed: Backed) -> None:
+        self.backed, self.address, self.nbytes = backed, backed.address, backed.nbytes
+        self.users = 0
+
+
+class _Wish(NamedTuple):
+    """A piece that is to be made by ``work``."""
 
     held: Held
-    mapping: Any
-    nbytes: int
-
-
-class _Piece:
-    __slots__ = ("address", "mapped", "nbytes", "users")
-
-    def __init__(self, mapped: _Mapped, address: int) -> None:
-        self.mapped, self.address, self.nbytes = mapped, address, mapped.nbytes
-        self.users = 0
+    published: int
 
 
 _Key = tuple[bytes, int]  # segment id, number of the piece
@@ -65,34 +59,29 @@ class Use:
 
 
 class InPlace:
-    """The registered maps of one device. Thread-safe; one thread registers at a time."""
+    """The pieces of one device. Thread-safe; one thread makes pieces at a time."""
 
-    def __init__(self, device: Device, files: Files, budget: int, piece_bytes: int = PIECE_BYTES) -> None:
-        self._device, self._files, self._budget, self._piece_bytes = device, files, budget, piece_bytes
+    def __init__(self, backing: Backing, files: Files, piece_bytes: int = PIECE_BYTES) -> None:
+        self.backing, self._files, self._piece_bytes = backing, files, piece_bytes
         self._lock = threading.RLock()
         self._pieces: OrderedDict[_Key, _Piece] = OrderedDict()  # least recently used first
-        self._wishes: dict[_Key, _Mapped] = {}  # to be registered by ``work``
+        self._wishes: dict[_Key, _Wish] = {}
         self._seen: OrderedDict[_Key, None] = OrderedDict()  # went through the ring once
         self._sealed: dict[bytes, int] = {}
-        self.nbytes = 0
-        self.failed = 0  # registrations that the driver refused
-        self.seconds = 0.0  # spent on registering
-        self.registered = 0  # bytes, since the start
 
     @property
-    def worth_it(self) -> bool:
-        """Whether a load gains by registering first, by what that has cost so far."""
-        seconds = self.seconds * (1 << 30) / self.registered if self.registered >= MEASURED_BYTES else 0.0
-        return seconds <= SECONDS_PER_GIB_MAX and self.failed < FAILURES_MAX
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return sum(piece.nbytes for piece in list(self._pieces.values()))
 
     def stretches(
         self, held: Held, offset: int, nbytes: int, published: int, use: Use, *, register: bool
     ) -> list[Stretch] | None:
-        """Registered memory of [offset, offset + nbytes) of a segment, in use by ``use`` from now on.
+        """Memory that holds [offset, offset + nbytes) of a segment, in use by ``use`` from now on.
 
-        ``published``: bytes of the segment that are known to be published. None: not all of it is registered, and
-        ``register`` is not set, the budget is spent or the driver refuses. What is asked for a second time is then
-        registered by ``work``.
+        ``published``: bytes of the segment that are known to be published. None: not all of it is there, and
+        ``register`` (make what is missing) is not set, the budget is spent or the driver refuses. What is asked for a
+        second time is then made by ``work``.
         """
         found = []
         with self._lock:
@@ -127,7 +116,7 @@ class InPlace:
             use.keys.clear()
 
     def covers(self, held: Held, offset: int, nbytes: int) -> bool:
-        """Whether all of it is registered."""
+        """Whether all of it is there."""
         with self._lock:
             for number, _, need in self._cuts(offset, nbytes):
                 piece = self._pieces.get((held.segment_id, number))
@@ -145,43 +134,66 @@ class InPlace:
         if not register:
             self._wish(held, key, published)
             return None
-        if piece is not None:  # more has been published since
-            self._drop(key)
         self._wishes.pop(key, None)
-        mapped = self._map(held, number, published)
-        return self._register(key, mapped) if mapped is not None and mapped.nbytes >= need else None
+        return self._make(key, held, need, published, ahead=False)
+
+    def warm(self, held: Held, offset: int, nbytes: int, published: int) -> int:
+        """Have a stretch of a segment made; bytes of it that are there now."""
+        ready = 0
+        for number, inside, need in self._cuts(offset, nbytes):
+            key = (held.segment_id, number)
+            with self._lock:
+                piece = self._pieces.get(key)
+                if piece is None or (piece.nbytes < need and not piece.users):
+                    piece = self._make(key, held, need, published, ahead=True)
+                ready += need - inside if piece is not None and piece.nbytes >= need else 0
+        return ready
 
     def _wish(self, held: Held, key: _Key, published: int) -> None:
         if key in self._seen and key not in self._wishes and len(self._wishes) < WISHES_MAX:
-            mapped = self._map(held, key[1], published)
-            if mapped is not None:
-                self._wishes[key] = mapped
+            self._wishes[key] = _Wish(held, published)
         self._seen[key] = None
         if len(self._seen) > SEEN_MAX:
             self._seen.popitem(last=False)
 
     def work(self) -> None:
-        """Register what was wished for, for a short while. Called every second."""
+        """Make what was wished for, for a short while. Called every second."""
         end = time.monotonic() + WORK_SECONDS
         while time.monotonic() < end:
             with self._lock:
                 if not self._wishes:
                     return
-                key, mapped = self._wishes.popitem()
+                key, wish = self._wishes.popitem()
                 piece = self._pieces.get(key)
-                if piece is None or not piece.users:
-                    if piece is not None:
-                        self._drop(key)
-                    self._register(key, mapped)
+                if piece is None or (not piece.users and piece.nbytes < self._published(key, *wish)):
+                    self._make(key, wish.held, 1, wish.published, ahead=True)
 
-    def _map(self, held: Held, number: int, published: int) -> _Mapped | None:
-        """All of a piece that is published, as far as is known."""
-        start = number * self._piece_bytes
-        nbytes = min(max(published, self._sealed_bytes(held)) - start, self._piece_bytes)
-        try:
-            return _Mapped(held, self._files.map(held.fd, nbytes, start), nbytes)
-        except (OSError, ValueError):
-            return None
+    def _make(self, key: _Key, held: Held, need: int, published: int, *, ahead: bool) -> _Piece | None:
+        """All of a piece that is published, as far as is known; None if that is less than ``need``, or cannot be had.
+
+        What is there of it, less than is needed and not in use, goes.
+        """
+        if key in self._pieces:
+            self._drop(key)
+        nbytes = self._published(key, held, published)
+        while nbytes >= need:
+            try:
+                backed = self.backing.make(held, key[1] * self._piece_bytes, nbytes, ahead=ahead)
+            except FullError:
+                oldest = next((key for key, piece in self._pieces.items() if not piece.users), None)
+                if oldest is None:
+                    return None
+                self._drop(oldest)
+                continue
+            if backed is None:
+                return None
+            piece = self._pieces[key] = _Piece(backed)
+            return piece
+        return None
+
+    def _published(self, key: _Key, held: Held, published: int) -> int:
+        """Bytes of a piece that are published, as far as is known."""
+        return min(max(published, self._sealed_bytes(held)) - key[1] * self._piece_bytes, self._piece_bytes)
 
     def _sealed_bytes(self, held: Held) -> int:
         """Size of a segment if it is sealed, else 0."""
@@ -198,36 +210,10 @@ class InPlace:
                     size = self._sealed[held.segment_id] = end
         return size
 
-    def _register(self, key: _Key, mapped: _Mapped) -> _Piece | None:
-        if not self._make_room(mapped.nbytes):
-            return None
-        begin = time.perf_counter()
-        address = address_of_readonly(mapped.mapping)
-        try:
-            self._device.register(address, mapped.nbytes, read_only=True)
-        except CudaError:
-            self.failed += 1
-            return None
-        piece = self._pieces[key] = _Piece(mapped, address)
-        self.nbytes += mapped.nbytes
-        self.registered += mapped.nbytes
-        self.seconds += time.perf_counter() - begin
-        return piece
-
-    def _make_room(self, nbytes: int) -> bool:
-        for key in [key for key, piece in self._pieces.items() if not piece.users]:
-            if self.nbytes + nbytes <= self._budget:
-                break
-            self._drop(key)
-        return self.nbytes + nbytes <= self._budget
-
     def _drop(self, key: _Key) -> None:
         piece = self._pieces.pop(key)
         assert not piece.users, "a piece in use is dropped"
-        self.nbytes -= piece.nbytes
-        with contextlib.suppress(CudaError):
-            self._device.unregister(piece.address)
-        piece.mapped.mapping.close()
+        self.backing.free(piece.backed)
 
     def sweep(self, gone: Callable[[bytes], bool]) -> None:
         """Let go of the segments that are ``gone``, as far as nobody copies from them."""
@@ -245,40 +231,9 @@ class InPlace:
                 self._drop(key)
 
     def close(self) -> None:
+        """Let go of everything. Nothing copies any more."""
         with self._lock:
             self._wishes.clear()
             self._drop_all(list(self._pieces))
-
-
-class Probe(NamedTuple):
-    """What the device makes of a read-only map of a file of this store."""
-
-    works: bool
-    reason: str = ""
-
-
-def probe(device: Device, fd: int, files: Files, nbytes: int) -> Probe:
-    """Register a map of ``nbytes`` of ``fd`` and read it back through the device, byte for byte."""
-    try:
-        mapping = files.map(fd, nbytes, 0)
-        files.populate(mapping)
-    except (OSError, ValueError) as exc:
-        return Probe(False, f"cannot map: {exc}")
-    address = address_of_readonly(mapping)
-    try:
-        device.register(address, nbytes, read_only=True)
-    except CudaError as exc:
-        return Probe(False, str(exc))
-    try:
-        back, memory, stream = device.pinned(nbytes), device.memory(nbytes), device.stream()
-        stream.copy_in(memory.address, address, nbytes)
-        stream.copy_out(back.address, memory.address, nbytes)
-        stream.record().synchronize()
-        same = back.view[:nbytes] == memoryview(mapping)
-        back.close()
-    except CudaError as exc:
-        return Probe(False, str(exc))
-    finally:
-        with contextlib.suppress(CudaError):
-            device.unregister(address)
-    return Probe(same, "" if same else "the device read other bytes")
+            if not self._pieces:
+                self.backing.close()

@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 
-from kvfs.descriptors import Descriptor
+from kvfs.descriptors import Descriptor, opened
 from kvfs.directory import Directory
 from kvfs.errors import StoreLockedError
 from kvfs.files import boot_id
@@ -24,6 +24,7 @@ HEARTBEAT_SECONDS = 5.0
 FOREIGN_FRESH_SECONDS = 30.0
 _NAME = re.compile(r"[0-9a-f]{32}\.live\Z")
 _LINE_BYTES = 64
+_PINNED_BYTES = 8  # behind the line; absent: nothing
 
 
 class Liveness:
@@ -59,6 +60,22 @@ class Liveness:
         """Write the heartbeat, for readers under another kernel, where flock says nothing."""
         line = f"{self.boot} {self._files.now_us():020d}\n".encode().ljust(_LINE_BYTES)
         self._files.write_all(self._fd, [line], 0)
+
+    def say_pinned(self, nbytes: int) -> None:
+        """Let others know how much memory this process keeps pinned."""
+        with contextlib.suppress(OSError):  # then they count what was said last
+            self._files.write_all(self._fd, [nbytes.to_bytes(_PINNED_BYTES, "little")], _LINE_BYTES)
+
+    def pinned_by_others(self) -> int:
+        """Bytes that the other live processes keep pinned."""
+        total = 0
+        for owner in self.others():
+            with (
+                contextlib.suppress(OSError),
+                opened(self._files, f"{owner.hex()}.live", os.O_RDONLY, dir_fd=self._run) as fd,
+            ):
+                total += int.from_bytes(self._files.read(fd, _PINNED_BYTES, _LINE_BYTES), "little")
+        return total
 
     def is_alive(self, owner: bytes) -> bool:
         """Whether the process behind ``owner`` still runs. Death is final, so it is remembered."""

@@ -200,7 +200,7 @@ class Namespace:
     def attach(
         self, device_kvs: DeviceKV | Sequence[DeviceKV], *, ring_bytes: int | str = "256MiB", threads: int = 2,
         dirty_bytes: int | str | None = None, queue_max: int = 256, scratch_bytes: int | str = "256MiB",
-        registered_bytes: int | str = "16GiB",
+        registered_bytes: int | str | None = None, transport: str | None = None,
     ) -> HostIO:  # fmt: skip
         """Attach the engine's buffers, one descriptor per group; saves and loads then go through ``HostIO``, or
         ``GpuIO`` if they lie on a GPU.
@@ -209,7 +209,9 @@ class Namespace:
         memory, at least one page. ``threads``: of copies, and again of loads. ``dirty_bytes``: how much may be
         copied out of the engine and not be published yet (default: three quarters of the ring). ``queue_max``:
         unfinished transfers. On a GPU ``scratch_bytes`` of its memory serve loads, and as much, but at most 128 MiB,
-        saves; at most ``registered_bytes`` of the page cache are pinned for it (0: none, all goes through the ring).
+        saves; ``registered_bytes`` of host memory (default: a quarter of what there is) may be pinned by all processes
+        of the host together, beside their rings (0: all goes through the ring). ``transport``: one of
+        ``gpuio.TRANSPORTS``; default: what the device can do.
         ConfigError for a descriptor that does not fit the layout, or a device that is not there.
         """
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
@@ -226,7 +228,10 @@ class Namespace:
         from kvfs.gpu import Gpu
         from kvfs.gpuio import GpuIO
 
-        return GpuIO(Gpu(memory), *args, **settings, scratch_bytes=scratch_bytes, registered_bytes=registered_bytes)
+        return GpuIO(
+            Gpu(memory), *args, **settings, scratch_bytes=scratch_bytes, registered_bytes=registered_bytes,
+            transport=transport,
+        )  # fmt: skip
 
     def _put(
         self, prompt: Prompt, pages: Any, start: Any, part: Any, ttl: float | str | None, attempt: bytes

@@ -35,7 +35,7 @@ def warm_command(
 ) -> int:  # fmt: skip
     """Read pages into the page cache. TARGET is a namespace, or the id of a prefix from `kvfs ls NAMESPACE`."""
     from kvfs.config import parse_size
-    from kvfs.diagnosis import memory_available
+    from kvfs.memory import memory_available
 
     ids = None if prompt is None else read_prompt(prompt, kind, tokenizer)
     names = [*targets, *(_read_list(listed) if listed is not None else ())]

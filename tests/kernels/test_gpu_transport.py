@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,12 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import PageOutcome
 from kvfs.cuda import CudaError
+from kvfs.errors import ConfigError
 from kvfs.gpuio import GpuIO
+from kvfs.inplace import PIECE_BYTES
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
+from kvfs.liveness import Liveness
+from kvfs.pinned import FRESH_SECONDS, PinnedBytes
 from kvfs.testing import Fault, FaultyFiles
 from kvfs.types import Tier
 from tests.kernels.simulated import Happened, SimulatedDevice
@@ -81,11 +86,12 @@ def ns(store: kvfs.Store) -> kvfs.Namespace:
     return store.namespace("model", LAYOUT, "1")
 
 
-@pytest.fixture(params=["in_place", "ring", "refused"])
+@pytest.fixture(params=["in_place", "arena", "ring", "refused"])
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How segments reach the device."""
     return {
         "in_place": {},
+        "arena": {"transport": "arena"},
         "ring": {"registered_bytes": 0},
         "refused": {"device": SimulatedDevice(refuse=True)},
     }[request.param]
@@ -106,7 +112,7 @@ def test_what_was_saved_is_loaded_into_other_units(ns: kvfs.Namespace, way: dict
     source = saved(ns, 6)
     target = Engine()
     with attach(ns, target.kv, **way) as io, ns.match(prompt(6)) as match:
-        assert io.transport == ("in_place" if not way else "ring")
+        assert io.transport == ("in_place" if not way else "ring" if "registered_bytes" in way else "arena")
         units = [20 - i for i in range(12)]
         transfer = io.load(match, units, NOW)
         result = transfer.wait(SECONDS)
@@ -335,6 +341,100 @@ def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.
         io.sweep()
         assert device.maps() == 0
     assert not device.registered, "something is still pinned"
+
+
+def test_an_arena_is_filled_ahead_and_kept(ns: kvfs.Namespace) -> None:
+    source, target, device = saved(ns, 4), Engine(), SimulatedDevice()
+    with attach(ns, target.kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
+        pinned = dict(device.registered)
+        assert io.warm(match) == match.nbytes
+        blocks = {address: size for address, (size, _) in device.registered.items() if address not in pinned}
+        assert list(blocks.values()) == [PIECE_BYTES], "more than the block that the segment needs"
+        assert device.maps() == 0, "a map of a file was registered"
+        slots = io.ring.free
+        for _ in range(3):
+            result = io.load(match, range(8), NOW).wait(SECONDS)
+            assert result is not None and result.tokens == 4 * PAGE and io.ring.free == slots
+        assert {a for a in device.registered if a not in pinned} == set(blocks), "a block was pinned anew"
+    assert target.tokens(range(8)) == source.tokens(range(8))
+    assert not device.registered, "something is still pinned"
+
+
+def test_what_a_load_asks_for_twice_comes_to_the_arena(ns: kvfs.Namespace) -> None:
+    saved(ns, 4)
+    target = Engine()
+    with attach(ns, target.kv, transport="arena") as io, ns.match(prompt(4)) as match:
+        pieces = io._gpu_desk.in_place
+        assert pieces is not None
+        for _ in range(2):  # through the ring: to pin a block takes longer than that
+            io.load(match, range(8), NOW).wait(SECONDS)
+            assert pieces.nbytes == 0
+        io.sweep()
+        assert pieces.nbytes >= match.nbytes
+
+
+def test_an_arena_that_is_full_takes_the_oldest_piece(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+    sources = [saved(ns, 2, seed=i, first=1000 * i) for i in range(3)]
+    target, device = Engine(), SimulatedDevice()
+    with attach(ns, target.kv, device=device, transport="arena", registered_bytes=2 * 4096) as io:
+        pieces = io._gpu_desk.in_place
+        assert pieces is not None
+        pieces._piece_bytes = pieces.backing._block_bytes = 4096  # two blocks in all
+        for i in (0, 1, 2, 0, 2, 1):
+            with ns.match(prompt(2, 1000 * i)) as match:
+                io.warm(match)
+                result = io.load(match, range(4), NOW).wait(SECONDS)
+            assert result is not None and result.tokens == 2 * PAGE
+            assert target.tokens(range(4)) == sources[i].tokens(range(4))
+            assert pieces.nbytes <= 2 * 4096
+    assert not device.registered
+
+
+def test_a_block_that_cannot_be_read_is_given_back(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+    saved(ns, 4)
+    target, device = Engine(), SimulatedDevice()
+    before = target.tokens(range(8))
+    with attach(ns, target.kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
+        [path] = segment_files(Path(store.path))
+        size = path.stat().st_size
+        os.truncate(path, 4096)
+        assert io.warm(match) == 0
+        os.truncate(path, size)
+        result = io.load(match, range(8), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == 0, result
+        assert target.tokens(range(8)) == before
+    assert not device.registered
+
+
+def test_processes_of_a_host_share_what_may_be_pinned(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        saved(ns, 4)
+        directory = ns._c.directory
+        other = Liveness(directory)  # as another process has it
+        try:
+            other.say_pinned(60 << 20)
+            with attach(ns, Engine().kv, registered_bytes="64MiB") as io, ns.match(prompt(4)) as match:
+                assert io.warm(match) == match.nbytes
+                assert ns._c.pinned.mine == io._gpu_desk.in_place.nbytes  # type: ignore[union-attr]
+                mine = PinnedBytes(other)
+                assert not mine.take(64 << 20, 64 << 20, 0.0), "what this process has is not counted"
+            other.say_pinned((64 << 20) - 1)
+            with attach(ns, Engine().kv, registered_bytes="64MiB") as io, ns.match(prompt(4)) as match:
+                time.sleep(FRESH_SECONDS)
+                assert io.warm(match) == 0
+                result = io.load(match, range(8), NOW).wait(SECONDS)
+                assert result is not None and result.tokens == 4 * PAGE
+            assert ns._c.pinned.mine == 0
+        finally:
+            other.close()
+
+
+def test_bad_transports_are_named(ns: kvfs.Namespace) -> None:
+    with pytest.raises(ConfigError, match="transport is 'nvlink': pass one of in_place, arena, ring"):
+        attach(ns, Engine().kv, transport="nvlink")
+    with pytest.raises(ConfigError, match=r"transport is 'in_place': host cannot: .*not supported"):
+        attach(ns, Engine().kv, transport="in_place", device=SimulatedDevice(refuse=True))
 
 
 def test_what_exceeds_the_budget_goes_through_the_ring(ns: kvfs.Namespace) -> None:

@@ -258,6 +258,10 @@ class _Bench:
         nbytes = self.source.needed(tokens)
         ring = self._attach(ns, self.target, registered_bytes=0)
         placed = self._attach(ns, self.target, registered_bytes="32GiB")
+        arena = self._attach(ns, self.target, registered_bytes="32GiB", transport="arena")
+        with ns.match(self._tokens(tokens, 7)) as match:
+            if arena.warm(match) < match.nbytes:
+                raise BenchError("the arena does not hold what is to be loaded")
         fresh: list[Any] = []
 
         def poison() -> None:
@@ -278,13 +282,14 @@ class _Bench:
             Contender("pinned memcpy", self._memcpy(nbytes, to_host=False)),
             Contender("in place, registered", self._load(lambda: placed, ns, tokens), poison, check),
             Contender("in place, first touch", self._load(lambda: fresh[-1], ns, tokens), renew, let_go),
+            Contender("arena, filled", self._load(lambda: arena, ns, tokens), poison, check),
             Contender("ring", self._load(lambda: ring, ns, tokens), poison, check),
         ]
         if state == "sealed":
             rows += [Contender(f"bare preadv, {n} threads", self._preadv(nbytes, n)) for n in (4, 16)]
         samples = interleave(rows, self.plan.rounds)
-        ring.close()
-        placed.close()
+        for io in (ring, placed, arena):
+            io.close()
         self._report("load", tokens, state, samples, "pinned memcpy")
 
     def _layerwise(self, ns: kvfs.Namespace, tokens: int) -> None:

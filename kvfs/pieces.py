@@ -1,0 +1,215 @@
+"""Where a GPU reads pieces of segments from: the page cache, registered in place, or an arena of pinned memory.
+
+The arena is for hosts whose driver does not register read-only maps of files: blocks that are pinned once and filled
+again and again from the page cache, or past it from the disk. Both keep what they pin within a budget that all
+processes of the host share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from kvfs.buffers import address_of_readonly
+from kvfs.cuda import CudaError
+from kvfs.files import Files
+from kvfs.gpu import Device, Pinned
+from kvfs.pinned import PinnedBytes
+from kvfs.pool import Pool
+from kvfs.segment_files import Held
+
+MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
+SECONDS_PER_GIB_MAX = 0.06  # dearer than this, a load is faster through the ring than by registering first
+FAILURES_MAX = 8  # of the driver, until loads ask it no more
+READ_BYTES = 4 << 20  # one preadv into a block
+
+
+class Backed(NamedTuple):
+    """Memory that the device can read, and that holds bytes of a segment. It keeps the segment open."""
+
+    held: Held
+    address: int
+    nbytes: int
+    memory: Any
+
+
+class FullError(Exception):
+    """Nothing may be pinned any more, unless something else is let go."""
+
+
+class Budget:
+    """What may be pinned: of the host's processes together, and what this device has of it."""
+
+    def __init__(self, account: PinnedBytes, files: Files, limit: int) -> None:
+        self._account, self._files, self.limit = account, files, limit
+        self.taken = 0
+
+    def take(self, nbytes: int) -> None:
+        """FullError if that is too much."""
+        if not self._account.take(nbytes, self.limit, self._files.monotonic()):
+            raise FullError
+        self.taken += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self._account.give_back(nbytes)
+        self.taken -= nbytes
+
+
+class Backing(Protocol):
+    """How pieces are made. The caller holds a lock."""
+
+    name: str
+    budget: Budget
+
+    def ready(self) -> bool:
+        """Whether a load gains by making the pieces that it needs, rather than going through the ring."""
+
+    def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+        """[start, start + nbytes) of a segment, all of it published. ``ahead``: no load waits for it.
+
+        FullError; None if it cannot be had, or, unless ``ahead``, not soon.
+        """
+
+    def free(self, backed: Backed) -> None:
+        """Nothing copies from it any more."""
+
+    def close(self) -> None:
+        """All has been freed."""
+
+
+class RegisteredMaps:
+    """Maps of the page cache, registered read-only: no byte is copied by a CPU."""
+
+    name = "in_place"
+
+    def __init__(self, device: Device, files: Files, budget: Budget) -> None:
+        self._device, self._files, self.budget = device, files, budget
+        self.failed = 0  # registrations that the driver refused
+        self.seconds = 0.0  # spent on registering
+        self.registered = 0  # bytes, since the start
+
+    def ready(self) -> bool:
+        seconds = self.seconds * (1 << 30) / self.registered if self.registered >= MEASURED_BYTES else 0.0
+        return seconds <= SECONDS_PER_GIB_MAX and self.failed < FAILURES_MAX
+
+    def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+        try:
+            mapping = self._files.map(held.fd, nbytes, start)
+        except (OSError, ValueError):
+            return None
+        self.budget.take(nbytes)
+        begin = time.perf_counter()
+        address = address_of_readonly(mapping)
+        try:
+            self._device.register(address, nbytes, read_only=True)
+        except CudaError:
+            self.budget.give_back(nbytes)
+            self.failed += 1
+            return None
+        self.registered += nbytes
+        self.seconds += time.perf_counter() - begin
+        return Backed(held, address, nbytes, mapping)
+
+    def free(self, backed: Backed) -> None:
+        with contextlib.suppress(CudaError):
+            self._device.unregister(backed.address)
+        backed.memory.close()
+        self.budget.give_back(backed.nbytes)
+
+    def close(self) -> None:
+        pass
+
+
+class Arena:
+    """Pinned blocks of one size. To pin one takes half a second per GiB, so loads only use those that are there."""
+
+    name = "arena"
+
+    def __init__(self, device: Device, files: Files, budget: Budget, readers: Pool, block_bytes: int) -> None:
+        self._device, self._files, self.budget, self._readers = device, files, budget, readers
+        self._block_bytes = block_bytes
+        self._free: list[Pinned] = []
+        self._blocks: list[Pinned] = []
+        self._full = False  # the budget is spent: whoever wants a block takes somebody's
+
+    def ready(self) -> bool:
+        return bool(self._free) or self._full
+
+    def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+        block = self._block(ahead=ahead)
+        if block is None:
+            return None
+        try:
+            self._readers.run([
+                partial(self._files.read_into, held.fd, block.view[at : min(at + READ_BYTES, nbytes)], start + at)
+                for at in range(0, nbytes, READ_BYTES)
+            ])  # fmt: skip
+        except OSError:
+            self._free.append(block)
+            return None
+        return Backed(held, block.address, nbytes, block)
+
+    def _block(self, *, ahead: bool) -> Pinned | None:
+        if self._free:
+            return self._free.pop()
+        if not ahead:
+            if self._full:
+                raise FullError
+            return None
+        self._full = True
+        self.budget.take(self._block_bytes)
+        try:
+            block = self._device.pinned(self._block_bytes)
+        except CudaError:
+            self.budget.give_back(self._block_bytes)
+            raise FullError from None
+        self._blocks.append(block)
+        self._full = False
+        return block
+
+    def free(self, backed: Backed) -> None:
+        self._free.append(backed.memory)
+
+    def close(self) -> None:
+        for block in self._blocks:
+            with contextlib.suppress(CudaError):
+                block.close()
+            self.budget.give_back(self._block_bytes)
+        self._blocks.clear()
+        self._free.clear()
+
+
+class Probe(NamedTuple):
+    """What the device makes of a read-only map of a file of this store."""
+
+    works: bool
+    reason: str = ""
+
+
+def probe(device: Device, fd: int, files: Files, nbytes: int) -> Probe:
+    """Register a map of ``nbytes`` of ``fd`` and read it back through the device, byte for byte."""
+    try:
+        mapping = files.map(fd, nbytes, 0)
+        files.populate(mapping)
+    except (OSError, ValueError) as exc:
+        return Probe(False, f"cannot map: {exc}")
+    address = address_of_readonly(mapping)
+    try:
+        device.register(address, nbytes, read_only=True)
+    except CudaError as exc:
+        return Probe(False, str(exc))
+    try:
+        back, memory, stream = device.pinned(nbytes), device.memory(nbytes), device.stream()
+        stream.copy_in(memory.address, address, nbytes)
+        stream.copy_out(back.address, memory.address, nbytes)
+        stream.record().synchronize()
+        same = back.view[:nbytes] == memoryview(mapping)
+        back.close()
+    except CudaError as exc:
+        return Probe(False, str(exc))
+    finally:
+        with contextlib.suppress(CudaError):
+            device.unregister(address)
+    return Probe(same, "" if same else "the device read other bytes")

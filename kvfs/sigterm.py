@@ -1,0 +1,51 @@
+"""What to let go of at SIGTERM, in programs that have no handler of their own.
+
+A process that dies with many GiB pinned does so slowly: nothing of Python runs any more, and the kernel unpins page by
+page. So the first attached GPU installs a handler, if the signal has its default action and the main thread attaches;
+it lets go and then dies of the signal. Programs with a handler close their stores in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import weakref
+from types import FrameType
+from typing import Protocol
+
+
+class Holder(Protocol):
+    """Something that keeps memory pinned."""
+
+    def let_go(self) -> None: ...
+
+
+_HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
+_pid = 0
+
+
+def at_sigterm(holder: Holder) -> bool:
+    """Have ``holder.let_go()`` called at SIGTERM, as long as it lives; False if the signal is somebody else's."""
+    global _pid
+    _HOLDERS.add(holder)
+    if signal.getsignal(signal.SIGTERM) is _let_go:
+        _pid = os.getpid()
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return False
+    _pid = os.getpid()
+    signal.signal(signal.SIGTERM, _let_go)
+    return True
+
+
+def _let_go(number: int, frame: FrameType | None) -> None:
+    if os.getpid() == _pid:  # a forked child has not attached: what it inherited is its parent's
+        for holder in list(_HOLDERS):
+            with contextlib.suppress(Exception):
+                holder.let_go()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
