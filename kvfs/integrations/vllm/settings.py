@@ -32,7 +32,7 @@ class VllmSettings:
     load_seconds: float = 30.0  # what is not loaded by then is recomputed
     store_seconds: float = 2.0  # what is not copied by then is not stored
     ring_bytes: int | str = "256MiB"  # of pinned memory, per rank
-    registered_bytes: int | str = "16GiB"  # of the page cache that a GPU reads in place, per rank
+    registered_bytes: int | str | None = None  # pinned by all ranks for loads; None: a quarter of the memory
     threads: int = 2  # of copies, per rank and direction
 
 
@@ -69,7 +69,7 @@ def _check(name: str, value: Any) -> None:
             raise ConfigError(f"weights_id is {value!r}: pass up to 128 printable characters that name these weights")
     elif name == "codec" and value is not None:
         parse_codec(value)
-    elif name in ("ring_bytes", "registered_bytes") or (name == "capacity" and value is not None):
+    elif name == "ring_bytes" or (name in ("capacity", "registered_bytes") and value is not None):
         parse_size(value, name)
 
 
