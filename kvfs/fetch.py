@@ -63,7 +63,7 @@ class Fetcher:
 
     def _from_cache(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> tuple[list[Found], list[Job]]:
         """(what was found, jobs that cannot be read without waiting for a disk)."""
-        summed = [self._must_sum(job) for job in jobs]
+        summed = [self.must_sum(job) for job in jobs]
         pieces: list[_Piece] = []
         step = max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
         firsts = []
@@ -85,7 +85,8 @@ class Fetcher:
                 found.append(self._judge(job, table, leaf_bytes) if summed[number] else (job.bits(), []))
         return found, [jobs[number] for number in sorted(left)]
 
-    def _must_sum(self, job: Job) -> bool:
+    def must_sum(self, job: Job) -> bool:
+        """Whether the policy asks for checksums of a job."""
         policy, segment = self._c.verify, job.held.segment_id
         if policy is Verify.FIRST:
             return not all((segment, seq) in self._verified for seq in job.seqs)

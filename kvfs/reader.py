@@ -139,7 +139,7 @@ class Reader:
         return []
 
     def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
-        """Leading pages of a job that verify; several threads bring them in and check them."""
+        """Leading pages of a job that verify; where they must be checked, by several threads."""
         try:
             mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
         except (OSError, ValueError):
@@ -147,7 +147,7 @@ class Reader:
             return []
         whole = memoryview(mapping).toreadonly()
         views = [job.page(whole, i) for i in range(job.count)]
-        step = max(1, READ_BYTES // job.size)
+        step = max(1, READ_BYTES // job.size) if self._fetcher.must_sum(job) else job.count
         firsts = range(0, job.count, step)
 
         def bad_page(first: int) -> int:
