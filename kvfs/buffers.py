@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import deque
+from functools import partial
 from typing import Any
 
 from kvfs.errors import ConfigError
@@ -47,12 +49,12 @@ class _PyBuffer(ctypes.Structure):
 
 def address_of_readonly(data: Any) -> int:
     """Address of a buffer that need not be writable. It is not kept alive."""
-    buffer = _PyBuffer()
-    api = ctypes.pythonapi
-    api.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(buffer), 0)
-    address = int(buffer.buf or 0)
-    api.PyBuffer_Release(ctypes.byref(buffer))
-    return address
+    buffer, api = _PyBuffer(), ctypes.pythonapi
+    get = partial(api.PyObject_GetBuffer, ctypes.py_object(data), ctypes.byref(buffer), 0)
+    release = partial(api.PyBuffer_Release, ctypes.byref(buffer))
+    # in one C call: an interrupt in between would leave the buffer exported for ever
+    deque(map(partial.__call__, (get, release)), maxlen=0)
+    return int(buffer.buf or 0)
 
 
 def _tensor_bytes(tensor: Any, what: str) -> Any:

@@ -260,12 +260,12 @@ class Window(Files):
         self._member = member
         self._step = step  # before each read
 
-    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+    def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
         self._step()
         left = self._member.nbytes - offset
         if left <= 0:
             return 0
-        return super().preadv(fd, buffers, self._member.offset + offset)
+        return super().preadv(fd, buffers, self._member.offset + offset, flags)
 
     def fstat(self, fd: int) -> Any:
         return _Size(self._member.nbytes)

@@ -23,11 +23,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from kvfs.buffers import address_of_readonly
+
 IOV_MAX = 1024
 Mapping: TypeAlias = mmap.mmap
 _FALLOC_FL_KEEP_SIZE = 1
 _CACHESTAT = 451
 _MADV_POPULATE_READ = 22
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # read what is in the page cache and nothing else; 0: Python does not know it
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)  # by a file system, kernel or filter
 
 
 class Files:
@@ -121,8 +125,8 @@ class Files:
 
     # -- data --------------------------------------------------------------------------------
 
-    def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        return os.preadv(fd, buffers, offset, flags) if flags else os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
@@ -135,6 +139,21 @@ class Files:
             if n <= 0:
                 raise OSError(errno.EIO, f"file ends {total - done} bytes short")
             done += n
+
+    def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
+        """Fill ``buffer`` if all of it is in the page cache; else False, and what ``buffer`` holds is undefined."""
+        if _NOWAIT:
+            try:
+                return self.preadv(fd, [buffer], offset, _NOWAIT) == len(buffer)
+            except BlockingIOError:
+                return False
+            except OSError as exc:
+                if exc.errno not in _NOT_SUPPORTED:
+                    raise
+        if (cached := self.cached_bytes(fd, offset, len(buffer))) is not None and cached < len(buffer):
+            return False
+        self.read_into(fd, buffer, offset)
+        return True
 
     def read(self, fd: int, nbytes: int, offset: int) -> bytes:
         buffer = bytearray(nbytes)
@@ -182,10 +201,13 @@ class Files:
         """A shared read-only map. Python's map keeps a duplicate of ``fd``, so a flock lives as long as it."""
         return mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
 
-    def populate(self, mapping: Mapping) -> None:
-        """Read the whole map in; a bad sector is an ``OSError`` here and would be SIGBUS later."""
+    def populate(self, mapping: Mapping, offset: int = 0, nbytes: int = 0) -> None:
+        """Read a map in, or part of it; a bad sector is an ``OSError`` here and would be SIGBUS later.
+
+        Not ``mmap.madvise``, which keeps other threads out of the interpreter until the disk has answered.
+        """
         try:
-            mapping.madvise(_MADV_POPULATE_READ)
+            _madvise(address_of_readonly(mapping) + offset, nbytes or len(mapping) - offset, _MADV_POPULATE_READ)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # kernels before 5.14 do not know the advice
                 raise
@@ -219,6 +241,12 @@ def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> None:
+    if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import xxhash
@@ -59,12 +59,16 @@ def chunk_of_key(key: bytes, seed: bytes) -> bytes:
     return hashlib.sha256(b"kvfs key 1\n" + seed + key).digest()
 
 
+def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:
+    """PageKey of a chunk hash: BLAKE2b-256 over (namespace digest, length-prefixed group name, chunk hash)."""
+    name, blake2b = group.encode("ascii"), hashlib.blake2b
+    prefix = namespace_digest + len(name).to_bytes(1, "little") + name
+    return lambda chunk_hash: blake2b(prefix + chunk_hash, digest_size=32).digest()
+
+
 def page_key(namespace_digest: bytes, group: str, chunk_hash: bytes) -> bytes:
-    """BLAKE2b-256 over (namespace digest, length-prefixed group name, chunk hash)."""
-    name = group.encode("ascii")
-    return hashlib.blake2b(
-        namespace_digest + len(name).to_bytes(1, "little") + name + chunk_hash, digest_size=32
-    ).digest()
+    """One key of ``page_keys``."""
+    return page_keys(namespace_digest, group)(chunk_hash)
 
 
 def leaf_table(payload: Any, leaf_bytes: int) -> bytes:

@@ -4,9 +4,9 @@ Never guesses: an absent field gets the default of the model's class in transfor
 understood raises UnsupportedModelError with field, reason and remedy. ``sliding_window = w`` lets a token
 attend to itself and the w-1 before it; the need is ``window(w)``, one more than a restore must have: safe.
 
-The layout says what paged engines keep. transformers itself keeps MLA models expanded to full heads: describe
-that cache with ``PageLayout.kv(kv_heads=num_attention_heads, head_dim=qk_nope_head_dim + qk_rope_head_dim,
-v_head_dim=...)``.
+The layout says what paged engines keep, and transformers: of MLA the latents. Early releases of transformers 5
+kept them expanded to full heads: ``PageLayout.kv(kv_heads=num_attention_heads, head_dim=qk_nope_head_dim +
+qk_rope_head_dim, v_head_dim=...)`` describes such a cache.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from kvfs.hashing import page_key
-from kvfs.index.rows import CLAIM, RUN, Row
+from kvfs.hashing import page_key, page_keys
+from kvfs.index.rows import CLAIM, RUN, Row, parse_row
 from kvfs.index.session import Session
 from kvfs.layout import Group, Part
 
@@ -22,7 +22,8 @@ ROWS_PER_HOLD = 256
 PARTS_MAX = 256
 
 
-class Hit(NamedTuple):
+@dataclass
+class Hit:
     """Chunks of one row that are live: ``bits`` relative to chunk ``run * RUN``."""
 
     run: int
@@ -30,6 +31,16 @@ class Hit(NamedTuple):
     key: bytes
     value: bytes
     bits: int
+    _row: Row | None = field(default=None, repr=False, compare=False)
+
+    def row(self) -> Row | None:
+        """The row, parsed once in each process; None if its bytes are damaged."""
+        if self._row is None:
+            self._row = parse_row(self.key, self.value)
+        return self._row
+
+    def __reduce__(self) -> tuple[type[Hit], tuple[int, Part, bytes, bytes, int]]:
+        return Hit, (self.run, self.part, self.key, self.value, self.bits)
 
 
 @dataclass
@@ -42,14 +53,19 @@ class Found:
 
     def add(self, run: int, run_length: int, found: RunFound) -> None:
         self.present |= found.covered << run * run_length
-        self.claimed |= found.claimed << run * run_length
+        if found.claimed:
+            self.claimed |= found.claimed << run * run_length
         self.hits[run] = found.hits
+
+
+_Read: TypeAlias = "tuple[bytes, Row | None]"  # a row's key, and the row
 
 
 class RunFound(NamedTuple):
     covered: int
     claimed: int
     hits: list[Hit]
+    whole: bool  # every chunk is covered
 
 
 @dataclass(frozen=True)
@@ -86,38 +102,72 @@ class GroupLookup:
         self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
         self.parts: list[Part] = []
         self._cells: list[list[int]] = []
+        self._page_key = page_keys(prompt.digest, group.name)
+        self._packed: list[bytes] = []
+        self._first_is_enough = False
 
     def use_parts(self, known: Sequence[Part]) -> None:
         """Tell which parts the namespace has; those that help are read, the most useful first."""
         useful = [p for p in known if p.intersect(self.want) is not None]
         useful.sort(key=lambda p: (p != self.want, not p.contains(self.want), p.heads * p.layers, p.pack()))
         self.parts = useful[:PARTS_MAX]
+        self._packed = [part.pack() for part in self.parts]
+        self._first_is_enough = bool(self.parts) and self.parts[0].contains(self.want)
         self._cells = _elementary(self.want, self.parts)
 
     def read_run(self, session: Session, run: int, *, stop_at_gap: bool) -> RunFound:
         """Look one run up in all useful parts, until they cover it."""
         first, count = self.prompt.run(run)
-        wanted = b"".join(self.prompt.hashes[first : first + count])
-        whole = (1 << count) - 1
+        wanted, whole = b"".join(self.prompt.hashes[first : first + count]), (1 << count) - 1
+        head = self._read_row(session, 0, first) if self.parts else None
+        if head is not None and self._first_is_enough and self._is_whole(session, head, wanted, whole):
+            key, row = head
+            assert row is not None
+            result = RunFound(whole, 0, [Hit(run, self.parts[0], key, row.value, whole, row)], True)
+        else:
+            result = self._read_parts(session, run, wanted, whole, stop_at_gap, head)
+        self.found.add(run, self.prompt.run_length, result)
+        return result
+
+    def _read_row(self, session: Session, part: int, chunk: int) -> _Read:
+        key = self._page_key(self.prompt.hashes[chunk]) + self._packed[part]
+        self.rows_read += 1
+        return key, session.row(key)
+
+    def _is_whole(self, session: Session, head: _Read, wanted: bytes, whole: int) -> bool:
+        """The usual case, without bookkeeping: the row of a run's first chunk has all of it, and all of it is live."""
+        row = head[1]
+        if row is None or row.matches(wanted, whole.bit_length()) != whole:
+            return False
+        for e in row.extents:
+            if whole >> e.first:
+                if not session.is_live(e):
+                    return False
+                self.segments[e.segment] = session.segment_id(e.segment) or b""
+        return True
+
+    def _read_parts(
+        self, session: Session, run: int, wanted: bytes, whole: int, stop_at_gap: bool, head: _Read | None
+    ) -> RunFound:
+        """``head``: the row of the run's first chunk in the first part."""
         live: list[int] = []
         claimed, covered = 0, 0
         hits: list[Hit] = []
-        for part in self.parts:
-            bits, claims, new = self._read_rows(session, part, run, wanted, stop_at_gap)
+        for part in range(len(self.parts)):
+            bits, claims, new = self._read_rows(session, part, run, wanted, stop_at_gap, head)
+            head = None
             live.append(bits)
             claimed |= claims
             hits += new
             covered = self._cover(live, whole)
             if covered == whole:
                 break
-        result = RunFound(covered, claimed, hits)
-        self.found.add(run, self.prompt.run_length, result)
-        return result
+        return RunFound(covered, claimed, hits, covered == whole)
 
     def _read_rows(
-        self, session: Session, part: Part, run: int, wanted: bytes, stop_at_gap: bool
+        self, session: Session, part: int, run: int, wanted: bytes, stop_at_gap: bool, head: _Read | None
     ) -> tuple[int, int, list[Hit]]:
-        """Live and claimed chunks of one part in the rows of a run; follows forks."""
+        """Live and claimed chunks of one part (its number) in the rows of a run; follows forks."""
         first, count = self.prompt.run(run)
         live = claimed = seen = 0
         hits = []
@@ -125,14 +175,13 @@ class GroupLookup:
         while left := unread & ~seen:
             j = (left & -left).bit_length() - 1
             unread &= -2 << j
-            key = self.prompt.key(self.group, part, first + j)
-            self.rows_read += 1
-            row = session.row(key)
+            key, row = self._read_row(session, part, first + j) if head is None else head
+            head = None
             if row is not None:
                 matched = row.matches(wanted, count)
                 new_live, new_claimed = self._judge(session, row, matched & ~live)
                 if new_live:
-                    hits.append(Hit(run, part, key, row.value, new_live))
+                    hits.append(Hit(run, self.parts[part], key, row.value, new_live, row))
                 live |= new_live
                 claimed |= new_claimed & ~live
                 seen |= live | claimed
@@ -155,7 +204,7 @@ class GroupLookup:
 
     def _cover(self, live: Sequence[int], whole: int) -> int:
         """Chunks whose every elementary rectangle lies in some live part."""
-        if self.parts and self.parts[0].contains(self.want) and live[0] == whole:
+        if self._first_is_enough and live[0] == whole:
             return whole
         covered = whole
         for parts in self._cells:
@@ -230,7 +279,7 @@ def _walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool]) 
         while position < runs and lookup.rows_read < budget:
             found = lookup.read_run(session, position, stop_at_gap=True)
             position += 1
-            if found.covered != (1 << lookup.prompt.run(position - 1)[1]) - 1:
+            if not found.whole:
                 return True
         return position >= runs
 

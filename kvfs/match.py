@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from kvfs.index.rows import Place, parse_row
+from kvfs.index.rows import Place
 from kvfs.layout import Part
 from kvfs.lookup import Hit, valid_lengths
 from kvfs.segment_files import Held
@@ -63,7 +63,7 @@ class GroupMatch:
         found: dict[int, list[Source]] = {}
         last = self.first + self.count
         for hit in self.hits:
-            row = parse_row(hit.key, hit.value)
+            row = hit.row()
             if row is None:
                 continue
             base = hit.run * self.run_length
@@ -193,7 +193,7 @@ def used_ranges(hits: Iterable[Hit], run_length: int, good: int) -> list[tuple[i
     ranges: list[tuple[int, int, int]] = []
     for hit in hits:
         bits = hit.bits & good >> hit.run * run_length
-        row = parse_row(hit.key, hit.value) if bits else None
+        row = hit.row() if bits else None
         for e in row.extents if row is not None else ():
             if not bits >> e.first & (1 << e.chunks) - 1:
                 continue

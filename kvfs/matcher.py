@@ -26,6 +26,8 @@ class Matcher:
         self._digest = digest
         self._layout = layout
         self._tiers = tiers
+        self._parts_of: dict[int, list[Part]] = {}  # by group, at ``_parts_at``; for the index thread alone
+        self._parts_at: object = None
 
     def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
         """Longest restorable prefix; ``wants``: the rectangle wanted of each group."""
@@ -49,8 +51,17 @@ class Matcher:
     def use_parts(self, session: Session, lookups: Sequence[GroupLookup]) -> None:
         """Tell lookups which parts their groups have."""
         for number, lookup in enumerate(lookups):
+            lookup.use_parts(self._parts(session, number))
+
+    def _parts(self, session: Session, number: int) -> list[Part]:
+        """Parts of a group; looked up again after every commit, of whatever process."""
+        if self._parts_at != session.state:
+            self._parts_at, self._parts_of = session.state, {}
+        parts = self._parts_of.get(number)
+        if parts is None:
             packed = session.parts(self._digest, number)
-            lookup.use_parts([p for p in map(_unpack_part, packed) if p is not None])
+            parts = self._parts_of[number] = [p for p in map(_unpack_part, packed) if p is not None]
+        return parts
 
     def read(self, function: Callable[[Session], T]) -> T:
         return self._c.index.read(function, LOOKUP_SECONDS)
@@ -137,7 +148,7 @@ class Matcher:
         def step(session: Session) -> bool:
             nonlocal run
             lookup.generation = lookup.generation or session.generation
-            lookup.use_parts([p for p in map(_unpack_part, session.parts(self._digest, number)) if p is not None])
+            lookup.use_parts(self._parts(session, number))
             budget = lookup.rows_read + ROWS_PER_HOLD
             while run < last and lookup.rows_read < budget:
                 found = lookup.read_run(session, run, stop_at_gap=False)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 _RUN, _SKIP = "run", "skip"
 _WAIT_SECONDS = 0.05
@@ -20,7 +23,7 @@ class _Task(Generic[T]):
     __slots__ = ("call", "claims", "done", "error", "finished", "result")
 
     def __init__(self, call: Callable[[], T]) -> None:
-        self.call = call
+        self.call: Callable[[], T] | None = call
         self.claims: list[str] = []  # whoever appends first decides
         self.result: T | None = None
         self.error: BaseException | None = None
@@ -30,11 +33,13 @@ class _Task(Generic[T]):
 
     def run(self) -> None:
         self.claims.append(_RUN)
-        if self.claims[0] is _RUN:
+        call, self.call = self.call, None  # the caller's buffers are his alone when he goes on
+        if self.claims[0] is _RUN and call is not None:
             try:
-                self.result = self.call()
+                self.result = call()
             except BaseException as exc:  # handed to the caller
                 self.error = exc
+        del call
         self.finished = True
         self.done.release()
 
@@ -45,7 +50,10 @@ class _Task(Generic[T]):
     def skip(self) -> bool:
         """Do not begin it any more; False if it has begun."""
         self.claims.append(_SKIP)
-        return self.claims[0] is _SKIP
+        if self.claims[0] is not _SKIP:
+            return False
+        self.call = None
+        return True
 
 
 class Begun(Generic[T]):
@@ -72,13 +80,20 @@ class Pool:
         for thread in self._threads:
             thread.start()
 
-    def run(self, calls: Sequence[Callable[[], T]], beside: Callable[[], object] = lambda: None) -> list[T]:
-        """Results of ``calls``, while the caller does ``beside``. Whatever is raised, no call runs any more then."""
+    def run(
+        self, calls: Sequence[Callable[[], T]], beside: Callable[[], object] = lambda: None, *, helping: bool = False
+    ) -> list[T]:
+        """Results of ``calls``, while the caller does ``beside``. Whatever is raised, no call runs any more then.
+
+        ``helping``: calls that have not begun when the caller is ready are left out.
+        """
         tasks = [_Task(call) for call in calls]
         try:
             for task in tasks:
                 self._queue.put(task)
             beside()
+            if helping:
+                tasks = [task for task in tasks if not task.skip()]
             for task in tasks:
                 task.wait()
         except BaseException:
@@ -117,3 +132,50 @@ class Pool:
         while (task := self._queue.get()) is not None:
             task.run()
             del task  # its result must not live until the next one
+
+
+class Team:
+    """Threads that share the work of one call with its caller; made when they are first needed."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._count = threads
+        self._name = name
+        self._pool: Pool | None = None
+        self._lock = threading.Lock()
+
+    def each(self, work: Callable[[Iterator[S]], T], shares: Sequence[Iterator[S]]) -> list[T]:
+        """Results of ``work`` for every share, the first one in the caller's thread; in any order.
+
+        Shares may be one and the same iterator: whoever is free takes the next item, and the result of a thread that
+        came too late is missing. An interrupt of the caller takes all items that nobody has begun from the others.
+        """
+        if len(shares) == 1:
+            return [work(shares[0])]
+        done: list[T] = []
+
+        def mine() -> None:
+            try:
+                done.append(work(shares[0]))
+            except BaseException:
+                for share in shares:
+                    deque(share, maxlen=0)
+                raise
+
+        calls = [partial(work, share) for share in shares[1:]]
+        return [*self._started().run(calls, mine, helping=shares[0] is shares[-1]), *done]
+
+    def _started(self) -> Pool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = Pool(self._count, self._name)
+            return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def abandon(self) -> None:
+        """In a forked child: the parent's threads are not here."""
+        self._pool = None
+        self._lock = threading.Lock()

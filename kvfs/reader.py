@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
 from typing import TypeVar
 
 from kvfs import format as fmt
 from kvfs.assemble import assemble, decode_page
 from kvfs.bits import span
-from kvfs.buffers import address_of
 from kvfs.codec import fits
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
-from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
+from kvfs.fetch import COLD_THREADS, READ_BYTES, Fetcher
 from kvfs.index.rows import Place
 from kvfs.index.runs import forget_place
 from kvfs.layout import Group
 from kvfs.match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
-from kvfs.pool import Pool
+from kvfs.pool import Team
 from kvfs.reads import Job, plan_reads
 from kvfs.segment_files import Held
-from kvfs.types import Tier, Verify
+from kvfs.types import Tier
 
 S = TypeVar("S")
 T = TypeVar("T")
-COLD_THREADS = 8  # parallel reads of what is not in the page cache
-READ_BYTES = 4 << 20  # one preadv
-SUM_BYTES = 512 << 10  # read and summed at once
 VIEW_BYTES = 256 << 20  # one map
-VERIFIED_MAX = 1 << 20  # remembered pages of policy "first"
 
 
 class Reader:
@@ -40,9 +33,8 @@ class Reader:
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._pool: Pool | None = None
-        self._lock = threading.Lock()
-        self._verified: set[tuple[bytes, int]] = set()
+        self._team = Team(max(COLD_THREADS, context.threads), "kvfs-read")
+        self._fetcher = Fetcher(context, self._team)
 
     # -- get ---------------------------------------------------------------------------------
 
@@ -77,11 +69,7 @@ class Reader:
     ) -> int:
         """Set (as bits) of the chunks that are now in ``out``, verified."""
         jobs, covered = plan_reads(gm, held, READ_BYTES)
-        bad: list[tuple[int, int]] = []
-        good = 0
-        for bits, faults in self._map(lambda job: self._read_job(job, gm, group, out), jobs, out):
-            good |= bits
-            bad += faults
+        good, bad = self._fetcher.fetch(jobs, group.leaf_bytes(gm.want), out)
         rest = span(gm.first, gm.count) & ~covered
         if rest:
             bits, faults = self._assemble_rest(gm, group, rest, out, held)
@@ -104,129 +92,9 @@ class Reader:
             return whole << chunk, [(source.place.segment, source.place.seq) for source in wrong]
 
         cold = bool(chunks) and not all(self._in_cache(held, s.place) for s in sources[chunks[0]])
-        done = list(self._share(one, chunks, COLD_THREADS if cold else self._c.threads))
+        shares = [iter(chunks)] * max(1, min(len(chunks), COLD_THREADS if cold else self._c.threads))
+        done = [found for share in self._team.each(partial(_each, one), shares) for found in share]
         return sum(bits for bits, _ in done), [fault for _, faults in done for fault in faults]
-
-    def _share(self, function: Callable[[S], T], items: Sequence[S], threads: int) -> Iterator[T]:
-        """Results in any order, by several threads where there are several items."""
-        workers = min(len(items), threads)
-        if workers < 2:
-            return map(function, items)
-        shared = iter(items)
-        return chain.from_iterable(self._threads().run([partial(_each, function, shared)] * workers))
-
-    def _threads(self) -> Pool:
-        with self._lock:
-            if self._pool is None:
-                self._pool = Pool(max(COLD_THREADS, self._c.threads), "kvfs-read")
-            return self._pool
-
-    def _map(self, function: Callable[[Job], T], jobs: list[Job], out: memoryview) -> Iterator[T]:
-        """Run jobs, in parallel where that helps; results in any order."""
-        if len(jobs) < 2:
-            return map(function, jobs)
-        cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
-        # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
-        workers = min(len(jobs), COLD_THREADS if self._direct(jobs[-1], out) >= 0 else self._c.threads)
-        if workers < 2:
-            return map(function, jobs)
-        bounds = [len(jobs) * i // workers for i in range(workers + 1)]
-        # from a disk each thread takes a stretch of neighbours; from memory whichever job is next
-        shares = [iter(jobs[a:b]) for a, b in pairwise(bounds)] if cold else [iter(jobs)] * workers
-        return chain.from_iterable(self._threads().run([partial(_each, function, share) for share in shares]))
-
-    def _cached(self, job: Job) -> int | None:
-        return self._c.files.cached_bytes(job.held.fd, job.offset, job.nbytes)
-
-    def _direct(self, job: Job, out: memoryview) -> int:
-        """Descriptor for reading a job past the page cache, or negative if it should not be.
-
-        Cold bytes that nobody has used before go that way: reading them through the page cache costs several times
-        the CPU, and pages used once are the first that the kernel drops again.
-        """
-        if (
-            job.size % fmt.BLOCK
-            or self._cached(job) != 0
-            or address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
-            or self._c.recency.was_used(job.held.segment_id, job.seqs[0])
-        ):
-            return -1
-        return self._c.segments.direct(job.held)
-
-    def _read_job(self, job: Job, gm: GroupMatch, group: Group, out: memoryview) -> tuple[int, list[tuple[int, int]]]:
-        """Read and check; (good chunks as bits, bad records as (segment, seq))."""
-        target = out[job.out : job.out + job.nbytes]
-        leaf_bytes, step = group.leaf_bytes(gm.want), LEAF_BYTES * group.leaves(gm.want)
-        try:
-            table = self._read_and_sum(job, target, leaf_bytes, self._direct(job, out))
-        except OSError:
-            return self._read_singly(job, target, leaf_bytes)
-        if table is None:
-            good = [
-                self._check(job, i, target[i * job.size : (i + 1) * job.size], leaf_bytes) for i in range(job.count)
-            ]
-        else:
-            roots = [root_of(table[at : at + step]) for at in range(0, len(table), step)]
-            if b"".join(roots) == job.roots:
-                return job.bits(), []
-            good = [self._agrees(root, job, i) for i, root in enumerate(roots)]
-        return self._judged(job, good)
-
-    @staticmethod
-    def _judged(job: Job, good: Sequence[bool]) -> tuple[int, list[tuple[int, int]]]:
-        bits = sum(fine << job.chunk + i for i, fine in enumerate(good))
-        return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if not fine]
-
-    def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, direct: int) -> bytes | None:
-        """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
-        if direct >= 0:
-            self._c.counters.add("direct_reads")
-        fd = direct if direct >= 0 else job.held.fd
-        if self._c.verify is not Verify.ALWAYS:
-            self._c.files.read_into(fd, target, job.offset)
-            return None
-        step = len(target) if direct >= 0 else max(1, SUM_BYTES // leaf_bytes) * leaf_bytes
-        tables = []
-        for at in range(0, len(target), step):
-            piece = target[at : at + step]
-            self._c.files.read_into(fd, piece, job.offset + at)
-            tables.append(leaf_table(piece, leaf_bytes))
-        return b"".join(tables)
-
-    def _read_singly(self, job: Job, target: memoryview, leaf_bytes: int) -> tuple[int, list[tuple[int, int]]]:
-        """One of the pages cannot be read: find out which."""
-        self._c.counters.add("read_errors")
-        good = []
-        for i in range(job.count):
-            page = target[i * job.size : (i + 1) * job.size]
-            try:
-                self._c.files.read_into(job.held.fd, page, job.offset + i * job.size)
-                good.append(self._check(job, i, page, leaf_bytes))
-            except OSError:
-                good.append(False)
-        return self._judged(job, good)
-
-    def _check(self, job: Job, i: int, data: memoryview, leaf_bytes: int) -> bool:
-        """Whether the bytes of page ``i`` are the ones that the index vouches for, as far as the policy asks."""
-        policy = self._c.verify
-        if policy is Verify.OFF:
-            return True
-        key = (job.held.segment_id, job.seqs[i])
-        if policy is Verify.FIRST and key in self._verified:
-            return True
-        if not self._agrees(root_of(leaf_table(data, leaf_bytes)), job, i):
-            return False
-        if policy is Verify.FIRST:
-            if len(self._verified) >= VERIFIED_MAX:
-                self._verified.clear()
-            self._verified.add(key)
-        return True
-
-    def _agrees(self, root: bytes, job: Job, i: int) -> bool:
-        if root == job.root(i):
-            return True
-        self._c.counters.add("pages_corrupt")
-        return False
 
     # -- views -------------------------------------------------------------------------------
 
@@ -272,20 +140,31 @@ class Reader:
         return []
 
     def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
+        """Leading pages of a job that verify; where they must be checked, by several threads."""
         try:
             mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
-            self._c.files.populate(mapping)
         except (OSError, ValueError):
             self._c.counters.add("read_errors")
             return []
         whole = memoryview(mapping).toreadonly()
-        views = []
-        for i in range(job.count):
-            data = whole[i * job.size : (i + 1) * job.size]
-            if not self._check(job, i, data, leaf_bytes):
-                break
-            views.append(data)
-        return views
+        views = [job.page(whole, i) for i in range(job.count)]
+        step = max(1, READ_BYTES // job.size) if self._fetcher.must_sum(job) else job.count
+        firsts = range(0, job.count, step)
+
+        def bad_page(first: int) -> int:
+            """The first page from ``first`` on that is not as it should be, of one step; the number of all if none."""
+            part = views[first : first + step]
+            try:
+                self._c.files.populate(mapping, first * job.size, sum(map(len, part)))
+            except OSError:
+                self._c.counters.add("read_errors")
+                return first
+            wrong = (n for n, view in enumerate(part, first) if not self._fetcher.check(job, n, view, leaf_bytes))
+            return next(wrong, job.count)
+
+        shares = [iter(firsts)] * max(1, min(len(firsts), self._c.threads))
+        ends = [end for share in self._team.each(partial(_each, bad_page), shares) for end in share]
+        return views[: min(ends)]
 
     # -- tiers, stamps, faults -----------------------------------------------------------------
 
@@ -352,14 +231,11 @@ class Reader:
             hold.leave()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        self._team.close()
 
     def abandon(self) -> None:
         """In a forked child: the parent's threads are not here."""
-        self._pool = None
-        self._lock = threading.Lock()
+        self._team.abandon()
 
 
 def _each(function: Callable[[S], T], items: Iterator[S]) -> list[T]:

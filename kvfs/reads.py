@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvfs import format as fmt
 from kvfs.hashing import LEAF_BYTES, ROOT_BYTES
-from kvfs.index.rows import parse_row
 from kvfs.match import GroupMatch
 from kvfs.segment_files import Held
 
@@ -35,6 +34,10 @@ class Job:
 
     def root(self, i: int) -> bytes:
         return self.roots[i * ROOT_BYTES : (i + 1) * ROOT_BYTES]
+
+    def page(self, data: memoryview, i: int) -> memoryview:
+        """Page ``i`` of the bytes of this job."""
+        return data[i * self.size : (i + 1) * self.size]
 
     def bits(self) -> int:
         return (1 << len(self.seqs)) - 1 << self.chunk
@@ -93,7 +96,7 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, Held]) -> tuple[list[Run], int]
     for hit in gm.hits:
         base = hit.run * gm.run_length
         bits = hit.bits & (wanted & ~covered) >> base
-        row = parse_row(hit.key, hit.value) if bits and hit.part == gm.want else None
+        row = hit.row() if bits and hit.part == gm.want else None
         for e, skipped, count, roots in row.stretches(bits) if row is not None else ():
             if e.codec or e.stored_bytes != gm.part_bytes:
                 continue

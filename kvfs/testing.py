@@ -163,18 +163,18 @@ class FaultyFiles(Files):
 
     # -- data --------------------------------------------------------------------------------
 
-    def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         fault = self._enter("preadv", f"{fd} at {offset}")
         if fault is None:
-            return super().preadv(fd, buffers, offset)
+            return super().preadv(fd, buffers, offset, flags)
         if fault.action == "torn":
             raise fault.raised()
         if fault.action == "misdirect":
-            return super().preadv(fd, buffers, offset + _MISDIRECTED_BYTES)
+            return super().preadv(fd, buffers, offset + _MISDIRECTED_BYTES, flags)
         if fault.action == "short":
             first = memoryview(buffers[0])
-            return super().preadv(fd, [first[: max(1, len(first) // 2)]], offset)
-        done = super().preadv(fd, buffers, offset)
+            return super().preadv(fd, [first[: max(1, len(first) // 2)]], offset, flags)
+        done = super().preadv(fd, buffers, offset, flags)
         if done:
             self._flip(memoryview(buffers[0])[:done])
         return done
@@ -219,9 +219,9 @@ class FaultyFiles(Files):
         self._enter("map", fd)
         return super().map(fd, length, offset)
 
-    def populate(self, mapping: Map) -> None:
+    def populate(self, mapping: Map, offset: int = 0, nbytes: int = 0) -> None:
         self._enter("populate")
-        super().populate(mapping)
+        super().populate(mapping, offset, nbytes)
 
     def flock(self, fd: int, operation: int) -> bool:
         self._enter("flock", f"{fd} {operation}")

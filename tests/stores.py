@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import kvfs
 from kvfs.match import PrefixMatch
 
 PAGE_TOKENS = 16
+#: Threads fork one after the other: filelock, which torch brings, refuses a fork while another one is in progress.
+_FORKING = threading.Lock()
 #: of one page of ``tiny()``
 TINY_BYTES = 2 * 2 * PAGE_TOKENS * 16
 
@@ -76,7 +79,8 @@ def run_child(function: Callable[[], Any], *, uid: int | None = None) -> Any:
     exit handler of the test runner runs twice.
     """
     reader, writer = os.pipe()
-    child = os.fork()
+    with _FORKING:
+        child = os.fork()
     if not child:
         os.close(reader)
         code = 1

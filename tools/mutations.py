@@ -20,15 +20,15 @@ class Mutation(NamedTuple):
 
 MUTATIONS = (
     Mutation(
-        "skip the checksum on read", "kvfs/reader.py",
-        "                return job.bits(), []\n            good = [self._agrees(root, job, i) for i, root in enumerate(roots)]",
-        "                return job.bits(), []\n            good = [True for i, root in enumerate(roots)]",
+        "skip the checksum on read", "kvfs/fetch.py",
+        "            return job.bits(), []\n        good = [self._agrees(root, job.root(i)) for i, root in enumerate(roots)]",
+        "            return job.bits(), []\n        good = [True for i, root in enumerate(roots)]",
         ("tests/unit/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew",),
     ),
     Mutation(
         "skip the checksum of views", "kvfs/reader.py",
-        "            if not self._check(job, i, data, leaf_bytes):\n                break",
-        "            if not data:\n                break",
+        "if not self._fetcher.check(job, n, view, leaf_bytes))",
+        "if not view)",
         ("tests/unit/test_namespace.py::test_a_damaged_page_ends_the_views",),
     ),
     Mutation(

@@ -141,14 +141,17 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
     extents_end = _HEAD.size + _EXTENT.size * extents_n
     if len(value) != extents_end + (HASH_BYTES + ROOT_BYTES) * present.bit_count():
         return None
-    extents = tuple(Extent(*fields) for fields in _EXTENT.iter_unpack(value[_HEAD.size : extents_end]))
+    if extents_n == 1:
+        extents: tuple[Extent, ...] = (Extent._make(_EXTENT.unpack_from(value, _HEAD.size)),)
+    else:
+        extents = tuple(map(Extent._make, _EXTENT.iter_unpack(value[_HEAD.size : extents_end])))
     covered = 0
-    for e in extents:
-        bits = (1 << e.chunks) - 1 << e.first
-        if not e.chunks or e.first + e.chunks > RUN or bits & covered:
+    for first, chunks, _, _, _, block, stride, _, leaf, seq, _ in extents:
+        bits = (1 << chunks) - 1 << first
+        if not chunks or first + chunks > RUN or bits & covered:
             return None
-        last = e.chunks - 1  # its place must fit an extent of its own, too
-        if last and max(e.block + last * e.stride, e.leaf + last * leaves, e.seq + last) > _U32_MAX:
+        last = chunks - 1  # its place must fit an extent of its own, too
+        if block + last * stride > _U32_MAX or leaf + last * leaves > _U32_MAX or seq + last > _U32_MAX:
             return None
         covered |= bits
     return Row(value, present, leaves, extents) if covered == present else None

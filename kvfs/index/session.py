@@ -34,6 +34,11 @@ class Session:
         self.now_s = now_s
         self._alive: dict[int, bytes | None] = {}
 
+    @property
+    def state(self) -> tuple[Tables, int]:
+        """What a read transaction sees: an open index, and the number of its last commit. Equal states, equal rows."""
+        return self.db, self.txn.id()
+
     # -- page rows ---------------------------------------------------------------------------
 
     def row(self, key: bytes) -> Row | None:
@@ -51,7 +56,7 @@ class Session:
             return False
         if extent.flags & CLAIM or (extent.expires and extent.expires <= self.now_s):
             return False
-        return self.segment_alive(extent.segment)
+        return self.segment_id(extent.segment) is not None
 
     def claim_holds(self, extent: Extent) -> bool:
         """Whether a claim still keeps others from writing: see ``claimed_until``."""

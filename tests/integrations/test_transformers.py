@@ -23,7 +23,7 @@ from kvfs.integrations.transformers import cache as cache_module  # noqa: E402
 from kvfs.integrations.transformers import generate, namespace_for, weights_digest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("llama", "qwen3", "mistral", "gemma3")
+MODELS = ("llama", "qwen3", "mistral", "gemma3", "deepseek_v2", "deepseek_v3")
 DTYPES = ("float32", "bfloat16")
 VOCABULARY = 96
 WINDOW = 24
@@ -35,6 +35,7 @@ def config_of(kind: str, **changes: Any) -> Any:
     classes = {
         "llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config,
         "mistral": transformers.MistralConfig, "gemma3": transformers.Gemma3TextConfig,
+        "deepseek_v2": transformers.DeepseekV2Config, "deepseek_v3": transformers.DeepseekV3Config,
     }  # fmt: skip
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -45,6 +46,13 @@ def config_of(kind: str, **changes: Any) -> Any:
         fields["sliding_window"] = WINDOW
     if kind == "gemma3":  # five layers slide, the sixth does not
         fields["num_hidden_layers"] = 6
+    if kind.startswith("deepseek"):  # latents of 16 numbers, 8 rotary ones; the second layer is a mixture of experts
+        del fields["head_dim"]
+        fields |= {
+            "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+        }  # fmt: skip
     return classes[kind](**{**fields, **changes})
 
 
@@ -585,11 +593,8 @@ def test_lists_and_single_rows_are_accepted(store: Any) -> None:
 
 
 def unsupported() -> dict[str, Any]:
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-    mla = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     return {
-        "mla": transformers.DeepseekV3Config(**small, **mla, intermediate_size=64, first_k_dense_replace=2),
         "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY),
         "mamba": transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=4),
         "dynamic rope": config_of("llama", rope_parameters=dynamic),
@@ -603,6 +608,23 @@ def test_models_whose_cache_is_not_understood_are_refused(what: str, store: Any)
     model = transformers.AutoModelForCausalLM.from_config(unsupported()[what]).eval()
     with pytest.raises(UnsupportedModelError):
         namespace_for(store, model)
+
+
+def test_latents_that_the_library_expands_are_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As early releases of transformers 5 do."""
+    model = model_of("deepseek_v3")
+    monkeypatch.delattr(type(model.model.layers[0].self_attn), "expand_kv")
+    with pytest.raises(UnsupportedModelError, match="expanded to all heads"):
+        namespace_for(store, model)
+
+
+def test_latents_are_stored_once_and_in_the_order_of_their_model(store: Any) -> None:
+    sizes = {}
+    for kind, order in (("deepseek_v2", "interleaved"), ("deepseek_v3", "halves")):
+        group = namespace_for(store, model_of(kind), page_tokens=16).namespace.layout.groups[0]
+        assert (group.heads, group.cell.encoding) == (1, f"f32 latent 16+8 {order}")
+        sizes[kind] = group.page_bytes
+    assert set(sizes.values()) == {16 * 2 * (16 + 8) * 4}
 
 
 def test_encoder_decoders_are_refused(store: Any) -> None:

@@ -59,6 +59,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "cohorts",
         "reader",
         "assemble",
+        "fetch",
         "reads",
         "writer",
         "active",

@@ -168,3 +168,14 @@ def test_parts_survive_a_new_index(memory_path: Path) -> None:
         assert restored(ns, tokens) == pages
         want = Part(2, 2, 1, 3)
         assert restored(ns, tokens, part=want) == cut(pages, group, want)
+
+
+def test_parts_that_appear_later_are_found_by_whoever_looked_before(store: kvfs.Store) -> None:
+    """Which parts a namespace has is remembered between lookups, as long as nobody commits anything."""
+    layout = layout_of(2)
+    group, pages, tokens = layout.groups[0], seeded(7, CHUNKS * layout.page_bytes), tokens_of(7, CHUNKS)
+    reader, writer = (store.namespace("parts that appear", layout, revision="r1") for _ in range(2))
+    for part in (Part(0, 1, 0, LAYERS), Part(1, 1, 0, LAYERS)):
+        assert restored(reader, tokens) == b""
+        assert writer.put(tokens, cut(pages, group, part), part=part).stored == CHUNKS
+    assert restored(reader, tokens) == pages

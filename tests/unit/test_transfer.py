@@ -62,10 +62,10 @@ class GatedFiles(Files):
             self.writes()
         return super().pwritev(fd, buffers, offset)
 
-    def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         if threading.current_thread().name.startswith("kvfs-read"):
             self.reads()
-        return super().preadv(fd, buffers, offset)
+        return super().preadv(fd, buffers, offset, flags)
 
 
 class Engine:

@@ -99,7 +99,7 @@ class ImageFiles(Files):
     def unlink(self, name: str, *, dir_fd: int) -> None:
         del self.names[name]
 
-    def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         done = 0
         for buffer in buffers:
             data = self._open[fd].read(offset + done, len(buffer))

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvfs.errors import StoreReadOnlyError
 from kvfs.integrations.transformers.layers import RecordingLayer, fits
-from kvfs.integrations.transformers.model import Source, head_dim, source_of
+from kvfs.integrations.transformers.model import Source, cell_dims, source_of
 from kvfs.integrations.transformers.prompts import Row, rows_of
 from kvfs.integrations.transformers.tensors import pages_of, states_of
 from kvfs.layout import Group
@@ -39,7 +39,7 @@ def namespace_for(
     a count of in-place changes of the weights, ``salt``: a tenant's secret, ``name``: default the model type.
 
     UnsupportedModelError: a model whose KV must not be reused, or whose cache is not understood (quantised,
-    multimodal, MLA, linear attention, KV sharing, encoder-decoder, offloaded, adapters without a digest, RoPE
+    multimodal, linear attention, KV sharing, encoder-decoder, offloaded, adapters without a digest, RoPE
     that depends on the length). ConfigError: a bad argument, or a model in training mode.
     """
     source = source_of(model, page_tokens, revision, adapter)
@@ -209,12 +209,12 @@ class PrefixCache:
         if len(lengths) > 1 or 0 in lengths:
             return f"cache: layers hold {sorted(lengths)} tokens"
         for group in self._groups:
-            shape = (batch, group.heads, head_dim(group, self.source.dtype))
+            shapes = [(batch, group.heads, dim) for dim in cell_dims(group)]
             for number in group.layers:
                 layer = past.layers[number]
                 if not fits(layer, group):
                     return f"cache: layer {number} is a {type(layer).__name__}, which is not understood"
-                for tensor in (layer.keys, layer.values):
+                for tensor, shape in zip((layer.keys, layer.values), shapes, strict=True):
                     if (*tensor.shape[:2], *tensor.shape[3:]) != shape or tensor.dtype != self.source.dtype:
                         return f"cache: layer {number} holds {tensor.dtype} {list(tensor.shape)}"
         return ""

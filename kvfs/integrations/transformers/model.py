@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,10 @@ from kvfs.integrations.transformers.layers import fits
 from kvfs.layout import Group, PageLayout
 
 DIGEST_THREADS = 8
+#: The last dimensions of keys and values, in what a cell's encoding says. Of MLA: the latents, and the rotary part.
+_CELL = re.compile(r"(bf16|f16|f32) (?:k(\d+)\+v(\d+)|latent (\d+)\+(\d+) (?:interleaved|halves))")
+#: Order of the rotary part in the library's cache, where it is not "interleaved".
+_ROPE_ORDER = {"deepseek_v3": "halves"}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
@@ -68,6 +73,11 @@ def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) 
     """Identity of ``model``. UnsupportedModelError or ConfigError where its KV must not be reused."""
     _check(model, adapter)
     layout = layout_of(model.config, model.dtype, page_tokens)
+    latent = sum(len(group.layers) for group in layout.groups if "latent" in _encoding(group))
+    if latent and sum(hasattr(module, "expand_kv") for module in model.modules()) != latent:
+        _refuse(
+            "this release of transformers keeps the KV of MLA expanded to all heads, not the latents: take a newer one"
+        )
     extra = _rotary_precision(model)
     seen = None
     if revision is None:
@@ -105,15 +115,17 @@ def has_adapters(model: Any) -> bool:
 
 def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
     """Pages of what ``DynamicCache(config=config)`` holds. UnsupportedModelError if not understood."""
-    layout = PageLayout.from_hf_config(config, page_tokens, dtype=dtype)
+    order = _ROPE_ORDER.get(config.model_type, "interleaved")
+    layout = PageLayout.from_hf_config(config, page_tokens, dtype=dtype, rope=order)
     cache = DynamicCache(config=config).layers
     known = {layer for group in layout.groups for layer in group.layers}
     if known != set(range(len(cache))):
         _refuse(f"transformers keeps {len(cache)} layers of cache, its config describes {len(known)}")
     for group in layout.groups:
-        dim = head_dim(group, dtype)
-        if _encoding(group) != f"{_SHORT[dtype]} k{dim}+v{dim}":
-            _refuse(f"cells are {_encoding(group)!r}, transformers keeps keys and values of all heads")
+        if not _encoding(group).startswith(f"{_SHORT[dtype]} ") or not _CELL.fullmatch(_encoding(group)):
+            _refuse(
+                f"cells are {_encoding(group)!r}, transformers keeps keys and values, or latents and their rotary part"
+            )
         if group.need.kind == "window" and group.need.window < 2:
             _refuse("a window of one token keeps no cache")
         for layer in group.layers:
@@ -122,9 +134,12 @@ def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
     return layout
 
 
-def head_dim(group: Group, dtype: torch.dtype) -> int:
-    """Numbers in the key, and as many in the value, of one cell."""
-    return group.cell.nbytes // (2 * int(dtype.itemsize))
+def cell_dims(group: Group) -> tuple[int, int]:
+    """Numbers in the key and in the value of one cell."""
+    found = _CELL.fullmatch(_encoding(group))
+    assert found is not None, "layout_of refuses other cells"
+    keys, values = (int(number) for number in found.groups()[1:] if number)
+    return keys, values
 
 
 def weights_digest(model: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kvfs.integrations.transformers.model import head_dim
+from kvfs.integrations.transformers.model import cell_dims
 from kvfs.layout import GRANULE_TOKENS, Group
 
 
@@ -16,8 +16,8 @@ def states_of(pages: torch.Tensor, group: Group, dtype: torch.dtype, position: i
 
     ``pages``: uint8, CPU, whole pages of ``group`` one behind the other.
     """
-    cells = _cells(pages, group, dtype)[:, position].to(device)  # [granule, head, token, K or V, dim]
-    keys, values = (cells[..., part, :].transpose(0, 1).flatten(1, 2) for part in (0, 1))
+    cells = _cells(pages, group, dtype)[:, position].to(device)  # [granule, head, token, K then V]
+    keys, values = (part.transpose(0, 1).flatten(1, 2) for part in cells.split(cell_dims(group), dim=-1))
     return keys, values
 
 
@@ -30,12 +30,12 @@ def pages_of(states: Iterable[tuple[torch.Tensor, torch.Tensor]], tokens: int, g
     pages = torch.empty(tokens // group.states * group.page_bytes, dtype=torch.uint8)
     cells = _cells(pages, group, dtype)
     for position, (keys, values) in enumerate(states):
-        both = torch.stack((keys, values), dim=2)  # [head, token, K or V, dim]
+        both = torch.cat((keys, values), dim=-1)  # [head, token, K then V]
         cells[:, position].copy_(both.unflatten(1, (-1, GRANULE_TOKENS)).transpose(0, 1))
     return pages
 
 
 def _cells(pages: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
-    """A view of pages as [granule, layer, head, token, K or V, dim]."""
-    shape = (-1, len(group.layers), group.heads, GRANULE_TOKENS, 2, head_dim(group, dtype))
+    """A view of pages as [granule, layer, head, token, K then V]."""
+    shape = (-1, len(group.layers), group.heads, GRANULE_TOKENS, sum(cell_dims(group)))
     return pages.view(dtype).view(shape)
