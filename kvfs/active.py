@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Container
 from functools import partial
+from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvfs import format as fmt
@@ -22,6 +23,7 @@ T = TypeVar("T")
 STEP = 4  # a segment's blocks are allocated in this many steps
 IDLE_SECONDS = 10.0
 CLASSES_MAX = 16  # active segments of one process
+LANES = 4  # of a class, at most
 
 
 Step: TypeAlias = Callable[[Session, int, bytes], object]  # of a segment's life: see ``space``
@@ -33,6 +35,7 @@ class SegmentClass(NamedTuple):
     class_id: bytes = ANY_CLASS
     flags: int = 0
     evictor: bool = False  # may use the standing reserve
+    lane: int = 0  # several segments of a class are appended to at once: a file takes one buffered write at a time
 
     @property
     def expires(self) -> bool:
@@ -229,8 +232,8 @@ class ActiveSegments:
         for number, row in rows:
             if row.owner == self._c.owner and number not in self.active_numbers():
                 with contextlib.ExitStack() as locks:  # it may be about to be used, for a put or by an evictor
-                    for evictor in (False, True):
-                        locks.enter_context(self.lock(SegmentClass(row.class_id, row.flags, evictor)))
+                    for evictor, lane in product((False, True), range(LANES)):
+                        locks.enter_context(self.lock(SegmentClass(row.class_id, row.flags, evictor, lane)))
                     if number not in self.active_numbers():
                         self._leave(number, generation, _give_up)
 

@@ -12,6 +12,7 @@ import os
 from array import array
 from typing import Any
 
+from kvfs.active import LANES
 from kvfs.config import parse_size
 from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
@@ -50,6 +51,7 @@ class GpuIO(HostIO):
 
     _save = GpuSave
     _load = GpuLoad
+    _write_lanes = LANES
 
     def __init__(
         self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str | None,

@@ -1,7 +1,7 @@
-"""A save from a GPU: gathered into scratch, summed there, by DMA to the ring; appended on the write thread.
+"""A save from a GPU: gathered into scratch, summed there, by DMA to the ring; appended on write threads.
 
-The pages of a batch and their leaf tables arrive together. A batch is handed to the write thread when its DMA is over;
-meanwhile the next ones are gathered. Without slots for a page within the deadline it is declined before it is gathered.
+The pages of a batch and their leaf tables arrive together, while the next batches are gathered. Without slots for a page
+within the deadline it is declined before it is gathered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 from kvfs.gpu import Event
@@ -74,7 +73,7 @@ class GpuSave(Save):
                     flight.step.close()
                 self.transfer._enter(TransferState.WRITING)
                 self.transfer.source_free._set()
-                self._hand_over()
+                self._hand_over_landed()
                 self._finish(gathered=True)
 
     def _gather(self, attached: Attached, chunks: list[int]) -> bool:
@@ -128,7 +127,7 @@ class GpuSave(Save):
                 return None
             if self._flights:
                 self._land()
-            self._hand_over()
+            self._hand_over_landed()
 
     def _begin(self, attached: Attached, chunks: list[int]) -> tuple[Sheet, tuple[int, int]]:
         shape, granules = self.gpu.shapes[attached.number], attached.group.granules
@@ -191,15 +190,12 @@ class GpuSave(Save):
             batch.lease.move(SlotState.FULL)
         self._landed.append(batch)
 
-    def _hand_over(self) -> None:
-        """What has arrived goes to the write thread: when slots are short, or when all is gathered.
+    def _hand_over_landed(self) -> None:
+        """What has arrived goes to the write threads: when slots are short, or when all is gathered.
 
-        Not at once, since that thread takes the interpreter from this one, and the engine waits for this one.
+        Not at once, since they take the interpreter from this one, and the engine waits for this one.
         """
-        with self._lock:
-            self._unwritten += len(self._landed)
-        for batch in self._landed:
-            self.hand_over(partial(self._write, batch))
+        self._hand_over(self._landed)
         self._landed.clear()
 
     def _keep_tables(self, batch: Batch, sheet: Sheet, at: int) -> None:
@@ -210,7 +206,7 @@ class GpuSave(Save):
         for i, chunk in enumerate(batch.chunks):
             mine[chunk] = raw[i * size : (i + 1) * size]
 
-    def _job(self, attached: Attached, payload: Callable[[int], memoryview]) -> Job:
-        job = super()._job(attached, payload)
+    def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> Job:
+        job = super()._job(attached, payload, lane)
         tables = self._tables.get(attached.number)
         return replace(job, table=tables.__getitem__) if tables else job  # kept: a full disk makes a batch come twice

@@ -48,6 +48,7 @@ class HostIO:
     transport = "host"
     _save: type[Save] = Save
     _load: type[Load] = Load
+    _write_lanes = 1
 
     def __init__(
         self, context: Context, appender: Appender, reader: Reader, identity: Identity,
@@ -64,7 +65,8 @@ class HostIO:
         self._changed = threading.Condition()
         self._unfinished: set[Transfer] = set()
         self._closed = False
-        self._copies, self._writes, self._reads = Pool("copy", threads), Pool("write", 1), Pool("read", threads)
+        self._copies, self._reads = Pool("copy", threads), Pool("read", threads)
+        self._writes = [Pool("write", 1) for _ in range(self._write_lanes)]
         context.attached.add(self)
 
     def _make_desk(
@@ -133,7 +135,7 @@ class HostIO:
             return _refuse(transfer, "disabled")
         save = self._save(
             self._desk, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
-            segment_class, attempt, self._writes.put,
+            segment_class, attempt, [pool.put for pool in self._writes],
         )  # fmt: skip
         save.cut_to_source()
         return self._submit(transfer, self._copies, save.run)
@@ -185,7 +187,7 @@ class HostIO:
         for transfer in left:
             transfer._stop("closed")
         self.ring.close()
-        for pool in (self._copies, self._reads, self._writes):
+        for pool in (self._copies, self._reads, *self._writes):
             pool.close(max(0.1, end - time.monotonic()))
         for transfer in left:
             transfer._try_end()

@@ -1,4 +1,4 @@
-"""A save from host memory: gathered on a copy thread, appended and published on the write thread."""
+"""A save from host memory: gathered on a copy thread, appended and published on write threads."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Outcomes, Transfer
 from kvfs.types import PageOutcome, TransferState
 from kvfs.writer import Job
+
+LANE_BYTES = 128 << 20  # of a save, until it is worth another thread and segment
 
 
 class Batch(NamedTuple):
@@ -40,13 +42,16 @@ class Save:
     expires: int
     segment_class: SegmentClass
     attempt: bytes
-    hand_over: Callable[[Callable[[], None]], None]  # to the write thread
+    writers: Sequence[Callable[[Callable[[], None]], None]]  # what they are given is done in order, by a thread each
     limit: int = 1 << 62  # pages from this chunk on are of no use: a group of full attention has declined one
     _unwritten: int = 0
+    _handed: int = 0  # batches
     _gathering: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        nbytes = sum(a.page_bytes * len(chunks) for a, chunks in self.pages)
+        self._lanes = max(1, min(len(self.writers), nbytes // LANE_BYTES))
         first = min((chunks[0] for _, chunks in self.pages if chunks), default=0)
         recency = self.desk.context.recency
         #: one stamp for all pages of the request, with those that its lookup found
@@ -102,10 +107,17 @@ class Save:
                 self._fill(batch)
                 lease.move(SlotState.FULL)
             done += len(batch.chunks)
-            with self._lock:
-                self._unwritten += 1
-            self.hand_over(partial(self._write, batch))
+            self._hand_over([batch])
         return True
+
+    def _hand_over(self, batches: Sequence[Batch]) -> None:
+        """Batches go round the write threads; those of a small save all to the first one."""
+        with self._lock:
+            self._unwritten += len(batches)
+        for batch in batches:
+            lane = self._handed % self._lanes
+            self._handed += 1
+            self.writers[lane](partial(self._write, batch, lane))
 
     def _fill(self, batch: Batch) -> None:
         attached = batch.attached
@@ -114,20 +126,20 @@ class Save:
             copied = gather(page, attached.group, attached.part, attached.device, units, chunk)
             assert copied == attached.page_bytes, f"page {chunk} has {copied} of {attached.page_bytes} bytes"
 
-    def _write(self, batch: Batch) -> None:
-        """On the write thread."""
+    def _write(self, batch: Batch, lane: int) -> None:
+        """On a write thread."""
         try:
             with self.transfer._step(engine=False) as allowed:
                 if allowed:
                     batch.lease.move(SlotState.DRAINING)
-                    self._append(batch)
+                    self._append(batch, lane)
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
             batch.lease.release()
             self._finish(gathered=False)
 
-    def _append(self, batch: Batch) -> None:
+    def _append(self, batch: Batch, lane: int) -> None:
         attached = batch.attached
         views = dict(zip(batch.chunks, batch.lease.views(attached.page_bytes), strict=True))
         written: set[int] = set()
@@ -137,23 +149,24 @@ class Save:
             return views[chunk]
 
         useful = [chunk for chunk in batch.chunks if chunk < self.limit]
-        outcome = self.desk.appender.store(self._job(attached, payload), useful)
+        outcome = self.desk.appender.store(self._job(attached, payload, lane), useful)
         taken = useful[: len(useful) - outcome.declined]
         if taken:
             self.desk.context.recency.note_request(self.prompt.hashes[taken[-1]], self.at_us)
         if len(taken) < len(useful):
             self.transfer._note(outcome.reason)
             if attached.group.need.kind == "all":
-                self.limit = min(self.limit, useful[len(taken)])
+                with self._lock:
+                    self.limit = min(self.limit, useful[len(taken)])
         settle = partial(self._settle, attached.number)
         settle([c for c in taken if c in written], PageOutcome.STORED)
         settle([c for c in taken if c not in written], PageOutcome.SKIPPED)
         settle(batch.chunks[len(taken) :], PageOutcome.DECLINED)
 
-    def _job(self, attached: Attached, payload: Callable[[int], memoryview]) -> Job:
+    def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> Job:
         return Job(
             self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
-            payload, self.expires, self.at_us, self.attempt, self.segment_class,
+            payload, self.expires, self.at_us, self.attempt, self.segment_class._replace(lane=lane),
             codec=self.desk.codec,
         )  # fmt: skip
 

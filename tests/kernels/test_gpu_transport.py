@@ -343,6 +343,27 @@ def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.
     assert not device.registered, "something is still pinned"
 
 
+def test_a_large_save_is_written_to_several_segments(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = LAYOUT.groups[0].page_bytes
+    monkeypatch.setattr("kvfs.hostsave.LANE_BYTES", 4 * page)
+    source, target, tokens = Engine(seed=3), Engine(), prompt(12)
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        with attach(ns, source.kv, scratch_bytes=4 * (page + 4096)) as io:  # batches of a page
+            result = io.save(ns.plan_save(tokens), range(24), NOW).wait(SECONDS)
+        assert result is not None and result.pages == 12
+        assert len(segment_files(store_path)) == 3
+    with kvfs.open(store_path) as store:  # who comes next goes on with one of them
+        ns = store.namespace("model", LAYOUT, "1")
+        with attach(ns, target.kv) as io, ns.match(tokens) as match:
+            result = io.load(match, range(24), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == len(tokens)
+        assert target.tokens(range(24)) == source.tokens(range(24))
+        saved(ns, 2, first=5000)
+        assert len(segment_files(store_path)) == 3
+        assert store.verify().ok
+
+
 def test_an_arena_is_filled_ahead_and_kept(ns: kvfs.Namespace) -> None:
     source, target, device = saved(ns, 4), Engine(), SimulatedDevice()
     with attach(ns, target.kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
@@ -368,7 +389,6 @@ def test_what_a_load_asks_for_twice_comes_to_the_arena(ns: kvfs.Namespace) -> No
         assert pieces is not None
         for _ in range(2):  # through the ring: to pin a block takes longer than that
             io.load(match, range(8), NOW).wait(SECONDS)
-            assert pieces.nbytes == 0
         io.sweep()
         assert pieces.nbytes >= match.nbytes
 
