@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 import sys
@@ -99,6 +100,19 @@ class Settings:
     def reserve_bytes(self) -> int:
         """Standing reserve that only eviction may use, to carry pages forward."""
         return 2 * self.segment_bytes
+
+
+def store_path(path: object) -> str:
+    """The directory that ``open`` was given, as text."""
+    try:
+        where = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"path is {type(path).__name__}: pass the directory of the store") from None
+    if not where:
+        raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
+    if "\0" in where:
+        raise ConfigError(f"path is {where!r}: no file system takes a name with a zero in it")
+    return where
 
 
 def switch(name: str, value: str | None) -> bool:

@@ -19,6 +19,7 @@ from kvfs.catalog import Catalog, NotFoundError
 from kvfs.context import Context
 from kvfs.identity import Described
 from kvfs.match import PrefixMatch
+from kvfs.pinned import pinned_segments
 from kvfs.pool import Pool
 from kvfs.segment_files import Held
 from kvfs.walk import Stretch, Walk
@@ -53,9 +54,8 @@ class Warmed:
 class Warmer:
     """Chooses ranges and reads them. One per call."""
 
-    def __init__(self, context: Context, pinned: Callable[[], set[bytes]]) -> None:
+    def __init__(self, context: Context) -> None:
         self._c = context
-        self._pinned = pinned
 
     # -- what to read ------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Warmer:
 
     def of_pins(self) -> list[Range]:
         """The segments that pins protect, whole."""
-        pinned = self._pinned()
+        pinned = pinned_segments(self._c.directory)
         rows = Catalog(self._c).segment_rows()
         return [Range(n, row.segment_id, 0, row.tail) for n, row in rows if row.segment_id in pinned]
 

@@ -68,7 +68,7 @@ class App:
         except StoreReadOnlyError:
             if write or self.read_only:
                 raise
-            return open_store(self.path, create=False, read_only=True)
+            return open_store(self.path, create=False, read_only=True, counted=counted)
 
     def no_store(self) -> Exception:
         from kvfs.errors import StoreNotFoundError

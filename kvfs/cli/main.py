@@ -5,8 +5,8 @@ Nothing heavy is imported before a command runs.
 
 from __future__ import annotations
 
+import gc
 import importlib
-import logging
 import os
 import sys
 from typing import NoReturn
@@ -35,6 +35,8 @@ COMMANDS = {
     "doctor": ("doctor", "Look for what is wrong around the store, with remedies."),
     "completion": ("completion", "Print the completion script of a shell."),
 }
+
+GC_THRESHOLD = 50_000  # objects; Python's own is 700
 
 
 class Commands(click.Group):
@@ -74,12 +76,15 @@ def cli(ctx: click.Context) -> None:
     ctx.ensure_object(App)
     level = os.environ.get("KVFS_LOG", "").upper()
     if level in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        import logging
+
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def main() -> NoReturn:
     """Entry point: one line for an error, never a traceback, and the published exit codes."""
     os.environ.pop("KVFS_DISABLE", None)  # switches engines off, not the care of the store
+    gc.set_threshold(GC_THRESHOLD)  # imports make many objects and no garbage
     app = App()
     try:
         code = run(app)
@@ -87,6 +92,7 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
+    gc.freeze()  # the interpreter would look once more at all that was imported, for cycles that end with it
     sys.exit(code)
 
 
@@ -125,6 +131,8 @@ def _explain(app: App, exc: Exception) -> int:
         name = f" ({exc.filename})" if exc.filename else ""
         app.out.error(f"{exc.strerror or exc}{name}", code)
     else:
+        import logging
+
         logging.getLogger("kvfs").debug("unexpected", exc_info=exc)
         app.out.error(f"unexpected {type(exc).__name__}: {exc}; this is a bug, KVFS_LOG=debug shows where", code)
     return code
