@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import sys
+from functools import partial
 from typing import Any
 
 from kvfs.errors import ConfigError
@@ -47,12 +49,12 @@ class _PyBuffer(ctypes.Structure):
 
 def address_of_readonly(data: Any) -> int:
     """Address of a buffer that need not be writable. It is not kept alive."""
-    buffer = _PyBuffer()
-    api = ctypes.pythonapi
-    api.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(buffer), 0)
-    address = int(buffer.buf or 0)
-    api.PyBuffer_Release(ctypes.byref(buffer))
-    return address
+    api, buffer = ctypes.pythonapi, _PyBuffer()
+    where = ctypes.byref(buffer)
+    steps = partial(api.PyObject_GetBuffer, ctypes.py_object(data), where, 0), partial(api.PyBuffer_Release, where)
+    # no interrupt can come between the two: it would leave a map that nothing can close
+    collections.deque(map(partial.__call__, steps), maxlen=0)
+    return int(buffer.buf or 0)
 
 
 def _tensor_bytes(tensor: Any, what: str) -> Any:

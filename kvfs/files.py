@@ -23,11 +23,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from kvfs.buffers import address_of_readonly
+
 IOV_MAX = 1024
 Mapping: TypeAlias = mmap.mmap
 _FALLOC_FL_KEEP_SIZE = 1
 _CACHESTAT = 451
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
+HUGE_BYTES = 2 << 20
 
 
 class Files:
@@ -183,12 +187,17 @@ class Files:
         return mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
 
     def populate(self, mapping: Mapping) -> None:
-        """Read the whole map in; a bad sector is an ``OSError`` here and would be SIGBUS later."""
-        try:
-            mapping.madvise(_MADV_POPULATE_READ)
-        except OSError as exc:
-            if exc.errno != errno.EINVAL:  # kernels before 5.14 do not know the advice
-                raise
+        """Read the whole map in; a bad sector is an ``OSError`` here and would be SIGBUS later.
+
+        What a large map misses comes in folios of 2 MiB where the kernel has them: they cost it a fraction of the work.
+        Other threads run meanwhile: ``mapping.madvise`` would keep the interpreter until the disk has answered.
+        """
+        address = address_of_readonly(mapping)
+        if len(mapping) >= HUGE_BYTES:
+            _madvise(address, len(mapping), _MADV_HUGEPAGE)
+        code = _madvise(address, len(mapping), _MADV_POPULATE_READ)
+        if code not in (0, errno.EINVAL):  # kernels before 5.14 do not know the advice
+            raise OSError(code, os.strerror(code))
 
     # -- locks and the page cache --------------------------------------------------------------
 
@@ -219,6 +228,12 @@ def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """madvise(2); 0 or why it failed."""
+    failed = _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) != 0
+    return ctypes.get_errno() if failed else 0
 
 
 def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
