@@ -149,11 +149,11 @@ def make_settings(
     else:
         segment_bytes = parse_size(segment, "segment_bytes")
     index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 128)) if index is None else parse_size(index, "index_bytes")
-    segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
     if not SEGMENT_MIN <= segment_bytes <= SEGMENT_MAX:
         raise ConfigError(f"segment_bytes is {segment_bytes}: choose between {SEGMENT_MIN} and {SEGMENT_MAX}")
     if not INDEX_MIN <= index_bytes <= INDEX_MAX:
         raise ConfigError(f"index_bytes is {index_bytes}: choose between {INDEX_MIN} and {INDEX_MAX}")
+    segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
     if total - index_bytes - OVERHEAD_BYTES < SEGMENTS_MIN * segment_bytes:
         raise NoSpaceError(
             f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight must fit beside the "

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from kvfs.buffers import address_of_readonly
+from kvfs.errors import ConfigError
 
 IOV_MAX = 1024
 Mapping: TypeAlias = mmap.mmap
@@ -253,6 +254,16 @@ def boot_id(files: Files) -> str:
         return os.read(fd, 64).decode("ascii").strip()
     finally:
         os.close(fd)
+
+
+def check_output(path: str) -> None:
+    """ConfigError unless a file can be put there by a rename: that would replace a device or a link, too."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{path}: there is no directory {folder}")
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        kind = "a directory" if os.path.isdir(path) else "no regular file"
+        raise ConfigError(f"{path} is {kind}: name a file, which is written beside it and then renamed")
 
 
 def pack_u64(values: Sequence[int]) -> bytes:

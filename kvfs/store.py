@@ -18,7 +18,7 @@ from kvfs.config import Quota, Settings, parse_duration, parse_size
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
-from kvfs.files import Files
+from kvfs.files import Files, check_output
 from kvfs.identity import Identity
 from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
@@ -298,6 +298,7 @@ class Store:
 
         self._check_open()
         c = self._core.c
+        check_output(path)
         with directories.explained(path):
             chosen = bundle.choose_namespaces(c, [self.catalog.find(n) for n in namespaces]) if namespaces else []
             chosen += bundle.choose_match(match) if match is not None else []
@@ -324,6 +325,7 @@ class Store:
         described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
         if described is None or not match.tokens:
             raise ConfigError("nothing to export: this match has no pages")
+        check_output(path)
         with directories.explained(path):
             return tensorfile.write(self._core.c, described, match, path, token_ids, progress)
 
