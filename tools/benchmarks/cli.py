@@ -5,10 +5,11 @@ Part 1: ``kvfs inspect``, ``ls`` and ``stats`` as processes of their own, on a s
 without a pause. ``kvfs config`` opens no index: it shows what Python and the imports cost at that moment. On a machine
 with fewer cores than writers that grows, too; each ratio is taken within one round.
 
-Part 2: ``store.warm`` of a store whose pages are in no page cache against the fastest of several bare ways to read
-equal files cold, in turns, and against the fastest of those that leave them in the page cache, as warming must: reading
-into memory with O_DIRECT does not. Then one ``get`` of each prompt, with the bytes that the process reads from a disk
-meanwhile (``read_bytes`` of /proc/self/io).
+Part 2: ``store.warm`` of a store whose pages are in no page cache, in turns with bare ways to read equal files cold,
+and with bare ways to fill the page cache from the store's own segments (``tools.benchmarks.fills``; not from others, as
+a host may cache files that are read more often). Ratios are to the fastest of all, and to the fastest that leaves the
+bytes in the page cache, as warming must: O_DIRECT does not. Then one ``get`` of each prompt, with the bytes that the
+process reads from a disk meanwhile (``read_bytes`` of /proc/self/io).
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def _warm(report: Report, folder: Path, plan: Plan) -> None:
     plain, store = folder / "bare", folder / "store"
     bare.write_all(plain, case, payload)
     ours.put_all(store, case, payload)
-    for paths in (bare.file_paths(plain), ours.segment_paths(store)):
+    segments = ours.segment_paths(store)
+    for paths in (bare.file_paths(plain), segments):
         write_back(paths)
     after: list[int] = []
     with ExitStack() as stack:
@@ -174,10 +176,8 @@ def _warm(report: Report, folder: Path, plan: Plan) -> None:
                 name = f"bare {'O_DIRECT' if direct else 'buffered'} x{threads}"
                 contenders.append(Contender(name, _cold(case, bare.file_paths(plain), job.run)))
         for way, threads, block in fills.WAYS if fills.can_populate() else ():
-            fill = stack.enter_context(fills.BareFill(case, plain, way, threads, block * MIB))
-            contenders.append(
-                Contender(f"bare {way} x{threads}, {block} MiB", _cold(case, bare.file_paths(plain), fill.run))
-            )
+            fill = stack.enter_context(fills.BareFill(case, segments, way, threads, block * MIB))
+            contenders.append(Contender(f"bare {way} x{threads}, {block} MiB", _cold(case, segments, fill.run)))
         contenders.append(Contender("warm", lambda: _warm_once(case, store, after)))
         samples = interleave(contenders, plan.rounds)
     bares = {name: found for name, found in samples.items() if name != "warm"}

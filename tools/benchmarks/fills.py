@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tools.benchmarks.bare import file_paths
 from tools.benchmarks.case import Case, cached_share
 from tools.benchmarks.measure import BenchError, Sample, Stopwatch
 
@@ -50,17 +49,17 @@ def can_populate() -> bool:
 
 @dataclass
 class BareFill(AbstractContextManager["BareFill"]):
-    """Fills the page cache with all files of a folder."""
+    """Fills the page cache with files that hold what a case does."""
 
     case: Case
-    folder: Path
+    paths: Sequence[Path]
     way: str
     threads: int
     block_bytes: int
 
     def __enter__(self) -> BareFill:
         self._stack = ExitStack()
-        self._files = [self._stack.enter_context(path.open("rb")) for path in file_paths(self.folder)]
+        self._files = [self._stack.enter_context(path.open("rb")) for path in self.paths]
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.threads))
         return self
 
@@ -70,7 +69,7 @@ class BareFill(AbstractContextManager["BareFill"]):
         self._stack.close()
 
     def run(self, _order: Any = None) -> Sample:
-        watch, cached = Stopwatch(), cached_share(file_paths(self.folder))
+        watch, cached = Stopwatch(), cached_share(self.paths)
         blocks, lock = self._blocks(), threading.Lock()
         fill: Callable[[int, int, int], None] = _readahead if self.way == "readahead" else self._populate
 
