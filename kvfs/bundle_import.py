@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +107,8 @@ class Importer:
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror}; give a bundle that kvfs export wrote") from None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(f"{path} is no regular file; give a bundle that kvfs export wrote")
             return self.take(fd, progress, digest=digest)
         except OSError as exc:
             raise BundleError(f"{path}: {exc.strerror}; copy the bundle again") from None

@@ -55,8 +55,7 @@ class NamespaceInfo:
 
     @property
     def label(self) -> str:
-        """Name and the beginning of the revision."""
-        return f"{self.described.name}@{self.described.revision[:8]}"
+        return self.described.label
 
 
 class SegmentInfo(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 import sys
@@ -101,6 +102,19 @@ class Settings:
         return 2 * self.segment_bytes
 
 
+def store_path(path: object) -> str:
+    """The directory that ``open`` was given, as text."""
+    try:
+        where = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"path is {type(path).__name__}: pass the directory of the store") from None
+    if not where:
+        raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
+    if "\0" in where:
+        raise ConfigError(f"path is {where!r}: no file system takes a name with a zero in it")
+    return where
+
+
 def switch(name: str, value: str | None) -> bool:
     """Whether an environment variable is set to yes."""
     text = (value or "").strip().lower()
@@ -135,11 +149,11 @@ def make_settings(
     else:
         segment_bytes = parse_size(segment, "segment_bytes")
     index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 128)) if index is None else parse_size(index, "index_bytes")
-    segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
     if not SEGMENT_MIN <= segment_bytes <= SEGMENT_MAX:
         raise ConfigError(f"segment_bytes is {segment_bytes}: choose between {SEGMENT_MIN} and {SEGMENT_MAX}")
     if not INDEX_MIN <= index_bytes <= INDEX_MAX:
         raise ConfigError(f"index_bytes is {index_bytes}: choose between {INDEX_MIN} and {INDEX_MAX}")
+    segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
     if total - index_bytes - OVERHEAD_BYTES < SEGMENTS_MIN * segment_bytes:
         raise NoSpaceError(
             f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight must fit beside the "

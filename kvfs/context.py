@@ -14,8 +14,8 @@ from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.liveness import Liveness
 from kvfs.marks import Marks
-from kvfs.pinned import PinnedBytes
 from kvfs.recency import Recency
+from kvfs.registered import PinnedBytes
 from kvfs.segment_files import SegmentFiles
 from kvfs.tally import Tallies
 from kvfs.types import Verify

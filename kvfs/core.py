@@ -1,43 +1,49 @@
-"""What the Store objects of one directory share in a process. ``kvfs.cores`` makes, restarts and closes it."""
+"""What the Store objects of one directory share in a process. ``kvfs.cores`` makes, restarts and closes it.
+
+What reads, writes, evicts and rebuilds is ``kvfs.workshop``. It is made when the store is opened, but for those who
+only look: they get it, and the upkeep that comes with it, with the first call that needs it. Its imports would take a
+command longer than all that it does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvfs import descriptors, settings
 from kvfs import directory as directories
-from kvfs.active import ActiveSegments
-from kvfs.carry import Carrier
 from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
-from kvfs.dropfolder import DropFolder
 from kvfs.errors import IndexUnavailableError
-from kvfs.evictor import Evictor
 from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.keeper import Chore, Keeper
 from kvfs.liveness import HEARTBEAT_SECONDS, Liveness
 from kvfs.marks import Marks
-from kvfs.pins import Pins
-from kvfs.purge import Purger
-from kvfs.reader import Reader
-from kvfs.rebuild import Report, build, rebuild
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
 from kvfs.tally import EVERY_SECONDS, NOW, Tallies
 from kvfs.types import Verify
-from kvfs.watch import DROPS, HOLDS, SETTINGS, Heard, Watch
-from kvfs.writer import Appender
+from kvfs.watch import HOLDS, SETTINGS
+
+if TYPE_CHECKING:
+    from kvfs.active import ActiveSegments
+    from kvfs.dropfolder import DropFolder
+    from kvfs.evictor import Evictor
+    from kvfs.pins import Pins
+    from kvfs.purge import Purger
+    from kvfs.reader import Reader
+    from kvfs.rebuild import Report
+    from kvfs.watch import Watch
+    from kvfs.workshop import Workshop
+    from kvfs.writer import Appender
 
 READY_SECONDS = 5.0  # how long open waits for a rebuild, its own or another's; a large one goes on beside serving
 READY_POLL_SECONDS = 0.02
-WATCH_AFTER_SECONDS = 1.0  # what opens a store only for a moment pays for no watch, and adopts nothing
 CLOSE_SECONDS = 10.0
 
 
@@ -47,8 +53,9 @@ class Core:
     disabled = False
 
     def __init__(
-        self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
-    ) -> None:
+        self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = "",
+        *, looks: bool = False,
+    ) -> None:  # fmt: skip
         self.path = os.path.abspath(path)
         self.read_only = read_only
         self.users = 0
@@ -63,7 +70,10 @@ class Core:
         self._rebuilder: threading.Thread | None = None
         self._rebuild_failed = False
         self._private_of: tuple[int, ...] | None = None  # version of the purge marks that a private index obeys
-        self._start()
+        self._making = threading.Lock()
+        self._workshop: Workshop | None = None
+        self._keeper: Keeper | None = None
+        self._start(looks=looks)
 
     c: Context
 
@@ -72,9 +82,18 @@ class Core:
         """Those in force: they change with kvfs.toml."""
         return self.c.settings
 
-    def _start(self, *, again: bool = False) -> None:
+    def _start(self, *, looks: bool, again: bool = False) -> None:
         with contextlib.ExitStack() as undo, directories.explained(self.path):
             self._make_parts(undo, again=again)
+            if not looks:
+                self.work()
+            self._become_ready()
+            chores = self._chores()
+            if self._workshop is not None:
+                if again:
+                    self._workshop.listen()
+                chores += self._upkeep(self._workshop)
+            self._keeper = Keeper(self.c, chores)
             undo.pop_all()
 
     def _make_parts(self, undo: contextlib.ExitStack, *, again: bool) -> None:
@@ -102,18 +121,61 @@ class Core:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
         else:
             self.c = context
-            self.reader = Reader(self.c)
-            self.evictor = Evictor(self.c)
-            self.active = ActiveSegments(self.c, self.evictor.make_room)
-            self.appender = Appender(self.c, self.active, self.evictor.budget.stored)
-            self.evictor.carrier = Carrier(self.c, self.appender)
-            self.pins = Pins(self.c, self.active, self.evictor.carrier)
-            self.evictor.pinned = self.pins.segments
-            self.purger = Purger(self.c, self.evictor, self.active, self.pins)
-        self._become_ready()
-        self.drops = DropFolder(self.c, self.active)
-        self.watch = Watch(directory, self._heard, adopts=not self.read_only)
-        self.keeper = Keeper(self.c, self._chores())
+
+    # -- what reads, writes and evicts -------------------------------------------------------
+
+    def work(self) -> Workshop:
+        """The workshop. Whoever only looked takes part in the upkeep from now on."""
+        if self._workshop is None:
+            with self._making:
+                if self._workshop is None:
+                    from kvfs.workshop import Workshop
+
+                    made = Workshop(self.c, self._nudge)
+                    if self._keeper is not None:
+                        self._keeper.add(self._upkeep(made))
+                    self._workshop = made
+        return self._workshop
+
+    @property
+    def keeper(self) -> Keeper:
+        assert self._keeper is not None
+        return self._keeper
+
+    def _nudge(self, chore: str) -> None:
+        self.keeper.nudge(chore)
+
+    @property
+    def reader(self) -> Reader:
+        return self.work().reader
+
+    @property
+    def evictor(self) -> Evictor:
+        return self.work().evictor
+
+    @property
+    def active(self) -> ActiveSegments:
+        return self.work().active
+
+    @property
+    def appender(self) -> Appender:
+        return self.work().appender
+
+    @property
+    def pins(self) -> Pins:
+        return self.work().pins
+
+    @property
+    def purger(self) -> Purger:
+        return self.work().purger
+
+    @property
+    def drops(self) -> DropFolder:
+        return self.work().drops
+
+    @property
+    def watch(self) -> Watch:
+        return self.work().watch
 
     # -- readiness ---------------------------------------------------------------------------
 
@@ -153,12 +215,7 @@ class Core:
         """Build a new index if there is none to trust. One that cannot be asked now may be as good as ever."""
         if self.read_only or not self.c.index.is_missing(COMMIT_SECONDS):
             return
-        assert self.c.liveness is not None
-        # a segment that this very process may be appending to is nobody else's to go on with, either
-        alone = not self.c.liveness.others() and not self.active.active_numbers()
-        report = rebuild(
-            self.directory, self.c.index, self.settings, self.c.store_id, alone=alone, cancelled=lambda: self._closing
-        )
+        report = self.work().rebuild(lambda: self._closing)
         if report is not None:
             self.rebuilt = report
             self.c.counters.add("rebuilds")
@@ -170,15 +227,8 @@ class Core:
 
     def _open_private(self) -> None:
         """A reader that may not write builds an index of its own, outside the store."""
-        folder = tempfile.mkdtemp(prefix="kvfs-index-")
         self._private_of = self.c.marks.version()
-        try:
-            build(self.directory, folder, self.settings, self.c.store_id, alone=False)
-            index = Index(self.directory, self.settings.index_bytes, private_path=folder)
-            index.open_private()
-        finally:  # open it stays; so nothing is left behind, however this process ends
-            shutil.rmtree(folder, ignore_errors=True)
-        old, self.c.index = self.c.index, index
+        old, self.c.index = self.c.index, self.work().private_index()
         old.close()
 
     def _follow_purges(self) -> None:
@@ -194,32 +244,20 @@ class Core:
             Chore(HOLDS, 1.0, self._expire_holds),
             Chore("follow", 1.0, self._follow_purges),
             Chore(SETTINGS, 2.0, self._follow_settings),
-            Chore("watch", 30.0, self.watch.keep, after=WATCH_AFTER_SECONDS),
         ]
-        if not self.read_only:
-            assert self.c.liveness is not None
+        if self.c.liveness is not None:
             chores += [
                 Chore("rebuild", 1.0, self._rebuild_quietly),
-                Chore("evict", 0.25, self.evictor.background),
-                Chore("expire", 5.0, self.evictor.expire),
-                Chore("sync", 1.0, self._sync),
-                Chore("tidy", 2.0, self.active.tidy),
-                Chore("sweep", 0.5, self.evictor.sweep),
-                Chore("purge", 5.0, self.purger.resume),
-                Chore("slack", 5.0, self.c.index.keep_slack),
                 Chore("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
-                Chore("tally", EVERY_SECONDS, self._tally),
-                Chore(DROPS, 1.0, self.drops.look, after=WATCH_AFTER_SECONDS),
             ]
         return chores
 
+    def _upkeep(self, workshop: Workshop) -> list[Chore]:
+        """What those who only look leave to others."""
+        return workshop.chores() + ([] if self.read_only else [Chore("tally", EVERY_SECONDS, self._tally)])
+
     def _leave(self) -> None:
         self.on_abandoned(self)
-
-    def _heard(self, heard: Heard) -> None:
-        if heard.chore == DROPS and heard.renamed:
-            self.drops.arrived(heard.name)
-        self.keeper.nudge(heard.chore)
 
     def _follow_settings(self) -> None:
         found = self._follower.look()
@@ -228,21 +266,18 @@ class Core:
         elif found == settings.NEW:
             self.c.counters.add("settings_taken_up")
             self.c.settings = self._follower.settings
-            self.evictor.budget.segment_bytes = self.c.settings.segment_bytes
+            if self._workshop is not None:
+                self._workshop.evictor.budget.segment_bytes = self.c.settings.segment_bytes
             self.keeper.nudge("evict")
 
     @property
     def watching(self) -> str:
         """How this process learns what others change: by "inotify", or by "polling"."""
-        return "inotify" if self.watch.works else "polling"
+        return "inotify" if self._workshop is not None and self._workshop.watch.works else "polling"
 
     def _tally(self) -> None:
         self.c.tallies.write({**self.c.counters.snapshot(), f"{NOW}{self.watching}": 1})
         self.c.tallies.fold_dead()
-
-    def _sync(self) -> None:
-        if self.settings.sync == "batch":
-            self.active.sync_dirty()
 
     def _expire_holds(self) -> None:
         descriptors.sweep()
@@ -257,17 +292,17 @@ class Core:
 
     def close(self) -> None:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
-        self.drops.cancel()
+        if self._workshop is not None:
+            self._workshop.drops.cancel()
         for io in list(self.c.attached):
             io.close()
         self.keeper.stop()
-        self.watch.stop()
-        self.drops.join()
+        if self._workshop is not None:
+            self._workshop.stop()
         if self._rebuilder is not None:
             self._rebuilder.join(CLOSE_SECONDS)
-        if not self.read_only:
-            self.active.close()
-        self.reader.close()
+        if self._workshop is not None:
+            self._workshop.close()
         for hold in list(self.c.holds):
             hold.release()
         self.c.index.close()
@@ -284,8 +319,8 @@ class Core:
         self.c.segments.abandon()
         self.c.recency.abandon()
         self.c.tallies.abandon()
-        self.active.abandon()
-        self.reader.abandon()
+        if self._workshop is not None:
+            self._workshop.abandon()
         if self.c.liveness is not None:
             self.c.liveness.forget()
         self.c.index.abandon()
@@ -295,5 +330,6 @@ class Core:
     def restart_in_child(self) -> None:
         """After a fork: this process is somebody else, with its own locks, threads and active segments."""
         inherited = self.let_go_in_child()
-        self._start(again=True)
+        self._making = threading.Lock()
+        self._start(looks=self._workshop is None, again=True)
         inherited.close()

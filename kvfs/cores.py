@@ -22,9 +22,10 @@ _LEAVING: dict[Key, tuple[Core, threading.Event]] = {}  # being closed, and when
 
 
 def enter(
-    path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = ""
-) -> Core:
-    """The core of a directory; ``leave`` it when done.
+    path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = "",
+    *, looks: bool = False,
+) -> Core:  # fmt: skip
+    """The core of a directory; ``leave`` it when done. ``looks``: without its workshop until that is needed.
 
     One that is being closed is waited for: opened beside it, the index would be taken for a broken one.
     """
@@ -35,7 +36,7 @@ def enter(
             core, leaving = _CORES.get(key), _LEAVING.get(key)
             forgotten = core is not None and len(core.abandoned) >= core.users
             if leaving is None and not forgotten:
-                return _enter(key, path, read_only, verify, threads, files, declines)
+                return _enter(key, path, read_only, verify, threads, files, declines, looks)
         if leaving is None:
             assert core is not None
             _settle(core)
@@ -55,11 +56,12 @@ def _key(path: str) -> Key:
 
 
 def _enter(
-    key: Key, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str
-) -> Core:
+    key: Key, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str,
+    looks: bool,
+) -> Core:  # fmt: skip
     core = _CORES.get(key)
     if core is None:
-        core = _CORES[key] = Core(path, read_only, verify, threads, files, declines)
+        core = _CORES[key] = Core(path, read_only, verify, threads, files, declines, looks=looks)
         core.on_abandoned = _settle
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
@@ -68,6 +70,8 @@ def _enter(
             f"{path} is open in this process with verify={core.c.verify.value!r} and threads={core.c.threads}: "
             "all stores of one directory in a process share these; leave them out or close the other one"
         )
+    if not looks:
+        core.work()
     core.users += 1
     return core
 

@@ -238,6 +238,8 @@ def create(path: str, settings: bytes, files: Files) -> None:
             pass
         except FileNotFoundError:
             parent = os.path.dirname(os.path.abspath(path))
+            if os.path.isdir(parent):  # a file system that takes no new directories
+                raise
             raise StoreNotFoundError(f"{parent} does not exist; create it first") from None
         check_filesystem(path)
         directory = Directory(path, files, read_only=False)

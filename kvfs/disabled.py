@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kvfs.active import ActiveSegments
 from kvfs.config import make_settings
 from kvfs.context import Context
 from kvfs.core import Core
@@ -17,12 +17,10 @@ from kvfs.index.environment import Index
 from kvfs.index.session import Session
 from kvfs.liveness import NOBODY, Liveness
 from kvfs.marks import Marks
-from kvfs.reader import Reader
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
 from kvfs.tally import Tallies
 from kvfs.types import Verify
-from kvfs.writer import Appender
 
 T = TypeVar("T")
 REASON = "disabled"
@@ -74,8 +72,7 @@ class DisabledCore(Core):
             SegmentFiles(directory), Marks(directory), verify or Verify.ALWAYS, threads or 1, Tallies(directory, None),
             declines=REASON,
         )  # fmt: skip
-        self.reader = Reader(self.c)
-        self.appender = Appender(self.c, ActiveSegments(self.c, _never), _never)
+        self._workshop, self._keeper, self._making = None, None, threading.Lock()
 
     def is_ready(self) -> bool:
         return True  # misses are all that it will ever answer
@@ -83,7 +80,3 @@ class DisabledCore(Core):
     def close(self) -> None:
         for io in list(self.c.attached):
             io.close()
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("a store that is switched off appends nothing")

@@ -11,6 +11,7 @@ a short read or write is not an error to the kernel; running out of file is repo
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -24,14 +25,17 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from kvfs.buffers import address_of_readonly
+from kvfs.errors import ConfigError
 
 IOV_MAX = 1024
 Mapping: TypeAlias = mmap.mmap
 _FALLOC_FL_KEEP_SIZE = 1
 _CACHESTAT = 451
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # read what is in the page cache and nothing else; 0: Python does not know it
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)  # by a file system, kernel or filter
+HUGE_BYTES = 2 << 20
 
 
 class Files:
@@ -204,10 +208,15 @@ class Files:
     def populate(self, mapping: Mapping, offset: int = 0, nbytes: int = 0) -> None:
         """Read a map in, or part of it; a bad sector is an ``OSError`` here and would be SIGBUS later.
 
-        Not ``mmap.madvise``, which keeps other threads out of the interpreter until the disk has answered.
+        What a large map misses comes in folios of 2 MiB where the kernel has them: they cost it a fraction of the work.
+        Other threads run meanwhile: ``mapping.madvise`` would keep the interpreter until the disk has answered.
         """
+        start, length = address_of_readonly(mapping) + offset, nbytes or len(mapping) - offset
+        if length >= HUGE_BYTES:
+            with contextlib.suppress(OSError):
+                _madvise(start, length, _MADV_HUGEPAGE)
         try:
-            _madvise(address_of_readonly(mapping) + offset, nbytes or len(mapping) - offset, _MADV_POPULATE_READ)
+            _madvise(start, length, _MADV_POPULATE_READ)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # kernels before 5.14 do not know the advice
                 raise
@@ -266,6 +275,16 @@ def boot_id(files: Files) -> str:
         return os.read(fd, 64).decode("ascii").strip()
     finally:
         os.close(fd)
+
+
+def check_output(path: str) -> None:
+    """ConfigError unless a file can be put there by a rename: that would replace a device or a link, too."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{path}: there is no directory {folder}")
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        kind = "a directory" if os.path.isdir(path) else "no regular file"
+        raise ConfigError(f"{path} is {kind}: name a file, which is written beside it and then renamed")
 
 
 def pack_u64(values: Sequence[int]) -> bytes:

@@ -1,7 +1,7 @@
 """A save from a GPU: gathered into scratch, summed there, by DMA to the ring; appended on write threads.
 
-The pages of a batch and their leaf tables arrive together, while the next batches are gathered. Without slots for a page
-within the deadline it is declined before it is gathered.
+The pages of a batch and their leaf tables arrive together, while the next batches are gathered. Without slots for a
+page within the deadline it is declined before it is gathered.
 """
 
 from __future__ import annotations

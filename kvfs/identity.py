@@ -110,6 +110,11 @@ class Described:
     layout: PageLayout
     body: Mapping[str, Any]
 
+    @property
+    def label(self) -> str:
+        """Name and the beginning of the revision."""
+        return f"{self.name}@{self.revision[:8]}"
+
 
 def parse_descriptor(data: bytes) -> Described | None:
     """Read a namespace descriptor from a segment or the index; None if it is not one."""

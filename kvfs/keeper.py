@@ -37,6 +37,12 @@ class Keeper:
         self._thread = threading.Thread(target=self._loop, name="kvfs-keeper", daemon=True)
         self._thread.start()
 
+    def add(self, chores: list[Chore]) -> None:
+        """More of them, from now on."""
+        now = self._c.files.monotonic()
+        self._due |= {chore.name: now + chore.after for chore in chores}
+        self._chores += chores  # the loop may be going through them: it comes to these, too
+
     def nudge(self, name: str) -> None:
         """Do a chore at once; if it was done just now, with the next tick: others may cause any number of nudges."""
         if name in self._due:

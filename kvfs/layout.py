@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from kvfs.errors import ConfigError
-from kvfs.hf_config import layout_from_config
 
 GRANULE_TOKENS = 16
 PAGE_TOKENS_MAX = 4096
@@ -294,6 +293,8 @@ class PageLayout:
         and ``rope`` (``mla``). Layers that slide become the group "window", the others "full".
         UnsupportedModelError where the cache is not understood or KV is no function of the prefix.
         """
+        from kvfs.hf_config import layout_from_config  # brings pathlib, for those who make a layout only
+
         return layout_from_config(cls, config, page_tokens, dtype, **cell)
 
     def descriptor(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from kvfs.buffers import address_of_readonly
 from kvfs.cuda import CudaError
 from kvfs.files import Files
 from kvfs.gpu import Device, Pinned
-from kvfs.pinned import PinnedBytes
 from kvfs.pool import Pool
+from kvfs.registered import PinnedBytes
 from kvfs.segment_files import Held
 
 MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed

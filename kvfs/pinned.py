@@ -1,40 +1,58 @@
-"""How much memory the processes of a host keep pinned for one store: each says so in its liveness file."""
+"""Pins as they lie in a store, for those who read them."""
 
 from __future__ import annotations
 
-import threading
+import json
+import re
+import stat
+from typing import NamedTuple
 
-from kvfs.liveness import Liveness
+from kvfs.directory import Directory
+from kvfs.errors import FormatError
 
-FRESH_SECONDS = 1.0  # what others have is asked again after this
+_FILE = re.compile(r"[0-9a-f]{16}\Z")
+PIN_BYTES_MAX = 8 << 20
 
 
-class PinnedBytes:
-    """The account of one process. Thread-safe. Two processes that take at once may exceed a limit by what they take."""
+class Pin(NamedTuple):
+    """One pinned prefix."""
 
-    def __init__(self, liveness: Liveness | None) -> None:
-        self._liveness = liveness  # None: read-only, and alone for all that is known
-        self._lock = threading.Lock()
-        self._asked = float("-inf")
-        self._others = 0
-        self.mine = 0
+    name: str
+    namespace: str  # digest, hex
+    tokens: int
+    created_us: int
+    segments: tuple[str, ...]  # ids, hex
 
-    def take(self, nbytes: int, limit: int, now: float) -> bool:
-        """Pin ``nbytes`` more, if all processes together then keep at most ``limit``; ``now``: monotonic seconds."""
-        with self._lock:
-            if self._liveness is not None and now - self._asked > FRESH_SECONDS:
-                self._others, self._asked = self._liveness.pinned_by_others(), now
-            if self._others + self.mine + nbytes > limit:
-                return False
-            self._say(self.mine + nbytes)
-            return True
 
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            assert nbytes <= self.mine, "more is given back than was taken"
-            self._say(self.mine - nbytes)
+def list_pins(directory: Directory) -> list[Pin]:
+    """All pins, by name. OSError if that cannot be told."""
+    files = directory.files.listdir(directory.sub("pins"))
+    found = (read_pin(directory, name) for name in files if _FILE.match(name))
+    return sorted(pin for pin in found if pin is not None)
 
-    def _say(self, mine: int) -> None:
-        self.mine = mine
-        if self._liveness is not None:
-            self._liveness.say_pinned(mine)
+
+def pinned_segments(directory: Directory) -> set[bytes]:
+    """Ids of the segments that pins protect. OSError if that cannot be told: then nothing may be evicted."""
+    return {bytes.fromhex(s) for pin in list_pins(directory) for s in pin.segments}
+
+
+def read_pin(directory: Directory, file: str) -> Pin | None:
+    """The pin in a file of ``pins/``; None if it holds none."""
+    try:
+        data = directory.read_small(file, PIN_BYTES_MAX, sub="pins")
+    except FormatError:
+        return None
+    except OSError:
+        if stat.S_ISREG(directory.files.stat(file, dir_fd=directory.sub("pins")).st_mode):
+            raise
+        return None  # somebody has put it there; a pin is a file
+    if data is None:
+        return None
+    try:
+        body = json.loads(data)
+        pin = Pin(body["name"], body["namespace"], body["tokens"], body["created_us"], tuple(body["segments"]))
+        kinds = (str, str, int, int)
+        valid = all(type(v) is k for v, k in zip(pin, kinds, strict=False))
+        return pin if valid and all(len(bytes.fromhex(s)) == 16 for s in pin.segments) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

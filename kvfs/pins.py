@@ -9,34 +9,21 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from kvfs import format as fmt
 from kvfs.active import ActiveSegments, Declined, SegmentClass
 from kvfs.carry import Carrier
 from kvfs.context import COMMIT_SECONDS, Context
-from kvfs.errors import ConfigError, FormatError, IndexUnavailableError, NoSpaceError
+from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
 from kvfs.hashing import checksum
 from kvfs.index.session import Session
 from kvfs.match import PrefixMatch
+from kvfs.pinned import Pin, pinned_segments, read_pin
 from kvfs.space import NO_QUOTA
 
 _NAME = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?\Z")
-_FILE = re.compile(r"[0-9a-f]{16}\Z")
-PIN_BYTES_MAX = 8 << 20
 PINNED_SHARE = 0.5  # of the capacity
-
-
-class Pin(NamedTuple):
-    """One pinned prefix."""
-
-    name: str
-    namespace: str  # digest, hex
-    tokens: int
-    created_us: int
-    segments: tuple[str, ...]  # ids, hex
 
 
 class Pins:
@@ -47,42 +34,8 @@ class Pins:
         self._active = active
         self._carrier = carrier
 
-    def list(self) -> list[Pin]:
-        pins = []
-        for name in self._c.files.listdir(self._c.directory.sub("pins")):
-            pin = self._read(name) if _FILE.match(name) else None
-            if pin is not None:
-                pins.append(pin)
-        return sorted(pins)
-
     def segments(self) -> set[bytes]:
-        """Ids of the segments that pins protect. OSError if that cannot be told: then nothing may be evicted."""
-        protected: set[bytes] = set()
-        for name in self._c.files.listdir(self._c.directory.sub("pins")):
-            pin = self._read(name) if _FILE.match(name) else None
-            if pin is not None:
-                protected |= {bytes.fromhex(s) for s in pin.segments}
-        return protected
-
-    def _read(self, file: str) -> Pin | None:
-        try:
-            data = self._c.directory.read_small(file, PIN_BYTES_MAX, sub="pins")
-        except FormatError:
-            return None
-        except OSError:
-            if stat.S_ISREG(self._c.files.stat(file, dir_fd=self._c.directory.sub("pins")).st_mode):
-                raise
-            return None  # somebody has put it there; a pin is a file
-        if data is None:
-            return None
-        try:
-            body = json.loads(data)
-            pin = Pin(body["name"], body["namespace"], body["tokens"], body["created_us"], tuple(body["segments"]))
-            kinds = (str, str, int, int)
-            valid = all(type(v) is k for v, k in zip(pin, kinds, strict=False))
-            return pin if valid and all(len(bytes.fromhex(s)) == 16 for s in pin.segments) else None
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
+        return pinned_segments(self._c.directory)
 
     def pin(self, name: str, match: PrefixMatch) -> int:
         """Pin the pages of a match under ``name``, replacing an earlier pin of that name; tokens pinned.
@@ -141,7 +94,7 @@ class Pins:
         """Remove a pin; its pages become ordinary. False if there was none."""
         _check_name(name)
         file = _file(name)
-        existed = self._read(file) is not None
+        existed = read_pin(self._c.directory, file) is not None
         self._c.directory.remove(file, sub="pins")
         self._c.files.fsync(self._c.directory.sub("pins"))
         return existed

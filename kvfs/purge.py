@@ -26,6 +26,7 @@ from kvfs.identity import Described
 from kvfs.index.runs import forget
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.pinned import list_pins
 from kvfs.pins import Pins
 from kvfs.segment import file_name
 from kvfs.segment_scan import Scan, read_namespace, scan_segment
@@ -100,7 +101,7 @@ class Purger:
         return PurgeResult(pages, len(dropped), sum(dropped))
 
     def _protected(self, segment_id: bytes) -> ConfigError:
-        names = [pin.name for pin in self._pins.list() if segment_id.hex() in pin.segments]
+        names = [pin.name for pin in list_pins(self._c.directory) if segment_id.hex() in pin.segments]
         return ConfigError(f"pin {', '.join(map(repr, names))} protects pages that would be purged: unpin it first")
 
     def _rows(self) -> dict[bytes, SegmentRow]:

@@ -1,4 +1,7 @@
-"""The store's public face."""
+"""The store's public face.
+
+A call imports what it needs beyond the index: a command that only looks takes as long as its imports.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,35 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvfs import bundle, config, cores
+from kvfs import config, cores
 from kvfs import directory as directories
-from kvfs.bundle import Exported
-from kvfs.bundle_import import Imported, Importer
 from kvfs.catalog import Catalog
 from kvfs.codec import parse as parse_codec
 from kvfs.config import Quota, Settings, parse_duration, parse_size
 from kvfs.context import COMMIT_SECONDS
 from kvfs.core import Core
-from kvfs.disabled import DisabledCore
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
-from kvfs.files import Files
+from kvfs.files import Files, check_output
 from kvfs.identity import Identity
 from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
 from kvfs.layout import PageLayout
-from kvfs.lookup import Prompt
-from kvfs.match import PrefixMatch
-from kvfs.matcher import Matcher
-from kvfs.namespace import Namespace
-from kvfs.pins import Pin
-from kvfs.plan import Plan, make_plan
-from kvfs.purge import LOCK_SECONDS
-from kvfs.recompress import IDLE_SECONDS, Recompressed, Recompressor, RecompressPlan
-from kvfs.selection import select
+from kvfs.pinned import Pin, list_pins
 from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
-from kvfs.verify import Verification, Verifier
 from kvfs.version import FORMAT
-from kvfs.warm import Warmed, Warmer
 
 if TYPE_CHECKING:
+    from kvfs.bundle import Exported
+    from kvfs.bundle_import import Imported
+    from kvfs.match import PrefixMatch
+    from kvfs.namespace import Namespace
+    from kvfs.plan import Plan
+    from kvfs.recompress import Recompressed, RecompressPlan
     from kvfs.tensorfile import Written
+    from kvfs.verify import Verification
+    from kvfs.warm import Warmed
+
+PIN_SECONDS = 30.0  # for an eviction or a purge that goes on
 
 
 def open_store(
@@ -52,8 +52,9 @@ def open_store(
 
     ``capacity`` and the settings beside it are used when the store is created; afterwards kvfs.toml decides, for
     every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off".
-    ``threads``: parallel reads of one ``get`` from the page cache. ``counted=False`` keeps what this process does out
-    of the counters that all processes share. Raises StoreNotFoundError, FormatError,
+    ``threads``: parallel reads of one ``get`` from the page cache. ``counted=False`` is for those who look at a store:
+    what they do stays out of the counters that all processes share, and they take part in its upkeep (eviction, TTLs)
+    only once they load, store or evict something themselves. Raises StoreNotFoundError, FormatError,
     StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
 
     Operators may set ``KVFS_DISABLE=1`` (every match misses, every put declines, nothing is touched) and
@@ -62,7 +63,7 @@ def open_store(
     disabled = config.switch("KVFS_DISABLE", os.environ.get("KVFS_DISABLE"))
     forced = config.switch("KVFS_READONLY", os.environ.get("KVFS_READONLY")) and not read_only
     named = path if path is not None else os.environ.get("KVFS_DIR", "")
-    where = _path_of(named or "disabled" if disabled else named)
+    where = config.store_path(named or "disabled" if disabled else named)
     try:
         policy = None if verify is None else Verify(verify)
     except ValueError:
@@ -71,6 +72,8 @@ def open_store(
         raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
     files = files or Files()
     if disabled:
+        from kvfs.disabled import DisabledCore
+
         return Store(DisabledCore(where, policy, threads, files))
     read_only = read_only or forced
     if not read_only and create and not directories.is_store(where):
@@ -85,21 +88,10 @@ def open_store(
         )
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
-    shared = cores.enter(where, read_only, policy, threads, files, "read-only" if forced else "")
+    declines = "read-only" if forced else ""
+    shared = cores.enter(where, read_only, policy, threads, files, declines, looks=not counted)
     shared.c.tallies.muted = not counted
     return Store(shared)
-
-
-def _path_of(path: object) -> str:
-    try:
-        where = os.fsdecode(path)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigError(f"path is {type(path).__name__}: pass the directory of the store") from None
-    if not where:
-        raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
-    if "\0" in where:
-        raise ConfigError(f"path is {where!r}: no file system takes a name with a zero in it")
-    return where
 
 
 class Store:
@@ -137,6 +129,8 @@ class Store:
         ``codec``: "raw", "zstd" or "planes", in which this process stores pages of it from now on (default: the store's
         setting). It is no part of the identity: pages of every codec are read alike.
         """
+        from kvfs.namespace import Namespace
+
         self._check_open()
         c = self._core
         who = Identity(name, layout, revision, salt, **identity)
@@ -188,13 +182,17 @@ class Store:
 
     def gc_plan(self, target_bytes: int | None = None) -> Plan:
         """What ``gc`` would do now. Changes nothing."""
+        from kvfs.plan import make_plan
+
         self._check_open()
         return make_plan(self._core.c, self._core.evictor, target_bytes)
 
     def recompress_plan(
-        self, codec: str = "planes", *, idle: float | str = IDLE_SECONDS, seconds: float | None = None
+        self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None
     ) -> RecompressPlan:
         """What ``recompress`` would do now: which segments, and about how many bytes it would save. Changes nothing."""
+        from kvfs.recompress import Recompressor
+
         self._check_open()
         self._check_enabled()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
@@ -202,7 +200,7 @@ class Store:
             return Recompressor(self._core.c, self._core.evictor, self._core.active).plan(number, idle_seconds, seconds)
 
     def recompress(
-        self, codec: str = "planes", *, idle: float | str = IDLE_SECONDS, seconds: float | None = None,
+        self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Recompressed:  # fmt: skip
         """Write cold sealed segments anew, their pages in ``codec``, and drop the old ones; see ``kvfs.recompress``.
@@ -210,6 +208,8 @@ class Store:
         Cold: no page of the segment was used for ``idle`` (seconds, or a text like "1h"), and it is not pinned. Ends
         after ``seconds``, if given. ``progress(done, total)`` in segments.
         """
+        from kvfs.recompress import Recompressor
+
         self._check_open()
         self._check_enabled()
         self._check_writable()
@@ -230,6 +230,8 @@ class Store:
         chunks of these hashes (see ``Namespace.chunk_hashes``). Pages stored afterwards are served, and so are matches
         and views that somebody holds already, until he lets go. ConfigError if a pin protects some of the pages.
         """
+        from kvfs.selection import select
+
         self._check_open()
         selection = select(namespace, salt, prefix, chunks, extra)
         self._check_enabled()
@@ -243,7 +245,7 @@ class Store:
         self._check_writable()
         if self._core.disabled:
             return 0
-        deadline = self._core.c.files.monotonic() + LOCK_SECONDS
+        deadline = self._core.c.files.monotonic() + PIN_SECONDS
         with directories.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
             if not held:
                 raise StoreLockedError(f"{name!r} is not pinned: somebody evicts or purges; try again")
@@ -265,7 +267,7 @@ class Store:
         if self._core.disabled:
             return []
         with directories.explained(self.path):
-            return self._core.pins.list()
+            return list_pins(self._core.c.directory)
 
     def warm(
         self, namespaces: Sequence[str] = (), *, prefixes: Sequence[str] = (), match: PrefixMatch | None = None,
@@ -275,8 +277,10 @@ class Store:
         """Read pages into the page cache: of namespaces, of prefixes (ids of ``kvfs ls``), of a match, of all pins,
         or the ``hottest`` bytes. ``check`` only says how much is there. ``progress(done, total)`` in bytes.
         """
+        from kvfs.warm import Warmer
+
         self._check_open()
-        warmer = Warmer(self._core.c, self._core.pins.segments)
+        warmer = Warmer(self._core.c)
         with directories.explained(self.path):
             ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []
             ranges += warmer.of_prefixes(prefixes) if prefixes else []
@@ -290,8 +294,11 @@ class Store:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:  # fmt: skip
         """Write the pages of namespaces, or of a match, to a bundle; see ``kvfs.bundle``."""
+        from kvfs import bundle
+
         self._check_open()
         c = self._core.c
+        check_output(path)
         with directories.explained(path):
             chosen = bundle.choose_namespaces(c, [self.catalog.find(n) for n in namespaces]) if namespaces else []
             chosen += bundle.choose_match(match) if match is not None else []
@@ -299,6 +306,9 @@ class Store:
 
     def match_prefix(self, ref: str) -> PrefixMatch:
         """The pages of a prefix (an id of ``kvfs ls``) from the first token on; ConfigError where they begin later."""
+        from kvfs.lookup import Prompt
+        from kvfs.matcher import Matcher
+
         self._check_open()
         described, hashes = self.catalog.hashes_of_prefix(ref)
         matcher = Matcher(self._core.c, described.digest, described.layout, self._core.reader.tiers)
@@ -315,6 +325,7 @@ class Store:
         described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
         if described is None or not match.tokens:
             raise ConfigError("nothing to export: this match has no pages")
+        check_output(path)
         with directories.explained(path):
             return tensorfile.write(self._core.c, described, match, path, token_ids, progress)
 
@@ -323,6 +334,8 @@ class Store:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Imported:  # fmt: skip
         """Verify a bundle page by page and take its pages in; nothing of one that was changed, unless ``partial``."""
+        from kvfs.bundle_import import Importer
+
         self._check_open()
         self._check_writable()
         return Importer(self._core.c, self._core.active, partial_=partial).run(path, progress, digest=digest)
@@ -335,6 +348,8 @@ class Store:
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
         """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""
+        from kvfs.verify import Verifier
+
         self._check_open()
         self._check_enabled()
         verifier = Verifier(self._core.c, sample, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,14 +62,23 @@ class App:
         return store
 
     def _open(self, open_store: Callable[..., Store], write: bool, counted: bool) -> Store:
-        from kvfs.errors import StoreReadOnlyError
+        from kvfs.errors import StoreAccessError, StoreReadOnlyError
 
         try:
             return open_store(self.path, create=False, read_only=self.read_only, counted=counted)
-        except StoreReadOnlyError:
-            if write or self.read_only:
+        except (StoreReadOnlyError, StoreAccessError) as exc:  # a read-only mount; files that one may only read
+            if self.read_only:
                 raise
-            return open_store(self.path, create=False, read_only=True)
+            if not write:
+                return open_store(self.path, create=False, read_only=True, counted=counted)
+            if isinstance(exc, StoreAccessError):
+                raise
+            raise self.mounted_read_only() from None
+
+    def mounted_read_only(self) -> Exception:
+        from kvfs.errors import StoreReadOnlyError
+
+        return StoreReadOnlyError(f"{self.path}: this command changes the store, and that is mounted read-only")
 
     def no_store(self) -> Exception:
         from kvfs.errors import StoreNotFoundError
@@ -86,7 +96,8 @@ class App:
         if ref is None:
             known = store.catalog.described()
             if len(known) != 1:
-                names = ", ".join(d.name for d in known[:8]) or "none"
+                often = Counter(d.name for d in known)
+                names = ", ".join(d.name if often[d.name] == 1 else d.label for d in known[:8]) or "none"
                 raise ConfigError(f"name a namespace with -n: this store has {names}")
             described = known[0]
         else:

@@ -47,6 +47,8 @@ def export_command(
     kind, how = _sort_out(formats)
     if bool(targets) == (prompt is not None):
         raise click.UsageError("what shall be exported: give namespaces, or --prompt FILE with -n")
+    if file == "-":
+        raise click.UsageError("an export is verified and then renamed, so it is no stream: name a file")
     if os.path.lexists(file) and not force:
         raise ConfigError(f"{file} exists already: choose another name, or pass --force")
     ids = None if prompt is None else read_prompt(prompt, how, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -115,10 +116,13 @@ def _show_plan(app: App, plan: Plan) -> None:
 
 def _explain(app: App, store: Store, key: str) -> None:
     from kvfs.catalog import NotFoundError
+    from kvfs.errors import ConfigError
     from kvfs.files import Files
     from kvfs.index.tables import STATE_NAMES
 
     pages = store.catalog.find_pages(key)
+    if not pages and not re.fullmatch("[0-9a-f]{6,64}", key):
+        raise ConfigError(f"--explain is {key!r}: give 6 digits or more of a page's hash; kvfs ls NAMESPACE shows some")
     if not pages:
         raise NotFoundError(f"no page's hash begins with {key!r}: it is not stored, or not any more")
     plan = store.gc_plan(0)  # the order in which everything would go
@@ -165,25 +169,27 @@ def _explain(app: App, store: Store, key: str) -> None:
 @click.command("verify")
 @click.option("--sample", metavar="SHARE", help="Check the bytes of this share of all pages, like 5% or 0.05.")
 @click.option("--all", "everything", is_flag=True, help="Check the bytes of every page.")
-@click.option("--seed", type=int, default=0, metavar="N", help="Which pages a sample takes.")
+@click.option("--seed", type=int, metavar="N", help="Which pages a sample takes.  [default: 0]")
 @click.option("--repair", is_flag=True, help="Take bad pages out of the index, rebuild it, move foreign files away.")
 @common
 @click.pass_obj
-def verify_command(app: App, sample: str | None, everything: bool, seed: int, repair: bool) -> int:
+def verify_command(app: App, sample: str | None, everything: bool, seed: int | None, repair: bool) -> int:
     """Check the structure of all segments and the index against them; on request the bytes of pages, too.
 
     Exit code 3 if problems were found (with --repair: if any are left).
     """
     if everything and sample is not None:
         raise click.UsageError("--all and --sample exclude each other")
+    if seed is not None and sample is None:
+        raise click.UsageError("--seed belongs to --sample: add it, or leave it out")
     share = 1.0 if everything else 0.0 if sample is None else _share(sample)
     with app.open(write=repair) as store:
         app.out.draw("verifying ...")
-        report = store.verify(share, repair=repair, seed=seed)
+        report = store.verify(share, repair=repair, seed=seed or 0)
         left = report
         if repair and not report.ok:
             store.wait_ready(600.0)
-            left = store.verify(share, seed=seed)
+            left = store.verify(share, seed=seed or 0)
     data = {
         "ok": left.ok, "sample": share, **asdict(report),
         "left": None if left is report else {"ok": left.ok, "problems": left.problems},

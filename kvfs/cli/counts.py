@@ -17,18 +17,20 @@ _BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
 
 @click.command("stats")
 @click.option("--watch", is_flag=True, help="Show again until interrupted; rates are of the time in between.")
-@click.option("--interval", metavar="TIME", default="2s", show_default=True, help="Time between two looks of --watch.")
+@click.option("--interval", metavar="TIME", help="Time between two looks of --watch.  [default: 2s]")
 @click.option("--times", type=click.IntRange(1), metavar="N", help="Stop --watch after N looks.")
 @common
 @click.pass_obj
-def stats_command(app: App, watch: bool, interval: str, times: int | None) -> None:
+def stats_command(app: App, watch: bool, interval: str | None, times: int | None) -> None:
     """Show hit rates in tokens, bytes and latencies, summed over all processes since the store was made.
 
     Live processes publish their counts every 5 seconds; what one counted in the seconds before it was killed is lost.
     """
     from kvfs.config import parse_duration
 
-    pause = max(0.1, parse_duration(interval, "--interval"))
+    if not watch and (interval is not None or times is not None):
+        raise click.UsageError("--interval and --times belong to --watch: add it, or leave them out")
+    pause = max(0.1, parse_duration(interval or "2s", "--interval"))
     with app.open() as store:
         previous: dict[str, int] | None = None
         looks = 0
@@ -38,12 +40,16 @@ def stats_command(app: App, watch: bool, interval: str, times: int | None) -> No
             data = summary(stats)
             if watch:
                 data["per_second"] = _rates(totals, previous, pause)
-            app.out.result(data, lambda data=data: _lines(data), [str(data["hit_rate"])])  # type: ignore[misc]
+            app.out.result(data, lambda data=data: _lines(data), [_rate(data)])  # type: ignore[misc]
             looks += 1
             if not watch or looks == times:
                 return
             previous = totals
             time.sleep(pause)
+
+
+def _rate(data: Mapping[str, Any]) -> str:
+    return "-" if data["hit_rate"] is None else str(data["hit_rate"])
 
 
 def summary(stats: Mapping[str, Any]) -> dict[str, Any]:

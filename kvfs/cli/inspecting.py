@@ -194,7 +194,7 @@ def _segment(app: App, store: Store, info: SegmentInfo) -> None:
             os.close(fd)
     except OSError:
         path = ""
-    labels = {d.digest: f"{d.name}@{d.revision[:8]}" for d in store.catalog.described()}
+    labels = {d.digest: d.label for d in store.catalog.described()}
     pins = [p.name for p in store.pins() if row.segment_id.hex() in p.segments]
     contents: list[dict[str, Any]] = [
         {"namespace": labels.get(c.digest, c.digest.hex()[:12]), "pages": c.records, "bytes": c.stored_bytes}
@@ -242,7 +242,7 @@ def _page(app: App, store: Store, pages: list[PageInfo]) -> None:
         part = Part.unpack(entry.part) if entry is not None else None
         records.append(
             {
-                "namespace": f"{described.name}@{described.revision[:8]}" if described is not None else "",
+                "namespace": described.label if described is not None else "",
                 "group": groups[entry.group].name if entry is not None and entry.group < len(groups) else "",
                 "heads": [part.head, part.head + part.heads] if part is not None else [],
                 "layers": [part.layer, part.layer + part.layers] if part is not None else [],

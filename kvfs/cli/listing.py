@@ -115,7 +115,7 @@ def _prefixes(store: Any, ref: str, seconds: float) -> tuple[tuple[str, ...], st
     for p in sorted(found, key=lambda p: -p.stamp_us):
         first, end = p.first_chunk * step, (p.last_chunk + 1) * step
         data = {
-            "id": p.last_hash.hex(), "namespace": f"{described.name}@{described.revision[:8]}", "first_token": first,
+            "id": p.last_hash.hex(), "namespace": described.label, "first_token": first,
             "end_token": end, "pages": p.pages, "bytes": p.nbytes, "last_used_us": p.stamp_us,
         }  # fmt: skip
         columns = (

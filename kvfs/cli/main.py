@@ -5,8 +5,8 @@ Nothing heavy is imported before a command runs.
 
 from __future__ import annotations
 
+import gc
 import importlib
-import logging
 import os
 import sys
 from typing import NoReturn
@@ -35,6 +35,10 @@ COMMANDS = {
     "doctor": ("doctor", "Look for what is wrong around the store, with remedies."),
     "completion": ("completion", "Print the completion script of a shell."),
 }
+
+#: What click raises for a group without a command; from 8.2 on.
+NO_ARGUMENTS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
+GC_THRESHOLD = 50_000  # objects; Python's own is 700
 
 
 class Commands(click.Group):
@@ -74,12 +78,16 @@ def cli(ctx: click.Context) -> None:
     ctx.ensure_object(App)
     level = os.environ.get("KVFS_LOG", "").upper()
     if level in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        import logging
+
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def main() -> NoReturn:
     """Entry point: one line for an error, never a traceback, and the published exit codes."""
     os.environ.pop("KVFS_DISABLE", None)  # switches engines off, not the care of the store
+    gc.set_threshold(GC_THRESHOLD)  # imports make many objects and no garbage
+    _have_streams()
     app = App()
     try:
         code = run(app)
@@ -87,7 +95,15 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
+    gc.freeze()  # the interpreter would look once more at all that was imported, for cycles that end with it
     sys.exit(code)
+
+
+def _have_streams() -> None:
+    """A stream that the caller has closed is one to nowhere; else the next file that is opened would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def run(app: App, arguments: list[str] | None = None) -> int:
@@ -102,7 +118,11 @@ def run(app: App, arguments: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except click.UsageError as exc:
         where = exc.ctx.command_path if exc.ctx is not None else "kvfs"
-        app.out.error(f"{exc.format_message().rstrip('.')}; see `{where} --help`", EXIT_USAGE)
+        message = "Missing command" if isinstance(exc, NO_ARGUMENTS) else exc.format_message().rstrip(".")
+        if isinstance(exc, NO_ARGUMENTS) and not (app.out.json or app.out.quiet):
+            click.echo(exc.format_message(), err=True)  # it is the help
+        else:
+            app.out.error(f"{message}; see `{where} --help`", EXIT_USAGE)
         return EXIT_USAGE
     except click.ClickException as exc:
         app.out.error(exc.format_message(), EXIT_FAILED)
@@ -125,6 +145,8 @@ def _explain(app: App, exc: Exception) -> int:
         name = f" ({exc.filename})" if exc.filename else ""
         app.out.error(f"{exc.strerror or exc}{name}", code)
     else:
+        import logging
+
         logging.getLogger("kvfs").debug("unexpected", exc_info=exc)
         app.out.error(f"unexpected {type(exc).__name__}: {exc}; this is a bug, KVFS_LOG=debug shows where", code)
     return code

@@ -54,7 +54,7 @@ def list_command(app: App) -> None:
 
     with app.open() as store:
         pins = store.pins()
-        labels = {d.digest.hex(): f"{d.name}@{d.revision[:8]}" for d in store.catalog.described()}
+        labels = {d.digest.hex(): d.label for d in store.catalog.described()}
         sizes = {row.segment_id.hex(): row.allocated for _, row in store.catalog.segment_rows()}
     now = Files().now_us()
     items = [

@@ -122,5 +122,7 @@ def set_command(app: App, key: str, value: str) -> None:
         stored = next(s.value for s in settings.read(app.path, Files()) if s.name == key)
     except StoreNotFoundError:
         raise app.no_store() from None
+    except StoreReadOnlyError:
+        raise app.mounted_read_only() from None
     data = {"setting": key, "value": stored}
     app.out.result(data, lambda: [f"{key} is {_value(key, stored)} now, for all who have the store open, too"], [key])

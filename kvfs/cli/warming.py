@@ -114,7 +114,8 @@ def _read_list(file: str) -> list[str]:
         with click.open_file(file, encoding="utf-8") as stream:
             content = stream.read(LIST_BYTES_MAX + 1)
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{file} cannot be read as a list of targets ({exc})") from None
+        why = exc.strerror if isinstance(exc, OSError) else "no UTF-8 text"
+        raise ConfigError(f"{file}: {why}; give a list of targets, or - for stdin") from None
     if len(content) > LIST_BYTES_MAX:
         raise ConfigError(f"{file} has more than {LIST_BYTES_MAX} characters: that is no list of targets")
     lines = (line.strip() for line in content.splitlines())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 
 import lmdb
@@ -29,7 +28,9 @@ def discard_generation(path: str) -> None:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)  # rmtree would wait for a writer of a fifo
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            from shutil import rmtree  # seldom needed, and it brings three compression libraries
+
+            rmtree(path, ignore_errors=True)
 
 
 def open_tables(env: lmdb.Environment, *, create: bool) -> Tables:

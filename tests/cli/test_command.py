@@ -330,3 +330,89 @@ def test_the_watch_shows_what_others_do(store: Path) -> None:
         text = text.lstrip()[end:]
     assert len(found) == 2 and all("per_second" in body for body in found)
     assert found[0]["pages_stored"] == 10
+
+
+def test_without_a_command_the_help_is_shown_as_it_is(store: Path) -> None:
+    for arguments in ((), ("pin",)):
+        done = called(*arguments)
+        assert done.returncode == 2 and not done.stdout and "\nCommands:\n" in done.stderr
+        done = called(*arguments, "--json")
+        assert done.returncode == 2 and "Missing command" in json.loads(done.stderr)["error"]["message"]
+
+
+@pytest.mark.parametrize("closed", [(1,), (1, 2), (0, 1, 2)])
+def test_closed_streams_are_no_bug(store: Path, closed: tuple[int, ...]) -> None:
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "kvfs.cli.main", "-C", str(store), "ls"], env=environment(), preexec_fn=close,
+        stdin=None if 0 in closed else subprocess.DEVNULL, stdout=None, timeout=60,
+        stderr=None if 2 in closed else subprocess.PIPE,
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr
+
+
+def test_an_export_replaces_nothing_but_files(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("folder", "pipe", "link", "missing/file"):
+        done = called("-C", str(store), "export", str(tmp_path / name), "alpha", "--force")
+        assert done.returncode == 2 and name.partition("/")[0] in done.stderr, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != store.name) == ["folder", "link", "pipe"]
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    done = called("-C", str(store), "export", "-", "alpha")
+    assert done.returncode == 2 and "no stream" in done.stderr
+    for name in ("folder", "pipe"):
+        done = called("-C", str(store), "import", str(tmp_path / name))
+        assert done.returncode == 2 and "no regular file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("stats", "--times", "2"), "--watch"),
+        (("stats", "--interval", "2s"), "--watch"),
+        (("verify", "--seed", "2"), "--sample"),
+        (("gc", "--explain", "12"), "6 digits"),
+        (("gc", "--explain", "nothex"), "6 digits"),
+        (("warm", "--list", "/nonexistent"), "No such file"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(store: Path, arguments: tuple[str, ...], said: str) -> None:
+    done = called("-C", str(store), *arguments)
+    assert done.returncode == 2 and said in done.stderr and "Errno" not in done.stderr
+
+
+def test_an_error_names_the_size_that_was_given(tmp_path: Path) -> None:
+    for option in ("--segment-bytes", "--index-bytes"):
+        done = called("-C", str(tmp_path / "new"), "init", "--capacity", "64MiB", option, "1")
+        assert done.returncode == 2 and "is 1:" in done.stderr
+
+
+def test_a_store_without_lookups_has_no_hit_rate(store: Path) -> None:
+    assert called("-C", str(store), "stats", "-q").stdout == "-\n"
+    assert json.loads(called("-C", str(store), "stats", "--json").stdout)["hit_rate"] is None
+
+
+def test_namespaces_of_one_name_are_told_apart(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.ids").write_text("1 2 3")
+    with kvfs.open(store) as s:
+        for revision in ("aaaa", "bbbb"):
+            s.namespace("twin", tiny(), revision).put(tokens_of(2, 2), seeded(2, 2 * TINY_BYTES))
+    done = called("-C", str(store), "match", str(tmp_path / "p.ids"))
+    assert done.returncode == 2 and "alpha, twin@aaaa, twin@bbbb" in done.stderr
+
+
+def test_who_may_only_read_can_look(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the directory takes no file of this user, the command looks without one."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("kvfs.core.Liveness", refused)
+    assert "alpha" in called("-C", str(store), "ls").stdout
+    done = called("-C", str(store), "rm", "alpha", "-y")
+    assert done.returncode == 1 and "owner" in done.stderr

@@ -23,7 +23,7 @@ from kvfs.gpuio import GpuIO
 from kvfs.inplace import PIECE_BYTES
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.liveness import Liveness
-from kvfs.pinned import FRESH_SECONDS, PinnedBytes
+from kvfs.registered import FRESH_SECONDS, PinnedBytes
 from kvfs.testing import Fault, FaultyFiles
 from kvfs.types import Tier
 from tests.kernels.simulated import Happened, SimulatedDevice

@@ -41,7 +41,7 @@ COMMANDS = {
             "--call",
             "256KiB",
         ),
-        ("kvfs inspect", "kvfs ls", "kvfs stats", "bare buffered x1", "warm"),
+        ("kvfs inspect", "kvfs ls", "kvfs stats", "bare buffered x1", "bare readahead x4, 8 MiB", "warm"),
     ),
     "procs": (
         ("--procs", "1", "--seconds", "0.1", "--rounds", "1", "--size", "1MiB", "--page", "64KiB", "--call", "256KiB"),

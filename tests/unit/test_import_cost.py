@@ -1,21 +1,36 @@
-"""`import kvfs` is cheap: the heavy libraries load when something that needs them is used."""
+"""`import kvfs` and the commands that people look with are cheap: a thing is imported when something needs it.
+
+A command that looks at a store takes as long as its imports; beside busy writers they wait for a core.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import kvfs
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "triton", "numpy", "zstandard", "transformers", "vllm", "watchdog")
+#: What no command needs that only looks at a store: what writes, evicts, rebuilds or reads payloads, and its libraries.
+WORK = (
+    "kvfs.workshop", "kvfs.writer", "kvfs.active", "kvfs.evictor", "kvfs.purge", "kvfs.rebuild", "kvfs.dropfolder",
+    "kvfs.reader", "kvfs.namespace", "kvfs.bundle", "kvfs.bundle_import", "kvfs.recompress", "kvfs.verify",
+    "kvfs.plan", "kvfs.warm", "kvfs.selection", "kvfs.disabled", "kvfs.hf_config", "tempfile", "shutil", "tarfile",
+    "pathlib", "asyncio",
+)  # fmt: skip
+LOOKS = (("inspect",), ("inspect", "alpha"), ("ls",), ("ls", "alpha"), ("stats",))
 
 
 def loaded_after(statement: str) -> set[str]:
-    names = "sorted({name.partition('.')[0] for name in sys.modules})"
-    code = f"import json, sys\n{statement}\nprint(json.dumps({names}))"
+    """Names of all modules, in full, in a process that ran the statement."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -28,6 +43,14 @@ def loaded_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
+def loaded_by(*arguments: str) -> set[str]:
+    """Names of all modules in a process that ran the command."""
+    return loaded_after(
+        "from kvfs.cli.app import App\nfrom kvfs.cli.main import run\n"
+        f"assert run(App(), {list(arguments)!r}) == 0, 'the command failed'"
+    )
+
+
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
     names = loaded_after("import kvfs; assert kvfs.__file__, 'kvfs/__init__.py is missing'")
@@ -35,6 +58,51 @@ def loaded() -> set[str]:
     return names
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = str(tmp_path_factory.mktemp("looked-at") / "store")
+    with kvfs.open(path, capacity="64MiB") as opened:
+        opened.namespace("alpha", tiny(), "9213176").put(tokens_of(1, 10), seeded(1, 10 * TINY_BYTES))
+    yield path
+
+
 @pytest.mark.parametrize("heavy", HEAVY)
 def test_import_kvfs_does_not_load(heavy: str, loaded: set[str]) -> None:
     assert heavy not in loaded, f"`import kvfs` loads {heavy}; see python -X importtime -c 'import kvfs'"
+
+
+def test_import_kvfs_loads_none_of_its_modules_but_the_version(loaded: set[str]) -> None:
+    assert {name for name in loaded if name.startswith("kvfs.")} == {"kvfs.version"}
+
+
+def test_help_loads_no_store_and_none_of_the_commands() -> None:
+    names = loaded_by("--help")
+    assert not names & {*HEAVY, "lmdb", "xxhash", "tomllib", "logging", "kvfs.config", "kvfs.files", "kvfs.store"}
+    assert {n for n in names if n.startswith("kvfs.cli.")} <= {
+        f"kvfs.cli.{n}" for n in ("app", "main", "output", "text")
+    }
+
+
+@pytest.mark.parametrize("arguments", LOOKS, ids=" ".join)
+def test_what_a_command_that_looks_does_not_load(arguments: tuple[str, ...], store: str) -> None:
+    names = loaded_by("-C", store, *arguments)
+    assert "kvfs.core" in names
+    found = names & {*HEAVY, *WORK}
+    assert not found, f"`kvfs {' '.join(arguments)}` loads {sorted(found)}; see python -X importtime -m kvfs.cli.main"
+
+
+def test_config_opens_no_index(store: str) -> None:
+    assert not loaded_by("-C", store, "config") & {*HEAVY, *WORK, "lmdb", "kvfs.core", "kvfs.catalog"}
+
+
+@pytest.mark.parametrize("arguments", [("verify",), ("gc",), ("warm", "alpha"), ("pin", "ls")], ids=" ".join)
+def test_what_the_other_commands_do_not_load(arguments: tuple[str, ...], store: str) -> None:
+    assert not loaded_by("-C", store, *arguments) & {*HEAVY, "kvfs.recompress", "kvfs.hf_config"}
+
+
+def test_an_engine_imports_before_it_serves(store: str) -> None:
+    """Whoever may fork imports nothing in a background thread: the child would find a module half imported."""
+    at_once = loaded_after(f"import kvfs\nstore = kvfs.open({store!r})")
+    assert set(WORK[:8]) <= at_once
+    later = loaded_after(f"import kvfs, time\nstore = kvfs.open({store!r})\ntime.sleep(2.5)")
+    assert {n for n in later - at_once if n.startswith("kvfs.")} == set()

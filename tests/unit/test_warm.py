@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import kvfs
 from kvfs.files import Files
+from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, segment_files, tiny, tokens_of
 
 
@@ -99,3 +101,40 @@ def test_what_was_evicted_meanwhile_is_counted_and_raises_nothing(path: Path) ->
         assert run_child(evict) > 0
         done = store.warm(match=match)
         assert done.failed_bytes == done.nbytes > 0
+
+
+@pytest.mark.parametrize("kind", ["map", "populate"])
+def test_what_cannot_be_mapped_is_read(path: Path, kind: str) -> None:
+    files = FaultyFiles(Fault(kind=kind, persistent=True))
+    forget(path)
+    with kvfs.open(path, files=files) as store:
+        done = store.warm(["alpha"])
+        assert done.read_bytes + done.resident_bytes == done.nbytes > 0 == done.failed_bytes
+        assert done.read_bytes > 0 and files.calls[kind]
+        assert store.warm(["alpha"], check=True).resident_bytes == done.nbytes
+
+
+def test_a_map_whose_bytes_cannot_be_had_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    files = Files()
+    (tmp_path / "file").write_bytes(bytes(8 << 20))
+    fd = os.open(tmp_path / "file", os.O_RDWR)
+    try:
+        with files.map(fd, 8 << 20, 0) as mapping:
+            files.populate(mapping)
+            os.ftruncate(fd, 4096)
+            with pytest.raises(OSError):
+                files.populate(mapping)
+    finally:
+        os.close(fd)
+
+
+def test_other_threads_run_while_a_map_is_filled(tmp_path: Path) -> None:
+    """``mmap.madvise`` would keep the interpreter until the disk has answered."""
+
+    class Watched(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise AssertionError("the interpreter is kept")
+
+    (tmp_path / "file").write_bytes(bytes(8192))
+    with open(tmp_path / "file", "rb") as file, Watched(file.fileno(), 8192, prot=mmap.PROT_READ) as mapping:
+        Files().populate(mapping)

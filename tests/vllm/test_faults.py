@@ -109,20 +109,20 @@ def test_a_full_disk(small_disk: Path, model: Models, prompt: Prompt, filled: tu
 def test_churn_within_a_tenth_of_the_working_set(model: Models, tmp_path: Path) -> None:
     """Memory, descriptors and the directory stay bounded over 500 requests."""
     store = tmp_path / "store"
-    prompts = [[random.Random(f"churn {n} {i}").randrange(5, 1000) for i in range(200)] for n in range(400)]
+    prompts = [[random.Random(f"churn {n} {i}").randrange(5, 1000) for i in range(200)] for n in range(600)]
     with Engine(model("llama"), store, extra={"capacity": "16MiB"}) as engine:
         answers = {n: engine.generate(prompts[n], max_tokens=2)[0][1] for n in range(20)}
         for first in range(20, 100, 20):
             engine.generate(*prompts[first : first + 20], max_tokens=2)
         before = engine.ask("usage")
-        for first in range(100, 400, 20):
+        for first in range(100, 600, 20):
             engine.generate(*prompts[first : first + 20], max_tokens=2)
             used = allocated_bytes(store)
             assert used <= 16 << 20
         for n in range(20):
             assert engine.generate(prompts[n], max_tokens=2)[0][1] == answers[n]
         after = engine.ask("usage")
-        for n in range(380, 400):
+        for n in range(580, 600):
             engine.generate(prompts[n], max_tokens=2)
         assert engine.metrics()["kvfs_pages_loaded"] > 0
     assert after["fds"] <= before["fds"] + 8 and after["rss"] <= before["rss"] + (64 << 20), (before, after)

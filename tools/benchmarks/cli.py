@@ -5,9 +5,11 @@ Part 1: ``kvfs inspect``, ``ls`` and ``stats`` as processes of their own, on a s
 without a pause. ``kvfs config`` opens no index: it shows what Python and the imports cost at that moment. On a machine
 with fewer cores than writers that grows, too; each ratio is taken within one round.
 
-Part 2: ``store.warm`` of a store whose pages are in no page cache against the fastest of several bare ways to read
-equal files cold, in turns; then one ``get`` of each prompt, with the bytes that the process reads from a disk meanwhile
-(``read_bytes`` of /proc/self/io).
+Part 2: ``store.warm`` of a store whose pages are in no page cache, in turns with bare ways to read equal files cold,
+and with bare ways to fill the page cache from the store's own segments (``tools.benchmarks.fills``; not from others, as
+a host may cache files that are read more often). Ratios are to the fastest of all, and to the fastest that leaves the
+bytes in the page cache, as warming must: O_DIRECT does not. Then one ``get`` of each prompt, with the bytes that the
+process reads from a disk meanwhile (``read_bytes`` of /proc/self/io).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tools.benchmarks import bare, ours
+from tools.benchmarks import bare, fills, ours
 from tools.benchmarks.bare import COLD_READ_BYTES, BareRead
 from tools.benchmarks.case import MIB, Case, Payload, drop_cache, out_buffer, write_back
 from tools.benchmarks.crew import Crew
@@ -162,7 +164,8 @@ def _warm(report: Report, folder: Path, plan: Plan) -> None:
     plain, store = folder / "bare", folder / "store"
     bare.write_all(plain, case, payload)
     ours.put_all(store, case, payload)
-    for paths in (bare.file_paths(plain), ours.segment_paths(store)):
+    segments = ours.segment_paths(store)
+    for paths in (bare.file_paths(plain), segments):
         write_back(paths)
     after: list[int] = []
     with ExitStack() as stack:
@@ -172,23 +175,31 @@ def _warm(report: Report, folder: Path, plan: Plan) -> None:
                 job = stack.enter_context(BareRead(case, plain, threads, direct=direct, read_bytes=COLD_READ_BYTES))
                 name = f"bare {'O_DIRECT' if direct else 'buffered'} x{threads}"
                 contenders.append(Contender(name, _cold(case, bare.file_paths(plain), job.run)))
+        for way, threads, block in fills.WAYS if fills.can_populate() else ():
+            fill = stack.enter_context(fills.BareFill(case, segments, way, threads, block * MIB))
+            contenders.append(Contender(f"bare {way} x{threads}, {block} MiB", _cold(case, segments, fill.run)))
         contenders.append(Contender("warm", lambda: _warm_once(case, store, after)))
         samples = interleave(contenders, plan.rounds)
     bares = {name: found for name, found in samples.items() if name != "warm"}
-    best = max(bares, key=lambda name: max(s.gb_per_second for s in bares[name]))
+    best = _fastest(bares)
+    filling = _fastest({name: found for name, found in bares.items() if "O_DIRECT" not in name})
     table = Table(
         f"warm: {case.size_bytes // MIB} MiB in pages of {case.page_bytes // 1024} KiB, cold, against bare reads"
     )
     for name, found in samples.items():
         table.add(
             way=name, **rates(found), ratio_to_best_bare=rate_ratio(found, bares[best]),
-            best_to_best=best_ratio(found, bares[best]),
+            ratio_to_best_fill=rate_ratio(found, bares[filling]), best_to_best=best_ratio(found, bares[best]),
             get_reads=Spread.of([float(n) for n in after]) if name == "warm" else None,
         )  # fmt: skip
     table.notes.append("get reads: bytes that the process read from a disk during get of every prompt, afterwards")
     report.show(table)
     bare.remove(plain)
     ours.remove(store)
+
+
+def _fastest(samples: dict[str, list[Sample]]) -> str:
+    return max(samples, key=lambda name: max(s.gb_per_second for s in samples[name]))
 
 
 def _cold(case: Case, paths: Sequence[Path], read: Callable[[], Sample]) -> Callable[[], Sample]:

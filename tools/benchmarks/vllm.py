@@ -1,7 +1,8 @@
 """kvfs below vLLM: what the scheduler pays, and side by side with vLLM's own connectors, on CPUs.
 
-Runs in the engine's environment: ``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines [--rounds N]``
-(``make test-vllm`` makes it). Times are ratios to a baseline of the same round: min, median, max.
+Runs in the engine's environment (``make test-vllm`` makes it):
+``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines|lookups [--rounds N]``. Times are ratios to a
+baseline of the same round: min, median, max; of lookups there are rates.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tools.benchmarks import vllm_lookups
 
 TOKENS = 131_072
 PROMPT = 1900
@@ -149,6 +152,11 @@ def engines(rounds: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def lookups(rounds: int) -> None:
+    """How many prompts per second a scheduler of each connector gets answered."""
+    vllm_lookups.run(rounds, CONNECTORS)
+
+
 def _damaged(engine: Any, model: Path, path: Path, transfer: Any, options: Any, prompts: Any, computed: Any) -> str:
     """What an engine answers from files with a flipped bit in every 64 KiB."""
     for file in path.rglob("*"):
@@ -181,10 +189,10 @@ def _bench_model(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["scheduler", "engines"])
+    parser.add_argument("what", choices=["scheduler", "engines", "lookups"])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    {"scheduler": scheduler, "engines": engines}[arguments.what](arguments.rounds)
+    {"scheduler": scheduler, "engines": engines, "lookups": lookups}[arguments.what](arguments.rounds)
 
 
 if __name__ == "__main__":

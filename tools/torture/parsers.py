@@ -38,7 +38,7 @@ from kvfs.index.state import State, read_state
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.layout import PageLayout, Part
 from kvfs.liveness import Liveness
-from kvfs.pins import Pins
+from kvfs.pinned import list_pins, pinned_segments
 from kvfs.rebuild import Report, _Listed, _SegmentBuilder
 from kvfs.recency import Recency
 from kvfs.segment import Record, SegmentWriter, file_name
@@ -426,11 +426,9 @@ def pin(data: bytes) -> str:
     directory = ImageDirectory()
     directory.files.names |= {"0" * 16: Image.of(data), "1" * 16: Image.of(json.dumps(_PIN).encode())}
     directory.files.names |= {"readme": Image.of(data), "0" * 15 + "g": Image.of(data)}
-    fake: Any = type("Fake", (), {"directory": directory, "files": directory.files})
-    pins = Pins(fake, fake, fake)
-    protected = pins.segments()
+    protected = pinned_segments(directory)
     must(all(len(s) == 16 for s in protected) and bytes.fromhex("11" * 16) in protected, "segments of pins")
-    return f"{len(pins.list())}"
+    return f"{len(list_pins(directory))}"
 
 
 @target(lambda: [pack_u64([1, 2, 3]), b"", pack_u64([NOW_S * 1_000_000] * 50)], flip_bytes, weight=5)

@@ -1,0 +1,15 @@
+"""The benchmark of lookups: each connector finds what was stored for it, and nothing else, in a new process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.benchmarks import vllm_lookups
+from tools.benchmarks.vllm import CONNECTORS
+
+
+@pytest.mark.slow
+def test_every_connector_finds_its_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    vllm_lookups.run(1, CONNECTORS, {"tiny": (4 * vllm_lookups.BLOCK + vllm_lookups.SETTLE, 2)})
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[1] for row in rows] == ["kvfs", "fs tier", "ExampleConnector"]
