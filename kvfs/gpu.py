@@ -10,6 +10,8 @@ import contextlib
 import ctypes
 import mmap
 import os
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -77,7 +79,10 @@ class Device(Protocol):
     name: str
 
     def enter(self) -> None:
-        """Make it current on the calling thread."""
+        """Make it current on the calling thread, which is one of kvfs's own, for good."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make it current on the calling thread, which is somebody else's, inside."""
 
     def stream(self) -> Stream: ...
 
@@ -190,15 +195,23 @@ class Gpu:
             found = torch.cuda.device_count() if torch.cuda.is_available() else 0
             raise ConfigError(f"memory is on {name}: torch sees {found} CUDA devices here")
         self.name, self.index, self._torch = name, index, torch
-        self.enter()
+        self._entered = threading.local()
         self._constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64).to(name)
 
     def owns(self, memory: str) -> bool:
         return memory == self.name
 
     def enter(self) -> None:
-        self._torch.cuda.set_device(self.index)
-        self._torch.cuda.current_stream().query()  # makes the context current where this is a thread's first call
+        if not getattr(self._entered, "done", False):
+            self._torch.cuda.set_device(self.index)
+            self._torch.cuda.current_stream().query()  # makes the context current where this is a thread's first call
+            self._entered.done = True
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        with self._torch.cuda.device(self.index):
+            self._torch.cuda.current_stream().query()
+            yield
 
     def stream(self) -> Stream:
         return _Stream(self._torch, self._torch.cuda.Stream(self.index), self._constants)

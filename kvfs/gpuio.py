@@ -66,8 +66,8 @@ class GpuIO(HostIO):
                 f"transport is {transport!r}: pass one of {', '.join(TRANSPORTS)}, or None to have it chosen"
             )
         self._asked_for = transport
-        device.enter()
-        super().__init__(*args, **{**kwargs, "threads": 1})
+        with device.current():
+            super().__init__(*args, **{**kwargs, "threads": 1})
         at_sigterm(self)
 
     def _make_desk(
@@ -159,23 +159,22 @@ class GpuIO(HostIO):
 
     def warm(self, match: PrefixMatch) -> int:
         """Pin what a match needs ahead of its load; bytes of it that the GPU can read without the ring now."""
-        maps = self._gpu_desk.in_place
-        self._device.enter()
+        maps, ready = self._gpu_desk.in_place, 0
         if maps is None:
             return 0
-        ready = 0
-        with self._gpu_desk.reader.held(match) as held:
+        with self._device.current(), self._gpu_desk.reader.held(match) as held:
             for gm in match.groups:
-                runs = plan_runs(gm, held)[0]
-                ends = published(runs)
-                ready += sum(maps.warm(run.held, run.offset, run.span, ends[run.segment]) for run in runs)
+                ends = published(gm)
+                for run in plan_runs(gm, held)[0]:
+                    ready += maps.warm(run.held, run.offset, run.span, ends[run.segment])
         return ready
 
     def let_go(self) -> None:
         """Unpin what loads read from, as far as none does: before the process dies."""
-        if self._gpu_desk.in_place is not None and self._pid == os.getpid():
-            self._device.enter()
-            self._gpu_desk.in_place.close()
+        maps = self._gpu_desk.in_place
+        if maps is not None and self._pid == os.getpid():
+            with self._device.current():
+                maps.close()
 
     @property
     def _gpu_desk(self) -> GpuDesk:
@@ -186,9 +185,9 @@ class GpuIO(HostIO):
         """Let go of maps whose segments were dropped. Called every second."""
         maps = self._gpu_desk.in_place
         if maps is not None:
-            self._device.enter()
-            maps.sweep(self._gone)
-            maps.work()
+            with self._device.current():
+                maps.sweep(self._gone)
+                maps.work()
 
     def _gone(self, segment_id: bytes) -> bool:
         try:
@@ -215,8 +214,7 @@ class GpuIO(HostIO):
             return
         desk = self._gpu_desk
         desk.readers.close()
-        with contextlib.suppress(CudaError):
-            self._device.enter()
+        with contextlib.suppress(CudaError), self._device.current():
             for lane in (desk.saves, desk.loads):
                 lane.quiet()
                 lane.close()

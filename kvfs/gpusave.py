@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvfs.gpu import Event
-from kvfs.gpujobs import GpuDesk, wait_for_event
+from kvfs.gpujobs import GpuDesk, wait_for_event, wait_until
 from kvfs.gpulane import ALIGN, BATCHES, Sheet, aligned
 from kvfs.hashing import LEAF_BYTES
 from kvfs.hostjobs import Attached, fail
@@ -167,7 +167,7 @@ class GpuSave(Save):
         if shape.sums:
             sheet.fetch(lane.dma, tables, nbytes, into=tables)
         lane.finished(slot, lane.dma)
-        return _Flight(batch, slot.done, sheet, tables if shape.sums else -1, step)
+        return _Flight(batch, lane.dma.record(), sheet, tables if shape.sums else -1, step)
 
     def _copy_out(self, lease: Lease, source: int, size: int, page_bytes: int) -> None:
         """Scratch to slots: neighbours in one copy where pages fill their slots."""
@@ -184,7 +184,7 @@ class GpuSave(Save):
         """Wait until the oldest batch has arrived."""
         batch, arrived, sheet, tables, step = self._flights.popleft()
         with step:
-            arrived.synchronize()
+            wait_until(self.gpu, arrived)
             if tables >= 0:
                 self._keep_tables(batch, sheet, tables)
             batch.lease.move(SlotState.FULL)

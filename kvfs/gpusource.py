@@ -50,15 +50,10 @@ class PageSource:
         self._use = Use()
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
-        self._published: dict[int, int] = {}
+        self._published = published(gm)
         self.sums = desk.shapes[attached.number].sums and desk.context.verify is not Verify.OFF
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
-
-    def expect(self, runs: Sequence[Run]) -> None:
-        """These will be asked for."""
-        for segment, end in published(runs).items():
-            self._published[segment] = max(end, self._published.get(segment, 0))
 
     # -- registered maps ---------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvfs import format as fmt
@@ -78,11 +78,15 @@ class Run:
         )  # fmt: skip
 
 
-def published(runs: Iterable[Run]) -> dict[int, int]:
-    """Segment -> bytes of it that are known to be published, since runs of the index lie there."""
+def published(gm: GroupMatch) -> dict[int, int]:
+    """Segment -> bytes of it that are known to be published, since pages of a match lie there."""
     ends: dict[int, int] = {}
-    for run in runs:
-        ends[run.segment] = max(ends.get(run.segment, 0), run.offset + run.span)
+    for hit in gm.hits:
+        row = hit.row()
+        for e in row.extents if row is not None else ():
+            if hit.bits >> e.first & (1 << e.chunks) - 1:
+                end = (e.block + (e.chunks - 1) * e.stride) * fmt.BLOCK + fmt.align(e.stored_bytes)
+                ends[e.segment] = max(ends.get(e.segment, 0), end)
     return ends
 
 

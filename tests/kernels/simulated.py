@@ -107,6 +107,9 @@ class SimulatedDevice:
     def enter(self) -> None:
         pass
 
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def stream(self) -> Stream:
         return SimulatedStream(self)
 

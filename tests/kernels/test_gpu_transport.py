@@ -343,6 +343,19 @@ def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.
     assert not device.registered, "something is still pinned"
 
 
+def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load plans its pages a window at a time; what the first window makes must do for the others."""
+    monkeypatch.setattr("kvfs.gpuload.WINDOW_PAGES", 1)
+    source, target = saved(ns, 8), Engine()
+    with attach(ns, target.kv) as io, ns.match(prompt(8)) as match:
+        monkeypatch.setattr(io.ring, "acquire", lambda *args, **kwargs: pytest.fail("the ring was used"))
+        result = io.load(match, range(16), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == 8 * PAGE
+    assert target.tokens(range(16)) == source.tokens(range(16))
+
+
 def test_a_large_save_is_written_to_several_segments(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = LAYOUT.groups[0].page_bytes
     monkeypatch.setattr("kvfs.hostsave.LANE_BYTES", 4 * page)
