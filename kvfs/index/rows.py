@@ -83,7 +83,7 @@ class Row:
         present, value, at = self.present, self.value, self._hashes
         if present & (present + 1) == 0:  # no holes: one comparison decides the usual case
             n = min(present.bit_length(), count)
-            if value[at : at + HASH_BYTES * n] == wanted[: HASH_BYTES * n]:
+            if value.startswith(wanted[: HASH_BYTES * n], at):
                 return (1 << n) - 1
         found = 0
         for j in range(min(count, present.bit_length())):
