@@ -64,6 +64,7 @@ class Batches:
         self._bands, self._wanted = bands, wanted
         self._copied: deque[_Copied] = deque()
         self._ready = False  # the sheet: made when the first copies are under way
+        self._tables: dict[int, bytes | None] = {}  # by chunk, for the later bands
         self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
 
     @property
@@ -152,10 +153,18 @@ class Batches:
         slot, parts, first, rows = self._copied.popleft()
         words, tables = array("q"), []
         for run, at, stride in parts:
-            found = self._source.tables(run)
+            found = self._found(run)
             words += self._words(run.chunk, found, at, stride, rows * self._shape.leaf_bytes)
             tables += [self._cut(table, first, rows) for table in found if table is not None]
         self._launch(slot, words, tables, first, rows, check=self._source.sums)
+
+    def _found(self, run: Run) -> list[bytes | None]:
+        """The leaf tables of a run; read and checked once."""
+        if self._bands == 1:
+            return self._source.tables(run)
+        if run.chunk not in self._tables:  # the batches of all bands are cut alike, or finer
+            self._tables.update(zip(range(run.chunk, run.chunk + run.count), self._source.tables(run), strict=True))
+        return [self._tables[chunk] for chunk in range(run.chunk, run.chunk + run.count)]
 
     def _cut(self, table: bytes, first: int, rows: int) -> bytes:
         """The entries of some layers, granule by granule."""

@@ -202,12 +202,13 @@ def cli(
 @click.option("--ring", "ring_bytes", type=Size(), default="5GiB", show_default=True, help="Of pinned slots.")
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--beside/--no-beside", default=False, help="Also what a model's kernels lose meanwhile.")
+@click.option("--parts", type=Many(click.Choice(gpu_bench.PARTS)), default=",".join(gpu_bench.PARTS), show_default=True)
 @common
 def gpu(
-    shapes: tuple[str, ...], tokens: tuple[int, ...], ring_bytes: int, rounds: int, beside: bool, path: Path,
-    json_path: Path | None, seed: int,
+    shapes: tuple[str, ...], tokens: tuple[int, ...], ring_bytes: int, rounds: int, beside: bool, parts: tuple[str, ...],
+    path: Path, json_path: Path | None, seed: int,
 ) -> None:  # fmt: skip
-    plan = gpu_bench.Plan(shapes, sorted(tokens), rounds, seed, ring_bytes, beside)
+    plan = gpu_bench.Plan(shapes, sorted(tokens), rounds, seed, ring_bytes, beside, parts)
     options = dict[str, Value](shapes=",".join(shapes), rounds=rounds, ring=size_text(ring_bytes), seed=seed)
     with session("gpu", path, plan.need_bytes, json_path, options) as (report, folder):
         gpu_bench.run(report, folder, plan)

@@ -38,6 +38,7 @@ from tools.benchmarks.report import Report, Table, rates
 SECONDS = 60.0
 SEGMENT = "256MiB"
 REPLAYS = 1000
+PARTS = ("saves", "active", "sealed", "layerwise", "cold")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Plan:
     seed: int
     ring_bytes: int
     beside: bool
+    parts: Sequence[str] = PARTS
 
     @property
     def need_bytes(self) -> int:
@@ -85,17 +87,23 @@ class _Bench:
 
     def run(self) -> None:
         try:
+            parts = self.plan.parts
             with self._store() as (store, ns):
-                self._saves(store, ns)
+                if "saves" in parts:
+                    self._saves(store, ns)
                 for tokens in self.plan.tokens:
                     self._save(ns, tokens, self._tokens(tokens, 7))
-                self._loads(ns, self.plan.tokens[-1:], "active")
+                if "active" in parts:
+                    self._loads(ns, self.plan.tokens[-1:], "active")
             with self._store() as (store, ns):
-                self._loads(ns, self.plan.tokens, "sealed")
-                self._layerwise(ns, self.most)
+                if "sealed" in parts:
+                    self._loads(ns, self.plan.tokens, "sealed")
+                if "layerwise" in parts:
+                    self._layerwise(ns, self.most)
                 if self.plan.beside:
                     self._beside(ns, self.most)
-                self._cold(ns, self.most)
+                if "cold" in parts:
+                    self._cold(ns, self.most)
         finally:
             shutil.rmtree(self.path, ignore_errors=True)
 
