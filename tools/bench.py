@@ -205,8 +205,8 @@ def cli(
 @click.option("--parts", type=Many(click.Choice(gpu_bench.PARTS)), default=",".join(gpu_bench.PARTS), show_default=True)
 @common
 def gpu(
-    shapes: tuple[str, ...], tokens: tuple[int, ...], ring_bytes: int, rounds: int, beside: bool, parts: tuple[str, ...],
-    path: Path, json_path: Path | None, seed: int,
+    shapes: tuple[str, ...], tokens: tuple[int, ...], ring_bytes: int, rounds: int, beside: bool,
+    parts: tuple[str, ...], path: Path, json_path: Path | None, seed: int,
 ) -> None:  # fmt: skip
     plan = gpu_bench.Plan(shapes, sorted(tokens), rounds, seed, ring_bytes, beside, parts)
     options = dict[str, Value](shapes=",".join(shapes), rounds=rounds, ring=size_text(ring_bytes), seed=seed)
