@@ -18,6 +18,7 @@ import fcntl
 import functools
 import mmap
 import os
+import re
 import stat
 import struct
 import time
@@ -233,6 +234,11 @@ class Files:
 
     def readahead(self, fd: int, offset: int, nbytes: int) -> None:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def has_large_folios(self) -> bool:
+        """Whether ``populate`` is the cheapest way to fill the page cache: ext4 got large folios last, with 6.16."""
+        found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+        return found is not None and (int(found[1]), int(found[2])) >= (6, 16)
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
         """Bytes of the range that are in the page cache, or None if the kernel does not say."""

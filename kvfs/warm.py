@@ -151,8 +151,13 @@ class Warmer:
         if check or resident == block.nbytes:
             sums.add(block.nbytes, resident=resident or 0)
             return
-        with contextlib.suppress(OSError, ValueError), files.map(held.fd, block.nbytes, block.offset) as mapping:
-            files.populate(mapping)
+        with contextlib.suppress(OSError, ValueError):
+            if files.has_large_folios():
+                with files.map(held.fd, block.nbytes, block.offset) as mapping:
+                    files.populate(mapping)
+            else:
+                files.readahead(held.fd, block.offset, block.nbytes)
+                files.read(held.fd, 1, block.offset + block.nbytes - 1)
         # under pressure, after a fault, or where the advice is not taken, some of it is missing: read that the slow way
         if (files.cached_bytes(held.fd, block.offset, block.nbytes) or 0) < block.nbytes:
             files.readahead(held.fd, block.offset, block.nbytes)

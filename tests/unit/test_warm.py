@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +113,19 @@ def test_what_cannot_be_mapped_is_read(path: Path, kind: str) -> None:
         assert done.read_bytes + done.resident_bytes == done.nbytes > 0 == done.failed_bytes
         assert done.read_bytes > 0 and files.calls[kind]
         assert store.warm(["alpha"], check=True).resident_bytes == done.nbytes
+
+
+@pytest.mark.parametrize(("release", "maps"), [("6.8.0-45-generic", 0), ("6.16.1", 1), ("7.0", 1), ("odd", 0)])
+def test_kernels_without_large_folios_read_ahead(
+    path: Path, release: str, maps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = FaultyFiles()
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    forget(path)
+    with kvfs.open(path, files=files) as store:
+        done = store.warm(["alpha"])
+        assert done.read_bytes + done.resident_bytes == done.nbytes and done.read_bytes > 0
+    assert min(files.calls["populate"], 1) == maps
 
 
 def test_a_map_whose_bytes_cannot_be_had_is_an_error_and_no_signal(tmp_path: Path) -> None:
