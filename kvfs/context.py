@@ -8,12 +8,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfs import modes
 from kvfs.config import Settings
 from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.liveness import Liveness
 from kvfs.marks import Marks
+from kvfs.modes import Mode
 from kvfs.recency import Recency
 from kvfs.segment_files import SegmentFiles
 from kvfs.tally import Tallies
@@ -65,6 +67,10 @@ class Context:
     counters: Counters = field(default_factory=Counters)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
     attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else
+
+    @property
+    def mode(self) -> Mode:
+        return modes.of(self.settings)
 
     @property
     def owner(self) -> bytes:

@@ -79,7 +79,7 @@ class GpuIO(HostIO):
             ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
             shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
             tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
-            in_place = self._probe() if self._registered_bytes else None
+            in_place = self._probe() if self._registered_bytes and self._c.mode.maps else None
             if in_place is not None:
                 undo.callback(in_place.close)
             self.transport = "ring" if in_place is None else "in_place"

@@ -15,12 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kvfs import format as fmt
 from kvfs.buffers import address_of_readonly
 from kvfs.cuda import CudaError
 from kvfs.files import Files
 from kvfs.gpu import Device
-from kvfs.segment_files import Held
+from kvfs.segment_files import Held, may_map, sealed_bytes
 
 PIECE_BYTES = 64 << 20
 MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
@@ -178,6 +177,8 @@ class InPlace:
         """All of a piece that is published, as far as is known."""
         start = number * self._piece_bytes
         nbytes = min(max(published, self._sealed_bytes(held)) - start, self._piece_bytes)
+        if not may_map(self._files, held):
+            return None
         try:
             return _Mapped(held, self._files.map(held.fd, nbytes, start), nbytes)
         except (OSError, ValueError):
@@ -188,14 +189,11 @@ class InPlace:
         size = self._sealed.get(held.segment_id, 0)
         if not size:
             with contextlib.suppress(OSError):
-                end = self._files.fstat(held.fd).st_size
-                seal = (
-                    fmt.parse_seal(self._files.read(held.fd, fmt.BLOCK, end - fmt.BLOCK)) if end > fmt.BLOCK else None
-                )
-                if seal is not None and seal.segment_id == held.segment_id and seal.tail == end - fmt.BLOCK:
+                size = sealed_bytes(self._files, held)
+                if size:
                     if len(self._sealed) > SEEN_MAX:
                         self._sealed.clear()
-                    size = self._sealed[held.segment_id] = end
+                    self._sealed[held.segment_id] = size
         return size
 
     def _register(self, key: _Key, mapped: _Mapped) -> _Piece | None:

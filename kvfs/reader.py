@@ -127,7 +127,7 @@ class Reader:
             return map(function, jobs)
         cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
         # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
-        workers = min(len(jobs), COLD_THREADS if self._direct(jobs[-1], out) >= 0 else self._c.threads)
+        workers = min(len(jobs), COLD_THREADS if self._past(jobs[-1], out) else self._c.threads)
         if workers < 2:
             return map(function, jobs)
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
@@ -136,29 +136,30 @@ class Reader:
         return chain.from_iterable(self._threads().run([partial(_each, function, share) for share in shares]))
 
     def _cached(self, job: Job) -> int | None:
-        return self._c.files.cached_bytes(job.held.fd, job.offset, job.nbytes)
+        return self._c.segments.cached_bytes(job.held, job.offset, job.nbytes)
 
-    def _direct(self, job: Job, out: memoryview) -> int:
-        """Descriptor for reading a job past the page cache, or negative if it should not be.
+    def _past(self, job: Job, out: memoryview) -> bool:
+        """Whether a job is read past the page cache.
 
-        Cold bytes that nobody has used before go that way: reading them through the page cache costs several times
-        the CPU, and pages used once are the first that the kernel drops again.
+        In mode cache cold bytes that nobody has used before are: reading them through the page cache costs several
+        times the CPU, and pages used once are the first that the kernel drops again.
         """
-        if (
-            job.size % fmt.BLOCK
-            or self._cached(job) != 0
-            or address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
-            or self._c.recency.was_used(job.held.segment_id, job.seqs[0])
-        ):
-            return -1
-        return self._c.segments.direct(job.held)
+        mode = self._c.mode
+        return mode.direct or (
+            mode.cold_direct
+            and not job.size % fmt.BLOCK
+            and self._cached(job) == 0
+            and not address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
+            and not self._c.recency.was_used(job.held.segment_id, job.seqs[0])
+            and self._c.segments.direct(job.held) >= 0
+        )
 
     def _read_job(self, job: Job, gm: GroupMatch, group: Group, out: memoryview) -> tuple[int, list[tuple[int, int]]]:
         """Read and check; (good chunks as bits, bad records as (segment, seq))."""
         target = out[job.out : job.out + job.nbytes]
         leaf_bytes, step = group.leaf_bytes(gm.want), LEAF_BYTES * group.leaves(gm.want)
         try:
-            table = self._read_and_sum(job, target, leaf_bytes, self._direct(job, out))
+            table = self._read_and_sum(job, target, leaf_bytes, self._past(job, out))
         except OSError:
             return self._read_singly(job, target, leaf_bytes)
         if table is None:
@@ -177,19 +178,19 @@ class Reader:
         bits = sum(fine << job.chunk + i for i, fine in enumerate(good))
         return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if not fine]
 
-    def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, direct: int) -> bytes | None:
+    def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, past: bool) -> bytes | None:
         """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
-        if direct >= 0:
+        read = self._c.segments.read
+        if past:
             self._c.counters.add("direct_reads")
-        fd = direct if direct >= 0 else job.held.fd
         if self._c.verify is not Verify.ALWAYS:
-            self._c.files.read_into(fd, target, job.offset)
+            read(job.held, target, job.offset, past=past)
             return None
-        step = len(target) if direct >= 0 else max(1, SUM_BYTES // leaf_bytes) * leaf_bytes
+        step = len(target) if past else max(1, SUM_BYTES // leaf_bytes) * leaf_bytes
         tables = []
         for at in range(0, len(target), step):
             piece = target[at : at + step]
-            self._c.files.read_into(fd, piece, job.offset + at)
+            read(job.held, piece, job.offset + at, past=past)
             tables.append(leaf_table(piece, leaf_bytes))
         return b"".join(tables)
 
@@ -200,7 +201,7 @@ class Reader:
         for i in range(job.count):
             page = target[i * job.size : (i + 1) * job.size]
             try:
-                self._c.files.read_into(job.held.fd, page, job.offset + i * job.size)
+                self._c.segments.read(job.held, page, job.offset + i * job.size)
                 good.append(self._check(job, i, page, leaf_bytes))
             except OSError:
                 good.append(False)
@@ -273,12 +274,15 @@ class Reader:
 
     def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
         try:
-            mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
-            self._c.files.populate(mapping)
+            if self._c.segments.may_map(job.held):
+                mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
+                self._c.files.populate(mapping)
+                whole = memoryview(mapping).toreadonly()
+            else:
+                whole = memoryview(self._c.segments.read_bytes(job.held, job.nbytes, job.offset)).toreadonly()
         except (OSError, ValueError):
             self._c.counters.add("read_errors")
             return []
-        whole = memoryview(mapping).toreadonly()
         views = []
         for i in range(job.count):
             data = whole[i * job.size : (i + 1) * job.size]
@@ -311,7 +315,7 @@ class Reader:
         file = held.get(place.segment)
         if file is None:
             return False
-        cached = self._c.files.cached_bytes(file.fd, place.block * fmt.BLOCK, place.stored_bytes)
+        cached = self._c.segments.cached_bytes(file, place.block * fmt.BLOCK, place.stored_bytes)
         return cached is not None and cached >= place.stored_bytes
 
     def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, Held]) -> None:

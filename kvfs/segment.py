@@ -13,10 +13,11 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvfs import direct
 from kvfs import format as fmt
 from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
@@ -93,9 +94,10 @@ class SegmentWriter:
 
     def __init__(
         self, file: Descriptor, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
-        records: int, allocated: int,
+        records: int, allocated: int, past: Descriptor | None = None,
     ) -> None:  # fmt: skip
         self._file = file
+        self._past = past  # the same file with O_DIRECT, if its payloads go past the page cache
         self.segment_id = segment_id
         self.number = number
         self.epoch = epoch
@@ -113,20 +115,22 @@ class SegmentWriter:
     @classmethod
     def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
         """Make the file with its header page and ``allocated`` bytes of blocks."""
-        files, name = directory.files, file_name(header.segment_id)
+        files, name, past = directory.files, file_name(header.segment_id), None
         file = Descriptor.create(files, name, directory.file_mode, dir_fd=directory.sub("segments"))
         try:
             files.flock(file.fd, fcntl.LOCK_SH)
+            if header.flags & fmt.FLAG_DIRECT:
+                past = _past(files, file)
             files.fallocate(file.fd, 0, allocated)
             files.write_all(file.fd, [fmt.pack_header(header)], 0)
         except OSError:
-            file.close()
+            _close(file, past)
             with contextlib.suppress(OSError):
                 files.unlink(name, dir_fd=directory.sub("segments"))
             raise
         return cls(
             file, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
-            records=0, allocated=allocated,
+            records=0, allocated=allocated, past=past,
         )  # fmt: skip
 
     @classmethod
@@ -137,10 +141,11 @@ class SegmentWriter:
         """Go on where a dead process stopped, behind the last published record. OSError if the file disagrees."""
         files = directory.files
         file = Descriptor.open(files, file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
-        fd = file.fd
+        fd, past = file.fd, None
         try:
             if not files.flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EBUSY, "segment is being removed")
+            files.random_access(fd)  # tables alone: no payload is to come along
             if files.fstat(fd).st_nlink > 1:
                 raise OSError(errno.EMLINK, "the segment has other names: a snapshot must stay as it is")
             scan = scan_segment(fd, files, records_max=records)
@@ -148,13 +153,15 @@ class SegmentWriter:
                 raise OSError(errno.EIO, "the table does not hold what was published")
             if not scan.appendable:
                 raise OSError(errno.EPERM, "the segment has features that this code may only read")
+            if scan.header.flags & fmt.FLAG_DIRECT:
+                past = _past(files, file)
             files.fallocate(fd, 0, allocated)
         except OSError:
-            file.close()
+            _close(file, past)
             raise
         writer = cls(
             file, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
-            allocated=allocated,
+            allocated=allocated, past=past,
         )  # fmt: skip
         writer._slot, writer._checks = scan.slot, bytearray(scan.checks)
         return writer
@@ -213,6 +220,9 @@ class SegmentWriter:
                       len(descriptor), 0, now, digest, bytes(32), root_of(descriptor), bytes(8))
             )  # fmt: skip
             offset += _push(buffers, descriptor)
+            if self._past is not None:  # small, like tables: it goes through the page cache
+                self._files.write_all(self.fd, buffers, start)
+                start, buffers = offset, []
         payloads = []
         for r in records:
             payloads.append(offset)
@@ -234,18 +244,28 @@ class SegmentWriter:
     def _write_payloads(
         self, records: Sequence[Record], buffers: Sequence[Any], start: int, leaves_at: int
     ) -> list[bytes]:
-        """Write payloads and leaf tables; the tables. Large writes and their checksums overlap."""
+        """Write payloads and leaf tables; the tables. Large writes and their checksums overlap.
+
+        Past the page cache payloads alone: ``buffers`` holds nothing else then.
+        """
         tables: list[bytes] = []
 
         def sums() -> None:
             tables.extend(r.table or leaf_table(r.payload, r.leaf_bytes) for r in records)
 
-        if leaves_at - start < OVERLAP_BYTES:
+        write: Callable[[], object] = partial(self._files.write_all, self.fd, buffers, start)
+        if self._past is not None:
+            write = partial(direct.write, self._files, self._past.fd, [r.payload for r in records], start)
+        elif leaves_at - start < OVERLAP_BYTES:
             sums()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
             return tables
         # whatever happens, the caller's memory is not read any more, nor the segment written, when this returns
-        WRITERS.pool().run([partial(self._files.write_all, self.fd, buffers, start)], beside=sums)
+        if leaves_at - start < OVERLAP_BYTES:
+            sums()
+            write()
+        else:
+            WRITERS.pool().run([write], beside=sums)
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 
@@ -300,7 +320,24 @@ class SegmentWriter:
         return end
 
     def close(self) -> None:
-        self._file.close()
+        _close(self._file, self._past)
+
+
+def _past(files: Files, file: Descriptor) -> Descriptor:
+    """The segment once more, for payloads that go past the page cache."""
+    past = Descriptor.reopen(files, file.fd, os.O_RDWR | os.O_DIRECT)
+    try:
+        files.flock(past.fd, fcntl.LOCK_SH)
+    except OSError:
+        past.close()
+        raise
+    return past
+
+
+def _close(file: Descriptor, past: Descriptor | None) -> None:
+    if past is not None:
+        past.close()
+    file.close()
 
 
 def _need(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, pages: int, free_slots: int) -> int:

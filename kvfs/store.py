@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvfs import bundle, config, cores
+from kvfs import bundle, config, cores, modes
 from kvfs import directory as directories
 from kvfs.bundle import Exported
 from kvfs.bundle_import import Imported, Importer
@@ -83,6 +83,8 @@ def open_store(
         settings = config.make_settings(
             capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas, codec=codec
         )
+        with directories.explained(where):
+            modes.check(where, settings, files)
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
     shared = cores.enter(where, read_only, policy, threads, files, "read-only" if forced else "")
@@ -162,6 +164,7 @@ class Store:
             "store_id": shared.c.store_id.hex(),
             "capacity_bytes": shared.settings.capacity_bytes,
             "read_only": shared.read_only,
+            "mode": shared.c.mode.name,
             "verify": shared.c.verify.value,
             "watch": shared.watching,
             "counters": shared.c.counters.snapshot(),
@@ -276,6 +279,7 @@ class Store:
         or the ``hottest`` bytes. ``check`` only says how much is there. ``progress(done, total)`` in bytes.
         """
         self._check_open()
+        self._core.c.mode.check_maps("warm", "do without it")
         warmer = Warmer(self._core.c, self._core.pins.segments)
         with directories.explained(self.path):
             ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []

@@ -86,6 +86,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
     1: (
         "format",
         "codec",
+        "direct",
+        "modes",
         "hashing",
         "layout",
         "hf_config",
