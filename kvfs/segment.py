@@ -13,8 +13,9 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kvfs import direct
@@ -253,21 +254,32 @@ class SegmentWriter:
         def sums() -> None:
             tables.extend(r.table or leaf_table(r.payload, r.leaf_bytes) for r in records)
 
-        write: Callable[[], object] = partial(self._files.write_all, self.fd, buffers, start)
+        small = leaves_at - start < OVERLAP_BYTES
+        writes: list[Callable[[], object]] = [partial(self._files.write_all, self.fd, buffers, start)]
         if self._past is not None:
-            write = partial(direct.write, self._files, self._past.fd, [r.payload for r in records], start)
-        elif leaves_at - start < OVERLAP_BYTES:
+            writes = list(self._writes_past(records, start, 1 if small else WRITE_THREADS))
+        elif small:
             sums()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
             return tables
         # whatever happens, the caller's memory is not read any more, nor the segment written, when this returns
-        if leaves_at - start < OVERLAP_BYTES:
+        if small:
             sums()
-            write()
+            for write in writes:
+                write()
         else:
-            WRITERS.pool().run([write], beside=sums)
+            WRITERS.pool().run(writes, beside=sums)
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
+
+    def _writes_past(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
+        """Writes of payloads past the page cache: neighbours each, for ``most`` threads, which keep a disk busy."""
+        assert self._past is not None
+        count = min(most, len(records))
+        for first, end in pairwise(len(records) * i // count for i in range(count + 1)):
+            payloads = [r.payload for r in records[first:end]]
+            yield partial(direct.write, self._files, self._past.fd, payloads, start)
+            start += sum(align(len(memoryview(p))) for p in payloads)
 
     def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:
         """Number the entries, write them into the tables (chaining new ones at ``end``), move the tail."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from kvfs import settings
+from kvfs.files import Files
 from tools.benchmarks import bare, ours
 from tools.benchmarks.bare import COLD_READ_BYTES, BareRead, BareView
 from tools.benchmarks.case import Case, Payload, drop_cache, out_buffer, size_text, write_back
@@ -120,31 +122,28 @@ def _compare_modes(report: Report, setup: Setup, modes: Sequence[str]) -> None:
             ],
             setup.rounds,
         )
-        for mode in modes:
-            put(mode, True)
-            ours.check_all(stores[mode], case, payload)
+        put(modes[0], True)
+        ours.check_all(stores[modes[0]], case, payload)
+        one = stores[modes[0]]  # the same files, read in one mode and in the other
+
+        def turn(mode: str) -> None:
+            settings.change(str(one), "mode", mode, Files())
+            drop_cache(ours.segment_paths(one))
+
         samples |= interleave(
-            [
-                Contender(
-                    f"get cold, {mode}",
-                    _here(StoreGet(case, stores[mode])),
-                    before=partial(drop_cache, ours.segment_paths(stores[mode])),
-                )
-                for mode in modes
-            ],
+            [Contender(f"get cold, {mode}", _here(StoreGet(case, one)), partial(turn, mode)) for mode in modes],
             setup.rounds,
         )
         for name, found in samples.items():
             base = f"{name.partition(', ')[0]}, {modes[0]}"
             _add(
                 table, setup, name, found, base, samples[base], verified="yes" if "get" in name else "-",
-                threads=case.threads if "get" in name else 1, segments=ours.segment_states(stores[modes[0]]),
+                threads=case.threads if "get" in name else 1, segments=ours.segment_states(one),
             )  # fmt: skip
     finally:
         if table.rows:
             report.show(table)
-    for path in stores.values():
-        ours.remove(path)
+    ours.remove(one)
 
 
 # -- writing --------------------------------------------------------------------------------------
