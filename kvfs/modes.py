@@ -78,7 +78,7 @@ def check(path: str, settings: Settings, files: Files, *, read_only: bool = Fals
         elif mmap.PAGESIZE != fmt.BLOCK:
             why = f"is on a host with memory pages of {mmap.PAGESIZE} bytes, not {fmt.BLOCK}"
         elif not _takes_direct(where, files, read_only):
-            why = f"lies on {kind or 'a file system'} that refuses O_DIRECT"
+            why = f"lies on {kind or 'a file system'} that refuses O_DIRECT or does without it"
         else:
             return
         raise ConfigError(
@@ -98,6 +98,8 @@ def _takes_direct(where: str, files: Files, read_only: bool) -> bool:
                 block[:8] = files.random(8)
                 direct.write(files, file.fd, [block], 0)
             files.preadv(file.fd, [block], 0)
+            if not read_only and files.cached_bytes(file.fd, 0, fmt.BLOCK):
+                return False  # it takes the flag, and the page cache all the same
         finally:
             file.close()
     except OSError as exc:

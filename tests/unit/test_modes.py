@@ -322,6 +322,13 @@ class LateRefusal(Files):
         return super().pwritev(fd, buffers, offset)
 
 
+class Pretending(Files):
+    """One that takes the flag and goes through the page cache."""
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
+        return nbytes
+
+
 class NoTemporary(Files):
     """One without files that have no name."""
 
@@ -331,7 +338,7 @@ class NoTemporary(Files):
         return super().open(name, flags, *args, **more)
 
 
-@pytest.mark.parametrize("files", [NoDirect(), LateRefusal()], ids=["open", "write"])
+@pytest.mark.parametrize("files", [NoDirect(), LateRefusal(), Pretending()], ids=["open", "write", "page cache"])
 def test_staging_without_o_direct_is_refused_before_anything_is_written(path: Path, files: Files) -> None:
     with pytest.raises(ConfigError, match=r'mode is "staging".*refuses O_DIRECT.*local disk.*mode "cache"'):
         opened(path, files=files)
