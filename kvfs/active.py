@@ -13,7 +13,7 @@ from kvfs import format as fmt
 from kvfs import space
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
-from kvfs.format import Header
+from kvfs.format import FLAG_DIRECT, Header
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
 from kvfs.segment import SegmentWriter, file_name
@@ -33,7 +33,7 @@ class SegmentClass(NamedTuple):
     """What a segment is reserved for. Classes never share segments."""
 
     class_id: bytes = ANY_CLASS
-    flags: int = 0
+    flags: int = 0  # what the segment is for; how it is written is the mode's to say
     evictor: bool = False  # may use the standing reserve
     lane: int = 0  # several segments of a class are appended to at once: a file takes one buffered write at a time
 
@@ -127,17 +127,16 @@ class ActiveSegments:
         allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, wanted)))
         segment_id = self._c.files.random(16)
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
+        flags = segment_class.flags | self._c.mode.segment_flags
 
         def transact(session: Session) -> tuple[int, str]:
             number = space.new_segment(
-                session, segment_id, self._c.owner, segment_class.class_id, segment_class.flags, allocated, limits
+                session, segment_id, self._c.owner, segment_class.class_id, flags, allocated, limits
             )
             return number, session.generation
 
         number, generation = self.with_room(transact, deadline)
-        header = Header(
-            segment_id, self._c.store_id, self._c.files.now_us(), segment_class.flags, segment_class.class_id
-        )
+        header = Header(segment_id, self._c.store_id, self._c.files.now_us(), flags, segment_class.class_id)
         try:
             writer = SegmentWriter.create(self._c.directory, header, number, allocated)
         except OSError:
@@ -146,7 +145,8 @@ class ActiveSegments:
         return Active(writer, generation)
 
     def _adopt(self, segment_class: SegmentClass, fresh: int) -> Active | None:
-        """Go on with the active segment of a process that is gone."""
+        """Go on with the active segment of a process that is gone, if it was written in this process's way."""
+        wanted = (segment_class.class_id, segment_class.flags | self._c.mode.segment_flags)
         limit = (
             space.segment_limit(self._c.settings, fresh) - fresh
         )  # an append takes no more there than in a fresh segment
@@ -154,7 +154,7 @@ class ActiveSegments:
         def look(session: Session) -> tuple[list[tuple[int, SegmentRow]], str]:
             rows = [
                 (n, r) for n, r in session.segments_in(ACTIVE)
-                if (r.class_id, r.flags) == segment_class[:2] and r.tail <= limit and r.owner != self._c.owner
+                if (r.class_id, r.flags) == wanted and r.tail <= limit and r.owner != self._c.owner
             ]  # fmt: skip
             return rows[:8], session.generation
 
@@ -231,9 +231,10 @@ class ActiveSegments:
         rows, generation = self._c.index.read(lambda s: (s.segments_in(ACTIVE), s.generation), COMMIT_SECONDS)
         for number, row in rows:
             if row.owner == self._c.owner and number not in self.active_numbers():
+                flags = row.flags & ~FLAG_DIRECT
                 with contextlib.ExitStack() as locks:  # it may be about to be used, for a put or by an evictor
                     for evictor, lane in product((False, True), range(LANES)):
-                        locks.enter_context(self.lock(SegmentClass(row.class_id, row.flags, evictor, lane)))
+                        locks.enter_context(self.lock(SegmentClass(row.class_id, flags, evictor, lane)))
                     if number not in self.active_numbers():
                         self._leave(number, generation, _give_up)
 

@@ -58,7 +58,7 @@ def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, tar
     try:
         if not codecs.fits(place.codec, place.stored_bytes, len(target)):
             raise CodecError(f"{place.stored_bytes} stored bytes for a page of {len(target)}")
-        stored = context.files.read(held.fd, place.stored_bytes, place.block * fmt.BLOCK)
+        stored = context.segments.read_bytes(held, place.stored_bytes, place.block * fmt.BLOCK)
         codecs.decode(stored, place.codec, target)
     except OSError:
         context.counters.add("read_errors")
@@ -89,7 +89,7 @@ def _copy_part(
         for row in _rows(group, part, shared):
             layer = row % part.layers - (shared.layer - part.layer)
             if not layer:
-                files.read_into(held.fd, scratch, place.block * fmt.BLOCK + row * leaf)
+                context.segments.read(held, scratch, place.block * fmt.BLOCK + row * leaf)
             data = scratch[layer * leaf : (layer + 1) * leaf]
             if checksum(data) != int.from_bytes(table[row * LEAF_BYTES : (row + 1) * LEAF_BYTES], "little"):
                 context.counters.add("pages_corrupt")

@@ -119,7 +119,7 @@ class Carrier:
             if not codecs.fits(entry.codec, entry.stored_bytes, raw_bytes):
                 return None
             payload = memoryview(bytearray(entry.stored_bytes))
-            self._c.files.read_into(held.fd, payload, entry.payload)
+            self._c.segments.read(held, payload, entry.payload)
             table = leaf_table(codecs.decoded(payload, entry.codec, raw_bytes), group.leaf_bytes(part))
         except CodecError as exc:
             if whole and isinstance(exc, CodecMemoryError):

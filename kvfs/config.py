@@ -163,6 +163,11 @@ def make_settings(
         raise ConfigError(f"sync is {sync!r}: choose one of {', '.join(SYNC_LEVELS)}")
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
+    if mode == "memory" and sync != "cache":
+        raise ConfigError(
+            f'sync is "{sync}", and in mode "memory" nothing outlives a loss of power: write sync = "cache", or choose '
+            "another mode"
+        )
     parse_codec(codec)
     quotas = dict(quotas or {})
     for name, quota in quotas.items():
@@ -231,13 +236,14 @@ def _parse_quotas(table: Any, path: str) -> dict[str, Quota]:
 
 def to_toml(settings: Settings) -> bytes:
     """The settings as the text of a kvfs.toml."""
+    modes = "cache: the page cache is the host tier; staging: past it, always; memory: on tmpfs"
     lines = [
         '# Settings of this kvfs store; every process that opens it obeys them. Sizes in bytes or like "200GiB".',
         f"capacity = {settings.capacity_bytes}",
         f"segment_bytes = {settings.segment_bytes}",
         f"index_bytes = {settings.index_bytes}",
         f'sync = "{settings.sync}"    # cache: the kernel decides; batch: in the background; sync: before put returns',
-        f'mode = "{settings.mode}"',
+        f'mode = "{settings.mode}"    # {modes}',
     ]
     if settings.codec != "raw":  # versions that know no codecs refuse the setting
         lines.append(f'codec = "{settings.codec}"')

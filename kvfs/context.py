@@ -8,12 +8,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfs import modes
 from kvfs.config import Settings
 from kvfs.directory import Directory
 from kvfs.files import Files
 from kvfs.index.environment import Index
 from kvfs.liveness import Liveness
 from kvfs.marks import Marks
+from kvfs.modes import Mode
 from kvfs.recency import Recency
 from kvfs.registered import PinnedBytes
 from kvfs.segment_files import SegmentFiles
@@ -70,6 +72,10 @@ class Context:
 
     def __post_init__(self) -> None:
         self.pinned = PinnedBytes(self.liveness)
+
+    @property
+    def mode(self) -> Mode:
+        return modes.of(self.settings)
 
     @property
     def owner(self) -> bytes:

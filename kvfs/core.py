@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvfs import descriptors, settings
+from kvfs import descriptors, modes, settings
 from kvfs import directory as directories
 from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
@@ -103,6 +103,7 @@ class Core:
         undo.callback(directory.close)
         store_id = directory.store_id()
         loaded = settings.load(directory)
+        modes.check(self.path, loaded, files, read_only=self.read_only)
         directories.check_layout(directory)
         if not self.read_only:
             directories.tighten(directory)
@@ -114,8 +115,9 @@ class Core:
         index = Index(directory, loaded.index_bytes)
         undo.callback(lambda: self.c.index.close())
         context = Context(
-            directory, files, loaded, store_id, index, liveness, Recency(directory), SegmentFiles(directory),
-            Marks(directory), self._verify, self._threads, Tallies(directory, liveness), self._declines,
+            directory, files, loaded, store_id, index, liveness, Recency(directory),
+            SegmentFiles(directory, modes.of(loaded)), Marks(directory), self._verify, self._threads,
+            Tallies(directory, liveness), self._declines,
         )  # fmt: skip
         if again:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts

@@ -42,6 +42,13 @@ class Descriptor:
         return made
 
     @classmethod
+    def reopen(cls, files: Files, fd: int, flags: int) -> Descriptor:
+        """The file of an open descriptor once more, with other flags."""
+        made = cls(files)
+        files.reopen(fd, flags, made._kept)
+        return made
+
+    @classmethod
     def owning(cls, files: Files, fd: int) -> Descriptor:
         """Take over a descriptor that another call has opened."""
         made = cls(files)

@@ -15,10 +15,10 @@ import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvfs import config
+from kvfs import config, modes
 from kvfs.directory import GOOD_FILESYSTEMS, Directory, filesystem_of
 from kvfs.dropfolder import waiting
-from kvfs.errors import KvfsError
+from kvfs.errors import ConfigError, KvfsError
 from kvfs.files import Files, boot_id
 from kvfs.liveness import FOREIGN_FRESH_SECONDS, census
 from kvfs.memory import cgroup_limit, memory_available
@@ -78,7 +78,13 @@ def _settings(directory: Directory) -> Iterator[Finding]:
     except KvfsError as exc:
         yield Finding("settings", BAD, str(exc), "correct kvfs.toml; kvfs config set checks what it writes")
         return
-    yield Finding("settings", OK, f"limit {s.capacity_bytes // _MIB} MiB, segments of {s.segment_bytes // 1024} KiB")
+    detail = f"limit {s.capacity_bytes // _MIB} MiB, segments of {s.segment_bytes // 1024} KiB, mode {s.mode}"
+    try:
+        modes.check(directory.path, s, directory.files, read_only=True)
+    except ConfigError as exc:
+        yield Finding("settings", BAD, str(exc), "kvfs config set mode cache, or move the store")
+        return
+    yield Finding("settings", OK, detail, "", {"mode": s.mode})
 
 
 def _file_system(directory: Directory) -> Iterator[Finding]:

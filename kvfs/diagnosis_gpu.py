@@ -80,9 +80,11 @@ def _sample(directory: Directory) -> _Sample:
         file = Descriptor(files)
         with contextlib.suppress(OSError):
             file = Descriptor.open(files, name, os.O_RDONLY, dir_fd=folder)
+            files.random_access(file.fd)
             # goes to the probe with the descriptor: while a driver may hold the blocks, they stay charged
             scan = scan_segment(file.fd, files, records_max=4) if files.flock(file.fd, fcntl.LOCK_SH) else None
-            for entry in scan.parts() if scan is not None else ():
+            # what goes past the page cache is never mapped by loads in mode staging, so it is not to be mapped here
+            for entry in scan.parts() if scan is not None and not scan.header.flags & fmt.FLAG_DIRECT else ():
                 nbytes = min(fmt.align(entry.stored_bytes), PAGE_BYTES_MAX)
                 if entry.payload % _PAGE == 0 and entry.payload + nbytes <= files.fstat(file.fd).st_size:
                     return _Sample(file, entry.payload, nbytes, "a page of this store")

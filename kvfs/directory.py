@@ -32,7 +32,7 @@ SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "impo
 OPTIONAL_SUBDIRECTORIES = frozenset({"purged", "epochs"})
 SUPER_BYTES_MAX = 16 * 1024
 #: File systems whose flock, rename and mmap are known to behave for all processes of one host.
-GOOD_FILESYSTEMS = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "f2fs", "zfs", "bcachefs"})
+GOOD_FILESYSTEMS = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "ramfs", "f2fs", "zfs", "bcachefs"})
 _CACHEDIR_TAG = (
     b"Signature: 8a477f597d28d172789f06886806bc55\n"
     b"# This directory is a kvfs KV-cache store. Its content can be recomputed; back-ups may leave it out.\n"

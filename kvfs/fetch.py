@@ -57,7 +57,7 @@ class Fetcher:
 
     def _seems_cached(self, job: Job) -> bool:
         """Whether the end of a job is in the page cache. To ask for all of it takes a tenth of reading it."""
-        return self._c.files.cached_bytes(job.held.fd, job.offset + job.nbytes - 1, 1) != 0
+        return self._c.segments.cached_bytes(job.held, job.offset + job.nbytes - 1, 1) != 0
 
     # -- from the page cache -------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Fetcher:
     def _from_disk(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> list[Found]:
         cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
         # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
-        workers = min(len(jobs), COLD_THREADS if self._direct(jobs[-1], out) >= 0 else self._c.threads)
+        workers = min(len(jobs), COLD_THREADS if self._past(jobs[-1], out) else self._c.threads)
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
         # from a disk each thread takes a stretch of neighbours; from memory whichever job is next
         shares = [iter(jobs[a:b]) for a, b in pairwise(bounds)] if cold else [iter(jobs)] * workers
@@ -126,46 +126,47 @@ class Fetcher:
         return [self._read_job(job, out[job.out : job.out + job.nbytes], leaf_bytes, out) for job in share]
 
     def _cached(self, job: Job) -> int | None:
-        return self._c.files.cached_bytes(job.held.fd, job.offset, job.nbytes)
+        return self._c.segments.cached_bytes(job.held, job.offset, job.nbytes)
 
-    def _direct(self, job: Job, out: memoryview) -> int:
-        """Descriptor for reading a job past the page cache, or negative if it should not be.
+    def _past(self, job: Job, out: memoryview) -> bool:
+        """Whether a job is read past the page cache.
 
-        Cold bytes that nobody has used before go that way: reading them through the page cache costs several times
-        the CPU, and pages used once are the first that the kernel drops again.
+        In mode cache cold bytes that nobody has used before are: reading them through the page cache costs several
+        times the CPU, and pages used once are the first that the kernel drops again.
         """
-        if (
-            job.size % fmt.BLOCK
-            or self._cached(job) != 0
-            or address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
-            or self._c.recency.was_used(job.held.segment_id, job.seqs[0])
-        ):
-            return -1
-        return self._c.segments.direct(job.held)
+        mode = self._c.mode
+        return mode.direct or (
+            mode.cold_direct
+            and not job.size % fmt.BLOCK
+            and self._cached(job) == 0
+            and not address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
+            and not self._c.recency.was_used(job.held.segment_id, job.seqs[0])
+            and self._c.segments.direct(job.held) >= 0
+        )
 
     def _read_job(self, job: Job, target: memoryview, leaf_bytes: int, out: memoryview) -> Found:
         """Read and check."""
         try:
-            table = self._read_and_sum(job, target, leaf_bytes, self._direct(job, out))
+            table = self._read_and_sum(job, target, leaf_bytes, self._past(job, out))
         except OSError:
             return self._read_singly(job, target, leaf_bytes)
         if table is not None:
             return self._judge(job, table, leaf_bytes)
         return _found(job, [self.check(job, i, job.page(target, i), leaf_bytes) for i in range(job.count)])
 
-    def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, direct: int) -> bytes | None:
+    def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, past: bool) -> bytes | None:
         """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
-        if direct >= 0:
+        read = self._c.segments.read
+        if past:
             self._c.counters.add("direct_reads")
-        fd = direct if direct >= 0 else job.held.fd
         if self._c.verify is not Verify.ALWAYS:
-            self._c.files.read_into(fd, target, job.offset)
+            read(job.held, target, job.offset, past=past)
             return None
-        step = len(target) if direct >= 0 else max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
+        step = len(target) if past else max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
         tables = []
         for at in range(0, len(target), step):
             piece = target[at : at + step]
-            self._c.files.read_into(fd, piece, job.offset + at)
+            read(job.held, piece, job.offset + at, past=past)
             tables.append(leaf_table(piece, leaf_bytes))
         return b"".join(tables)
 
@@ -176,7 +177,7 @@ class Fetcher:
         for i in range(job.count):
             page = job.page(target, i)
             try:
-                self._c.files.read_into(job.held.fd, page, job.offset + i * job.size)
+                self._c.segments.read(job.held, page, job.offset + i * job.size)
                 good.append(self.check(job, i, page, leaf_bytes))
             except OSError:
                 good.append(False)

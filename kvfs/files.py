@@ -81,6 +81,13 @@ class Files:
             raise OSError(errno.EINVAL, "not a regular file", name)
         return fd
 
+    def reopen(self, fd: int, flags: int, keep: list[int | None]) -> int:
+        """Open the file of ``fd`` anew, whatever its name is by now; needs /proc. ``keep`` as in ``open``."""
+        keep.extend(map(os.open, (f"/proc/self/fd/{fd}",), (flags | os.O_CLOEXEC | os.O_NONBLOCK,)))
+        found = keep[-1]
+        assert found is not None
+        return found
+
     def close_kept(self, keep: list[int | None]) -> None:
         """Close what ``open`` added to a list that held None, and take it out in the same call."""
         collections.deque(map(os.close, iter(keep.pop, None)), maxlen=0)
@@ -136,11 +143,15 @@ class Files:
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
 
-    def read_into(self, fd: int, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` from ``offset``; EIO if the file ends first."""
+    def read_into(self, fd: int, buffer: memoryview, offset: int, block: int = 1) -> None:
+        """Fill ``buffer`` from ``offset``; EIO if the file ends first.
+
+        ``block``: what comes of a short read is taken in multiples of so many bytes only, as O_DIRECT wants it.
+        """
         done, total = 0, len(buffer)
         while done < total:
             n = self.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+            n -= n % block
             if n <= 0:
                 raise OSError(errno.EIO, f"file ends {total - done} bytes short")
             done += n
@@ -165,13 +176,14 @@ class Files:
         self.read_into(fd, memoryview(buffer), offset)
         return bytes(buffer)
 
-    def write_all(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        """Write all buffers one behind the other; returns the bytes written."""
+    def write_all(self, fd: int, buffers: Sequence[Any], offset: int, block: int = 1) -> int:
+        """Write all buffers one behind the other; returns the bytes written. ``block`` as in ``read_into``."""
         start = offset
         for first in range(0, len(buffers), IOV_MAX):
             batch: list[Any] = [memoryview(b) for b in buffers[first : first + IOV_MAX]]
             while batch:
                 n = self.pwritev(fd, batch, offset)
+                n -= n % block
                 if n <= 0:
                     raise OSError(errno.EIO, "write made no progress")
                 offset += n
@@ -239,6 +251,14 @@ class Files:
         """Whether ``populate`` is the cheapest way to fill the page cache: ext4 got large folios last, with 6.16."""
         found = re.match(r"(\d+)\.(\d+)", os.uname().release)
         return found is not None and (int(found[1]), int(found[2])) >= (6, 16)
+
+    def random_access(self, fd: int) -> None:
+        """No readahead through this descriptor: what is read is what gets into the page cache."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def drop_cached(self, fd: int, offset: int, nbytes: int) -> None:
+        """Let go of the pages of a range that nobody has changed or uses."""
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
         """Bytes of the range that are in the page cache, or None if the kernel does not say."""

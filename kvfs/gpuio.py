@@ -122,7 +122,7 @@ class GpuIO(HostIO):
 
     def _pieces(self, readers: Pool) -> InPlace | None:
         """What loads read segments from, other than the ring."""
-        if not self._registered_bytes or self._asked_for == "ring":
+        if not self._registered_bytes or self._asked_for == "ring" or not self._c.mode.maps:
             return None
         files = self._c.files
         budget = Budget(self._c.pinned, files, self._registered_bytes)

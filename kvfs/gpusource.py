@@ -70,11 +70,11 @@ class PageSource:
         )
 
     def _registers(self, run: Run) -> bool:
-        maps, cached = self._desk.in_place, self._desk.context.files.cached_bytes
+        maps, cached = self._desk.in_place, self._desk.context.segments.cached_bytes
         assert maps is not None
         if maps.covers(run.held, run.offset, run.span):
             return True
-        return maps.backing.ready() and cached(run.held.fd, run.offset, run.span) in (run.span, None)
+        return maps.backing.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
 
     def prepare(self, run: Run) -> None:
         """Begin the reads into the ring that a later ``send`` of this run will wait for, if there will be any."""
@@ -177,16 +177,15 @@ class PageSource:
 
     def _begin(self, run: Run, lease: Lease) -> _Reading:
         """Have the slots filled, a page each, by several threads."""
-        files = self._desk.context.files
-        cached = files.cached_bytes(run.held.fd, run.offset, run.span)
+        segments = self._desk.context.segments
+        cached = segments.cached_bytes(run.held, run.offset, run.span)
         self._note(run, Tier.HOST if cached == run.span else Tier.DISK)
-        direct = self._direct(run) if cached == 0 else -1
-        fd = direct if direct >= 0 else run.held.fd
+        past = cached == 0 and self._past(run)
         calls: list[Callable[[], None]] = []
         for first, memory in lease.runs(run.stride):
             offset = run.offset + first * run.stride
             calls += [
-                partial(files.read_into, fd, memory[at : at + READ_BYTES], offset + at)
+                partial(segments.read, run.held, memory[at : at + READ_BYTES], offset + at, past=past)
                 for at in range(0, len(memory), READ_BYTES)
             ]
         return _Reading(run, lease, self._desk.readers.begin(calls))
@@ -203,10 +202,10 @@ class PageSource:
             self._verify(run, lease, good)
         return good
 
-    def _direct(self, run: Run) -> int:
-        """Descriptor for reading past the page cache what nobody has used before; else negative."""
+    def _past(self, run: Run) -> bool:
+        """Whether what is not in the page cache is read past it: where nobody has used it before, or always."""
         c = self._desk.context
-        return -1 if c.recency.was_used(run.held.segment_id, run.seqs[0]) else c.segments.direct(run.held)
+        return c.mode.direct or (c.mode.cold_direct and not c.recency.was_used(run.held.segment_id, run.seqs[0]))
 
     def _read_singly(self, run: Run, lease: Lease) -> list[bool]:
         """One of the pages cannot be read: find out which."""
@@ -214,7 +213,7 @@ class PageSource:
         good = []
         for i, memory in enumerate(lease.views(self._attached.page_bytes)):
             try:
-                self._desk.context.files.read_into(run.held.fd, memory, run.offset + i * run.stride)
+                self._desk.context.segments.read(run.held, memory, run.offset + i * run.stride)
                 good.append(True)
             except OSError:
                 good.append(False)
@@ -269,8 +268,8 @@ class PageSource:
 
     def _in_cache(self, source: Source) -> bool:
         place, held = source.place, self._held.get(source.place.segment)
-        cached = self._desk.context.files.cached_bytes
-        return held is not None and cached(held.fd, place.block * fmt.BLOCK, place.stored_bytes) == place.stored_bytes
+        cached = self._desk.context.segments.cached_bytes
+        return held is not None and cached(held, place.block * fmt.BLOCK, place.stored_bytes) == place.stored_bytes
 
     @property
     def stride(self) -> int:

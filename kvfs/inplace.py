@@ -15,10 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from kvfs import format as fmt
 from kvfs.files import Files
 from kvfs.pieces import Backed, Backing, FullError
-from kvfs.segment_files import Held
+from kvfs.segment_files import Held, sealed_bytes
 
 PIECE_BYTES = 64 << 20
 SEEN_MAX = 4096
@@ -200,14 +199,11 @@ class InPlace:
         size = self._sealed.get(held.segment_id, 0)
         if not size:
             with contextlib.suppress(OSError):
-                end = self._files.fstat(held.fd).st_size
-                seal = (
-                    fmt.parse_seal(self._files.read(held.fd, fmt.BLOCK, end - fmt.BLOCK)) if end > fmt.BLOCK else None
-                )
-                if seal is not None and seal.segment_id == held.segment_id and seal.tail == end - fmt.BLOCK:
+                size = sealed_bytes(self._files, held)
+                if size:
                     if len(self._sealed) > SEEN_MAX:
                         self._sealed.clear()
-                    size = self._sealed[held.segment_id] = end
+                    self._sealed[held.segment_id] = size
         return size
 
     def _drop(self, key: _Key) -> None:

@@ -146,6 +146,7 @@ class Namespace:
         parts than the match asks for end the list.
         """
         self._own(match)
+        self._c.mode.check_maps("view", "use get")
         names = [g.name for g in match.groups]
         if (group is None and len(names) > 1) or group not in (None, *names):
             raise ConfigError(f"group is {group!r}: name one of {names}")

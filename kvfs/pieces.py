@@ -18,7 +18,7 @@ from kvfs.files import Files
 from kvfs.gpu import Device, Pinned
 from kvfs.pool import Pool
 from kvfs.registered import PinnedBytes
-from kvfs.segment_files import Held
+from kvfs.segment_files import Held, may_map
 
 MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
 SECONDS_PER_GIB_MAX = 0.06  # dearer than this, a load is faster through the ring than by registering first
@@ -95,6 +95,8 @@ class RegisteredMaps:
         return seconds <= SECONDS_PER_GIB_MAX and self.failed < FAILURES_MAX
 
     def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+        if not may_map(self._files, held):
+            return None
         try:
             mapping = self._files.map(held.fd, nbytes, start)
         except (OSError, ValueError):

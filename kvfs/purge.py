@@ -150,6 +150,7 @@ class Purger:
         files = self._c.files
         with opened(files, file_name(segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments")) as fd:
             try:
+                files.random_access(fd)  # tables alone: no payload is to come along
                 scan = scan_segment(fd, files)
                 if scan is None or len(scan.entries) < (row.records if row is not None else 0):
                     return _Segment(None, {}, damaged=scan is not None)

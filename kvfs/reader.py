@@ -141,12 +141,16 @@ class Reader:
 
     def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
         """Leading pages of a job that verify; where they must be checked, by several threads."""
+        mapping = None
         try:
-            mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
+            if self._c.segments.may_map(job.held):
+                mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
+                whole = memoryview(mapping).toreadonly()
+            else:
+                whole = memoryview(self._c.segments.read_bytes(job.held, job.nbytes, job.offset)).toreadonly()
         except (OSError, ValueError):
             self._c.counters.add("read_errors")
             return []
-        whole = memoryview(mapping).toreadonly()
         views = [job.page(whole, i) for i in range(job.count)]
         step = max(1, READ_BYTES // job.size) if self._fetcher.must_sum(job) else job.count
         firsts = range(0, job.count, step)
@@ -155,7 +159,8 @@ class Reader:
             """The first page from ``first`` on that is not as it should be, of one step; the number of all if none."""
             part = views[first : first + step]
             try:
-                self._c.files.populate(mapping, first * job.size, sum(map(len, part)))
+                if mapping is not None:
+                    self._c.files.populate(mapping, first * job.size, sum(map(len, part)))
             except OSError:
                 self._c.counters.add("read_errors")
                 return first
@@ -190,7 +195,7 @@ class Reader:
         file = held.get(place.segment)
         if file is None:
             return False
-        cached = self._c.files.cached_bytes(file.fd, place.block * fmt.BLOCK, place.stored_bytes)
+        cached = self._c.segments.cached_bytes(file, place.block * fmt.BLOCK, place.stored_bytes)
         return cached is not None and cached >= place.stored_bytes
 
     def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, Held]) -> None:

@@ -20,7 +20,7 @@ import lmdb
 
 from kvfs import codec as codecs
 from kvfs import format as fmt
-from kvfs import space
+from kvfs import modes, space
 from kvfs.codec import CodecError
 from kvfs.config import Settings
 from kvfs.descriptors import opened
@@ -165,6 +165,7 @@ def _list_all(directory: Directory, report: Report) -> Iterator[_Listed]:
                     continue
                 fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(folder))
                 try:
+                    files.random_access(fd)
                     header = fmt.parse_header(files.read(fd, fmt.BLOCK, 0))
                 finally:
                     files.close(fd)
@@ -183,6 +184,7 @@ class _SegmentBuilder:
         self._folder = directory.sub(listed.folder)
         self._fd = -1
         self._settings = settings
+        self._mode = modes.of(settings)
         self._store_id = store_id
         self._alone = alone
         self._report = report
@@ -205,6 +207,8 @@ class _SegmentBuilder:
         scan = None
         try:
             self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
+            if self._mode.direct:  # tables alone: no payload is to come along
+                self._files.random_access(self._fd)
             scan = scan_segment(self._fd, self._files)
             unreadable = False
         except FileNotFoundError:
@@ -283,6 +287,8 @@ class _SegmentBuilder:
             payload = self._files.read(self._fd, entry.stored_bytes, entry.payload)
             table = leaf_table(codecs.decoded(payload, entry.codec, size), size // leaves)
             stored = self._files.read(self._fd, len(table), entry.leaves)
+            if self._mode.direct:
+                self._files.drop_cached(self._fd, entry.payload, fmt.align(entry.stored_bytes))
         except (OSError, CodecError):
             return False
         return root_of(table) == entry.root and stored == table

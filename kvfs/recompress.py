@@ -155,7 +155,7 @@ class Recompressor:
         try:
             if not codecs.fits(entry.codec, entry.stored_bytes, group.part_bytes(Part.unpack(entry.part))):
                 return 1.0
-            payload = self._c.files.read(held.fd, entry.stored_bytes, entry.payload)
+            payload = self._c.segments.read_bytes(held, entry.stored_bytes, entry.payload)
         except ValueError:  # a part that the layout does not have
             return 1.0
         return len(codecs.encode(payload, codec, group.cell.element_bytes)[1]) / entry.stored_bytes

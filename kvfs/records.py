@@ -8,8 +8,10 @@ from array import array
 from collections import OrderedDict
 from typing import NamedTuple
 
+from kvfs import direct
 from kvfs import format as fmt
 from kvfs.context import Context
+from kvfs.descriptors import Descriptor
 from kvfs.files import Files
 from kvfs.format import ENTRY_BYTES, Entry
 from kvfs.identity import Described, parse_descriptor
@@ -49,6 +51,7 @@ class Records:
     def __init__(self, context: Context) -> None:
         self._directory = context.directory
         self._files: Files = context.files
+        self._mode = context.mode
         self._open: OrderedDict[bytes, _Open] = OrderedDict()
         self._stamps: OrderedDict[bytes, array[int]] = OrderedDict()
         self._recency = context.recency
@@ -89,8 +92,16 @@ class Records:
     def payload(self, segment_id: bytes, entry: Entry) -> bytes | None:
         """The stored bytes of a part, unchecked."""
         segment = self._segment(segment_id)
+        if segment is None:
+            return None
         try:
-            return self._files.read(segment.fd, entry.stored_bytes, entry.payload) if segment is not None else None
+            if not self._mode.direct:
+                return self._files.read(segment.fd, entry.stored_bytes, entry.payload)
+            data = bytearray(entry.stored_bytes)
+            past = Descriptor.reopen(self._files, segment.fd, os.O_RDONLY | os.O_DIRECT)
+            with contextlib.closing(past):
+                direct.read(self._files, past.fd, memoryview(data), entry.payload)
+            return bytes(data)
         except OSError:
             return None
 
@@ -109,6 +120,8 @@ class Records:
                 fd = self._files.open(file_name(segment_id), os.O_RDONLY, dir_fd=self._directory.sub("segments"))
             except OSError:
                 return None
+            if self._mode.direct:  # entries alone: no payload is to come along
+                self._files.random_access(fd)
             found = _Open(fd, segment_id)
             if len(self._open) >= OPEN_MAX:
                 self._close(self._open.popitem(last=False)[1])

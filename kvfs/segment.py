@@ -13,10 +13,12 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from kvfs import direct
 from kvfs import format as fmt
 from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
@@ -93,9 +95,10 @@ class SegmentWriter:
 
     def __init__(
         self, file: Descriptor, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
-        records: int, allocated: int,
+        records: int, allocated: int, past: Descriptor | None = None,
     ) -> None:  # fmt: skip
         self._file = file
+        self._past = past  # the same file with O_DIRECT, if its payloads go past the page cache
         self.segment_id = segment_id
         self.number = number
         self.epoch = epoch
@@ -113,20 +116,22 @@ class SegmentWriter:
     @classmethod
     def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
         """Make the file with its header page and ``allocated`` bytes of blocks."""
-        files, name = directory.files, file_name(header.segment_id)
+        files, name, past = directory.files, file_name(header.segment_id), None
         file = Descriptor.create(files, name, directory.file_mode, dir_fd=directory.sub("segments"))
         try:
             files.flock(file.fd, fcntl.LOCK_SH)
+            if header.flags & fmt.FLAG_DIRECT:
+                past = _past(files, file)
             files.fallocate(file.fd, 0, allocated)
             files.write_all(file.fd, [fmt.pack_header(header)], 0)
         except OSError:
-            file.close()
+            _close(file, past)
             with contextlib.suppress(OSError):
                 files.unlink(name, dir_fd=directory.sub("segments"))
             raise
         return cls(
             file, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
-            records=0, allocated=allocated,
+            records=0, allocated=allocated, past=past,
         )  # fmt: skip
 
     @classmethod
@@ -137,10 +142,11 @@ class SegmentWriter:
         """Go on where a dead process stopped, behind the last published record. OSError if the file disagrees."""
         files = directory.files
         file = Descriptor.open(files, file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
-        fd = file.fd
+        fd, past = file.fd, None
         try:
             if not files.flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EBUSY, "segment is being removed")
+            files.random_access(fd)  # tables alone: no payload is to come along
             if files.fstat(fd).st_nlink > 1:
                 raise OSError(errno.EMLINK, "the segment has other names: a snapshot must stay as it is")
             scan = scan_segment(fd, files, records_max=records)
@@ -148,13 +154,15 @@ class SegmentWriter:
                 raise OSError(errno.EIO, "the table does not hold what was published")
             if not scan.appendable:
                 raise OSError(errno.EPERM, "the segment has features that this code may only read")
+            if scan.header.flags & fmt.FLAG_DIRECT:
+                past = _past(files, file)
             files.fallocate(fd, 0, allocated)
         except OSError:
-            file.close()
+            _close(file, past)
             raise
         writer = cls(
             file, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
-            allocated=allocated,
+            allocated=allocated, past=past,
         )  # fmt: skip
         writer._slot, writer._checks = scan.slot, bytearray(scan.checks)
         return writer
@@ -213,6 +221,9 @@ class SegmentWriter:
                       len(descriptor), 0, now, digest, bytes(32), root_of(descriptor), bytes(8))
             )  # fmt: skip
             offset += _push(buffers, descriptor)
+            if self._past is not None:  # small, like tables: it goes through the page cache
+                self._files.write_all(self.fd, buffers, start)
+                start, buffers = offset, []
         payloads = []
         for r in records:
             payloads.append(offset)
@@ -234,20 +245,41 @@ class SegmentWriter:
     def _write_payloads(
         self, records: Sequence[Record], buffers: Sequence[Any], start: int, leaves_at: int
     ) -> list[bytes]:
-        """Write payloads and leaf tables; the tables. Large writes and their checksums overlap."""
+        """Write payloads and leaf tables; the tables. Large writes and their checksums overlap.
+
+        Past the page cache payloads alone: ``buffers`` holds nothing else then.
+        """
         tables: list[bytes] = []
 
         def sums() -> None:
             tables.extend(r.table or leaf_table(r.payload, r.leaf_bytes) for r in records)
 
-        if leaves_at - start < OVERLAP_BYTES:
+        small = leaves_at - start < OVERLAP_BYTES
+        writes: list[Callable[[], object]] = [partial(self._files.write_all, self.fd, buffers, start)]
+        if self._past is not None:
+            writes = list(self._writes_past(records, start, 1 if small else WRITE_THREADS))
+        elif small:
             sums()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
             return tables
         # whatever happens, the caller's memory is not read any more, nor the segment written, when this returns
-        WRITERS.pool().run([partial(self._files.write_all, self.fd, buffers, start)], beside=sums)
+        if small:
+            sums()
+            for write in writes:
+                write()
+        else:
+            WRITERS.pool().run(writes, beside=sums)
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
+
+    def _writes_past(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
+        """Writes of payloads past the page cache: neighbours each, for ``most`` threads, which keep a disk busy."""
+        assert self._past is not None
+        count = min(most, len(records))
+        for first, end in pairwise(len(records) * i // count for i in range(count + 1)):
+            payloads = [r.payload for r in records[first:end]]
+            yield partial(direct.write, self._files, self._past.fd, payloads, start)
+            start += sum(align(len(memoryview(p))) for p in payloads)
 
     def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:
         """Number the entries, write them into the tables (chaining new ones at ``end``), move the tail."""
@@ -300,7 +332,24 @@ class SegmentWriter:
         return end
 
     def close(self) -> None:
-        self._file.close()
+        _close(self._file, self._past)
+
+
+def _past(files: Files, file: Descriptor) -> Descriptor:
+    """The segment once more, for payloads that go past the page cache."""
+    past = Descriptor.reopen(files, file.fd, os.O_RDWR | os.O_DIRECT)
+    try:
+        files.flock(past.fd, fcntl.LOCK_SH)
+    except OSError:
+        past.close()
+        raise
+    return past
+
+
+def _close(file: Descriptor, past: Descriptor | None) -> None:
+    if past is not None:
+        past.close()
+    file.close()
 
 
 def _need(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, pages: int, free_slots: int) -> int:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import threading
 import weakref
 
+from kvfs import direct
+from kvfs import format as fmt
 from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
+from kvfs.files import Files
+from kvfs.modes import CACHE, Mode
 from kvfs.segment import file_name
 
 LOCK_TRIES, LOCK_SECONDS = 40, 0.00025
@@ -17,7 +23,7 @@ LOCK_TRIES, LOCK_SECONDS = 40, 0.00025
 class Held:
     """An open segment, for as long as somebody refers to it: a match, a read in progress."""
 
-    __slots__ = ("__weakref__", "_file", "direct", "generation", "number", "segment_id", "tried_direct")
+    __slots__ = ("__weakref__", "_file", "direct", "generation", "mappable", "number", "segment_id", "tried_direct")
 
     def __init__(self, number: int, segment_id: bytes, file: Descriptor, generation: str) -> None:
         self.number = number
@@ -26,6 +32,7 @@ class Held:
         self._file = file
         self.direct: Descriptor | None = None
         self.tried_direct = False
+        self.mappable = False  # as far as is known: see ``may_map``
 
     @property
     def fd(self) -> int:
@@ -37,10 +44,12 @@ class SegmentFiles:
 
     Bytes below a published tail never change, so a held segment may be read after it was dropped; its blocks
     are free when the last holder anywhere lets go. Nobody counts: a segment is closed with its last reference.
+    Payload is read with ``read`` alone, which knows whether the page cache may be used.
     """
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, mode: Mode = CACHE) -> None:
         self._directory = directory
+        self._mode = mode
         self._files = directory.files
         self._lock = threading.Lock()
         self._open: weakref.WeakValueDictionary[bytes, Held] = weakref.WeakValueDictionary()
@@ -56,10 +65,10 @@ class SegmentFiles:
                 held = self._open[segment_id] = Held(number, segment_id, file, generation)
             return held
 
-    def _open_locked(self, segment_id: bytes, flags: int = 0) -> Descriptor | None:
+    def _open_locked(self, segment_id: bytes) -> Descriptor | None:
         try:
             segments = self._directory.sub("segments")
-            file = Descriptor.open(self._files, file_name(segment_id), os.O_RDONLY | flags, dir_fd=segments)
+            file = Descriptor.open(self._files, file_name(segment_id), os.O_RDONLY, dir_fd=segments)
         except OSError:
             return None
         try:
@@ -68,6 +77,8 @@ class SegmentFiles:
             for _ in range(LOCK_TRIES):
                 if self._files.flock(file.fd, fcntl.LOCK_SH):
                     if self._files.fstat(file.fd).st_nlink > 0:
+                        if self._mode.direct:  # tables alone are read here: no payload comes along
+                            self._files.random_access(file.fd)
                         return file
                     break
                 self._files.sleep(LOCK_SECONDS)
@@ -80,9 +91,45 @@ class SegmentFiles:
         """Descriptor of a held segment for reads that bypass the page cache; negative where there is none."""
         with self._lock:
             if not held.tried_direct:
-                held.direct = self._open_locked(held.segment_id, os.O_DIRECT)
+                held.direct = self._reopen_direct(held)
                 held.tried_direct = True
             return held.direct.fd if held.direct is not None else -1
+
+    def _reopen_direct(self, held: Held) -> Descriptor | None:
+        """The segment that is held, though it may have been dropped and have no name any more."""
+        try:
+            file = Descriptor.reopen(self._files, held.fd, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            if self._files.flock(file.fd, fcntl.LOCK_SH):
+                return file
+        file.close()
+        return None
+
+    # -- payload -----------------------------------------------------------------------------
+
+    def read(self, held: Held, target: memoryview, offset: int, *, past: bool = False) -> None:
+        """Fill ``target`` with stored bytes; ``past`` the page cache if that can be had, in mode staging always."""
+        fd = self.direct(held) if past or self._mode.direct else -1
+        if fd >= 0:
+            direct.read(self._files, fd, target, offset)
+        elif self._mode.direct:
+            raise OSError(errno.EIO, "the segment cannot be opened with O_DIRECT")
+        else:
+            self._files.read_into(held.fd, target, offset)
+
+    def read_bytes(self, held: Held, nbytes: int, offset: int) -> bytearray:
+        data = bytearray(nbytes)
+        self.read(held, memoryview(data), offset)
+        return data
+
+    def cached_bytes(self, held: Held, offset: int, nbytes: int) -> int | None:
+        """How much of a range the page cache would serve; None if the kernel does not say."""
+        return 0 if self._mode.direct else self._files.cached_bytes(held.fd, offset, nbytes)
+
+    def may_map(self, held: Held) -> bool:
+        return may_map(self._files, held)
 
     def count(self) -> int:
         return len(self._open)
@@ -91,3 +138,27 @@ class SegmentFiles:
         """In a forked child, where the parent's descriptors are closed."""
         self._lock = threading.Lock()
         self._open = weakref.WeakValueDictionary()
+
+
+def may_map(files: Files, held: Held) -> bool:
+    """Whether a segment may be mapped. One written past the page cache only when it is sealed.
+
+    A map may bring more into the page cache than what it is of: a large folio, readahead. Where that is pinned, a
+    write past the page cache cannot make it go, and the old bytes would be seen for ever.
+    """
+    if not held.mappable:
+        try:
+            header = fmt.parse_header(files.read(held.fd, fmt.BLOCK, 0))
+            written_direct = header is None or bool(header.flags & fmt.FLAG_DIRECT)
+            held.mappable = not written_direct or sealed_bytes(files, held) > 0
+        except OSError:
+            return False
+    return held.mappable
+
+
+def sealed_bytes(files: Files, held: Held) -> int:
+    """Size of a segment if it is sealed, else 0."""
+    end = files.fstat(held.fd).st_size
+    seal = fmt.parse_seal(files.read(held.fd, fmt.BLOCK, end - fmt.BLOCK)) if end > fmt.BLOCK else None
+    fits = seal is not None and seal.segment_id == held.segment_id and seal.tail == end - fmt.BLOCK
+    return end if fits else 0

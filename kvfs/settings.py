@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvfs import config
+from kvfs import config, modes
 from kvfs.config import Settings
 from kvfs.descriptors import opened
 from kvfs.directory import Directory, explained
@@ -77,8 +77,10 @@ class Follower:
         return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
 
     def _fitting(self, new: Settings) -> Settings:
-        """The size of an index is fixed while it is open: another one counts from the next open on."""
-        kept = replace(new, index_bytes=self.settings.index_bytes)
+        """The size of an index, and the mode, are fixed while the store is open: others count from the next open on."""
+        kept = replace(new, index_bytes=self.settings.index_bytes, mode=self.settings.mode)
+        if new.mode != self.settings.mode:
+            kept = replace(kept, sync=self.settings.sync)  # levels belong to modes
         if kept.segments_bytes_max < config.SEGMENTS_MIN * kept.segment_bytes:
             raise NoSpaceError(
                 f"capacity {kept.capacity_bytes} is too small beside the index that is open ({kept.index_bytes}): "
@@ -122,6 +124,8 @@ def change(path: str, key: str, value: str, files: Files) -> Settings:
             text = set_value(before.decode("utf-8"), section, name, _literal(name, value))
             settings = config.parse_toml(text.encode(), f"{key} = {value}")
             old = config.parse_toml(before, f"{path}/{NAME}")
+            if settings.mode != old.mode:
+                modes.check(path, settings, files)
             if settings.index_bytes != old.index_bytes and any(alive for _, alive in census(directory)):
                 raise StoreLockedError(
                     "index_bytes cannot change while a process has the store open: stop its users first"

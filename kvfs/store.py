@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvfs import config, cores
+from kvfs import config, cores, modes
 from kvfs import directory as directories
 from kvfs.catalog import Catalog
 from kvfs.codec import parse as parse_codec
@@ -86,6 +86,8 @@ def open_store(
         settings = config.make_settings(
             capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas, codec=codec
         )
+        with directories.explained(where):
+            modes.check(where, settings, files)
         directories.create(where, config.to_toml(settings), files)
     directories.check_filesystem(where)
     declines = "read-only" if forced else ""
@@ -156,6 +158,7 @@ class Store:
             "store_id": shared.c.store_id.hex(),
             "capacity_bytes": shared.settings.capacity_bytes,
             "read_only": shared.read_only,
+            "mode": shared.c.mode.name,
             "verify": shared.c.verify.value,
             "watch": shared.watching,
             "counters": shared.c.counters.snapshot(),
@@ -280,6 +283,7 @@ class Store:
         from kvfs.warm import Warmer
 
         self._check_open()
+        self._core.c.mode.check_maps("warm", "do without it")
         warmer = Warmer(self._core.c)
         with directories.explained(self.path):
             ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []

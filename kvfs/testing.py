@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import hashlib
 import os
 import random
@@ -23,16 +24,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from kvfs.direct import aligned
 from kvfs.files import Files
 from kvfs.files import Mapping as Map
+from kvfs.format import BLOCK
 
 #: Calls that are counted and can fail.
 KINDS = (
     "open_root", "open", "mkdir", "listdir", "rename", "unlink", "rmdir", "stat", "fstat", "close", "preadv", "pwritev",
     "truncate", "fallocate", "fsync", "fdatasync", "map", "populate", "flock", "readahead",
+    "reopen", "random_access", "drop_cached",
 )  # fmt: skip
 #: What a fault does. ``error``: the call fails and nothing happens. ``torn``: half is written, then it fails.
 #: ``short``: half is read or written. ``flip``: one bit of the bytes is wrong. ``misdirect``: 4 KiB off. ``delay``.
+#: With O_DIRECT a half is a number of whole blocks.
 ACTIONS = ("error", "torn", "short", "flip", "misdirect", "delay")
 _MISDIRECTED_BYTES = 4096
 
@@ -121,6 +126,10 @@ class FaultyFiles(Files):
         self._enter("open", name)
         return super().open(name, flags, mode, dir_fd=dir_fd, keep=keep)
 
+    def reopen(self, fd: int, flags: int, keep: list[int | None]) -> int:
+        self._enter("reopen", fd)
+        return super().reopen(fd, flags, keep)
+
     def mkdir(self, name: str, mode: int, *, dir_fd: int | None = None) -> None:
         self._enter("mkdir", name)
         super().mkdir(name, mode, dir_fd=dir_fd)
@@ -173,7 +182,7 @@ class FaultyFiles(Files):
             return super().preadv(fd, buffers, offset + _MISDIRECTED_BYTES, flags)
         if fault.action == "short":
             first = memoryview(buffers[0])
-            return super().preadv(fd, [first[: max(1, len(first) // 2)]], offset, flags)
+            return super().preadv(fd, [first[: _half(fd, len(first), least=1)]], offset, flags)
         done = super().preadv(fd, buffers, offset, flags)
         if done:
             self._flip(memoryview(buffers[0])[:done])
@@ -183,14 +192,16 @@ class FaultyFiles(Files):
         fault = self._enter("pwritev", f"{fd} at {offset}")
         if fault is None:
             return super().pwritev(fd, buffers, offset)
-        data = bytearray(b"".join(bytes(b) for b in buffers))
+        parts = b"".join(bytes(b) for b in buffers)
+        data = aligned(len(parts))
+        data[:] = parts
         if fault.action in ("short", "torn"):
-            done = super().pwritev(fd, [data[: max(1, len(data) // 2)]], offset)
+            done = super().pwritev(fd, [data[: _half(fd, len(data), least=fault.action == "short")]], offset)
             if fault.action == "torn":
                 raise fault.raised()
             return done
         if fault.action == "flip":
-            self._flip(memoryview(data))
+            self._flip(data)
         elif fault.action == "misdirect":
             offset += _MISDIRECTED_BYTES
         return super().pwritev(fd, [data], offset)
@@ -230,6 +241,20 @@ class FaultyFiles(Files):
     def readahead(self, fd: int, offset: int, nbytes: int) -> None:
         self._enter("readahead", fd)
         super().readahead(fd, offset, nbytes)
+
+    def random_access(self, fd: int) -> None:
+        self._enter("random_access", fd)
+        super().random_access(fd)
+
+    def drop_cached(self, fd: int, offset: int, nbytes: int) -> None:
+        self._enter("drop_cached", fd)
+        super().drop_cached(fd, offset, nbytes)
+
+
+def _half(fd: int, nbytes: int, least: int) -> int:
+    """Half of some bytes, but ``least`` units; with O_DIRECT in whole blocks, in bytes else."""
+    block = BLOCK if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else 1
+    return min(nbytes, max(least * block, nbytes // 2 // block * block))
 
 
 class FakeClock:

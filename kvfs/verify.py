@@ -157,7 +157,7 @@ class Verifier:
             raw_bytes = group.part_bytes(part)
             if not codecs.fits(entry.codec, entry.stored_bytes, raw_bytes):
                 return "its size contradicts the layout"
-            stored = self._c.files.read(held.fd, entry.stored_bytes, entry.payload)
+            stored = self._c.segments.read_bytes(held, entry.stored_bytes, entry.payload)
             payload = codecs.decoded(stored, entry.codec, raw_bytes)
             table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), entry.leaves)
         except (ConfigError, CodecError) as exc:

@@ -47,6 +47,21 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture
+def disk_path(tmp_path: Path) -> Path:
+    """A directory on a file system that takes O_DIRECT."""
+    from kvfs import modes
+    from kvfs.config import make_settings
+    from kvfs.errors import ConfigError
+    from kvfs.files import Files
+
+    try:
+        modes.check(str(tmp_path), make_settings("16MiB", mode="staging"), Files())
+    except ConfigError as exc:
+        pytest.skip(f"needs a disk: {exc}")
+    return tmp_path
+
+
 def _why(marker: pytest.Mark) -> str:
     if len(marker.args) != 1 or not isinstance(marker.args[0], str):
         pytest.fail(f"@pytest.mark.{marker.name} takes one argument, the reason", pytrace=False)

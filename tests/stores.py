@@ -12,8 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import kvfs
+from kvfs.files import Files
+from kvfs.format import align
 from kvfs.match import PrefixMatch
+from kvfs.segment_scan import Scan, scan_segment
 
 PAGE_TOKENS = 16
 #: Threads fork one after the other: filelock, which torch brings, refuses a fork while another one is in progress.
@@ -70,6 +75,33 @@ def counted(store: kvfs.Store) -> Iterator[Callable[[str], int]]:
 
 def segment_files(path: Path) -> list[Path]:
     return sorted((path / "segments").glob("*.kvs"))
+
+
+def scanned(file: Path) -> Scan:
+    """A segment's tables. Looking reads no page of it into the page cache."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        Files().random_access(fd)
+        scan = scan_segment(fd, Files())
+    finally:
+        os.close(fd)
+    assert scan is not None
+    return scan
+
+
+def cached_of(file: Path) -> int:
+    """Bytes of payload of a segment that are in the page cache."""
+    entries, cached = list(scanned(file).parts()), 0
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        for entry in entries:
+            there = Files().cached_bytes(fd, entry.payload, align(entry.stored_bytes))
+            if there is None:
+                pytest.skip("the kernel does not say what is in the page cache")
+            cached += there
+    finally:
+        os.close(fd)
+    return cached
 
 
 def run_child(function: Callable[[], Any], *, uid: int | None = None) -> Any:

@@ -98,16 +98,19 @@ def main(ctx: click.Context) -> None:
 @click.option("--call", "call_bytes", type=Size(), default="64MiB", show_default=True, help="Bytes per call.")
 @click.option("--threads", type=click.IntRange(1, 64), default=min(8, os.cpu_count() or 1), show_default="cores, <= 8")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--mode", "modes", type=Many(click.Choice(["cache", "staging"])), default="cache", show_default=True)
 @common
 def host(
-    size: int, pages: tuple[int, ...], call_bytes: int, threads: int, rounds: int, path: Path,
+    size: int, pages: tuple[int, ...], call_bytes: int, threads: int, rounds: int, modes: tuple[str, ...], path: Path,
     json_path: Path | None, seed: int,
 ) -> None:  # fmt: skip
     cases = [Case.of(size, page, call_bytes, threads, seed) for page in pages]
-    need = max(2 * case.size_bytes + 4 * case.segment_bytes for case in cases)
-    options = dict[str, Value](size=size_text(size), threads=threads, rounds=rounds, seed=seed)
+    need = max((1 + len(modes)) * case.size_bytes + 4 * case.segment_bytes for case in cases)
+    options = dict[str, Value](
+        size=size_text(size), threads=threads, rounds=rounds, modes=",".join(modes), seed=seed
+    )  # fmt: skip
     with session("host", path, need, json_path, options) as (report, folder):
-        host_bench.run(report, folder, cases, rounds)
+        host_bench.run(report, folder, cases, rounds, modes)
 
 
 @main.command(help=match_bench.__doc__)

@@ -82,6 +82,31 @@ MUTATIONS = (
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
+        "read through the page cache in mode staging", "kvfs/segment_files.py",
+        "        fd = self.direct(held) if past or self._mode.direct else -1\n        if fd >= 0:\n"
+        "            direct.read(self._files, fd, target, offset)\n        elif self._mode.direct:",
+        "        fd = self.direct(held) if past and not self._mode.direct else -1\n        if fd >= 0:\n"
+        "            direct.read(self._files, fd, target, offset)\n        elif not target:",
+        ("tests/unit/test_modes.py",),
+    ),
+    Mutation(
+        "write payloads through the page cache in mode staging", "kvfs/segment.py",
+        "            writes = list(self._writes_past(records, start, 1 if small else WRITE_THREADS))\n", "            pass\n",
+        ("tests/unit/test_modes.py", "tests/crash/test_order_of_writes.py"),
+    ),
+    Mutation(
+        "map a segment that is being written past the page cache", "kvfs/segment_files.py",
+        "            held.mappable = not written_direct or sealed_bytes(files, held) > 0\n",
+        "            held.mappable = True\n",
+        ("tests/unit/test_modes.py",),
+    ),
+    Mutation(
+        "go on within a block after a short direct write", "kvfs/files.py",
+        "                n = self.pwritev(fd, batch, offset)\n                n -= n % block\n",
+        "                n = self.pwritev(fd, batch, offset)\n",
+        ("tests/unit/test_modes.py",),
+    ),
+    Mutation(
         "take a short read for a whole one", "kvfs/files.py",
         "                raise OSError(errno.EIO, f\"file ends {total - done} bytes short\")", "                return",
         ("tests/unit/test_namespace.py::test_a_truncated_segment_serves_what_is_left",

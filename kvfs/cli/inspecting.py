@@ -110,7 +110,8 @@ def _store(app: App, store: Store) -> None:
     used = stats["used_bytes"] + store.settings.index_bytes
     pins = len(store.pins())
     data = {
-        "path": store.path, "format": stats["format"], "store_id": stats["store_id"], "processes": users,
+        "path": store.path, "format": stats["format"], "store_id": stats["store_id"], "mode": stats["mode"],
+        "processes": users,
         "capacity_bytes": stats["capacity_bytes"], "used_bytes": used, "segments": stats["segments"], "pins": pins,
         "index_bytes": stats["index_bytes"], "index_bytes_max": store.settings.index_bytes,
         "namespaces": [namespace_data(i) for i in infos],
@@ -119,7 +120,7 @@ def _store(app: App, store: Store) -> None:
     def lines() -> Iterable[str]:
         limit = stats["capacity_bytes"]
         yield (
-            f"store    {store.path}   format {stats['format']}   id {stats['store_id'][:8]}   "
+            f"store    {store.path}   format {stats['format']}   id {stats['store_id'][:8]}   mode {stats['mode']}   "
             f"open by {users} {'process' if users == 1 else 'processes'}"
         )
         share = f"{text.bar(used, limit)}  {text.percent(used, limit)}"

@@ -16,13 +16,14 @@ from kvfs.cli.app import App, common
 @click.option("--segment-bytes", metavar="SIZE", help="Size of a segment; default capacity / 256, at most 256 MiB.")
 @click.option("--index-bytes", metavar="SIZE", help="Budget of the index; default capacity / 128.")
 @click.option("--sync", default="cache", show_default=True, metavar="LEVEL", help="cache, batch or sync.")
+@click.option("--mode", default="cache", show_default=True, metavar="NAME", help="cache, staging or memory.")
 @click.option("--codec", default="raw", show_default=True, metavar="NAME", help="raw, zstd or planes.")
 @click.option("--group", is_flag=True, help="Share the store with the directory's group (2770/0660).")
 @common
 @click.pass_obj
 def init_command(
-    app: App, capacity: str | None, segment_bytes: str | None, index_bytes: str | None, sync: str, codec: str,
-    group: bool,
+    app: App, capacity: str | None, segment_bytes: str | None, index_bytes: str | None, sync: str, mode: str,
+    codec: str, group: bool,
 ) -> None:  # fmt: skip
     """Create a store at -C PATH. Missing directories above it are made."""
     from kvfs import directory
@@ -42,7 +43,7 @@ def init_command(
             os.makedirs(path, exist_ok=True)
             os.chmod(path, 0o2770)
     sizes = {"capacity": capacity, "segment_bytes": segment_bytes, "index_bytes": index_bytes}
-    with open_store(path, **sizes, sync=sync, codec=codec) as store:  # type: ignore[arg-type]
+    with open_store(path, **sizes, sync=sync, mode=mode, codec=codec) as store:  # type: ignore[arg-type]
         s, store_id = store.settings, store.stats()["store_id"]
     data = {
         "path": path, "store_id": store_id, "capacity_bytes": s.capacity_bytes, "segment_bytes": s.segment_bytes,
@@ -109,7 +110,7 @@ def _value(name: str, value: object) -> str:
 def set_command(app: App, key: str, value: str) -> None:
     """Change a setting, for example: config set capacity 200GiB, config set quota.NAME.cap 10GiB.
 
-    Processes that have the store open take it up within seconds.
+    Processes that have the store open take it up within seconds; the mode counts from the next open on.
     """
     from kvfs import settings
     from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
@@ -125,4 +126,5 @@ def set_command(app: App, key: str, value: str) -> None:
     except StoreReadOnlyError:
         raise app.mounted_read_only() from None
     data = {"setting": key, "value": stored}
-    app.out.result(data, lambda: [f"{key} is {_value(key, stored)} now, for all who have the store open, too"], [key])
+    whom = "for those who open the store from now on" if key == "mode" else "for all who have the store open, too"
+    app.out.result(data, lambda: [f"{key} is {_value(key, stored)} now, {whom}"], [key])

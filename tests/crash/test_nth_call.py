@@ -20,6 +20,7 @@ CALLS_MAX = 1800  # of the workload, about
 WRITES_MAX = 60
 CREATION_WRITES = 4  # a flipped bit in the super file or the settings is refused in words, not survived
 STRIDE, SHARES = 11, 4
+STAGING_STRIDE = 211  # on a disk: fewer
 
 
 @pytest.fixture
@@ -31,9 +32,9 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     assert not found.failed, "\n".join([found.line(), *found.notes])
 
 
-def run_all(memory_path: Path, judge: Judge, faults: list[Fault]) -> None:
+def run_all(folder: Path, judge: Judge, faults: list[Fault], mode: str = "cache") -> None:
     for number, fault in enumerate(faults):
-        run_case(memory_path / str(number), [fault], judge)
+        run_case(folder / str(number), [fault], judge, mode)
 
 
 def test_without_faults_everything_is_stored_and_served(memory_path: Path, judge: Judge) -> None:
@@ -67,6 +68,28 @@ def test_writes_and_reads_end_early(memory_path: Path, judge: Judge, action: str
 @pytest.mark.parametrize("action", ["flip", "misdirect"])
 def test_wrong_bytes_are_never_served(memory_path: Path, judge: Judge, kind: str, action: str) -> None:
     run_all(memory_path, judge, [Fault(n, kind, action) for n in range(CREATION_WRITES + 1, WRITES_MAX, 4)])
+
+
+# ---------------------------------------------------------------- payloads past the page cache
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["once", "from_then_on"])
+def test_the_nth_call_fails_in_mode_staging(disk_path: Path, judge: Judge, persistent: bool) -> None:
+    codes = (errno.EIO, errno.ENOSPC, errno.EINVAL)
+    faults = [Fault(n, None, "error", codes[n % 3], persistent) for n in range(7, CALLS_MAX, STAGING_STRIDE)]
+    faults += [Fault(n, kind, "error", errno.EIO, persistent) for n in (1, 3) for kind in ("reopen", "random_access")]
+    run_all(disk_path, judge, faults, "staging")
+
+
+@pytest.mark.parametrize("action", ["short", "torn", "flip", "misdirect"])
+def test_writes_and_reads_go_wrong_in_mode_staging(disk_path: Path, judge: Judge, action: str) -> None:
+    once = [
+        Fault(n, kind, action, errno.ENOSPC)
+        for kind in ("pwritev", "preadv")
+        for n in range(CREATION_WRITES + 2, WRITES_MAX, 18)
+    ]
+    ever = [Fault(10, kind, action, errno.EIO, True) for kind in ("pwritev", "preadv") if action in ("short", "torn")]
+    run_all(disk_path, judge, once + ever, "staging")
 
 
 def test_a_slow_disk_only_delays(memory_path: Path, judge: Judge) -> None:

@@ -53,7 +53,8 @@ class Log(Files):
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         done = super().pwritev(fd, buffers, offset)
-        self.note("write", self._name(fd), offset)
+        past = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        self.note("direct write" if past else "write", self._name(fd), offset)
         return done
 
     def fsync(self, fd: int) -> None:
@@ -106,10 +107,13 @@ def test_a_small_file_is_synced_before_it_gets_its_name(tmp_path: Path, name: st
         assert kinds[at + 1][0] == "sync", "the directory is not synced"
 
 
+@pytest.mark.parametrize("mode", ["cache", "staging"])
 @pytest.mark.parametrize("sync", ["cache", "sync"])
-def test_payloads_then_entries_then_the_sync_then_the_commit(tmp_path: Path, judge: Judge, sync: str) -> None:
+def test_payloads_then_entries_then_the_sync_then_the_commit(
+    disk_path: Path, judge: Judge, sync: str, mode: str
+) -> None:
     files = Log()
-    with open_store(tmp_path / "store", files, sync=sync) as store:
+    with open_store(disk_path / "store", files, sync=sync, mode=mode) as store:
         put(namespace(store), PROMPTS.tokens(1, 3), judge)
         log_commits(store, files)
         files.events.clear()
@@ -117,17 +121,19 @@ def test_payloads_then_entries_then_the_sync_then_the_commit(tmp_path: Path, jud
         of_segment = [e for e in files.events if e[0] == "commit" or e[1].endswith(".kvs")]
         assert get(namespace(store), PROMPTS.tokens(2, 3), judge) == 3
     steps = [
-        "commit" if kind == "commit" else "sync" if kind == "sync" else
-        "entries" if at < fmt.FIRST_PAYLOAD else "payload"
+        kind if kind in ("commit", "sync") else
+        "entries" if at < fmt.FIRST_PAYLOAD else "payload past the page cache" if kind == "direct write" else "payload"
         for kind, _, at in of_segment
     ]  # fmt: skip
-    assert steps == ["commit", "payload", "entries", *(["sync"] if sync == "sync" else []), "commit"]
+    written = ["payload"] if mode == "cache" else ["payload past the page cache", "payload"]  # and then leaf tables
+    assert steps == ["commit", *written, "entries", *(["sync"] if sync == "sync" else []), "commit"]
 
 
-def test_a_failed_sync_is_not_tried_again(tmp_path: Path, judge: Judge) -> None:
+@pytest.mark.parametrize("mode", ["cache", "staging"])
+def test_a_failed_sync_is_not_tried_again(disk_path: Path, judge: Judge, mode: str) -> None:
     """The kernel calls the pages clean after it lost them: the segment is dropped."""
     files = FaultyFiles()
-    with open_store(tmp_path / "store", files, sync="sync") as store:
+    with open_store(disk_path / "store", files, sync="sync", mode=mode) as store:
         ns = namespace(store)
         files.arm(Fault(files.calls["fdatasync"] + 1, "fdatasync", error=errno.EIO))
         before = files.calls["fdatasync"]
@@ -138,9 +144,10 @@ def test_a_failed_sync_is_not_tried_again(tmp_path: Path, judge: Judge) -> None:
         assert store.stats()["segments"]["sealed"] + store.stats()["segments"]["active"] == 0
 
 
-def test_what_a_short_write_left_is_written(tmp_path: Path, judge: Judge) -> None:
+@pytest.mark.parametrize("mode", ["cache", "staging"])
+def test_what_a_short_write_left_is_written(disk_path: Path, judge: Judge, mode: str) -> None:
     files = FaultyFiles()
-    with open_store(tmp_path / "store", files) as store:
+    with open_store(disk_path / "store", files, mode=mode) as store:
         ns = namespace(store)
         for family in range(6):  # payloads, entries: each write of a put in turn
             files.arm(Fault(files.calls["pwritev"] + 1 + family % 3, "pwritev", "short"))
@@ -159,9 +166,12 @@ def test_the_end_of_a_file_is_an_error_and_no_page(tmp_path: Path) -> None:
                 Files().read(file.fileno(), 3, offset)
 
 
-def test_the_capacity_is_reserved_before_a_file_grows(memory_path: Path, judge: Judge) -> None:
-    path = memory_path / "store"
-    with open_store(path, capacity="16MiB") as store:
+@pytest.mark.parametrize("mode", ["cache", "staging"])
+def test_the_capacity_is_reserved_before_a_file_grows(
+    memory_path: Path, disk_path: Path, judge: Judge, mode: str
+) -> None:
+    path = (memory_path if mode == "cache" else disk_path) / "store"
+    with open_store(path, capacity="16MiB", mode=mode) as store:
         ns, limit = namespace(store), store.settings.segments_bytes_max
         for family in range(80):
             put(ns, PROMPTS.tokens(family, 60), judge)

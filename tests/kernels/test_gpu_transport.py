@@ -16,9 +16,11 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome
+from kvfs import PageOutcome, settings
+from kvfs import format as fmt
 from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
+from kvfs.files import Files
 from kvfs.gpuio import GpuIO
 from kvfs.inplace import PIECE_BYTES
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
@@ -27,7 +29,7 @@ from kvfs.registered import FRESH_SECONDS, PinnedBytes
 from kvfs.testing import Fault, FaultyFiles
 from kvfs.types import Tier
 from tests.kernels.simulated import Happened, SimulatedDevice
-from tests.stores import counted, segment_files
+from tests.stores import cached_of, counted, scanned, segment_files
 
 SECONDS = 100.0  # of waits that end at once unless something is wrong
 LATE = 3600.0  # a deadline that no test reaches
@@ -537,3 +539,29 @@ def test_parts_are_refused_where_the_match_lacks_them(ns: kvfs.Namespace) -> Non
     narrow = ns.match(prompt(2), part=Part(0, 1, 0, 4))
     with attach(ns, Engine().kv) as io, narrow, pytest.raises(kvfs.ConfigError, match=r"match with io\.parts"):
         io.load(narrow, range(4), NOW)
+
+
+@pytest.mark.parametrize("pages", [12, 1], ids=["ring of 12", "ring of 1"])
+def test_mode_staging_maps_nothing_and_reads_from_the_disk(disk_path: Path, pages: int) -> None:
+    """Not even where all of it is in the page cache."""
+    path, device = disk_path / "store", SimulatedDevice()
+    ring = pages * LAYOUT.groups[0].page_bytes
+    with kvfs.open(path, capacity="64MiB") as store:
+        warm = saved(store.namespace("model", LAYOUT, "1"), 6)
+    settings.change(str(path), "mode", "staging", Files())
+    with kvfs.open(path) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        engine, target = Engine(seed=2), Engine()
+        with attach(ns, engine.kv, device=device, ring_bytes=ring) as io:
+            assert io.transport == "ring"
+            result = io.save(ns.plan_save(prompt(6, 9000)), range(12), NOW).wait(SECONDS)
+            assert result is not None and result.pages == 6
+        with attach(ns, target.kv, device=device, ring_bytes=ring) as io:
+            for source, first in ((warm, 0), (engine, 9000), (engine, 9000)):
+                with ns.match(prompt(6, first)) as match:
+                    assert io.warm(match) == 0 and {ref.tier for ref in match.pages} == {Tier.DISK}
+                    result = io.load(match, range(12), NOW, layerwise=True).wait(SECONDS)
+                    assert result is not None and result.tiers == {Tier.DISK: 6 * PAGE}
+                    assert device.maps() == 0 and target.tokens(range(12)) == source.tokens(range(12))
+    ways = {scanned(file).header.flags: cached_of(file) for file in segment_files(path)}
+    assert ways[fmt.FLAG_DIRECT] == 0 and ways[0] > 0

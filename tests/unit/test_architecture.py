@@ -91,6 +91,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
     1: (
         "format",
         "codec",
+        "direct",
+        "modes",
         "hashing",
         "layout",
         "hf_config",

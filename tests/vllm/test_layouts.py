@@ -473,6 +473,7 @@ def test_engines_whose_kv_cannot_be_kept_are_refused(engine_config: VllmConfig, 
         ({"path": "/x", "min_tokens": -1}, "min_tokens is -1"),
         ({"path": "/x", "read_only": "yes"}, "read_only is 'yes'"),
         ({"path": "/x", "weights_id": 7}, "weights_id is 7"),
+        ({"path": "/x", "mode": "fast"}, "mode is 'fast'"),
     ],
 )
 def test_settings_are_checked(extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,10 +91,12 @@ class Case:
         """Token ids of a prompt; no two prompts share a page."""
         return tokens(self.seed, prompt, self.prompt_pages * self.page_tokens)
 
-    def store(self, path: Path, *, verify: str = "always", scale: int = 1) -> kvfs.Store:
-        """The store of this case, with room for ``scale`` times its bytes."""
+    def store(self, path: Path, *, verify: str = "always", scale: int = 1, mode: str = "cache") -> kvfs.Store:
+        """The store of this case, with room for ``scale`` times its bytes; ``mode`` of one that is made."""
         capacity = 2 * scale * self.size_bytes + 24 * self.segment_bytes + 64 * MIB
-        return kvfs.open(path, capacity=capacity, segment_bytes=self.segment_bytes, verify=verify, threads=self.threads)
+        return kvfs.open(
+            path, capacity=capacity, segment_bytes=self.segment_bytes, mode=mode, verify=verify, threads=self.threads
+        )
 
     def namespace(self, store: kvfs.Store) -> kvfs.Namespace:
         return store.namespace("bench", self.layout, revision="bench-1")

@@ -8,14 +8,20 @@ compared with what was put once, beside the clock. A ``get`` is timed with its `
 lookup goes before, in a "new" one the first call pays for what comes once. Files are made anew for each round of
 writing and removed after it. Cold: the files are written back, then their own pages dropped; a disk that the
 machine's host caches stays warm below that. "best" compares the best rounds of both sides.
+
+--mode cache,staging compares modes of the store with each other in place of all that: ``put``, ``put`` until the disk
+has it, and ``get`` of what is not in the page cache, against the mode that is named first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from kvfs import settings
+from kvfs.files import Files
 from tools.benchmarks import bare, ours
 from tools.benchmarks.bare import COLD_READ_BYTES, BareRead, BareView
 from tools.benchmarks.case import Case, Payload, drop_cache, out_buffer, size_text, write_back
@@ -44,22 +50,29 @@ class Setup:
         return self.folder / "store"
 
 
-def run(report: Report, folder: Path, cases: Sequence[Case], rounds: int) -> None:
+def run(report: Report, folder: Path, cases: Sequence[Case], rounds: int, modes: Sequence[str] = ("cache",)) -> None:
     for case in cases:
         place = folder / size_text(case.page_bytes)
         place.mkdir()
-        _one_page_size(report, Setup(case, place, rounds))
+        setup = Setup(case, place, rounds)
+        if tuple(modes) == ("cache",):
+            _one_page_size(report, setup)
+        else:
+            _compare_modes(report, setup, modes)
         out_buffer.cache_clear()
 
 
-def _one_page_size(report: Report, setup: Setup) -> None:
-    case, payload = setup.case, Payload(setup.case)
+def _table(case: Case) -> Table:
     layout = case.layout.groups[0]
-    table = Table(
+    return Table(
         f"host, pages of {size_text(case.page_bytes)}: bf16, {len(layout.layers)} layers, 8 KV heads of 128, "
         f"{case.page_tokens} tokens; {size_text(case.prompt_bytes)} per call, {case.prompts} calls, "
         f"segments and files of {size_text(case.segment_bytes)}"
     )
+
+
+def _one_page_size(report: Report, setup: Setup) -> None:
+    payload, table = Payload(setup.case), _table(setup.case)
     try:
         _write_rows(table, setup, payload)
         _fill(setup, payload)
@@ -83,6 +96,54 @@ def _add(
         ratio=rate_ratio(samples, base) if base is not None else None,
         best=best_ratio(samples, base) if base is not None else None, to=baseline,
     )  # fmt: skip
+
+
+# -- modes ----------------------------------------------------------------------------------------
+
+
+def _compare_modes(report: Report, setup: Setup, modes: Sequence[str]) -> None:
+    case, payload, table = setup.case, Payload(setup.case), _table(setup.case)
+    stores = {mode: setup.folder / mode for mode in modes}
+
+    def put(mode: str, durable: bool) -> Sample:
+        return ours.put_all(stores[mode], case, payload, mode=mode, durable=durable)
+
+    try:
+        samples = interleave(
+            [
+                Contender(
+                    f"put{' to the disk' if durable else ''}, {mode}",
+                    partial(put, mode, durable),
+                    lambda: back_memory(case.size_bytes * 3 // 2),
+                    partial(ours.remove, stores[mode]),
+                )
+                for durable in (False, True)
+                for mode in modes
+            ],
+            setup.rounds,
+        )
+        put(modes[0], True)
+        ours.check_all(stores[modes[0]], case, payload)
+        one = stores[modes[0]]  # the same files, read in one mode and in the other
+
+        def turn(mode: str) -> None:
+            settings.change(str(one), "mode", mode, Files())
+            drop_cache(ours.segment_paths(one))
+
+        samples |= interleave(
+            [Contender(f"get cold, {mode}", _here(StoreGet(case, one)), partial(turn, mode)) for mode in modes],
+            setup.rounds,
+        )
+        for name, found in samples.items():
+            base = f"{name.partition(', ')[0]}, {modes[0]}"
+            _add(
+                table, setup, name, found, base, samples[base], verified="yes" if "get" in name else "-",
+                threads=case.threads if "get" in name else 1, segments=ours.segment_states(one),
+            )  # fmt: skip
+    finally:
+        if table.rows:
+            report.show(table)
+    ours.remove(one)
 
 
 # -- writing --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import kvfs
 from kvfs.format import BLOCK, parse_seal
 from tools.benchmarks.bare import touch
-from tools.benchmarks.case import Case, Payload, cached_share, out_buffer
+from tools.benchmarks.case import Case, Payload, cached_share, out_buffer, write_back
 from tools.benchmarks.measure import BenchError, Sample, Stopwatch
 
 
@@ -35,10 +35,13 @@ def remove(store: Path) -> None:
     shutil.rmtree(store)
 
 
-def put_all(path: Path, case: Case, payload: Payload) -> Sample:
-    """All prompts into a fresh store, one ``put`` each; opening and closing are not counted."""
+def put_all(path: Path, case: Case, payload: Payload, *, mode: str = "cache", durable: bool = False) -> Sample:
+    """All prompts into a fresh store, one ``put`` each; opening and closing are not counted.
+
+    ``durable``: until the disk has it all.
+    """
     watch = Stopwatch()
-    with case.store(path) as store:
+    with case.store(path, mode=mode) as store:
         namespace = case.namespace(store)
         for prompt in range(case.prompts):
             ids, data = case.tokens(prompt), payload.of(prompt)
@@ -46,6 +49,9 @@ def put_all(path: Path, case: Case, payload: Payload) -> Sample:
                 result = namespace.put(ids, data)
             if result.stored != case.prompt_pages:
                 raise BenchError(f"put stored {result.stored} of {case.prompt_pages} pages: {result}")
+        if durable:
+            with watch:
+                write_back(segment_paths(path))
     return watch.sample(case.size_bytes)
 
 

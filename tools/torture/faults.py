@@ -16,16 +16,18 @@ from tools.torture.judge import Judge, kvfs_threads, open_files
 READY_SECONDS = 20.0
 
 
-def small_workload(path: Path, files: FaultyFiles, judge: Judge) -> None:
+def small_workload(path: Path, files: FaultyFiles, judge: Judge, mode: str = "cache") -> None:
     """Open, save, load, reopen, lose the index, rebuild, evict: everything that a store does, once."""
-    _session(path, files, judge, families=(1, 2))
-    _session(path, files, judge, families=(2, 3))
+    _session(path, files, judge, families=(1, 2), mode=mode)
+    _session(path, files, judge, families=(2, 3), mode=mode)
     lose_index(path)
-    _session(path, files, judge, families=(1, 4), collect=True)
+    _session(path, files, judge, families=(1, 4), mode=mode, collect=True)
 
 
-def _session(path: Path, files: FaultyFiles, judge: Judge, families: Sequence[int], *, collect: bool = False) -> None:
-    store = judge.call("open", lambda: open_store(path, files), may_raise=True)
+def _session(
+    path: Path, files: FaultyFiles, judge: Judge, families: Sequence[int], *, mode: str, collect: bool = False
+) -> None:
+    store = judge.call("open", lambda: open_store(path, files, mode=mode), may_raise=True)
     if store is None:
         return
     try:
@@ -38,7 +40,7 @@ def _session(path: Path, files: FaultyFiles, judge: Judge, families: Sequence[in
             get(ns, tokens, judge)
             forked = PROMPTS.tokens(family, 8, fork=3)
             put(ns, forked, judge)
-            get(ns, forked, judge, views=True)
+            get(ns, forked, judge, views=mode != "staging")
             put(ns, tokens, judge)
         judge.call("stats", store.stats)
         if collect:
@@ -58,11 +60,11 @@ def lose_index(path: Path) -> None:
         (path / "index").mkdir(mode=0o700, exist_ok=True)
 
 
-def verdict(path: Path, judge: Judge, families: Sequence[int] = (1, 2, 3, 4)) -> None:
+def verdict(path: Path, judge: Judge, families: Sequence[int] = (1, 2, 3, 4), mode: str = "cache") -> None:
     """With a healthy file system: the store opens, serves right bytes only, and takes new pages."""
     if left := locks_left(path):
         judge.found("leaked", f"locks still held: {left}")
-    store = judge.call("reopen", lambda: open_store(path), may_raise=True)
+    store = judge.call("reopen", lambda: open_store(path, mode=mode), may_raise=True)
     if store is None:
         judge.found("unopenable", "reopen failed")
         return
@@ -74,25 +76,25 @@ def verdict(path: Path, judge: Judge, families: Sequence[int] = (1, 2, 3, 4)) ->
         for family in families:
             for tokens in (PROMPTS.tokens(family, 6), PROMPTS.tokens(family, 8, fork=3)):
                 get(ns, tokens, judge)
-                get(ns, tokens, judge, views=True)
+                get(ns, tokens, judge, views=mode != "staging")
         fresh = PROMPTS.tokens(99, 5)
         result = put(ns, fresh, judge)
         if result is None or result.stored + result.skipped != 5 or get(ns, fresh, judge) != 5:
             judge.found("unopenable", f"no new pages after the fault: {result}, {store.stats()}")
 
 
-def run_case(folder: Path, faults: Sequence[Fault], judge: Judge) -> FaultyFiles:
+def run_case(folder: Path, faults: Sequence[Fault], judge: Judge, mode: str = "cache") -> FaultyFiles:
     """One workload with faults in a directory of its own, and the verdict."""
     folder.mkdir(parents=True)
     path = folder / "store"
     judge.context = f"{faults[0] if faults else 'no fault'}: "
     before = open_files()
     files = FaultyFiles(*faults)
-    small_workload(path, files, judge)
+    small_workload(path, files, judge, mode)
     gc.collect()
     judge.counts["faults"] += files.fired
     leaks(before, judge)
-    verdict(path, judge)
+    verdict(path, judge, mode=mode)
     shutil.rmtree(folder, ignore_errors=True)
     return files
 

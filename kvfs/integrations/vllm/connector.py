@@ -66,7 +66,15 @@ class KvfsOffloadingSpec(OffloadingSpec):
     def open(self, vllm_config: VllmConfig, cache: KVCacheConfig) -> EngineModel:
         """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError ..."""
         model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id)
-        self._store = open_store(self.settings.path, capacity=self.settings.capacity, read_only=self.settings.read_only)
+        wanted = self.settings.mode or "cache"
+        self._store = open_store(
+            self.settings.path, capacity=self.settings.capacity, mode=wanted, read_only=self.settings.read_only
+        )
+        if self.settings.mode not in (None, self._store.settings.mode):
+            logger.warning(
+                "kvfs: this store is in mode %s, not %s: kvfs config set mode %s changes that while no engine runs",
+                self._store.settings.mode, wanted, wanted,
+            )  # fmt: skip
         self._model = model
         self._namespace = self._store.namespace(
             model.name, model.layout, model.revision, extra=model.extra, codec=self.settings.codec

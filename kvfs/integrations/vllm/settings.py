@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvfs.codec import parse as parse_codec
-from kvfs.config import parse_size
+from kvfs.config import MODES, parse_size
 from kvfs.errors import ConfigError
 
 #: Settings of vLLM's own offloading connector that may stand beside ours.
@@ -24,6 +24,7 @@ class VllmSettings:
 
     path: str
     capacity: int | str | None = None  # of a store that is made; an existing one has its own
+    mode: str | None = None  # of a store that is made, as capacity is; None: cache
     weights_id: str = ""  # "": the commit of a hub model, a digest of the files of a local one
     min_tokens: int = 0  # shorter prompts are neither looked up nor stored
     max_tokens: int = 1 << 24  # of a prompt, what lies behind is neither looked up nor stored
@@ -67,6 +68,9 @@ def _check(name: str, value: Any) -> None:
     elif name == "weights_id":
         if not isinstance(value, str) or not value.isprintable() or len(value) > 128:
             raise ConfigError(f"weights_id is {value!r}: pass up to 128 printable characters that name these weights")
+    elif name == "mode" and value is not None:
+        if value not in MODES:
+            raise ConfigError(f"mode is {value!r}: choose one of {', '.join(MODES)}")
     elif name == "codec" and value is not None:
         parse_codec(value)
     elif name == "ring_bytes" or (name in ("capacity", "registered_bytes") and value is not None):
