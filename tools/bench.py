@@ -1,5 +1,5 @@
 """Benchmarks of a store against the bare system calls, of the GPU path against the link, of codecs and of the command:
-host, match, procs, codecs, cli, gpu, kernels, registering.
+host, match, procs, codecs, cli, gpu, kernels.
 
 Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
 at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
@@ -25,7 +25,6 @@ from tools.benchmarks import cli as cli_bench
 from tools.benchmarks import codecs as codec_bench
 from tools.benchmarks import gpu as gpu_bench
 from tools.benchmarks import gpu_kernels as kernel_bench
-from tools.benchmarks import gpu_registering as registering_bench
 from tools.benchmarks import host as host_bench
 from tools.benchmarks import match as match_bench
 from tools.benchmarks import procs as procs_bench
@@ -225,15 +224,6 @@ def kernels(shapes: tuple[str, ...], sizes: tuple[int, ...], path: Path, json_pa
     options = dict[str, Value](shapes=",".join(shapes), nbytes=",".join(map(size_text, sizes)), seed=seed)
     with session("kernels", path, 0, json_path, options) as (report, _):
         kernel_bench.run(report, kernel_bench.Plan(shapes, sizes, seed))
-
-
-@main.command(help=registering_bench.__doc__)
-@click.option("--nbytes", type=Size(), default="20GiB", show_default=True, help="Of segments that are registered.")
-@common
-def registering(nbytes: int, path: Path, json_path: Path | None, seed: int) -> None:
-    options = dict[str, Value](nbytes=size_text(nbytes), seed=seed)
-    with session("registering", path, nbytes * 5 // 4 + (4 << 30), json_path, options) as (report, folder):
-        registering_bench.run(report, folder, registering_bench.Plan(nbytes, seed))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ import torch
 
 import kvfs
 from kvfs.layout import Group, PageLayout
-from kvfs.types import TransferState
+from kvfs.types import Tier, TransferState
 from tests.cells import ORDERS, Case, reference
 from tests.stores import counted
 
 pytestmark = pytest.mark.gpu
 SECONDS = 60.0
-WAYS = {"in_place": {}, "ring": {"registered_bytes": 0}}
+WAYS = {"in_place": {}, "arena": {"transport": "arena"}, "ring": {"registered_bytes": 0}}
 
 
 @pytest.fixture
@@ -107,6 +107,8 @@ def test_a_round_trip_equals_the_host(
             assert pages[chunk * case.group.page_bytes + at] == raw[i]
             expected[index[id(raw)]][i] = raw[i]
     with ns.attach(target.kv, **way) as io, ns.match(tokens) as match:
+        if io.transport == "arena":
+            assert io.warm(match) >= match.nbytes  # with what lies between pages
         result = io.load(match, case.ids, event(), layerwise=order.startswith("layer")).wait(SECONDS)
         assert result is not None and result.tokens == 2 * page, result
     assert {start: bytearray(raw) for start, raw in target.bytes().items()} == expected
@@ -133,6 +135,35 @@ def save(ns: kvfs.Namespace, rank: Rank, tokens: list[int], units: Any, after: A
     with ns.attach(rank.kv) as io:
         result = io.save(ns.plan_save(tokens), units, after or event()).wait(SECONDS)
         assert result is not None and result.declined == 0, result
+
+
+def test_mode_staging_goes_past_the_page_cache(store_path: Path) -> None:
+    source, target, tokens = Rank(seed=7), Rank(), list(range(4096))
+    with kvfs.open(store_path, capacity="512MiB", mode="staging") as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        save(ns, source, tokens, range(256))
+        with ns.attach(target.kv) as io, ns.match(tokens) as match:
+            assert io.transport == "ring"
+            result = io.load(match, range(256), event()).wait(SECONDS)
+            assert result is not None and result.tiers == {Tier.DISK: len(tokens)}, result
+        assert target.same(source, 256)
+
+
+def test_a_large_save_on_a_gpu_is_written_to_several_segments(store_path: Path) -> None:
+    layout = PageLayout.kv(layers=8, kv_heads=4, head_dim=64, dtype="bfloat16", page_tokens=64)
+    source, target, tokens = Rank(seed=8, blocks=8192), Rank(blocks=8192), list(range(1 << 17))
+    with kvfs.open(store_path, capacity="4GiB") as store:
+        ns = store.namespace("model", layout, "1")
+        with ns.attach(source.kv, ring_bytes="2GiB") as io:
+            result = io.save(ns.plan_save(tokens), range(8192), event(), deadline=SECONDS).wait(SECONDS)
+            assert result is not None and result.declined == 0, result
+        assert store.stats()["segments"]["active"] > 1
+    with kvfs.open(store_path) as store:
+        ns = store.namespace("model", layout, "1")
+        with ns.attach(target.kv) as io, ns.match(tokens) as match:
+            result = io.load(match, range(8192), event()).wait(SECONDS)
+            assert result is not None and result.tokens == len(tokens), result
+    assert target.same(source, 8192)
 
 
 def test_a_save_waits_for_the_forward_that_writes_the_blocks(store: kvfs.Store) -> None:
