@@ -151,10 +151,11 @@ def test_a_full_disk_harms_nobody(tmp_path: Path, judge: Judge, kind: str) -> No
 
 
 @pytest.mark.needs_root("file systems are mounted and shut down")
+@pytest.mark.parametrize("mode", ["cache", "staging"])
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_a_power_cut_serves_no_wrong_bytes(tmp_path: Path, judge: Judge, kind: str) -> None:
+def test_a_power_cut_serves_no_wrong_bytes(tmp_path: Path, judge: Judge, kind: str, mode: str) -> None:
     _skip_without(kind)
-    power.run(tmp_path, seed=9, seconds=5.0, judge=judge, kinds=(kind,))
+    power.run(tmp_path, seed=9, seconds=5.0, judge=judge, kinds=(kind,), mode=mode)
     assert judge.counts[f"cuts_{kind}"] >= 1
 
 

@@ -44,17 +44,21 @@ def common(command: Command) -> Command:
     return command
 
 
+MODE = click.option("--mode", type=click.Choice(["cache", "staging"]), default="cache", show_default=True)
+
+
 @click.group(help=__doc__)
 def main() -> None:
     pass
 
 
 @main.command(help=kill_runs.__doc__)
+@MODE
 @common
-def kill(seed: int, seconds: float, path: Path) -> None:
+def kill(mode: str, seed: int, seconds: float, path: Path) -> None:
     judge = Judge()
     with workspace(path, ROOM_BYTES) as folder:
-        kill_runs.run(folder, seed, seconds, judge)
+        kill_runs.run(folder, seed, seconds, judge, mode=mode)
     counts = ("rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged")
     judge.finish(**{name: judge.counts[name] for name in counts})
 
@@ -99,11 +103,12 @@ def _need_mounts(*kinds: str) -> None:
 @main.command(help=power_runs.__doc__)
 @common
 @click.option("--kind", "kinds", type=click.Choice(["ext4", "xfs"]), multiple=True, default=("ext4", "xfs"))
-def power(kinds: tuple[str, ...], seed: int, seconds: float, path: Path) -> None:
+@MODE
+def power(kinds: tuple[str, ...], mode: str, seed: int, seconds: float, path: Path) -> None:
     _need_mounts(*kinds)
     judge = Judge()
     with workspace(path, ROOM_BYTES) as folder:
-        power_runs.run(folder, seed, seconds, judge, kinds)
+        power_runs.run(folder, seed, seconds, judge, kinds, mode)
     judge.finish(
         **{f"cuts_{kind}": judge.counts[f"cuts_{kind}"] for kind in kinds}, served=judge.counts["acknowledged"]
     )

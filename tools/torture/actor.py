@@ -35,6 +35,7 @@ class Actor:
         self.first = int(options.get("first", "0"))
         self.families = int(options.get("families", "60"))
         self.settings = {"capacity": options.get("capacity", "512MiB"), "sync": options.get("sync", "cache")}
+        self.settings["mode"] = options.get("mode", "cache")
         self.strict = options.get("strict", "1") == "1"  # whatever was acknowledged must be there
         self.ending = False  # Python drops what a signal handler raises in the hooks of a fork and in finalizers
         self._status = os.open(folder / "status" / name, os.O_CREAT | os.O_RDWR, 0o666)

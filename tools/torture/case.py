@@ -41,7 +41,7 @@ def get(ns: kvfs.Namespace, tokens: Sequence[int], judge: Judge, *, views: bool 
     if match is None:
         return 0
     with match:
-        if views:
+        if views and ns._c.mode.maps:
             pages = judge.call("view", lambda: ns.view(match)) or []
             chunks = len(pages)
         else:

@@ -40,7 +40,7 @@ def _session(
             get(ns, tokens, judge)
             forked = PROMPTS.tokens(family, 8, fork=3)
             put(ns, forked, judge)
-            get(ns, forked, judge, views=mode != "staging")
+            get(ns, forked, judge, views=True)
             put(ns, tokens, judge)
         judge.call("stats", store.stats)
         if collect:
@@ -76,7 +76,7 @@ def verdict(path: Path, judge: Judge, families: Sequence[int] = (1, 2, 3, 4), mo
         for family in families:
             for tokens in (PROMPTS.tokens(family, 6), PROMPTS.tokens(family, 8, fork=3)):
                 get(ns, tokens, judge)
-                get(ns, tokens, judge, views=mode != "staging")
+                get(ns, tokens, judge, views=True)
         fresh = PROMPTS.tokens(99, 5)
         result = put(ns, fresh, judge)
         if result is None or result.stored + result.skipped != 5 or get(ns, fresh, judge) != 5:

@@ -22,7 +22,9 @@ ROUNDS_PER_STORE = 6
 FREEZE_SECONDS_MAX = 1.5
 
 
-def run(folder: Path, seed: int, seconds: float, judge: Judge, roles: tuple[str, ...] = ROLES) -> None:
+def run(
+    folder: Path, seed: int, seconds: float, judge: Judge, roles: tuple[str, ...] = ROLES, mode: str = "cache"
+) -> None:
     """Rounds until the time is up."""
     chance = random.Random(seed)
     end, number = time.monotonic() + seconds, 0
@@ -30,7 +32,7 @@ def run(folder: Path, seed: int, seconds: float, judge: Judge, roles: tuple[str,
         if number % ROUNDS_PER_STORE == 0:
             shutil.rmtree(folder / "store", ignore_errors=True)
             (folder / "acks").unlink(missing_ok=True)
-        _round(folder, seed * 100 + number, chance, judge, roles, number)
+        _round(folder, seed * 100 + number, chance, judge, roles, number, mode)
         judge.counts["rounds"] += 1
         number += 1
         if judge.counts["lost"] or judge.counts["wrong"] or judge.counts["unopenable"]:
@@ -38,8 +40,10 @@ def run(folder: Path, seed: int, seconds: float, judge: Judge, roles: tuple[str,
             return
 
 
-def _round(folder: Path, seed: int, chance: random.Random, judge: Judge, roles: tuple[str, ...], number: int) -> None:
-    options = {"first": number % ROUNDS_PER_STORE * 40, "families": 60}
+def _round(
+    folder: Path, seed: int, chance: random.Random, judge: Judge, roles: tuple[str, ...], number: int, mode: str
+) -> None:
+    options = {"first": number % ROUNDS_PER_STORE * 40, "families": 60, "mode": mode}
     with Crew(folder, seed, options) as crew:
         for role in roles:
             crew.start(role)

@@ -19,20 +19,24 @@ IMAGE_BYTES = 320 << 20
 ROLES = ("writer", "mixed", "forker")
 
 
-def run(folder: Path, seed: int, seconds: float, judge: Judge, kinds: tuple[str, ...] = ("ext4", "xfs")) -> None:
+def run(
+    folder: Path, seed: int, seconds: float, judge: Judge, kinds: tuple[str, ...] = ("ext4", "xfs"),
+    mode: str = "cache",
+) -> None:  # fmt: skip
     chance = random.Random(seed)
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         kind, sync = kinds[number % len(kinds)], ("cache", "sync", "batch")[number // len(kinds) % 3]
-        _cycle(folder / str(number), seed * 100 + number, kind, sync, chance, judge)
+        _cycle(folder / str(number), seed * 100 + number, kind, sync, chance, judge, mode)
         judge.counts[f"cuts_{kind}"] += 1
         number += 1
 
 
-def _cycle(folder: Path, seed: int, kind: str, sync: str, chance: random.Random, judge: Judge) -> None:
+def _cycle(folder: Path, seed: int, kind: str, sync: str, chance: random.Random, judge: Judge, mode: str) -> None:
     judge.context = f"power, seed {seed}, {kind}, level {sync}: "
     with mounted(folder, kind, IMAGE_BYTES) as mount:
         options = {"store": mount.path / "store", "sync": sync, "capacity": "256MiB", "strict": int(sync == "sync")}
+        options["mode"] = mode
         for _ in range(chance.randint(1, 2)):  # the second time on the survivors of the first
             with Crew(folder, seed, options) as crew:
                 for role in ROLES:
