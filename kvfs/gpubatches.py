@@ -136,7 +136,7 @@ class Batches:
             self._lane.dma.record(slot.arrived)
             for i in good:
                 words += self._words(taken[i], [b""], i * size, size, self._shape.layers * self._shape.leaf_bytes)
-            self._launch(slot, words, [], 0, self._shape.layers, check=False)
+            self._launch(slot, words, b"", 0, self._shape.layers, check=False)
             if not taken:
                 return False
             left = left[len(taken) :]
@@ -155,8 +155,11 @@ class Batches:
         for run, at, stride in parts:
             found = self._found(run)
             words += self._words(run.chunk, found, at, stride, rows * self._shape.leaf_bytes)
-            tables += [self._cut(table, first, rows) for table in found if table is not None]
-        self._launch(slot, words, tables, first, rows, check=self._source.sums)
+            tables += [table for table in found if table is not None]
+        whole = b"".join(tables)
+        if whole and rows < self._shape.layers:
+            whole = _columns(whole, self._shape.layers, first, rows)
+        self._launch(slot, words, whole, first, rows, check=self._source.sums)
 
     def _found(self, run: Run) -> list[bytes | None]:
         """The leaf tables of a run; read and checked once."""
@@ -165,13 +168,6 @@ class Batches:
         if run.chunk not in self._tables:  # the batches of all bands are cut alike, or finer
             self._tables.update(zip(range(run.chunk, run.chunk + run.count), self._source.tables(run), strict=True))
         return [self._tables[chunk] for chunk in range(run.chunk, run.chunk + run.count)]
-
-    def _cut(self, table: bytes, first: int, rows: int) -> bytes:
-        """The entries of some layers, granule by granule."""
-        layers = self._shape.layers
-        if rows == layers:
-            return table
-        return b"".join(table[i : i + rows * WORD] for i in range(first * WORD, len(table), layers * WORD))
 
     def _words(self, chunk: int, tables: Sequence[bytes | None], offset: int, stride: int, step: int) -> array[int]:
         """The granules of pages from ``chunk`` on that lie ``stride`` apart from ``offset`` of a slot on.
@@ -195,13 +191,11 @@ class Batches:
             )  # fmt: skip
         return words
 
-    def _launch(
-        self, slot: Slot, words: array[int], tables: list[bytes], first: int, rows: int, *, check: bool
-    ) -> None:
+    def _launch(self, slot: Slot, words: array[int], tables: bytes, first: int, rows: int, *, check: bool) -> None:
         """Check and scatter what the DMA stream brings to ``slot``."""
         if words:
             kernels, sheet, shape = self._lane.kernels, self._sheet, self._shape
-            leaves = sheet.put(b"".join(tables))
+            leaves = sheet.put(tables)
             work = sheet.put(pack(
                 shape, words, scratch=slot.address, unit_ids=sheet.address(self._units), units=len(self._unit_ids),
                 flags=sheet.address(self._flags), leaves=sheet.address(leaves),
@@ -227,6 +221,15 @@ class Batches:
     def flags(self, band: Band) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
         return self._sheet.back(band.flags, FLAG * len(self._wanted))
+
+
+def _columns(tables: bytes, layers: int, first: int, rows: int) -> bytes:
+    """The entries of layers [first, first + rows) of leaf tables, granule by granule."""
+    whole = array("Q", tables)
+    cut = array("Q", bytes(len(whole) // layers * rows * WORD))
+    for row in range(rows):
+        cut[row::rows] = whole[first + row :: layers]
+    return cut.tobytes()
 
 
 def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterator[list[Run]]:
