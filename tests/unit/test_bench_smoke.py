@@ -18,6 +18,10 @@ COMMANDS = {
         ("--size", "1MiB", "--page", "64KiB", "--call", "256KiB", "--rounds", "1", "--threads", "2"),
         ("put", "get warm", "get cold", "view+touch", "bare pwritev", "bare preadv+sums", "bare mmap+touch"),
     ),
+    "host, modes": (
+        ("--size", "1MiB", "--page", "64KiB", "--call", "256KiB", "--rounds", "1", "--mode", "cache,staging"),
+        ("put, cache", "put to the disk, staging", "get cold, staging"),
+    ),
     "match": (
         ("--tokens", "1024", "--pages", "16", "--index-pages", "64", "--rounds", "1", "--seconds", "0.1"),
         ("hashing+match", "matches, busy thread", "another: put of 1 page", "rebuild s"),
@@ -55,9 +59,10 @@ def bench(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_prints_its_rows(command: str, tmp_path: Path) -> None:
+def test_command_prints_its_rows(command: str, disk_path: Path) -> None:
     options, expected = COMMANDS[command]
-    result_path, place = tmp_path / "result.json", tmp_path / "place"
+    command = command.partition(",")[0]
+    result_path, place = disk_path / "result.json", disk_path / "place"
     place.mkdir()
     done = bench(command, *options, "--path", str(place), "--json", str(result_path))
     assert done.returncode == 0, done.stdout + done.stderr
