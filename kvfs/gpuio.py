@@ -213,14 +213,14 @@ class GpuIO(HostIO):
         if closed or self._pid != os.getpid():
             return
         desk = self._gpu_desk
-        desk.readers.close()
         with contextlib.suppress(CudaError), self._device.current():
             for lane in (desk.saves, desk.loads):
                 lane.quiet()
                 lane.close()
             if desk.in_place is not None:
-                desk.in_place.close()
+                desk.in_place.close()  # waits for a sweep that has the readers fill a block
             self._pinned.close()
+        desk.readers.close()
 
 
 def _warm_up(desk: GpuDesk, shape: Shape, table: Memory) -> None:

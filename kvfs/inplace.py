@@ -67,6 +67,7 @@ class InPlace:
         self._wishes: dict[_Key, _Wish] = {}
         self._seen: OrderedDict[_Key, None] = OrderedDict()  # went through the ring once
         self._sealed: dict[bytes, int] = {}
+        self._closed = False
 
     @property
     def nbytes(self) -> int:
@@ -172,6 +173,8 @@ class InPlace:
 
         What is there of it, less than is needed and not in use, goes.
         """
+        if self._closed:
+            return None
         if key in self._pieces:
             self._drop(key)
         nbytes = self._published(key, held, published)
@@ -227,8 +230,9 @@ class InPlace:
                 self._drop(key)
 
     def close(self) -> None:
-        """Let go of everything. Nothing copies any more."""
+        """Let go of everything that nobody copies from, and make no more."""
         with self._lock:
+            self._closed = True
             self._wishes.clear()
             self._drop_all(list(self._pieces))
             if not self._pieces:

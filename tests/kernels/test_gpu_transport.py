@@ -408,6 +408,19 @@ def test_what_a_load_asks_for_twice_comes_to_the_arena(ns: kvfs.Namespace) -> No
         assert pieces.nbytes >= match.nbytes
 
 
+def test_an_arena_makes_nothing_once_it_is_closed(ns: kvfs.Namespace) -> None:
+    """A sweep may come a moment after the end; the threads that would read are gone then."""
+    saved(ns, 4)
+    device = SimulatedDevice()
+    with attach(ns, Engine().kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
+        pieces = io._gpu_desk.in_place
+        assert pieces is not None
+        io.close()
+        assert io.warm(match) == 0
+        pieces.work()
+    assert pieces.nbytes == 0 and not device.registered
+
+
 def test_an_arena_that_is_full_takes_the_oldest_piece(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     sources = [saved(ns, 2, seed=i, first=1000 * i) for i in range(3)]
     target, device = Engine(), SimulatedDevice()
