@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
+from kvfs.files import Files
 from tests.vllm.engine import Engine
 
 Models = Callable[[str], Path]
@@ -32,6 +33,21 @@ def test_a_second_process_finds_what_the_first_computed(
     assert [cached for cached, _ in warm] == [640 if kind != "gemma3" else 672] * 2
     assert hits == sum(cached for cached, _ in warm)
     assert longer[0][0] == warm[0][0], "a longer prompt shares the beginning"
+
+
+def test_mode_staging_serves_from_the_disk(model: Models, prompt: Prompt, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with Engine(model("llama"), store, extra={"mode": "staging"}) as one:
+        first = one.generate(prompt(1))
+    with Engine(model("llama"), store) as two:  # the store says what its mode is
+        assert two.generate(prompt(1)) == [(640, first[0][1])]
+    for path in (store / "segments").glob("*.kvs"):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            assert (Files().cached_bytes(file.fileno(), 0, size) or 0) < size // 4, "payloads are in the page cache"
+    with kvfs.open(store, create=False) as opened:
+        assert opened.stats()["mode"] == "staging"
+        assert opened.verify().ok
 
 
 def test_ranks_of_another_degree_are_served(model: Models, prompt: Prompt, tmp_path: Path) -> None:
