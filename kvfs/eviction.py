@@ -137,7 +137,7 @@ def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan
     for summary in candidates:
         ranked = sorted(
             ((losses[summary.number, p.stamp], p) for p in summary.pieces),
-            key=lambda x: (-x[0] / x[1].nbytes, x[1].first, x[1].stamp),
+            key=lambda x: (-x[0] / max(1, x[1].nbytes), x[1].first, x[1].stamp),  # a forged record may claim no bytes
         )
         left, spent = 0.0, 0
         taken: list[Piece] = []

@@ -55,6 +55,11 @@ def test_the_oldest_segment_goes_and_its_hot_pages_are_carried() -> None:
     assert (chosen.victim, chosen.carry, chosen.carry_bytes) == (1, (1,), 100)
 
 
+def test_records_that_claim_no_bytes_stop_nobody() -> None:
+    forged = SegmentUse(1, 4096, [NOW - 5 * SECOND] * 2, [0, 0], [0, 1], [False] * 2, True, False)
+    assert plan([forged, use(2, [100] * 4)], NOW, 200) is not None
+
+
 def test_the_write_budget_is_respected() -> None:
     segments = [use(n, [1, 2, 3, 4, 9000, 9000, 9000, 9000], [0] * 8) for n in (1, 2)]
     for budget in (0, 99, 100, 250, 10_000):
