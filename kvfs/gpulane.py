@@ -39,11 +39,8 @@ class Sheet:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._host, self._back, self._device = (
-            memoryview(bytearray(nbytes)),
-            device.pinned(nbytes),
-            device.memory(nbytes),
-        )
+        self._host = memoryview(bytearray(nbytes))
+        self._back, self._device = device.pinned(nbytes), device.memory(nbytes)
         self._address = address_of(self._host)
         self._used = 0
 

@@ -17,7 +17,6 @@ from typing import Any
 DEVICES_MAX = 16
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST_REGISTER, _READ_ONLY_REGISTER = 99, 113  # CUdevice_attribute
-_NO_DEVICE = 100
 
 
 class _Failed(Exception):

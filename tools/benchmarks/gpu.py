@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
-from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine
+from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
 from tools.benchmarks.measure import (
     BenchError,
     Contender,
@@ -58,12 +58,7 @@ class Plan:
 
 
 def run(report: Report, folder: Path, plan: Plan) -> None:
-    try:
-        import torch
-    except ImportError as exc:
-        raise BenchError(f"this benchmark needs torch and a GPU: {exc}") from None
-    if not torch.cuda.is_available():
-        raise BenchError("this benchmark needs a CUDA device, torch sees none")
+    torch = torch_with_cuda()
     for shape in plan.shapes:
         _Bench(torch, report, folder, plan, shape).run()
 

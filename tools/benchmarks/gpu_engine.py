@@ -7,6 +7,7 @@ from typing import Any
 
 import kvfs
 from kvfs.layout import Group, Need, PageLayout
+from tools.benchmarks.measure import BenchError
 
 
 def _gqa(page_tokens: int) -> PageLayout:
@@ -29,6 +30,17 @@ SHAPES: dict[str, Callable[[], PageLayout]] = {
     "hybrid": _hybrid,
 }  # fmt: skip
 BLOCK = 16
+
+
+def torch_with_cuda() -> Any:
+    """torch; BenchError if it is not there, or sees no CUDA device."""
+    try:
+        import torch
+    except ImportError as exc:
+        raise BenchError(f"this benchmark needs torch, triton and a GPU: {exc}") from None
+    if not torch.cuda.is_available():
+        raise BenchError("this benchmark needs a CUDA device, torch sees none")
+    return torch
 
 
 class Engine:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfs.kernels.work import Shape, granule_words, pack, shape_of
-from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine
-from tools.benchmarks.measure import BenchError
+from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
 from tools.benchmarks.report import Report, Table
 
 PROGRAMS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -26,12 +25,7 @@ class Plan:
 
 
 def run(report: Report, plan: Plan) -> None:
-    try:
-        import torch
-    except ImportError as exc:
-        raise BenchError(f"this benchmark needs torch, triton and a GPU: {exc}") from None
-    if not torch.cuda.is_available():
-        raise BenchError("this benchmark needs a CUDA device, torch sees none")
+    torch = torch_with_cuda()
     for name in plan.shapes:
         for nbytes in plan.sizes:
             table = Table(f"{name}: kernels on {nbytes >> 20} MiB, GB/s")
