@@ -7,7 +7,7 @@ Key: PageKey of the run's first chunk, then the part (8 bytes). Value (little en
     10  u16      zero
     12  u32      presence: bit j = chunk j of the run is here
     16  u32      leaves of one part: leaf tables of neighbours lie 8 bytes times this apart
-    20  extents  32 bytes each (struct _EXTENT)
+    20  extents  32 bytes each (struct _EXTENT), by first chunk
      .  hashes   32 bytes for each present chunk, in order
      .  roots    16 bytes for each present chunk, in order
 
@@ -31,7 +31,7 @@ _EXTENT = struct.Struct("<BBBBIIIIIII")
 _VERSION = 1
 _U32_MAX = 0xFFFF_FFFF
 
-CLAIM = 1  # extent flag: somebody is writing these chunks; ``segment`` is his, ``expires`` the claim's end
+CLAIM = 1  # extent flag: somebody is writing these chunks into ``segment`` until ``expires``; they lie nowhere yet
 CLAIM_SECONDS = 5
 
 
@@ -102,10 +102,10 @@ class Row:
             for i in range(e.chunks):
                 h, r = hashes + HASH_BYTES * rank, roots + ROOT_BYTES * rank
                 rank += 1
+                n = 0 if e.flags & CLAIM else i
                 yield e.first + i, Place(
                     value[h : h + HASH_BYTES], value[r : r + ROOT_BYTES], e.codec, e.flags, e.segment,
-                    e.block + i * e.stride, e.stored_bytes, e.leaf + i * self.leaves,
-                    e.seq + (0 if e.flags & CLAIM else i), e.expires,
+                    e.block + n * e.stride, e.stored_bytes, e.leaf + n * self.leaves, e.seq + n, e.expires,
                 )  # fmt: skip
 
     def hashed(self) -> Iterator[tuple[Extent, int, bytes]]:
@@ -145,15 +145,19 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
         extents: tuple[Extent, ...] = (Extent._make(_EXTENT.unpack_from(value, _HEAD.size)),)
     else:
         extents = tuple(map(Extent._make, _EXTENT.iter_unpack(value[_HEAD.size : extents_end])))
-    covered = 0
-    for first, chunks, _, _, _, block, stride, _, leaf, seq, _ in extents:
-        bits = (1 << chunks) - 1 << first
-        if not chunks or first + chunks > RUN or bits & covered:
+    covered = end = 0
+    for first, chunks, codec, flags, _, block, stride, stored, leaf, seq, _ in extents:
+        if not chunks or first < end or first + chunks > RUN:  # hashes and roots lie in the order of the chunks
             return None
-        last = chunks - 1  # its place must fit an extent of its own, too
-        if block + last * stride > _U32_MAX or leaf + last * leaves > _U32_MAX or seq + last > _U32_MAX:
-            return None
-        covered |= bits
+        if flags & CLAIM:
+            if codec or block or stride or stored or leaf or seq:
+                return None
+        else:
+            last = chunks - 1  # its place must fit an extent of its own, too
+            if block + last * stride > _U32_MAX or leaf + last * leaves > _U32_MAX or seq + last > _U32_MAX:
+                return None
+        covered |= (1 << chunks) - 1 << first
+        end = first + chunks
     return Row(value, present, leaves, extents) if covered == present else None
 
 

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from kvfs.hashing import checksum, page_key
+from kvfs.index import rows
 from kvfs.index.lmdb_files import open_environment, open_tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.runs import Publish, RunKeys, Target, claim_run, forget_place, publish, sweep
@@ -118,6 +119,32 @@ def test_claims_keep_their_chunks_owner_and_end() -> None:
     assert {j: (p.chunk_hash, p.flags, p.segment, p.expires) for j, p in found.items()} == {
         j: (bytes([j] * 32), CLAIM, 5, 1234) for j in claims
     }
+
+
+def forged(*extents: tuple[int, ...], leaves: int = 4) -> bytes:
+    """A row of these extents whose check agrees."""
+    present = sum((1 << e[1]) - 1 << e[0] for e in extents)
+    body = rows._HEAD.pack(0, 1, len(extents), 0, present, leaves)[8:]
+    body += b"".join(rows._EXTENT.pack(*e) for e in extents) + bytes(48 * present.bit_count())
+    return checksum(body, seed=int.from_bytes(KEY[:8], "little")).to_bytes(8, "little") + body
+
+
+def test_extents_out_of_order_are_a_miss() -> None:
+    """Places would take the hashes of other chunks."""
+    one, other = (0, 1, 0, 0, 1, 4, 0, 4096, 0, 0, 0), (5, 2, 0, 0, 1, 9, 3, 4096, 8, 2, 0)
+    assert parse_row(KEY, forged(one, other)) is not None
+    assert parse_row(KEY, forged(other, one)) is None
+    assert parse_row(KEY, forged(one, one)) is None
+
+
+@pytest.mark.parametrize("field", range(2, 10))
+def test_a_claim_that_says_where_it_lies_is_a_miss(field: int) -> None:
+    """Claims next to each other share an extent: what differs would be lost, or no longer fit the row (fuzz, 6001)."""
+    extent = [3, 2, 0, CLAIM, 7, 0, 0, 0, 0, 0, 1234]
+    row = parse_row(KEY, forged(tuple(extent)))
+    assert row is not None and dict(row.places()) == {j: claim(bytes(32), 7, 1234) for j in (3, 4)}
+    extent[field] |= 0xFF if field < 4 else rows._U32_MAX
+    assert (parse_row(KEY, forged(tuple(extent))) is None) == (field not in (3, 4))
 
 
 def test_every_flipped_bit_of_a_row_is_a_miss() -> None:

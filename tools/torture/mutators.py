@@ -266,7 +266,9 @@ def _mutate_descriptor(chance: random.Random, image: Image, seed: int) -> None:
     for seq in range(_FIRST_SLOTS):
         at = slot_offset(seq)
         entry = fmt.parse_entry(image.read(at, fmt.ENTRY_BYTES), seed)
-        if entry is not None and entry.kind == fmt.KIND_NAMESPACE and entry.stored_bytes < 1 << 17:
+        if entry is None or entry.payload > SIZES[-1]:  # behind all that a file can hold
+            continue
+        if entry.kind == fmt.KIND_NAMESPACE and entry.stored_bytes < 1 << 17:
             data = mutate_json(chance, image.read(entry.payload, entry.stored_bytes))[: 1 << 17]
             image.write(entry.payload, data)
             new = entry._replace(stored_bytes=len(data), root=root_of(data), chunk_hash=digest_of(data))
