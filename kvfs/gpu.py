@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from kvfs import cuda
 from kvfs.errors import ConfigError
-from kvfs.kernels.work import Shape
+from kvfs.kernels import by_torch
+from kvfs.kernels.work import Shape, Work
 
 COPY_PROGRAMS, COPY_PROGRAMS_MAX, COPY_TILE_BYTES = 16, 128, 32 << 10  # small tiles want more programs
 SUM_PROGRAMS = 16
@@ -59,9 +60,9 @@ class Stream(Protocol):
 
     def after(self, event: Event) -> None: ...
 
-    def move(self, work: Any, shape: Shape, *, to_page: bool) -> None: ...
+    def move(self, work: Work, shape: Shape, *, to_page: bool) -> None: ...
 
-    def sums(self, work: Any, shape: Shape, *, check: bool) -> None: ...
+    def sums(self, work: Work, shape: Shape, *, check: bool) -> None: ...
 
 
 class Memory(Protocol):
@@ -129,9 +130,6 @@ class _Stream:
     """A CUDA stream. The calling thread has entered its device."""
 
     def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
-        from kvfs.kernels import cells, xxh3
-
-        self._cells, self._xxh3 = cells, xxh3
         self._torch, self._stream, self._constants = torch, stream, constants
         self._handle = int(stream.cuda_stream)
 
@@ -162,13 +160,31 @@ class _Stream:
     def after(self, event: Event) -> None:
         self._stream.wait_event(event)
 
-    def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
+    def move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
+        if not shape.kernels:
+            by_torch.move(work, shape, self._at, to_page=to_page)
+            return
+        from kvfs.kernels import cells
+
         programs = COPY_PROGRAMS * max(1, COPY_TILE_BYTES // shape.tile_bytes) * max(1, shape.buffers // 2)
         programs = min(COPY_PROGRAMS_MAX, programs)
-        self._cells.move(work, shape, to_page=to_page, programs=programs, warps=copy_warps(shape))
+        cells.move(work.words, shape, to_page=to_page, programs=programs, warps=copy_warps(shape))
 
-    def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
-        self._xxh3.leaves(work, self._constants, shape, check=check, programs=SUM_PROGRAMS)
+    def sums(self, work: Work, shape: Shape, *, check: bool) -> None:
+        from kvfs.kernels import xxh3
+
+        xxh3.leaves(work.words, self._constants, shape, check=check, programs=SUM_PROGRAMS)
+
+    def _at(self, address: int, elements: int, element: int) -> Any:
+        return self._torch.as_tensor(_Raw(address, elements, element), device=self._stream.device)
+
+
+class _Raw:
+    """Device memory as other libraries describe it to torch (CUDA Array Interface, version 2)."""
+
+    def __init__(self, address: int, elements: int, element: int) -> None:
+        kind = f"<i{element}" if element > 1 else "|i1"
+        self.__cuda_array_interface__ = {"shape": (elements,), "typestr": kind, "data": (address, False), "version": 2}
 
 
 class _Memory:
@@ -186,17 +202,19 @@ class Gpu:
     def __init__(self, name: str) -> None:
         try:
             import torch
-
-            from kvfs.kernels import xxh3
         except ImportError as exc:
-            raise ConfigError(f"memory on {name} needs torch and triton ({exc}): pip install 'kvfs[gpu]'") from None
+            raise ConfigError(f"memory on {name} needs torch ({exc}): pip install 'kvfs[gpu]'") from None
         index = int(name.partition(":")[2])
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             found = torch.cuda.device_count() if torch.cuda.is_available() else 0
             raise ConfigError(f"memory is on {name}: torch sees {found} CUDA devices here")
         self.name, self.index, self._torch = name, index, torch
         self._entered = threading.local()
-        self._constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64).to(name)
+        self._constants = None
+        with contextlib.suppress(ImportError):  # without triton nothing asks for them
+            from kvfs.kernels import xxh3
+
+            self._constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64).to(name)
 
     def owns(self, memory: str) -> bool:
         return memory == self.name

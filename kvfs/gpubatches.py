@@ -204,9 +204,10 @@ class Batches:
             ))  # fmt: skip
             sheet.send(kernels, leaves)
             kernels.after(slot.arrived)
+            launch = sheet.work(work, self._units, len(self._unit_ids))
             if check:
-                kernels.sums(sheet.words(work), shape, check=True)
-            kernels.move(sheet.words(work), shape, to_page=False)
+                kernels.sums(launch, shape, check=True)
+            kernels.move(launch, shape, to_page=False)
         self._lane.finished(slot, self._lane.kernels)
 
     def end_band(self, first: int, rows: int) -> Band:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from array import array
+from dataclasses import replace
 from typing import Any
 
 from kvfs.active import LANES
@@ -52,6 +53,7 @@ class GpuIO(HostIO):
     _save = GpuSave
     _load = GpuLoad
     _write_lanes = LANES
+    kernels = "triton"  # or "torch", where Triton does not work
 
     def __init__(
         self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str | None,
@@ -95,22 +97,43 @@ class GpuIO(HostIO):
             ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
             shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
             tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
+            saves, loads = Lane(device, save_bytes), Lane(device, load_bytes)
+            undo.callback(loads.close)  # the only lane that warms up
+            shapes = self._that_work(loads, shapes, tables)
             readers = Pool(READ_THREADS, "kvfs-ring")
             undo.callback(readers.close)
-            in_place = self._pieces(readers)
+            in_place = self._pieces(readers) if any(shape.sums for shape in shapes.values()) else None
             if in_place is not None:
                 undo.callback(in_place.close)
             self.transport = "ring" if in_place is None else in_place.backing.name
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
-                self._codec, device, shapes, tables, Lane(device, save_bytes), Lane(device, load_bytes),
-                in_place, readers, self._pinned.address, load_bytes // BATCHES,
+                self._codec, device, shapes, tables, saves, loads, in_place, readers, self._pinned.address,
+                load_bytes // BATCHES,
             )  # fmt: skip
-            undo.callback(desk.loads.close)  # the only lane that warms up
-            for number, shape in shapes.items():
-                _warm_up(desk, shape, tables[number])
             undo.pop_all()
         return desk
+
+    def _that_work(self, lane: Lane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
+        """The shapes, for Triton's kernels if all of them compile and run, or else for torch's."""
+        try:
+            for number, shape in shapes.items():
+                _warm_up(lane, shape, tables[number])
+        except CudaError:
+            raise
+        except Exception as exc:  # whatever a compiler or a missing package comes up with
+            if self._asked_for not in (None, "ring"):
+                raise ConfigError(
+                    f"transport is {self._asked_for!r}, which needs Triton's kernels, and they do not work here "
+                    f"({type(exc).__name__}: {exc}): mend Triton, or pass None"
+                ) from exc
+            log.warning(
+                "Triton's kernels do not work on %s (%s: %s): torch moves the cells, and pages come through the ring and "
+                "are verified by the CPU, which is slower", self._device.name, type(exc).__name__, exc,
+            )  # fmt: skip
+            self.kernels = "torch"
+            return {number: replace(shape, kernels=False) for number, shape in shapes.items()}
+        return shapes
 
     def _upload(self, data: bytes) -> Memory:
         memory, pinned, stream = self._device.memory(len(data)), self._device.pinned(len(data)), self._device.stream()
@@ -223,18 +246,18 @@ class GpuIO(HostIO):
         desk.readers.close()
 
 
-def _warm_up(desk: GpuDesk, shape: Shape, table: Memory) -> None:
+def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:
     """Compile and run every kernel once, on no granules."""
-    lane = desk.loads
     sheet = lane.sheet(1 << 16)
     work = sheet.put(pack(
         shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
     ))  # fmt: skip
     sheet.send(lane.kernels, work)
+    launch = sheet.work(work, 0, 0)
     with lane.kernels.use():
         for to_page in (False, True):
-            lane.kernels.move(sheet.words(work), shape, to_page=to_page)
+            lane.kernels.move(launch, shape, to_page=to_page)
         if shape.sums:
             for check in (False, True):
-                lane.kernels.sums(sheet.words(work), shape, check=check)
+                lane.kernels.sums(launch, shape, check=check)
     lane.quiet()

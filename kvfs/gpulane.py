@@ -13,6 +13,7 @@ from collections import deque
 
 from kvfs.buffers import address_of
 from kvfs.gpu import Device, Event, Memory, Stream
+from kvfs.kernels.work import WORD, Work
 from kvfs.types import BufferLike
 
 ALIGN = 256
@@ -65,8 +66,10 @@ class Sheet:
         """On the device."""
         return self._device.address + offset
 
-    def words(self, offset: int) -> object:
-        return self._device.words(offset)
+    def work(self, offset: int, unit_ids: int, units: int) -> Work:
+        """The work list that was put last, at ``offset``; ``units`` ids lie at ``unit_ids``."""
+        ids = self._host[unit_ids : unit_ids + units * WORD]
+        return Work(self._device.words(offset), self._host[offset : self._used].cast("q"), ids.cast("q"))
 
     def send(self, stream: Stream, first: int) -> None:
         """Copy what was put from ``first`` on, past large copies of other streams."""

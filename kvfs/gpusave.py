@@ -159,9 +159,10 @@ class GpuSave(Save):
             leaves=sheet.address(tables), buffers=desk.tables[attached.number].address,
         ))  # fmt: skip
         sheet.send(lane.kernels, work)
-        lane.kernels.move(sheet.words(work), shape, to_page=True)
+        launch = sheet.work(work, *units)
+        lane.kernels.move(launch, shape, to_page=True)
         if shape.sums:
-            lane.kernels.sums(sheet.words(work), shape, check=False)
+            lane.kernels.sums(launch, shape, check=False)
         lane.dma.after(lane.kernels.record(slot.arrived))
         self._copy_out(lease, slot.address, size, attached.page_bytes)
         if shape.sums:

@@ -26,6 +26,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvfs.device import DeviceKV
 from kvfs.layout import Group, Part
@@ -54,6 +55,7 @@ class Shape:
     cell_bytes: int
     layers: int
     unit_tokens: int
+    kernels: bool = True  # Triton works here; if not, torch moves the cells, and the host sums
 
     @property
     def tile_bytes(self) -> int:
@@ -62,7 +64,15 @@ class Shape:
     @property
     def sums(self) -> bool:
         """Whether the kernels can sum its leaves."""
-        return self.leaf_bytes >= LEAF_BYTES_MIN
+        return self.kernels and self.leaf_bytes >= LEAF_BYTES_MIN
+
+
+class Work(NamedTuple):
+    """A work list, and what it is about where the host has it: i64 words all."""
+
+    words: Any  # a tensor of the device that begins with the work list
+    host: memoryview  # the same
+    unit_ids: memoryview
 
 
 def shape_of(group: Group, part: Part, device: DeviceKV) -> Shape:

@@ -16,8 +16,8 @@ import torch
 
 from kvfs.cuda import CudaError
 from kvfs.gpu import Event, Pinned, Stream
-from kvfs.kernels import cells, xxh3
-from kvfs.kernels.work import Shape
+from kvfs.kernels import by_torch, cells, xxh3
+from kvfs.kernels.work import Shape, Work
 
 
 class Happened:
@@ -37,6 +37,11 @@ class SimulatedMemory:
 
     def words(self, offset: int) -> Any:
         return torch.from_numpy(self.array[offset:].view("int64"))
+
+
+def at_host(address: int, elements: int, element: int) -> Any:
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return torch.frombuffer((ctypes.c_char * (elements * element)).from_address(address), dtype=kinds[element])
 
 
 class SimulatedStream:
@@ -76,25 +81,31 @@ class SimulatedStream:
     def after(self, event: Event) -> None:
         pass
 
-    def move(self, work: Any, shape: Shape, *, to_page: bool) -> None:
+    def move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
         self._device.launches += 1
         self._device.before_launch()
         if self._device.launches == self._device.fails_at:
             raise CudaError("launch: out of resources")
-        cells.move(work, shape, to_page=to_page, programs=2)
+        if shape.kernels:
+            if not self._device.triton:
+                raise ImportError("No module named 'triton'")
+            cells.move(work.words, shape, to_page=to_page, programs=2)
+        else:
+            by_torch.move(work, shape, at_host, to_page=to_page)
 
-    def sums(self, work: Any, shape: Shape, *, check: bool) -> None:
-        xxh3.leaves(work, self._device.constants, shape, check=check, programs=2)
+    def sums(self, work: Work, shape: Shape, *, check: bool) -> None:
+        assert shape.kernels
+        xxh3.leaves(work.words, self._device.constants, shape, check=check, programs=2)
 
 
 class SimulatedDevice:
-    """``refuse``: registrations of maps fail, as on hosts whose driver cannot do it."""
+    """``refuse``: registrations of maps fail, as on hosts whose driver cannot do it. ``triton``: whether it is there."""
 
     name = "host"
 
-    def __init__(self, *, refuse: bool = False, pinned_max: int = 1 << 30) -> None:
+    def __init__(self, *, refuse: bool = False, triton: bool = True, pinned_max: int = 1 << 30) -> None:
         self.constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64)
-        self.refuse, self.pinned_max = refuse, pinned_max
+        self.refuse, self.triton, self.pinned_max = refuse, triton, pinned_max
         self.registered: dict[int, tuple[int, bool]] = {}
         self.blocks: list[SimulatedMemory] = []
         self.launches = self.copied = 0

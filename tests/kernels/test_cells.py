@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -15,13 +16,15 @@ pytest.importorskip("triton", reason="the copy kernels need triton")
 import torch
 
 from kvfs.device import DeviceKV
-from kvfs.kernels import cells
-from kvfs.kernels.work import pack, shape_of
+from kvfs.kernels import by_torch, cells
+from kvfs.kernels.work import Work, pack, shape_of
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.tensors import describe
 from tests.cells import ORDERS, Case, Copies, guarded, reference
+from tests.kernels.simulated import at_host
 
 PROGRAMS = 3
+BY = ""
 
 
 def address(array: np.ndarray) -> int:
@@ -44,7 +47,18 @@ def run(
         first_token=first if group.states > 1 else 0, first_row=rows.start if rows else 0,
         rows=len(rows) if rows else None,
     )  # fmt: skip
-    cells.move(words(work), shape, to_page=to_page, programs=PROGRAMS)
+    if BY == "torch":
+        host = memoryview(bytearray(work)).cast("q")
+        by_torch.move(Work(None, host, memoryview(bytearray(ids)).cast("q")), shape, at_host, to_page=to_page)
+    else:
+        cells.move(words(work), shape, to_page=to_page, programs=PROGRAMS)
+
+
+@pytest.fixture(autouse=True, params=["triton", "torch"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who moves the cells."""
+    monkeypatch.setattr(sys.modules[__name__], "BY", request.param)
+    return str(request.param)
 
 
 def move(
@@ -112,7 +126,7 @@ def test_a_page_of_a_smaller_part() -> None:
     Case("block,kv,token,head,dim", 16, 16, heads=4, layers=3, copies=KERNEL).check(1, part=Part(1, 2, 1, 2))
 
 
-def test_scales_that_lie_apart_move_in_the_same_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_lie_apart_move_in_the_same_launch(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     layout = PageLayout.kv(layers=2, kv_heads=3, head_dim=5, dtype="int8", scale="float32", page_tokens=16)
     group, rng = layout.groups[0], np.random.default_rng(3)
     shapes = [((4, 16, 3, 5), "int8")] * 2 + [((4, 16, 3), "float32")] * 2
@@ -126,7 +140,7 @@ def test_scales_that_lie_apart_move_in_the_same_launch(monkeypatch: pytest.Monke
     launches = []
     monkeypatch.setattr(cells, "move", lambda *a, move=cells.move, **k: (launches.append(a), move(*a, **k)))
     gather(page, group, group.full, kv, [2], 0)
-    assert len(launches) == 1
+    assert len(launches) == (by == "triton")
     assert all(page[at] == raw[i] for at, raw, i in reference(group, group.full, kv, memory, [2], 0, 0))
 
 
@@ -147,7 +161,9 @@ def test_states_and_mla() -> None:
     assert page == latent[2].tobytes()
 
 
-def test_a_flagged_page_is_not_scattered() -> None:
+def test_a_flagged_page_is_not_scattered(by: str) -> None:
+    if by == "torch":
+        pytest.skip("where torch moves the cells, pages are verified before")
     case = Case("block,kv,token,head,dim", 16, 16)
     data = np.full(2 * case.group.page_bytes, 7, dtype="uint8")
     granules = [(0, 0, 0), (case.group.page_bytes, 16, 1)]

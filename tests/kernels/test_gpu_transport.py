@@ -88,7 +88,7 @@ def ns(store: kvfs.Store) -> kvfs.Namespace:
     return store.namespace("model", LAYOUT, "1")
 
 
-@pytest.fixture(params=["in_place", "arena", "ring", "refused"])
+@pytest.fixture(params=["in_place", "arena", "ring", "refused", "torch"])
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How segments reach the device."""
     return {
@@ -96,13 +96,14 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
         "arena": {"transport": "arena"},
         "ring": {"registered_bytes": 0},
         "refused": {"device": SimulatedDevice(refuse=True)},
+        "torch": {"device": SimulatedDevice(triton=False)},
     }[request.param]
 
 
-def saved(ns: kvfs.Namespace, chunks: int, *, seed: int = 1, first: int = 0) -> Engine:
+def saved(ns: kvfs.Namespace, chunks: int, *, seed: int = 1, first: int = 0, **changes: Any) -> Engine:
     """A prompt in the store, with its KV in blocks 0, 1, ..."""
     engine = Engine(seed=seed)
-    io = attach(ns, engine.kv)
+    io = attach(ns, engine.kv, **changes)
     tokens = prompt(chunks, first)
     result = io.save(ns.plan_save(tokens), range(2 * chunks), NOW).wait(SECONDS)
     assert result is not None and result.pages == chunks and result.tokens == len(tokens), result
@@ -114,7 +115,8 @@ def test_what_was_saved_is_loaded_into_other_units(ns: kvfs.Namespace, way: dict
     source = saved(ns, 6)
     target = Engine()
     with attach(ns, target.kv, **way) as io, ns.match(prompt(6)) as match:
-        assert io.transport == ("in_place" if not way else "ring" if "registered_bytes" in way else "arena")
+        ring = "registered_bytes" in way or io.kernels == "torch"
+        assert io.transport == ("in_place" if not way else "ring" if ring else "arena")
         units = [20 - i for i in range(12)]
         transfer = io.load(match, units, NOW)
         result = transfer.wait(SECONDS)
@@ -126,8 +128,21 @@ def test_what_was_saved_is_loaded_into_other_units(ns: kvfs.Namespace, way: dict
         assert all(transfer.layer_ready(layer).is_set() for layer in range(4))
 
 
-def test_a_page_is_the_same_whichever_transport_wrote_it(ns: kvfs.Namespace, store: kvfs.Store) -> None:
-    engine = saved(ns, 3)
+def test_attach_says_where_triton_does_not_work(ns: kvfs.Namespace, caplog: pytest.LogCaptureFixture) -> None:
+    with attach(ns, Engine().kv, device=SimulatedDevice(triton=False)) as io:
+        assert (io.kernels, io.transport) == ("torch", "ring")
+        with ns.match(prompt(3)) as match:
+            assert io.warm(match) == 0
+    assert "No module named 'triton'" in caplog.text
+    with pytest.raises(ConfigError, match="transport is 'in_place', which needs Triton"):
+        attach(ns, Engine().kv, device=SimulatedDevice(triton=False), transport="in_place")
+    with attach(ns, Engine().kv) as io:
+        assert io.kernels == "triton"
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_a_page_is_the_same_whichever_transport_wrote_it(ns: kvfs.Namespace, store: kvfs.Store, triton: bool) -> None:
+    engine = saved(ns, 3, device=SimulatedDevice(triton=triton))
     with ns.match(prompt(3)) as match:
         by_gpu = bytearray(match.nbytes)
         assert ns.get(match, by_gpu) == 3

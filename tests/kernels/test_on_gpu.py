@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import torch
 
 import kvfs
+from kvfs.kernels import cells
 from kvfs.layout import Group, PageLayout
 from kvfs.types import Tier, TransferState
 from tests.cells import ORDERS, Case, reference
@@ -26,7 +27,9 @@ from tests.stores import counted
 
 pytestmark = pytest.mark.gpu
 SECONDS = 60.0
-WAYS = {"in_place": {}, "arena": {"transport": "arena"}, "ring": {"registered_bytes": 0}}
+WAYS: dict[str, dict[str, Any]] = {
+    "in_place": {}, "arena": {"transport": "arena"}, "ring": {"registered_bytes": 0}, "torch": {},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -36,8 +39,14 @@ def store(store_path: Path) -> Iterator[kvfs.Store]:
 
 
 @pytest.fixture(params=list(WAYS))
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    if request.param == "torch":
+        monkeypatch.setattr(cells, "move", fails)
     return WAYS[request.param]
+
+
+def fails(*args: Any, **changes: Any) -> None:
+    raise RuntimeError("Triton does not compile")
 
 
 def event() -> Any:
@@ -107,6 +116,7 @@ def test_a_round_trip_equals_the_host(
             assert pages[chunk * case.group.page_bytes + at] == raw[i]
             expected[index[id(raw)]][i] = raw[i]
     with ns.attach(target.kv, **way) as io, ns.match(tokens) as match:
+        assert io.kernels == ("torch" if cells.move is fails else "triton")
         if io.transport == "arena":
             assert io.warm(match) >= match.nbytes  # with what lies between pages
         result = io.load(match, case.ids, event(), layerwise=order.startswith("layer")).wait(SECONDS)
