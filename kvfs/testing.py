@@ -83,7 +83,7 @@ class FaultyFiles(Files):
         self.trace: list[Call] = []
         self._traced = trace
         self._faults = faults
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close a descriptor in here
         self._random = random.Random(seed)
 
     @property

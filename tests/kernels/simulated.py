@@ -99,7 +99,7 @@ class SimulatedStream:
 
 
 class SimulatedDevice:
-    """``refuse``: registrations of maps fail, as on hosts whose driver cannot do it. ``triton``: whether it is there."""
+    """``refuse``: registrations of maps fail, as on hosts whose driver cannot do it. ``triton``: it is there."""
 
     name = "host"
 

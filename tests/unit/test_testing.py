@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvfs.descriptors import Descriptor
 from kvfs.files import Files
 from kvfs.testing import KINDS, DictOracle, FakeClock, Fault, FaultyFiles, Prompts
 
@@ -50,6 +53,23 @@ def test_a_persistent_fault_of_all_kinds_fails_everything_from_then_on(root: int
         os.fstat(fd)  # a close that fails has closed
     files.arm()
     assert files.listdir(root) == ["a"]
+
+
+def test_a_descriptor_may_be_collected_while_a_call_is_counted(root: int) -> None:
+    """The garbage collector runs between any two bytecodes, in any thread (model, seed 41: a run stood still)."""
+
+    class Collects(Fault):
+        def hits(self, *args: Any) -> bool:
+            dropped.clear()
+            return False
+
+    files = FaultyFiles()
+    dropped = [Descriptor.create(files, "a", 0o600, dir_fd=root)]
+    files.arm(Collects())
+    thread = threading.Thread(target=files.listdir, args=(root,), daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert not thread.is_alive() and files.calls["close"] == 1
 
 
 def test_short_and_torn_writes_write_half(root: int) -> None:

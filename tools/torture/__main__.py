@@ -6,9 +6,11 @@ with one line of counts. The exit status is 1 if anything was lost, wrong, block
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +30,7 @@ from tools.torture.parsers import TARGETS
 
 Command = TypeVar("Command", bound=Callable[..., None])
 ROOM_BYTES = 1 << 30
+HANGS_SECONDS = 300.0  # beyond the time of a run
 
 
 def common(command: Command) -> Command:
@@ -45,6 +48,16 @@ def common(command: Command) -> Command:
 
 
 MODE = click.option("--mode", type=click.Choice(["cache", "staging"]), default="cache", show_default=True)
+
+
+@contextmanager
+def watched(seconds: float) -> Iterator[None]:
+    """A run that hangs in here ends with the stacks of its threads: no wait of kvfs is without a deadline."""
+    faulthandler.dump_traceback_later(seconds + HANGS_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @click.group(help=__doc__)
@@ -70,7 +83,7 @@ def model(workload: str, seed: int, seconds: float, path: Path) -> None:
     logging.getLogger("kvfs").addHandler(logging.NullHandler())
     logging.getLogger("kvfs").propagate = False
     judge = Judge()
-    with workspace(path, ROOM_BYTES) as folder:
+    with watched(seconds), workspace(path, ROOM_BYTES) as folder:
         model_runs.run(folder, seed, seconds, judge, small=workload == "small")
     judge.finish(cases=judge.counts["cases"])
 
@@ -79,7 +92,7 @@ def model(workload: str, seed: int, seconds: float, path: Path) -> None:
 @common
 def crash(seed: int, seconds: float, path: Path) -> None:
     judge = Judge()
-    with workspace(path, ROOM_BYTES) as folder:
+    with watched(seconds), workspace(path, ROOM_BYTES) as folder:
         crash_runs.run(folder, seed, seconds, judge)
     judge.finish(images=judge.counts["images"])
 
@@ -90,7 +103,8 @@ def crash(seed: int, seconds: float, path: Path) -> None:
 @click.option("--corpus", type=click.Path(file_okay=False, path_type=Path), help="Where new inputs are written.")
 def fuzz(only: tuple[str, ...], corpus: Path | None, seed: int, seconds: float, path: Path) -> None:
     judge = Judge()
-    executions = fuzz_runs.run(seed, seconds, judge, only, corpus)
+    with watched(seconds):
+        executions = fuzz_runs.run(seed, seconds, judge, only, corpus)
     judge.counts["operations"] = executions.total()
     judge.finish(**executions)
 
