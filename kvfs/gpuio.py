@@ -128,8 +128,8 @@ class GpuIO(HostIO):
                     f"({type(exc).__name__}: {exc}): mend Triton, or pass None"
                 ) from exc
             log.warning(
-                "Triton's kernels do not work on %s (%s: %s): torch moves the cells, the CPU verifies pages in the ring, "
-                "which is slower", self._device.name, type(exc).__name__, exc,
+                "Triton's kernels do not work on %s (%s: %s): torch moves the cells, and the CPU verifies pages in the "
+                "ring, which is slower", self._device.name, type(exc).__name__, exc,
             )  # fmt: skip
             self.kernels = "torch"
             return {number: replace(shape, kernels=False) for number, shape in shapes.items()}
