@@ -1,5 +1,5 @@
 """Benchmarks of a store against the bare system calls, of the GPU path against the link, of codecs and of the command:
-host, match, procs, codecs, cli, gpu, kernels.
+host, match, procs, codecs, cli, gpu, kernels, registering.
 
 Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
 at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
@@ -25,6 +25,7 @@ from tools.benchmarks import cli as cli_bench
 from tools.benchmarks import codecs as codec_bench
 from tools.benchmarks import gpu as gpu_bench
 from tools.benchmarks import gpu_kernels as kernel_bench
+from tools.benchmarks import gpu_registering as registering_bench
 from tools.benchmarks import host as host_bench
 from tools.benchmarks import match as match_bench
 from tools.benchmarks import procs as procs_bench
@@ -224,6 +225,17 @@ def kernels(shapes: tuple[str, ...], sizes: tuple[int, ...], path: Path, json_pa
     options = dict[str, Value](shapes=",".join(shapes), nbytes=",".join(map(size_text, sizes)), seed=seed)
     with session("kernels", path, 0, json_path, options) as (report, _):
         kernel_bench.run(report, kernel_bench.Plan(shapes, sizes, seed))
+
+
+@main.command(help=registering_bench.__doc__)
+@click.option("--size", type=Size(), default="20GiB", show_default=True, help="Registered while launches are timed.")
+@click.option("--held", type=Size(), default="50GiB", show_default=True, help="Registered by what is killed.")
+@common
+def registering(size: int, held: int, path: Path, json_path: Path | None, seed: int) -> None:
+    plan = registering_bench.Plan(size, held)
+    options = dict[str, Value](size=size_text(size), held=size_text(held), seed=seed)
+    with session("registering", path, plan.need_bytes, json_path, options) as (report, folder):
+        registering_bench.run(report, folder, plan)
 
 
 if __name__ == "__main__":
