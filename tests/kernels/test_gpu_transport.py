@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from kvfs.gpuio import GpuIO
 from kvfs.inplace import PIECE_BYTES
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.liveness import Liveness
+from kvfs.pieces import Budget, RegisteredMaps
 from kvfs.registered import FRESH_SECONDS, PinnedBytes
-from kvfs.testing import Fault, FaultyFiles
+from kvfs.testing import FakeClock, Fault, FaultyFiles
 from kvfs.types import Tier
 from tests.kernels.simulated import Happened, SimulatedDevice
 from tests.stores import cached_of, counted, scanned, segment_files
@@ -340,6 +342,43 @@ def test_a_ring_of_one_slot_serves_many_transfers(ns: kvfs.Namespace) -> None:
         io.ring.check()
         assert io.ring.free == 1
     assert all(target.tokens([i]) == source.tokens([0]) for i in range(32))
+
+
+class ClockFiles(FakeClock, Files):
+    """Time passes when somebody says so."""
+
+
+def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_it_is_cheap(
+    store: kvfs.Store, tmp_path: Path
+) -> None:
+    files, device = ClockFiles(), SimulatedDevice()
+    maps = RegisteredMaps(device, files, Budget(store._core.c.pinned, files, 1 << 40))
+    (tmp_path / "file").write_bytes(b"")
+    os.truncate(tmp_path / "file", PIECE_BYTES)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    held: Any = SimpleNamespace(fd=fd, mappable=True)
+
+    def register(gib: float, seconds_per_gib: float) -> None:
+        def slowly(address: int, nbytes: int, *, read_only: bool) -> None:
+            files.advance(seconds_per_gib * nbytes / 2**30)
+            SimulatedDevice.register(device, address, nbytes, read_only=read_only)
+
+        device.register = slowly  # type: ignore[method-assign]
+        for _ in range(int(gib * 2**30) // PIECE_BYTES):
+            made = maps.make(held, 0, PIECE_BYTES, ahead=True)
+            assert made is not None
+            maps.free(made)
+
+    assert maps.ready()
+    register(0.125, 1.0)
+    assert maps.ready(), "too little to tell"
+    register(0.25, 1.0)
+    assert not maps.ready()
+    register(8, 0.02)
+    assert maps.ready()
+    register(2, 0.05)
+    assert not maps.ready()
+    os.close(fd)
 
 
 def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.Store) -> None:
