@@ -23,7 +23,7 @@ from kvfs.gpulane import BATCHES, Lane, aligned
 from kvfs.gpuload import GpuLoad
 from kvfs.gpusave import BATCH_BYTES, GpuSave
 from kvfs.hostio import CLOSE_SECONDS, HostIO
-from kvfs.hostjobs import make_ring
+from kvfs.hostjobs import Writes, make_ring
 from kvfs.inplace import PIECE_BYTES, InPlace
 from kvfs.kernels.work import Shape, pack, shape_of
 from kvfs.match import PrefixMatch
@@ -108,8 +108,8 @@ class GpuIO(HostIO):
             self.transport = "ring" if in_place is None else in_place.backing.name
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
-                self._codec, device, shapes, tables, saves, loads, in_place, readers, self._pinned.address,
-                load_bytes // BATCHES,
+                self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, in_place, readers,
+                self._pinned.address, load_bytes // BATCHES,
             )  # fmt: skip
             undo.pop_all()
         return desk

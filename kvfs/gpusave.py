@@ -119,6 +119,7 @@ class GpuSave(Save):
                 clock() if self._flights or self._landed else self.transfer.deadline,
                 least=1,
                 keep=desk.save_keep,
+                in_vain_from=desk.writes.stalled_at,
             )
             if lease is not None:
                 return lease if self.transfer._own(lease) else None

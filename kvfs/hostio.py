@@ -17,7 +17,7 @@ from kvfs.bits import bits_of, span
 from kvfs.context import Context
 from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError, StoreReadOnlyError
-from kvfs.hostjobs import Attached, Desk, Pool, UnitIds, make_ring
+from kvfs.hostjobs import Attached, Desk, Pool, UnitIds, Writes, make_ring
 from kvfs.hostload import Load
 from kvfs.hostsave import Save, stored
 from kvfs.identity import Identity
@@ -74,7 +74,8 @@ class HostIO:
     ) -> Desk:
         ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
         descriptor = self._identity.descriptor_bytes()
-        return Desk(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec)
+        writes = Writes(self._c.files.monotonic)
+        return Desk(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec, writes)
 
     def _check(self, device_kvs: Sequence[DeviceKV]) -> dict[str, Attached]:
         layout = self._identity.layout

@@ -4,16 +4,18 @@ save   copy thread: event, slots, gather (then the source is free); write thread
 load   read thread: event, then per batch: slots, read and verify into them, scatter
 
 A copy thread never touches a disk and the write thread never waits for slots, so a disk that stalls delays nobody's
-``source_free`` while the ring has slots.
+``source_free`` while the ring has slots. When it has none, a save waits for them as long as the disk gets on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ log = logging.getLogger("kvfs")
 BATCH_BYTES = 16 << 20
 BATCH_PAGES = 128
 SLOT_ALIGN = 4096
+STALLED_SECONDS = 0.05  # without a batch written: a save that finds the ring full is declined rather than kept waiting
 
 
 class Attached(NamedTuple):
@@ -55,6 +58,32 @@ class UnitIds(array):  # type: ignore[type-arg]
     complete = True
 
 
+class Writes:
+    """The batches that are being written, and since when none of them has got to its end."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic, self._lock = monotonic, threading.Lock()
+        self._running, self._since = 0, 0.0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A batch is being written, inside."""
+        with self._lock:
+            if not self._running:
+                self._since = self._monotonic()
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._since = self._monotonic()
+
+    def stalled_at(self) -> float:
+        """From when on the disk counts as stalled, if nothing is written meanwhile."""
+        return self._since + STALLED_SECONDS if self._running else math.inf
+
+
 @dataclass(frozen=True)
 class Desk:
     """What all jobs of one HostIO share."""
@@ -67,6 +96,7 @@ class Desk:
     ring: StagingRing
     save_keep: int  # slots that saves leave to loads
     codec: int  # of pages that are saved
+    writes: Writes
 
     @property
     def batch(self) -> int:

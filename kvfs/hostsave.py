@@ -94,7 +94,9 @@ class Save:
             if transfer.stopped or desk.late(transfer):
                 return False
             n = min(desk.batch, len(chunks) - done)
-            lease = desk.ring.acquire(n, transfer.deadline, least=1, keep=desk.save_keep)
+            lease = desk.ring.acquire(
+                n, transfer.deadline, least=1, keep=desk.save_keep, in_vain_from=desk.writes.stalled_at
+            )
             if lease is None:
                 transfer._note("ring")
                 return False
@@ -129,7 +131,7 @@ class Save:
     def _write(self, batch: Batch, lane: int) -> None:
         """On a write thread."""
         try:
-            with self.transfer._step(engine=False) as allowed:
+            with self.transfer._step(engine=False) as allowed, self.desk.writes.one():
                 if allowed:
                     batch.lease.move(SlotState.DRAINING)
                     self._append(batch, lane)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import math
 import mmap
 import threading
 from collections import deque
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from kvfs.errors import ConfigError
 
+ASK_SECONDS = 0.02  # between two looks of somebody who waits
 SEARCH_MAX = 256  # slots that are looked at for neighbours
 
 
@@ -109,11 +111,15 @@ class StagingRing:
         """The memory of neighbouring slots."""
         return self._memory[slot * self.slot_bytes : (slot + count) * self.slot_bytes]
 
-    def acquire(self, n: int, deadline: float, *, least: int | None = None, keep: int = 0) -> Lease | None:
+    def acquire(
+        self, n: int, deadline: float, *, least: int | None = None, keep: int = 0,
+        in_vain_from: Callable[[], float] = lambda: math.inf,
+    ) -> Lease | None:  # fmt: skip
         """Take ``n`` slots, or as many as are free but at least ``least`` (default: n); they are FILLING.
 
         Waits until ``deadline`` (on the clock of the ring), in the order of arrival among those with the same
-        ``keep``: slots that must stay free for others. None: nothing changed, and it is counted in ``declined``.
+        ``keep``: slots that must stay free for others; but no longer than until what ``in_vain_from`` says, which is
+        asked again and again. None: nothing changed, and it is counted in ``declined``.
         What can never be had is None at once.
         """
         least = n if least is None else least
@@ -125,11 +131,11 @@ class StagingRing:
             queue.append(me)
             try:
                 while queue[0] is not me or len(self._free) - keep < least:
-                    left = deadline - self._monotonic()
+                    left = min(deadline, in_vain_from()) - self._monotonic()
                     if self._closed or left <= 0 or least > self.slots - keep:
                         self.declined += 1
                         return None
-                    self._changed.wait(left)
+                    self._changed.wait(min(left, ASK_SECONDS))
                 if self._closed:
                     self.declined += 1
                     return None

@@ -1,5 +1,5 @@
 """Benchmarks of a store against the bare system calls, of the GPU path against the link, of codecs and of the command:
-host, match, procs, codecs, cli, gpu, kernels, registering.
+host, match, procs, codecs, cli, gpu, kernels, registering, stalled.
 
 Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
 at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
@@ -26,6 +26,7 @@ from tools.benchmarks import codecs as codec_bench
 from tools.benchmarks import gpu as gpu_bench
 from tools.benchmarks import gpu_kernels as kernel_bench
 from tools.benchmarks import gpu_registering as registering_bench
+from tools.benchmarks import gpu_stalled as stalled_bench
 from tools.benchmarks import host as host_bench
 from tools.benchmarks import match as match_bench
 from tools.benchmarks import procs as procs_bench
@@ -236,6 +237,21 @@ def registering(size: int, held: int, path: Path, json_path: Path | None, seed: 
     options = dict[str, Value](size=size_text(size), held=size_text(held), seed=seed)
     with session("registering", path, plan.need_bytes, json_path, options) as (report, folder):
         registering_bench.run(report, folder, plan)
+
+
+@main.command(help=stalled_bench.__doc__)
+@click.option("--shape", type=click.Choice(list(gpu_bench.SHAPES)), default="gqa64", show_default=True)
+@click.option("--tokens", type=click.IntRange(min=64), default=1024, show_default=True, help="Of a prompt.")
+@click.option(
+    "--saves", type=click.IntRange(min=1), default=1000, show_default=True, help="While the disk stands still."
+)
+@click.option("--pace", type=click.FloatRange(min=0.0), default=0.01, show_default=True, help="Seconds between saves.")
+@common
+def stalled(shape: str, tokens: int, saves: int, pace: float, path: Path, json_path: Path | None, seed: int) -> None:
+    plan = stalled_bench.Plan(shape, tokens, saves, pace, seed)
+    options = dict[str, Value](shape=shape, tokens=tokens, saves=saves, pace=pace, seed=seed)
+    with session("stalled", path, plan.need_bytes, json_path, options) as (report, folder):
+        stalled_bench.run(report, folder, plan)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import PageOutcome, TransferState, hostload, hostsave
+from kvfs import PageOutcome, TransferState, hostjobs, hostload, hostsave
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.hostio import HostIO
@@ -472,6 +472,32 @@ def test_a_full_ring_declines_before_gathering(
         assert match.chunks == 3
 
 
+def test_a_stalled_disk_delays_nobodys_source_free(
+    ns: kvfs.Namespace, files: GatedFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that finds the ring full waits as long as the disk gets on, not for its deadline."""
+    saved(ns, 3)
+    files.writes.shut()
+    with ns.attach(Engine().kv, ring_bytes=4 * max(4096, LAYOUT.page_bytes)) as io:
+        first = io.save(ns.plan_save(prompt(3, 1000)), blocks(3), deadline=LATE)
+        larger = io.save(ns.plan_save(prompt(5, 2000)), blocks(5), deadline=LATE)
+        for t in (
+            first,
+            larger,
+            *(io.save(ns.plan_save(prompt(2, i)), blocks(2), deadline=LATE) for i in (3000, 4000)),
+        ):
+            assert t.source_free.wait(SECONDS)
+        assert (larger.result.declined, larger.result.reason) == (5, "ring")  # type: ignore[union-attr]
+        with ns.match(prompt(3)) as match:
+            assert io.load(match, blocks(3, 30), deadline=LATE).wait(SECONDS).pages == 3  # type: ignore[union-attr]
+        files.writes.open()
+        assert first.wait(SECONDS).pages == 3  # type: ignore[union-attr]
+        monkeypatch.setattr(hostjobs, "STALLED_SECONDS", LATE)  # this machine's disk may be slow
+        again = io.save(ns.plan_save(prompt(5, 2000)), blocks(5), deadline=LATE).wait(SECONDS)
+        assert again is not None and (again.pages, again.declined) == (5, 0)
+        settled(io)
+
+
 def test_dirty_bytes_bound_what_is_not_published(ns: kvfs.Namespace, files: GatedFiles) -> None:
     page = max(4096, LAYOUT.page_bytes)
     files.writes.shut()
@@ -484,7 +510,8 @@ def test_dirty_bytes_bound_what_is_not_published(ns: kvfs.Namespace, files: Gate
         ns.attach(Engine().kv, dirty_bytes=1)
 
 
-def test_one_slot_and_32_transfers_all_end(ns: kvfs.Namespace) -> None:
+def test_one_slot_and_32_transfers_all_end(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostjobs, "STALLED_SECONDS", LATE)  # a machine may be slow
     engine, page = saved(ns, 4), max(4096, LAYOUT.page_bytes)
     logs = [Log() for _ in range(32)]
     with ns.attach(engine.kv, ring_bytes=page) as io:
