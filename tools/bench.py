@@ -243,9 +243,9 @@ def registering(size: int, held: int, path: Path, json_path: Path | None, seed: 
 @click.option("--shape", type=click.Choice(list(gpu_bench.SHAPES)), default="gqa64", show_default=True)
 @click.option("--tokens", type=click.IntRange(min=64), default=1024, show_default=True, help="Of a prompt.")
 @click.option(
-    "--saves", type=click.IntRange(min=1), default=1000, show_default=True, help="While the disk stands still."
+    "--saves", type=click.IntRange(min=1), default=500, show_default=True, help="While the disk stands still."
 )
-@click.option("--pace", type=click.FloatRange(min=0.0), default=0.01, show_default=True, help="Seconds between saves.")
+@click.option("--pace", type=click.FloatRange(min=0.0), default=0.05, show_default=True, help="Seconds between saves.")
 @common
 def stalled(shape: str, tokens: int, saves: int, pace: float, path: Path, json_path: Path | None, seed: int) -> None:
     plan = stalled_bench.Plan(shape, tokens, saves, pace, seed)

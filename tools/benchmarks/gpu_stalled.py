@@ -1,7 +1,8 @@
 """How long an engine waits for its blocks while the disk stands still: saves on a GPU, one after the other, at a pace.
 
-The store's files are those of a file system whose writes of payloads do not come back until the end. The ring holds a few
-prompts; what finds no room is declined. Times from ``save`` until ``source_free``, with a healthy disk before and after.
+The store's files are those of a file system whose writes of payloads do not come back until the end. The ring holds a
+few prompts; what finds no room is declined. Times from ``save`` until ``source_free``, with a healthy disk before and
+after (a save waits for slots, too, where more is saved than the disk takes: choose the pace accordingly).
 """
 
 from __future__ import annotations
