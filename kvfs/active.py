@@ -184,6 +184,8 @@ class ActiveSegments:
         writer, generation = self._writers.pop(segment_class)
         self._dirty.discard(segment_class)
         try:
+            if self._c.settings.sync != "cache":  # a seal on the disk says that what it seals is there
+                self._c.files.fdatasync(writer.fd)
             size = writer.seal()
             if self._c.settings.sync != "cache":
                 self._c.files.fdatasync(writer.fd)

@@ -226,14 +226,20 @@ class _SegmentBuilder:
         mark = self._mark
         if mark is not None and mark.whole:
             dead = True
-        row = self._row(segment_id, scan if not foreign else None, dead)
+        torn = self._report.torn
+        entries = self._entries(scan, mark) if scan is not None and not dead else []
+        row = self._row(segment_id, scan if not foreign else None, dead, torn=self._report.torn > torn)
 
         def add(session: Session) -> None:
             self._number = session.add_segment(row)
 
         yield add
-        if scan is None or dead:
-            return
+        for first in range(0, len(entries), ENTRIES_PER_COMMIT):
+            batch = entries[first : first + ENTRIES_PER_COMMIT]
+            yield partial(self._publish, entries=batch)
+
+    def _entries(self, scan: Scan, mark: PurgeMark | None) -> list[Entry]:
+        """What the index is to name, newest first."""
         self._report.segments += 1
         self._read_namespaces(scan)
         parts = list(scan.parts())
@@ -244,11 +250,10 @@ class _SegmentBuilder:
             whole = [e for e in entries if self._is_whole(e)]
             self._report.torn += len(entries) - len(whole)
             entries = whole
-        for first in range(0, len(entries), ENTRIES_PER_COMMIT):
-            batch = entries[first : first + ENTRIES_PER_COMMIT]
-            yield partial(self._publish, entries=batch)
+        return entries[::-1]
 
-    def _row(self, segment_id: bytes, scan: Scan | None, dead: bool) -> SegmentRow:
+    def _row(self, segment_id: bytes, scan: Scan | None, dead: bool, *, torn: bool) -> SegmentRow:
+        """``torn``: nobody goes on with it. Sealed, its torn pages would be believed by the next rebuild."""
         try:
             size = self._files.stat(self._listed.name, dir_fd=self._folder).st_blocks * 512
         except OSError:
@@ -258,7 +263,7 @@ class _SegmentBuilder:
                 segment_id, NOBODY, space.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
                 space.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
             )  # fmt: skip
-        open_end = scan.seal is None and self._alone and not dead and scan.appendable
+        open_end = scan.seal is None and self._alone and not dead and not torn and scan.appendable
         expiries = [e.expires for e in scan.parts()]
         return SegmentRow(
             segment_id, NOBODY, scan.header.class_id, DOOMED if dead else ACTIVE if open_end else SEALED,

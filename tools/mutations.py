@@ -289,6 +289,21 @@ MUTATIONS = (
         ("tests/crash/test_found_by_torture.py::test_a_page_that_a_power_cut_has_torn_is_not_skipped",),
     ),
     Mutation(
+        "go on with a segment that has torn pages", "kvfs/rebuild.py",
+        "not dead and not torn and scan.appendable", "not dead and scan.appendable",
+        ("tests/crash/test_found_by_torture.py::test_a_segment_with_a_torn_page_is_not_sealed_over_it",),
+    ),
+    Mutation(
+        "seal what may not be on the disk", "kvfs/active.py",
+        'if self._c.settings.sync != "cache":  # a seal', 'if self._c.settings.sync == "":  # a seal',
+        ("tests/crash/test_order_of_writes.py::test_what_a_seal_covers_is_on_the_disk_before_the_seal",),
+    ),
+    Mutation(
+        "give away the slot of a writer that was killed", "kvfs/index/runs.py",
+        "if place.flags & CLAIM and place.chunk_hash != wanted and", "if place.flags & CLAIM and not wanted and",
+        ("tests/crash/test_found_by_torture.py::test_what_a_killed_writer_has_not_published_hides_nothing_after_a_rebuild",),
+    ),
+    Mutation(
         "take a damaged ledger for an empty one", "kvfs/index/tables.py",
         "    if data is not None and fields is None:\n", "    if data is None and fields is not None:\n",
         ("tests/fuzz",),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from kvfs.format import KNOWN_CODECS
-from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
+from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Extent, Place, claim, pack_row, parse_row
 from kvfs.index.session import Session
 
 Places = dict[int, Place]
@@ -57,6 +57,19 @@ def claim_holds(session: Session, place: Place) -> bool:
     return bool(place.flags & CLAIM) and session.claimed_until(place.segment, place.expires)
 
 
+def _is_taken(session: Session, place: Place | None, wanted: bytes) -> bool:
+    """Whether a slot cannot take the chunk ``wanted``.
+
+    A claim that has ended keeps the slot for its own chunk as long as its segment lives: the record may be there, not
+    published. A rebuild would name it here, while what follows it lay in another row, which nothing led to.
+    """
+    if place is None:
+        return False
+    if place.flags & CLAIM and place.chunk_hash != wanted and session.segment_alive(place.segment):
+        return True
+    return is_live(session, place) or claim_holds(session, place)
+
+
 class Claims(NamedTuple):
     """What ``claim_run`` decided about the chunks asked for."""
 
@@ -77,7 +90,7 @@ def claim_run(session: Session, run: RunKeys, slots: Iterable[int], segment: int
         wanted = run.hashes[j]
         found = _state_of(session, rows, j, wanted)
         if found is None:
-            number = _row_for(session, rows, j)
+            number = _row_for(session, rows, j, wanted)
             if number not in rows:
                 rows[number] = load(session, run.key(run.hashes[number]))
                 found = _state_of(session, {number: rows[number]}, j, wanted)
@@ -137,15 +150,14 @@ def _state_of(session: Session, rows: dict[int, Places], slot: int, wanted: byte
     return None
 
 
-def _row_for(session: Session, rows: dict[int, Places], slot: int) -> int:
+def _row_for(session: Session, rows: dict[int, Places], slot: int, wanted: bytes) -> int:
     """Which row takes a chunk: its own if there is one, as others of the chain lie there too; else the last row
     before it that has the slot free (the run's first row if there is none at all); else its own.
     """
     if rows.get(slot):
         return slot
     for number in sorted(rows, reverse=True):
-        place = rows[number].get(slot)
-        if number < slot and (place is None or not (is_live(session, place) or claim_holds(session, place))):
+        if number < slot and not _is_taken(session, rows[number].get(slot), wanted):
             return number
     return slot
 
@@ -241,8 +253,8 @@ def sweep(session: Session, start: bytes, rows_max: int) -> tuple[bytes | None, 
             row = parse_row(key, value)
             if row is None:
                 changed.append((key, {}, 0))
-            elif not all(_keep(session, e.segment, e.expires) for e in row.extents):
-                kept = {j: p for j, p in row.places() if _keep(session, p.segment, p.expires)}
+            elif not all(_keep(session, e) for e in row.extents):
+                kept = {j: p for j, p in row.places() if _keep(session, p)}
                 changed.append((key, kept, row.leaves))
             found = cursor.next()
         if found:
@@ -255,8 +267,10 @@ def sweep(session: Session, start: bytes, rows_max: int) -> tuple[bytes | None, 
     return following, len(changed)
 
 
-def _keep(session: Session, segment: int, expires: int) -> bool:
-    return session.segment_alive(segment) and not (expires and expires <= session.now_s)
+def _keep(session: Session, where: Extent | Place) -> bool:
+    """Claims that have ended stay, see ``_is_taken``."""
+    expired = where.expires and where.expires <= session.now_s and not where.flags & CLAIM
+    return session.segment_alive(where.segment) and not expired
 
 
 assert RUN <= 32, "the presence mask of a row has 32 bits"

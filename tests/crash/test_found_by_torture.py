@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, put
+from tools.torture.crew import ROOT
 from tools.torture.faults import lose_index
 from tools.torture.judge import Judge
 
@@ -176,3 +180,74 @@ def test_a_page_that_a_power_cut_has_torn_is_not_skipped(tmp_path: Path, judge: 
         assert result is not None and result.stored >= 1 and result.declined == 0
         assert get(namespace(store), PROMPTS.tokens(1, 6), judge) == 6
         assert store._core.rebuilt is not None and store._core.rebuilt.torn >= 1
+
+
+def test_a_segment_with_a_torn_page_is_not_sealed_over_it(tmp_path: Path, judge: Judge) -> None:
+    """Rebuilds trust sealed segments: the next one named the torn page, in place of the one stored anew (power, 51)."""
+    path, tokens = tmp_path / "store", PROMPTS.tokens(1, 5)
+    with open_store(path, sync="sync") as store:
+        put(namespace(store), tokens, judge)
+    _tear(path, PROMPTS.pages(tokens)[4])
+    lose_index(path)
+    with open_store(path, sync="sync") as store:
+        ns = namespace(store)
+        assert store.wait_ready() and get(ns, tokens, judge) == 4
+        result = put(ns, tokens, judge)
+        assert result is not None and result.stored == 1
+        for family in range(10, 20):  # more than a segment takes
+            put(ns, PROMPTS.tokens(family, 20), judge)
+        assert store.stats()["segments"]["sealed"] >= 2
+    for _ in range(2):
+        lose_index(path)
+        with open_store(path, sync="sync") as store:
+            assert store.wait_ready() and get(namespace(store), tokens, judge) == 5
+
+
+def _tear(path: Path, page: bytes) -> None:
+    """The page's bytes are not there, its table entry is."""
+    [segment] = (path / "segments").iterdir()
+    data = segment.read_bytes()
+    with segment.open("r+b") as file:
+        file.seek(data.index(page))
+        file.write(bytes(len(page)))
+
+
+class LaterFiles(Files):
+    """A clock that can be put forward."""
+
+    later_us = 0
+
+    def now_us(self) -> int:
+        return super().now_us() + self.later_us
+
+
+KILLED_BEFORE_THE_COMMIT = """
+import os, sys
+from kvfs import writer
+from tools.torture.case import PROMPTS, namespace, open_store
+writer.publish = lambda *_: os._exit(7)
+with open_store(sys.argv[1]) as store:
+    tokens = PROMPTS.tokens(1, 8, fork=7)
+    namespace(store).put(tokens, b"".join(PROMPTS.pages(tokens)))
+"""
+
+
+def test_what_a_killed_writer_has_not_published_hides_nothing_after_a_rebuild(tmp_path: Path, judge: Judge) -> None:
+    """Its record named a fork's first page in the common row; the rest lay in the fork's own, which nothing led to."""
+    path, files = tmp_path / "store", LaterFiles()
+    stem, fork = PROMPTS.tokens(1, 20), PROMPTS.tokens(1, 20, fork=7)
+    with open_store(path, files) as store:
+        ns = namespace(store)
+        put(ns, stem[: 7 * PROMPTS.page_tokens], judge)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", KILLED_BEFORE_THE_COMMIT, str(path)]
+        assert subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=60).returncode == 7
+        files.later_us += 10_000_000  # its claim has ended
+        store.gc()
+        put(ns, stem, judge)
+        put(ns, fork, judge)
+        assert get(ns, stem, judge) == get(ns, fork, judge) == 20
+    lose_index(path)
+    with open_store(path) as store:
+        assert store.wait_ready()
+        assert [get(namespace(store), tokens, judge) for tokens in (stem, fork)] == [20, 20]

@@ -129,6 +129,22 @@ def test_payloads_then_entries_then_the_sync_then_the_commit(
     assert steps == ["commit", *written, "entries", *(["sync"] if sync == "sync" else []), "commit"]
 
 
+@pytest.mark.parametrize(("sync", "syncs"), [("cache", []), ("batch", ["sync"]), ("sync", ["sync"])])
+def test_what_a_seal_covers_is_on_the_disk_before_the_seal(
+    tmp_path: Path, judge: Judge, sync: str, syncs: list[str]
+) -> None:
+    """A rebuild believes what is sealed."""
+    files = Log()
+    with open_store(tmp_path / "store", files, sync=sync) as store:
+        put(namespace(store), PROMPTS.tokens(1, 3), judge)
+        files.events.clear()
+        store._core.appender._active.finish_all()
+    events = [(kind, at) for kind, name, at in files.events if name.endswith(".kvs")]
+    [seal] = [i for i, (kind, at) in enumerate(events) if kind == "write" and at >= fmt.FIRST_PAYLOAD]
+    assert [kind for kind, _ in events[:seal]] == syncs
+    assert [kind for kind, _ in events[seal + 1 :]] == syncs
+
+
 @pytest.mark.parametrize("mode", ["cache", "staging"])
 def test_a_failed_sync_is_not_tried_again(disk_path: Path, judge: Judge, mode: str) -> None:
     """The kernel calls the pages clean after it lost them: the segment is dropped."""
