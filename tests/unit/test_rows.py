@@ -215,6 +215,7 @@ class Tree:
         self.now = 1000
         self.records: dict[bytes, list[tuple[int, int]]] = {}  # every (segment, seq) that was named, newest last
         self.claims: dict[bytes, tuple[int, int]] = {}  # (segment, end)
+        self.written: list[tuple[int, Publish]] = []  # (segment, record), published or not
         self.alive: set[int] = set()
         self.forgotten: set[tuple[int, int]] = set()
         self.seq = 0
@@ -278,10 +279,16 @@ class Tree:
             assert hashes[target.chunk] == target.chunk_hash and target.slot == target.chunk % RUN
             self.claims[target.chunk_hash] = (self.segment, self.now + CLAIM_SECONDS)
         records = []
-        for target in [t for t in targets if draw.random() < publish_share]:
+        for target in targets:
+            published = draw.random() < publish_share
+            if not published and draw.random() < 0.5:
+                continue  # killed before it was written
             self.seq += 1
             named = place(self.seq, self.segment, chunk_hash=target.chunk_hash)
-            records.append(Publish(target.head, target.slot, named))
+            self.written.append((self.segment, Publish(target.head, target.slot, named)))
+            if not published:
+                continue
+            records.append(self.written[-1][1])
             self.records.setdefault(target.chunk_hash, []).append((self.segment, self.seq))
             self.claims.pop(target.chunk_hash)
         if records:
@@ -323,6 +330,19 @@ class Tree:
             record = self.records[chunk_hash][-1]
             forget_place(session, keys, {record})
         self.forgotten.add(record)
+
+    def rebuild(self) -> None:
+        """From the segments, newest first, with what was written and never published; what is bad is left out."""
+        self.written = [(n, r) for n, r in self.written if self.readable((n, r.place.seq))]
+        self.written.sort(key=lambda x: (x[0], x[1].place.seq))
+        self.claims.clear()
+        self.records.clear()
+        with self.session(write=True) as session:
+            session.txn.drop(self.tables.pages, delete=False)
+            for _, record in reversed(self.written):
+                publish(session, row_key, LEAVES, [record])
+        for number, record in self.written:
+            self.records.setdefault(record.place.chunk_hash, []).append((number, record.place.seq))
 
     def sweep(self, rows_max: int) -> None:
         start: bytes | None = b"\0"
@@ -394,6 +414,16 @@ class Forks(RuleBasedStateMachine):
     @rule()
     def next_segment(self) -> None:
         self.tree.new_segment()
+
+    @rule(which=st.integers(0, 20))
+    def another_writer(self, which: int) -> None:
+        """Whose segment is older."""
+        alive = sorted(self.tree.alive)
+        self.tree.segment = alive[which % len(alive)]
+
+    @rule()
+    def rebuild(self) -> None:
+        self.tree.rebuild()
 
     @rule(which=st.integers(0, 20))
     def evict(self, which: int) -> None:
