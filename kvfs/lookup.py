@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from kvfs.hashing import page_key, page_keys
+from kvfs.hashing import HASH_BYTES, page_key, page_keys
 from kvfs.index.rows import CLAIM, RUN, Row, parse_row
 from kvfs.index.session import Session
 from kvfs.layout import Group, Part
@@ -76,6 +77,11 @@ class Prompt:
     hashes: Sequence[bytes]
     run_length: int = RUN
 
+    @cached_property
+    def joined(self) -> bytes:
+        """The hashes one behind the other."""
+        return b"".join(self.hashes)
+
     def key(self, group: Group, part: Part, chunk: int) -> bytes:
         """Row key: PageKey of the chunk, then the part."""
         return page_key(self.digest, group.name, self.hashes[chunk]) + part.pack()
@@ -101,6 +107,8 @@ class GroupLookup:
         self.generation = ""  # of the index that was read
         self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
         self.parts: list[Part] = []
+        # one block of memory for the index thread: the caller's core has what the hashes are, another one has not
+        self._hashes = prompt.joined
         self._cells: list[list[int]] = []
         self._page_key = page_keys(prompt.digest, group.name)
         self._packed: list[bytes] = []
@@ -117,33 +125,44 @@ class GroupLookup:
 
     def read_run(self, session: Session, run: int, *, stop_at_gap: bool) -> RunFound:
         """Look one run up in all useful parts, until they cover it."""
-        first, count = self.prompt.run(run)
-        wanted, whole = b"".join(self.prompt.hashes[first : first + count]), (1 << count) - 1
-        head = self._read_row(session, 0, first) if self.parts else None
-        if head is not None and self._first_is_enough and self._is_whole(session, head, wanted, whole):
-            key, row = head
-            assert row is not None
-            result = RunFound(whole, 0, [Hit(run, self.parts[0], key, row.value, whole, row)], True)
-        else:
-            result = self._read_parts(session, run, wanted, whole, stop_at_gap, head)
-        self.found.add(run, self.prompt.run_length, result)
-        return result
+        return self.read_runs(session, run, run + 1, stop_at_gap=stop_at_gap)[1]
+
+    def read_runs(self, session: Session, run: int, end: int, *, stop_at_gap: bool) -> tuple[int, RunFound]:
+        """Look up runs from ``run`` to ``end``, or to the first one that one row does not cover; what came of the last.
+
+        That one row has all of a run is the usual case, so there is no bookkeeping in it. Returns the next run, too.
+        """
+        found, length, hits, whole = self.found, self.prompt.run_length, list[Hit](), 0
+        for number in range(run, end):
+            first = number * length
+            wanted = self._hashes[HASH_BYTES * first : HASH_BYTES * (first + length)]
+            count = len(wanted) // HASH_BYTES
+            whole = (1 << count) - 1
+            key, row = self._read_row(session, 0, first) if self.parts else (b"", None)
+            if row is None or not self._first_is_enough or not self._is_whole(session, row, wanted, count):
+                head = (key, row) if self.parts else None
+                result = self._read_parts(session, number, wanted, whole, stop_at_gap, head)
+                found.add(number, length, result)
+                return number + 1, result
+            found.present |= whole << first
+            found.hits[number] = hits = [Hit(number, self.parts[0], key, row.value, whole, row)]
+        return end, RunFound(whole, 0, hits, True)
 
     def _read_row(self, session: Session, part: int, chunk: int) -> _Read:
         key = self._page_key(self.prompt.hashes[chunk]) + self._packed[part]
         self.rows_read += 1
         return key, session.row(key)
 
-    def _is_whole(self, session: Session, head: _Read, wanted: bytes, whole: int) -> bool:
-        """The usual case, without bookkeeping: the row of a run's first chunk has all of it, and all of it is live."""
-        row = head[1]
-        if row is None or row.matches(wanted, whole.bit_length()) != whole:
+    def _is_whole(self, session: Session, row: Row, wanted: bytes, count: int) -> bool:
+        """Whether a row has all chunks of a run, which are ``count``, and all of them are live."""
+        if row.matches(wanted, count) != (1 << count) - 1:
             return False
         for e in row.extents:
-            if whole >> e.first:
-                if not session.is_live(e):
+            if e.first < count:
+                segment_id = session.live_in(e)
+                if segment_id is None:
                     return False
-                self.segments[e.segment] = session.segment_id(e.segment) or b""
+                self.segments[e.segment] = segment_id
         return True
 
     def _read_parts(
@@ -195,9 +214,10 @@ class GroupLookup:
             bits = ((1 << e.chunks) - 1 << e.first) & matched
             if not bits:
                 continue
-            if session.is_live(e):
+            segment_id = session.live_in(e)
+            if segment_id is not None:
                 live |= bits
-                self.segments[e.segment] = session.segment_id(e.segment) or b""
+                self.segments[e.segment] = segment_id
             elif e.flags & CLAIM and session.claim_holds(e):
                 claimed |= bits
         return live, claimed
@@ -277,8 +297,8 @@ def _walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool]) 
         nonlocal position
         budget = lookup.rows_read + ROWS_PER_HOLD
         while position < runs and lookup.rows_read < budget:
-            found = lookup.read_run(session, position, stop_at_gap=True)
-            position += 1
+            end = min(runs, position + budget - lookup.rows_read)
+            position, found = lookup.read_runs(session, position, end, stop_at_gap=True)
             if not found.whole:
                 return True
         return position >= runs

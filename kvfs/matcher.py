@@ -151,8 +151,8 @@ class Matcher:
             lookup.use_parts(self._parts(session, number))
             budget = lookup.rows_read + ROWS_PER_HOLD
             while run < last and lookup.rows_read < budget:
-                found = lookup.read_run(session, run, stop_at_gap=False)
-                run += 1
+                end = min(last, run + budget - lookup.rows_read)
+                run, found = lookup.read_runs(session, run, end, stop_at_gap=False)
                 begin, count = prompt.run(run - 1)
                 wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
                 if not whole and wanted & ~(found.covered | found.claimed):

@@ -72,13 +72,20 @@ class Begun(Generic[T]):
 
 
 class Pool:
-    """A fixed number of daemon threads. Not for a forked child, where they are not: make another there."""
+    """Daemon threads. Not for a forked child, where they are not: make another there."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._loop, name=name, daemon=True) for _ in range(threads)]
-        for thread in self._threads:
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self.grow(threads)
+
+    def grow(self, threads: int) -> None:
+        """Have at least so many threads. One caller at a time."""
+        while len(self._threads) < threads:
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             thread.start()
+            self._threads.append(thread)
 
     def run(
         self, calls: Sequence[Callable[[], T]], beside: Callable[[], object] = lambda: None, *, helping: bool = False
@@ -135,12 +142,16 @@ class Pool:
 
 
 class Team:
-    """Threads that share the work of one call with its caller; made when they are first needed."""
+    """Threads that share the work of one call with its caller; each is made when it is first needed.
+
+    Who starts one waits until it runs: 0.1 ms, and milliseconds where all cores are busy.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
         self._count = threads
         self._name = name
         self._pool: Pool | None = None
+        self._wanted = 0  # threads that calls in progress can use; too many at worst, after an interrupt
         self._lock = threading.Lock()
 
     def each(self, work: Callable[[Iterator[S]], T], shares: Sequence[Iterator[S]]) -> list[T]:
@@ -162,12 +173,20 @@ class Team:
                 raise
 
         calls = [partial(work, share) for share in shares[1:]]
-        return [*self._started().run(calls, mine, helping=shares[0] is shares[-1]), *done]
+        pool = self._started(len(calls))
+        try:
+            return [*pool.run(calls, mine, helping=shares[0] is shares[-1]), *done]
+        finally:
+            with self._lock:
+                self._wanted -= len(calls)
 
-    def _started(self) -> Pool:
+    def _started(self, threads: int) -> Pool:
+        """The pool, with so many threads more than other calls can use."""
         with self._lock:
             if self._pool is None:
-                self._pool = Pool(self._count, self._name)
+                self._pool = Pool(0, self._name)
+            self._wanted += threads
+            self._pool.grow(min(self._wanted, self._count))
             return self._pool
 
     def close(self) -> None:
@@ -177,5 +196,5 @@ class Team:
 
     def abandon(self) -> None:
         """In a forked child: the parent's threads are not here."""
-        self._pool = None
+        self._pool, self._wanted = None, 0
         self._lock = threading.Lock()

@@ -8,7 +8,9 @@ are there, and stores the others; the last block of a request is left out if it 
 of ``--page`` bytes. The clock of the store follows the timestamps, so that ages mean what they mean in the trace.
 
 Capacity is a share of the bytes of all unique blocks, and everything counts against it on our side: index, tables,
-leaf checksums, the standing reserve. LRU has no such costs. Without ``--trace`` a synthetic trace is used.
+leaf checksums, the standing reserve. LRU has no such costs; "of equal LRU" is against an LRU of as many pages as the
+store held at most (seen every SAMPLE requests), so that it shows the choice of pages alone. Without ``--trace`` a
+synthetic trace is used.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import kvfs
 from kvfs.files import Files
 
 BLOCK_TOKENS = 512
+SAMPLE = 50  # requests between two looks at what the store uses and holds
 
 
 class Request(NamedTuple):
@@ -93,6 +96,7 @@ class Replayed(NamedTuple):
     carried: int
     declined: int
     used_max: int
+    held_max: int  # pages
     seconds: float
 
 
@@ -103,7 +107,7 @@ def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: st
         layers=1, kv_heads=1, head_dim=page_bytes // tokens // 4, dtype="bf16", page_tokens=tokens
     )
     assert layout.page_bytes == page_bytes
-    hits = declined = used = 0
+    hits = declined = used = held = 0
     begin = time.perf_counter()
     page = random.Random(0).randbytes(page_bytes)
     with kvfs.open(path, capacity=capacity, segment_bytes=segments and capacity // segments, files=clock) as store:
@@ -121,11 +125,14 @@ def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: st
             missing = len(request.blocks) - loaded
             if missing:
                 declined += ns.put(ids, page * missing, start=loaded).declined
-            if number % 50 == 0:
+            if number % SAMPLE == 0:
                 used = max(used, store.stats()["used_bytes"])
+                held = max(held, sum(c.records for c in store.catalog.contents()))
         counters = store.stats()["counters"]
     seconds = time.perf_counter() - begin
-    return Replayed(hits, counters.get("pages_stored", 0), counters.get("pages_carried", 0), declined, used, seconds)
+    return Replayed(
+        hits, counters.get("pages_stored", 0), counters.get("pages_carried", 0), declined, used, held, seconds
+    )
 
 
 def shares(text: str) -> Iterator[float]:
@@ -157,7 +164,8 @@ def main(
     unbounded = exact_lru(requests, unique + 1)
     click.echo(f"{len(requests)} requests, {total} blocks, {unique} unique, unbounded {100 * unbounded / total:.2f} %")
     click.echo(
-        "capacity     pages    LRU %   kvfs %   ratio   write amplification   declined   used max / limit   requests/s"
+        "capacity     pages    LRU %   kvfs %   ratio   pages held   of equal LRU   write amplification   declined   "
+        "used max / limit   requests/s"
     )
     for percent in shares(capacity):
         pages = int(unique * percent / 100)
@@ -169,11 +177,12 @@ def main(
             sys.exit(f"{percent} %: {exc}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        lru = exact_lru(requests, pages)
+        lru, equal = exact_lru(requests, pages), exact_lru(requests, done.held_max)
         amplification = (done.written + done.carried) / max(1, done.written)
         click.echo(
             f"{percent:6.1f} %  {pages:8d}  {100 * lru / total:6.2f}  {100 * done.hits / total:6.2f}   "
-            f"{done.hits / max(1, lru):5.3f}   {amplification:19.3f}   {done.declined:8d}   "
+            f"{done.hits / max(1, lru):5.3f}   {done.held_max:10d}   {done.hits / max(1, equal):12.3f}   "
+            f"{amplification:19.3f}   {done.declined:8d}   "
             f"{done.used_max / limit_bytes:16.3f}   {len(requests) / done.seconds:10.0f}"
         )
 

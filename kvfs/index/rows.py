@@ -79,11 +79,11 @@ class Row:
         self._hashes = _HEAD.size + _EXTENT.size * len(extents)
 
     def matches(self, wanted: bytes, count: int) -> int:
-        """Mask of the chunks of this row whose hash equals the one at its place in ``wanted`` (32 bytes each)."""
+        """Set of the chunks of this row whose hash equals the one at its place in ``wanted``, ``count`` of 32 bytes."""
         present, value, at = self.present, self.value, self._hashes
         if present & (present + 1) == 0:  # no holes: one comparison decides the usual case
             n = min(present.bit_length(), count)
-            if value.startswith(wanted[: HASH_BYTES * n], at):
+            if value.startswith(wanted if n == count else wanted[: HASH_BYTES * n], at):
                 return (1 << n) - 1
         found = 0
         for j in range(min(count, present.bit_length())):
@@ -147,18 +147,18 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
         extents = tuple(map(Extent._make, _EXTENT.iter_unpack(value[_HEAD.size : extents_end])))
     covered = end = 0
     for first, chunks, codec, flags, _, block, stride, stored, leaf, seq, _ in extents:
-        if not chunks or first < end or first + chunks > RUN:  # hashes and roots lie in the order of the chunks
+        if not chunks or first < end:  # hashes and roots lie in the order of the chunks
             return None
+        end = first + chunks
+        covered |= (1 << end) - (1 << first)
         if flags & CLAIM:
-            if codec or block or stride or stored or leaf or seq:
+            if codec | block | stride | stored | leaf | seq:
                 return None
         else:
-            last = chunks - 1  # its place must fit an extent of its own, too
-            if block + last * stride > _U32_MAX or leaf + last * leaves > _U32_MAX or seq + last > _U32_MAX:
+            last = chunks - 1  # its place must fit an extent of its own, too: three numbers of 32 bits
+            if block + last * stride | leaf + last * leaves | seq + last > _U32_MAX:
                 return None
-        covered |= (1 << chunks) - 1 << first
-        end = first + chunks
-    return Row(value, present, leaves, extents) if covered == present else None
+    return Row(value, present, leaves, extents) if covered == present else None  # so nothing lies behind RUN either
 
 
 def pack_row(key: bytes, places: dict[int, Place], leaves: int) -> bytes:

@@ -42,7 +42,7 @@ class Session:
     # -- page rows ---------------------------------------------------------------------------
 
     def row(self, key: bytes) -> Row | None:
-        return parse_row(key, self.txn.get(key, db=self.db.pages))
+        return parse_row(key, self.txn.get(key, None, self.db.pages))
 
     def put_row(self, key: bytes, value: bytes) -> None:
         self.txn.put(key, value, db=self.db.pages)
@@ -52,11 +52,15 @@ class Session:
 
     def is_live(self, extent: Extent) -> bool:
         """Whether the chunks of an extent may be read: published, codec known, not expired, segment not dropped."""
+        return self.live_in(extent) is not None
+
+    def live_in(self, extent: Extent) -> bytes | None:
+        """Id of the segment where the chunks of an extent may be read; None if they may not (see ``is_live``)."""
         if extent.codec not in KNOWN_CODECS:
-            return False
+            return None
         if extent.flags & CLAIM or (extent.expires and extent.expires <= self.now_s):
-            return False
-        return self.segment_id(extent.segment) is not None
+            return None
+        return self.segment_id(extent.segment)
 
     def claim_holds(self, extent: Extent) -> bool:
         """Whether a claim still keeps others from writing: see ``claimed_until``."""

@@ -184,6 +184,36 @@ def test_an_interrupted_caller_leaves_nothing_to_his_helpers() -> None:
     team.close()
 
 
+def test_a_team_has_as_many_threads_as_its_calls_can_use() -> None:
+    team, go_on = Team(3, "test-few"), threading.Event()
+
+    def helpers() -> int:
+        return sum(thread.name == "test-few" for thread in threading.enumerate())
+
+    for workers, expected in ((1, 0), (2, 1), (2, 1), (3, 2), (2, 2)):
+        team.each(list, [iter([1, 2])] * workers)
+        assert helpers() == expected, "the first call of a new process starts no more than it needs"
+    others = [
+        threading.Thread(target=lambda: team.each(lambda share: go_on.wait(10), [iter([1]), iter([2])]))
+        for _ in range(4)
+    ]
+    for other in others:
+        other.start()
+    while helpers() < 3:
+        threading.Event().wait(0.001)
+    threading.Event().wait(0.05)
+    assert helpers() == 3, "calls at once have helpers each, but never more than the team may have"
+    go_on.set()
+    for other in others:
+        other.join()
+    assert team._wanted == 0
+    with pytest.raises(ZeroDivisionError):
+        team.each(partial(map_all, lambda n: 1 // n), [iter([0]), iter([0])])
+    assert team._wanted == 0, "a call that fails gives its share back, too"
+    team.close()
+    assert helpers() == 0
+
+
 def test_helpers_who_come_too_late_are_not_waited_for() -> None:
     team, go_on = Team(1, "test-team"), threading.Event()
     blocked = threading.Thread(target=lambda: team.each(lambda share: go_on.wait(10), [iter([1]), iter([2])]))

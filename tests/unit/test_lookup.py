@@ -71,8 +71,9 @@ class FakeSession:
     def row(self, key: bytes) -> Any:
         return parse_row(key, self.rows.get(key))
 
-    def is_live(self, extent: Any) -> bool:
-        return not extent.flags & CLAIM and extent.segment not in self.dead
+    def live_in(self, extent: Any) -> bytes | None:
+        gone = extent.flags & CLAIM or extent.segment in self.dead
+        return None if gone else self.segment_id(extent.segment)
 
     def claim_holds(self, extent: Any) -> bool:
         return bool(extent.flags & CLAIM) and extent.segment not in self.dead
@@ -197,6 +198,25 @@ def test_a_prompt_costs_one_row_per_run() -> None:
     shelf.store(group, group.full, set(range(8192)))
     lookup = shelf.lookup(group, group.full, [group.full])
     assert shelf.search([lookup], 8192) == 8192 and lookup.rows_read == 8192 // RUN
+
+
+@given(chunk_sets(300), st.sets(st.integers(0, 299), max_size=40), st.integers(0, 2), st.data())
+def test_runs_read_together_are_found_as_if_read_one_by_one(
+    stored: set[int], writing: set[int], dead: int, data: st.DataObject
+) -> None:
+    shelf, group = Shelf(300), make_group("g", Need("all"))
+    shelf.store(group, group.full, stored - writing)
+    shelf.store(group, group.full, writing, claimed=True)
+    one, many = (shelf.lookup(group, group.full, [group.full]) for _ in range(2))
+    session, run, runs = FakeSession(shelf.rows, frozenset({dead})), 0, shelf.prompt.runs()
+    singly = [one.read_run(session, n, stop_at_gap=False) for n in range(runs)]  # type: ignore[arg-type]
+    while run < runs:
+        end = data.draw(st.integers(run + 1, runs))
+        next_run, found = many.read_runs(session, run, end, stop_at_gap=False)  # type: ignore[arg-type]
+        assert run < next_run <= end and found == singly[next_run - 1]
+        assert all(singly[n].whole for n in range(run, next_run - 1)), "it went on behind a gap"
+        run = next_run
+    assert (one.found, one.segments, one.rows_read) == (many.found, many.segments, many.rows_read)
 
 
 def test_a_window_reads_only_what_lies_before_the_length() -> None:

@@ -4,8 +4,9 @@ Per page size: ``put`` against a bare loop of gathered ``pwritev``; ``get`` from
 with and without the same checksums; ``get`` from the disk against the fastest of eight bare ways to read cold;
 ``view`` against a bare map, every byte touched. Bare and ours take turns within each round, on one file system,
 with equal files, equal bytes per call and one buffer; each ratio is taken within a round. Every prompt is
-compared with what was put once, beside the clock. A ``get`` is timed with its ``match``. In "same" process one
-lookup goes before, in a "new" one the first call pays for what comes once. Files are made anew for each round of
+compared with what was put once, beside the clock. A ``get`` or ``view`` is timed with its ``match``, and once more
+without it ("match apart": it is made right before the clock starts). In "same" process one lookup goes before, in a
+"new" one the first call pays for what comes once. Files are made anew for each round of
 writing and removed after it. Cold: the files are written back, then their own pages dropped; a disk that the
 machine's host caches stays warm below that. "best" compares the best rounds of both sides.
 
@@ -214,11 +215,13 @@ def _warm_rows(table: Table, setup: Setup) -> None:
     plain, summed = (BareRead(case, setup.bare, case.threads, sums=sums) for sums in (False, True))
     verified, trusting = (StoreGet(case, setup.store, verify) for verify in ("always", "off"))
     first = StoreGet(case, setup.store, warm=False)
+    alone, first_alone = replace(verified, apart=True), replace(first, apart=True)
     samples = interleave(
         [
             Contender("plain", _here(plain)), Contender("off", _here(trusting)),
             Contender("sums", _here(summed)), Contender("get", _here(verified)),
-            Contender("new sums", _in_new_process(summed)), Contender("new get", _in_new_process(first)),
+            Contender("alone", _here(alone)), Contender("new sums", _in_new_process(summed)),
+            Contender("new get", _in_new_process(first)), Contender("new alone", _in_new_process(first_alone)),
         ],
         setup.rounds,
     )  # fmt: skip
@@ -226,10 +229,12 @@ def _warm_rows(table: Table, setup: Setup) -> None:
     _add(table, setup, "bare preadv", samples["plain"], verified="no", threads=threads)
     _add(table, setup, "bare preadv+sums", samples["sums"], verified="sums", threads=threads)
     for op, name, base, text, checked, process in (
+        ("get warm, match apart", "alone", "sums", "bare preadv+sums", "yes", "same"),
         ("get warm", "get", "sums", "bare preadv+sums", "yes", "same"),
         ("get warm", "get", "plain", "bare preadv", "yes", "same"),
         ("get warm", "off", "plain", "bare preadv", "no", "same"),
         ("get warm", "get", "off", "get warm, not verified", "yes", "same"),
+        ("get warm, match apart", "new alone", "new sums", "bare preadv+sums", "yes", "new"),
         ("get warm", "new get", "new sums", "bare preadv+sums", "yes", "new"),
     ):
         _add(
@@ -244,14 +249,17 @@ def _view_rows(table: Table, setup: Setup) -> None:
         [
             Contender("bare", _here(BareView(case, setup.bare))),
             Contender("view", _here(StoreView(case, setup.store))),
+            Contender("view alone", _here(StoreView(case, setup.store, apart=True))),
             Contender("off", _here(StoreView(case, setup.store, "off"))),
+            Contender("off alone", _here(StoreView(case, setup.store, "off", apart=True))),
         ],
         setup.rounds,
     )
     _add(table, setup, "bare mmap+touch", samples["bare"], verified="no", threads=1)
-    for name, verified in (("view", "yes"), ("off", "no")):
+    for name, verified in (("view", "yes"), ("view alone", "yes"), ("off", "no"), ("off alone", "no")):
+        op = f"view+touch{', match apart' if 'alone' in name else ''}"
         _add(
-            table, setup, "view+touch", samples[name], "bare mmap+touch", samples["bare"], verified=verified,
+            table, setup, op, samples[name], "bare mmap+touch", samples["bare"], verified=verified,
             threads=1, segments=states,
         )  # fmt: skip
     table.notes.append("view+touch, verified: every byte is read twice, once to verify and once to touch")

@@ -68,7 +68,11 @@ def check_all(path: Path, case: Case, payload: Payload) -> None:
 def get_prompt(namespace: kvfs.Namespace, case: Case, ids: Any, out: memoryview) -> None:
     """Look a whole prompt up and load it."""
     with namespace.match(ids) as match:
-        loaded = namespace.get(match, out)
+        _load(namespace, case, match, out)
+
+
+def _load(namespace: kvfs.Namespace, case: Case, match: kvfs.PrefixMatch, out: memoryview) -> None:
+    loaded = namespace.get(match, out)
     if loaded != case.prompt_pages:
         raise BenchError(f"get returned {loaded} of {case.prompt_pages} pages")
 
@@ -76,13 +80,15 @@ def get_prompt(namespace: kvfs.Namespace, case: Case, ids: Any, out: memoryview)
 class _StoreJob(AbstractContextManager["_StoreJob"]):
     """Opened for each run, since a process opens a store under one policy; the clock runs for calls alone.
 
-    ``warm``: one prompt is looked up before, so that the first call does not pay for what comes once.
+    ``warm``: one prompt is looked up before, so that the first call does not pay for what comes once. ``apart``: the
+    clock runs for ``get`` or ``view`` alone; the match is made right before it starts and closed after it stopped.
     """
 
     case: Case
     path: Path
     verify: str
     warm: bool
+    apart: bool
 
     def __enter__(self) -> _StoreJob:
         out_buffer(self.case.prompt_bytes)
@@ -100,10 +106,16 @@ class _StoreJob(AbstractContextManager["_StoreJob"]):
             if self.warm:
                 namespace.match(self.case.tokens(0)).close()
             for prompt in range(self.case.prompts):
-                self._prompt(namespace, self.case.tokens(prompt), watch)
+                ids = self.case.tokens(prompt)
+                if self.apart:
+                    with namespace.match(ids) as match, watch:
+                        self._use(namespace, match)
+                else:
+                    with watch, namespace.match(ids) as match:
+                        self._use(namespace, match)
         return watch.sample(self.case.size_bytes, cached)
 
-    def _prompt(self, namespace: kvfs.Namespace, ids: Any, watch: Stopwatch) -> None:
+    def _use(self, namespace: kvfs.Namespace, match: kvfs.PrefixMatch) -> None:
         raise NotImplementedError
 
 
@@ -115,10 +127,10 @@ class StoreGet(_StoreJob):
     path: Path
     verify: str = "always"
     warm: bool = True
+    apart: bool = False
 
-    def _prompt(self, namespace: kvfs.Namespace, ids: Any, watch: Stopwatch) -> None:
-        with watch:
-            get_prompt(namespace, self.case, ids, out_buffer(self.case.prompt_bytes))
+    def _use(self, namespace: kvfs.Namespace, match: kvfs.PrefixMatch) -> None:
+        _load(namespace, self.case, match, out_buffer(self.case.prompt_bytes))
 
 
 @dataclass
@@ -129,10 +141,10 @@ class StoreView(_StoreJob):
     path: Path
     verify: str = "always"
     warm: bool = True
+    apart: bool = False
 
-    def _prompt(self, namespace: kvfs.Namespace, ids: Any, watch: Stopwatch) -> None:
-        with watch, namespace.match(ids) as match:
-            seen = _touch_views(namespace, match)
+    def _use(self, namespace: kvfs.Namespace, match: kvfs.PrefixMatch) -> None:
+        seen = _touch_views(namespace, match)
         if seen != self.case.prompt_pages:
             raise BenchError(f"view gave {seen} of {self.case.prompt_pages} pages")
 
