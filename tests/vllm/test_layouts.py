@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 from vllm.v1.request import Request
 
 import kvfs
-from kvfs.errors import ConfigError, UnsupportedModelError
+from kvfs.errors import UnsupportedModelError
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.model import model_of
 from kvfs.integrations.vllm.settings import set_defaults, settings_of
@@ -461,25 +461,6 @@ def test_engines_whose_kv_cannot_be_kept_are_refused(engine_config: VllmConfig, 
     cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["model.layers.0.mixer"], mamba)])
     with pytest.raises(UnsupportedModelError, match="MambaSpec"):
         model_of(engine_config, cache, 1, "w")
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({}, "path is missing"),
-        ({"path": "/x", "capacty": "1GiB"}, "has 'capacty'"),
-        ({"path": "/x", "capacity": "lots"}, "capacity is 'lots'"),
-        ({"path": "/x", "load_seconds": 0}, "load_seconds is 0"),
-        ({"path": "/x", "min_tokens": -1}, "min_tokens is -1"),
-        ({"path": "/x", "read_only": "yes"}, "read_only is 'yes'"),
-        ({"path": "/x", "weights_id": 7}, "weights_id is 7"),
-        ({"path": "/x", "mode": "fast"}, "mode is 'fast'"),
-    ],
-)
-def test_settings_are_checked(extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVFS_DIR", raising=False)
-    with pytest.raises(ConfigError, match=message):
-        settings_of(extra)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from kvfs.layout import GRANULE_TOKENS, PAGE_TOKENS_MAX, PageLayout
 from kvfs.namespace import Namespace
 from kvfs.store import open_store
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 #: What may differ between engines that may share pages.
 _LOCAL = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
 
