@@ -403,11 +403,13 @@ def test_a_failed_load_misses_afterwards_and_stores_anew(
         for path in (store / "segments").rglob("*"):
             if path.is_file():
                 path.write_bytes(bytes(path.stat().st_size))
+        assert not rank.manager.is_loading("b"), "a load that fails now is another connector's"
         again.load(blocks_for(rank, 8), {0: 0})
         assert not finish(rank, 2).success
-        rank.manager.load_failed("b")
+        assert rank.manager.is_loading("b")
         rank.manager.complete_load(list(again.keys.values()), again.context)
-        assert again.hits() == {}
+        rank.manager.load_failed("b")
+        assert again.hits() == {} and not rank.manager.is_loading("b")
 
 
 def test_what_a_request_depends_on_besides_tokens_is_in_its_keys(

@@ -212,8 +212,10 @@ class KvfsConnector(OffloadingConnector):
         return found
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # below MultiConnector, the loads of others may have failed, too
+        ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
-        for req_id in connector_output.failed_recving or ():
+        for req_id in ours:
             self._manager.load_failed(req_id)
             status = self.scheduler._req_status.get(req_id)
             for group in status.group_states if status is not None else ():

@@ -87,6 +87,10 @@ class KvfsManager(OffloadingManager):
         if state is not None and not state.failed:
             self._look(state)
 
+    def is_loading(self, req_id: str) -> bool:
+        state = self._requests.get(req_id)
+        return state is not None and state.match is not None
+
     def load_failed(self, req_id: str) -> None:
         """Its next lookups miss, so that it is computed; what is computed may be stored anew."""
         self.metrics.add("loads_failed")
