@@ -46,10 +46,13 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.ask, prompts))
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, label: str = "") -> float:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             text = response.read().decode()
-        return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:_total)?\{{[^}}]*\}} (\S+)$", text, re.M))
+        return sum(
+            float(value)
+            for value in re.findall(rf"^vllm:{name}(?:_total)?\{{[^}}]*{label}[^}}]*\}} (\S+)$", text, re.M)
+        )
 
 
 @contextmanager
@@ -105,3 +108,7 @@ def test_concurrent_requests_over_two_servers(model: Callable[[str], Path], prom
         assert all(cached >= 448 for cached, _ in warm)
         assert second.metric("external_prefix_cache_hits") >= 576 + 7 * 128
         assert second.metric("kvfs_pages_loaded") >= 9 + 7 * 2 and second.metric("kvfs_loads_failed") == 0
+        hits = second.metric("external_prefix_cache_hits")  # each of these tokens lay in one of our tiers
+        by_source = [second.metric("prompt_tokens_cached_by_source", f'source="{tier}"') for tier in ("host", "disk")]
+        assert sum(by_source) == hits
+        assert second.metric("kvfs_tokens_loaded_host") + second.metric("kvfs_tokens_loaded_disk") == hits
