@@ -115,14 +115,14 @@ def payloads(path: Path) -> list[Path]:
 
 
 def flip(path: Path) -> None:
-    """A bit in every 64 KiB of every file."""
+    """A bit in every 64 KiB of every file, in the exponent of a number of two or four bytes."""
     for file in payloads(path):
         with file.open("r+b") as stream:
             size = os.fstat(stream.fileno()).st_size
-            for at in range(min(size - 2, 1 << 16), size - 1, 1 << 16):
-                stream.seek(at + 1)
+            for at in range(min(size - 4, 1 << 16), size - 3, 1 << 16):
+                stream.seek(at + 3)
                 byte = stream.read(1)
-                stream.seek(at + 1)
+                stream.seek(at + 3)
                 stream.write(bytes([byte[0] ^ 64]))
 
 

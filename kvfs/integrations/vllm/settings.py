@@ -10,6 +10,7 @@ from typing import Any
 from kvfs.codec import parse as parse_codec
 from kvfs.config import MODES, parse_size
 from kvfs.errors import ConfigError
+from kvfs.integrations.vllm import SPEC
 from kvfs.layout import PAGE_TOKENS_MAX
 from kvfs.store import open_store
 
@@ -85,6 +86,9 @@ def _check(name: str, value: Any) -> None:
     elif name == "threads":
         if type(value) is not int or not 1 <= value <= 64:
             raise ConfigError(f"threads is {value!r}: pass 1 to 64")
+    elif name == "spec_name":
+        if value != SPEC:  # its metrics would not be ours
+            raise ConfigError(f"spec_name is {value!r}: leave it out, or write KvfsOffloadingSpec")
     elif name in ("blocks_per_chunk", "block_size"):
         if type(value) is not int or not 1 <= value <= PAGE_TOKENS_MAX:
             raise ConfigError(f"{name} is {value!r}: pass 1 to {PAGE_TOKENS_MAX}")
@@ -107,7 +111,7 @@ def set_defaults(extra: MutableMapping[str, Any], block_tokens: tuple[int, ...])
     one group of small blocks, so many that it has 64, since larger pages cost less each. Hybrids keep blocks and
     pages alike: windows move by blocks, and a page of which some blocks were given up could not be stored.
     """
-    extra.setdefault("spec_name", "KvfsOffloadingSpec")
+    extra.setdefault("spec_name", SPEC)
     if "blocks_per_chunk" in extra or "block_size" in extra:
         return
     sizes = set(block_tokens)
