@@ -16,13 +16,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import kvfs.store
+from kvfs.testing import Fault, FaultyFiles
+
+FILES = FaultyFiles()
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, CALL_SECONDS = 240.0, 180.0
 
 
 class Engine:
     """Start, ask, stop. ``extra``: settings of kvfs, which is used if there is a ``store``; or ``transfer``: another
-    connector's configuration. ``env``: added to the process.
+    connector's configuration. ``env``: added to the process. ``fault`` reaches the files of one process.
     """
 
     def __init__(
@@ -36,9 +40,9 @@ class Engine:
         job = {"model": str(model), "transfer": config, "options": options}
         base = {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-            "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         }  # fmt: skip
-        if options.get("tensor_parallel_size", 1) > 1:
+        if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) > 1:
             base["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         self.log: list[str] = []
         self.process = subprocess.Popen(
@@ -61,6 +65,15 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.ask("metrics")
         return found
+
+    def cache(self) -> set[str]:
+        """What lies in the engine's cache: layer, head and digest of each block that was ever filled, of all ranks."""
+        return set(self.ask("cache"))
+
+    def fault(self, **fault: Any) -> int:
+        """From now on (see ``kvfs.testing.Fault``); without arguments all is well again. How many there were so far."""
+        fired: int = self.ask("fault", fault=fault)
+        return fired
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -101,6 +114,7 @@ def _serve(job: dict[str, Any]) -> None:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    kvfs.store.Files = lambda: FILES  # type: ignore[misc,assignment]
     transfer = KVTransferConfig(**job["transfer"]) if job["transfer"] else None
     options = {
         "kv_cache_memory_bytes": 32 << 20, "enforce_eager": True, "block_size": 32, "max_model_len": 2048,
@@ -159,7 +173,55 @@ def _reset(llm: Any) -> bool:
     return bool(llm.llm_engine.reset_prefix_cache(reset_connector=True))
 
 
-_OPERATIONS = {"generate": _generate, "metrics": _metrics, "time": _time, "usage": _usage, "reset": _reset}
+def _fault(llm: Any, fault: dict[str, Any]) -> int:
+    FILES.arm(*([Fault(nth=1, persistent=True, **fault)] if fault else []))
+    return FILES.fired
+
+
+def _abort(llm: Any, prompts: list[list[int]], steps: int) -> int:
+    """Begin requests and give them up after some steps; how many there were still."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    llm.reset_prefix_cache()
+    sampling = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    names = [f"{steps}-{n}" for n in range(len(prompts))]
+    for name, ids in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+    for _ in range(steps):
+        engine.step()
+    left: int = engine.get_num_unfinished_requests()
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return left
+
+
+def _cache(llm: Any) -> list[str]:
+    return [line for rank in llm.collective_rpc(_cache_of_rank) for line in rank]
+
+
+def _cache_of_rank(worker: Any) -> list[str]:
+    import hashlib
+
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    found = []
+    for name, layer in worker.vllm_config.compilation_config.static_forward_context.items():
+        for block in layer.kv_cache:  # [blocks, heads, tokens, content]
+            for head, content in enumerate(block):
+                if content.any():
+                    digest = hashlib.sha256(content.contiguous().numpy().tobytes()).hexdigest()
+                    number = get_tp_group().rank_in_group * len(block) + head
+                    found.append(f"{extract_layer_index(name)} {number} {digest}")
+    return found
+
+
+_OPERATIONS = {
+    "generate": _generate, "metrics": _metrics, "time": _time, "usage": _usage, "reset": _reset, "fault": _fault,
+    "abort": _abort, "cache": _cache,
+}  # fmt: skip
 
 if __name__ == "__main__":
     _serve(json.loads(sys.argv[1]))

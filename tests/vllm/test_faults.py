@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvfs
 from tests.vllm.engine import Engine
 from tools.torture.case import allocated_bytes
 
@@ -67,6 +68,8 @@ def test_segments_that_vanish_are_recomputed(
             path.unlink()
         for seed in range(4):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+        counted = engine.metrics()
+        assert counted["kvfs_loads_failed"] == 4 and counted["kvfs_pages_not_loaded"] == 40
 
 
 def test_a_store_that_is_removed_while_serving(
@@ -77,6 +80,8 @@ def test_a_store_that_is_removed_while_serving(
         shutil.rmtree(store)
         for seed in range(4):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+        engine.generate(prompt(20))  # a step, in which the last ones are counted
+        assert engine.metrics()["kvfs_pages_not_stored"] >= 40
 
 
 def test_a_load_that_is_late_is_recomputed(
@@ -86,6 +91,37 @@ def test_a_load_that_is_late_is_recomputed(
         for seed in range(2):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
         assert engine.metrics()["kvfs_loads_failed"] == 2
+
+
+def test_a_disk_that_cannot_be_read_is_recomputed(
+    store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
+) -> None:
+    with Engine(model("llama"), store) as engine:
+        engine.fault(kind="preadv")  # EIO
+        for seed in range(4):
+            assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+        assert engine.fault() > 0
+        counted = engine.metrics()
+        assert counted["kvfs_loads_failed"] == 4 and counted["kvfs_pages_not_loaded"] >= 4
+        for seed in range(4):
+            engine.generate(prompt(seed))
+            assert engine.generate(prompt(seed)) == [(640, filled[1][seed])], "read, or stored anew, once all is well"
+
+
+def test_a_disk_that_cannot_be_written_serves_what_it_has(
+    store: Path, filled: tuple[Path, list[list[int]]], model: Models, prompt: Prompt
+) -> None:
+    with Engine(model("llama"), store) as engine:
+        engine.fault(kind="pwritev")
+        fresh = [engine.generate(prompt(seed))[0] for seed in (10, 11)]
+        assert [cached for cached, _ in fresh] == [0, 0]
+        for seed in range(4):
+            assert engine.generate(prompt(seed)) == [(640, filled[1][seed])]
+        assert engine.fault() > 0
+        assert engine.metrics()["kvfs_pages_not_stored"] >= 20
+        for seed, (_, tokens) in zip((10, 11), fresh, strict=True):
+            assert engine.generate(prompt(seed)) == [(0, tokens)], "nothing of it was stored"
+            assert engine.generate(prompt(seed)) == [(640, tokens)], "it is now"
 
 
 @pytest.fixture
@@ -104,6 +140,8 @@ def test_a_full_disk(small_disk: Path, model: Models, prompt: Prompt, filled: tu
     with Engine(model("llama"), small_disk / "store", extra={"capacity": "64MiB"}) as engine:
         for seed in (0, 1, 2, 3, 0, 1, 2, 3):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
+    with kvfs.open(small_disk / "store", create=False) as opened:
+        assert opened.stats()["totals"]["disk_full"] > 0
 
 
 def test_churn_within_a_tenth_of_the_working_set(model: Models, tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ what lies in the blocks afterwards, through the views that attention would use.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -36,7 +39,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 from vllm.v1.request import Request
 
 import kvfs
-from kvfs.errors import ConfigError, UnsupportedModelError
+from kvfs.errors import UnsupportedModelError
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.model import model_of
 from kvfs.integrations.vllm.settings import set_defaults, settings_of
@@ -403,11 +406,13 @@ def test_a_failed_load_misses_afterwards_and_stores_anew(
         for path in (store / "segments").rglob("*"):
             if path.is_file():
                 path.write_bytes(bytes(path.stat().st_size))
+        assert not rank.manager.is_loading("b"), "a load that fails now is another connector's"
         again.load(blocks_for(rank, 8), {0: 0})
         assert not finish(rank, 2).success
-        rank.manager.load_failed("b")
+        assert rank.manager.is_loading("b")
         rank.manager.complete_load(list(again.keys.values()), again.context)
-        assert again.hits() == {}
+        rank.manager.load_failed("b")
+        assert again.hits() == {} and not rank.manager.is_loading("b")
 
 
 def test_what_a_request_depends_on_besides_tokens_is_in_its_keys(
@@ -456,30 +461,40 @@ def test_limits_of_length(engine_config: VllmConfig, store: Path, prompt: Prompt
         assert Asked(rank, "long", prompt(1, 6 * BLOCK)).save(blocks_for(rank, 3), job=2) == 4
 
 
-def test_engines_whose_kv_cannot_be_kept_are_refused(engine_config: VllmConfig, store: Path) -> None:
-    mamba = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
-    cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["model.layers.0.mixer"], mamba)])
-    with pytest.raises(UnsupportedModelError, match="MambaSpec"):
-        model_of(engine_config, cache, 1, "w")
+FULL, WINDOW = SPECS["full"][0][0], SPECS["hybrid"][1][0]
+#: what the message must say, what is changed in an engine that is served, and its groups
+REFUSALS: dict[str, tuple[Callable[[VllmConfig], None], list[KVCacheSpec]]] = {
+    "it has layers with MambaSpec": (
+        lambda c: None, [MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))]
+    ),
+    "context parallelism splits": (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), [FULL]),
+    "pipeline parallelism groups": (lambda c: setattr(c.parallel_config, "pipeline_parallel_size", 2), [FULL, WINDOW]),
+    "drafter of speculative decoding": (
+        lambda c: setattr(c, "speculative_config", SimpleNamespace(method="eagle3")), [FULL]
+    ),
+    "depend on the first requests": (lambda c: setattr(c.cache_config, "calculate_kv_scales", True), [FULL]),
+    "cross attention": (lambda c: setattr(c.model_config.hf_config, "is_encoder_decoder", True), [FULL]),
+    r"blocks of \[16, 32\] tokens": (lambda c: None, [FULL, replace(WINDOW, block_size=32)]),
+    "chunked attention is no sliding window": (lambda c: None, [replace(FULL, attention_chunk_size=64)]),
+    "which is no share of 3 ranks": (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 3), [FULL]),
+    "backend that was not named": (
+        lambda c: None, [replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)]
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({}, "path is missing"),
-        ({"path": "/x", "capacty": "1GiB"}, "has 'capacty'"),
-        ({"path": "/x", "capacity": "lots"}, "capacity is 'lots'"),
-        ({"path": "/x", "load_seconds": 0}, "load_seconds is 0"),
-        ({"path": "/x", "min_tokens": -1}, "min_tokens is -1"),
-        ({"path": "/x", "read_only": "yes"}, "read_only is 'yes'"),
-        ({"path": "/x", "weights_id": 7}, "weights_id is 7"),
-        ({"path": "/x", "mode": "fast"}, "mode is 'fast'"),
-    ],
-)
-def test_settings_are_checked(extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVFS_DIR", raising=False)
-    with pytest.raises(ConfigError, match=message):
-        settings_of(extra)
+@pytest.mark.parametrize("why", REFUSALS)
+def test_engines_whose_kv_cannot_be_kept_are_refused(engine_config: VllmConfig, why: str) -> None:
+    """In words, when the engine starts. The same engine without what is named is served."""
+    change, specs = REFUSALS[why]
+    config = copy.deepcopy(engine_config)
+    change(config)
+    groups = [KVCacheGroupSpec([f"model.layers.{n}.self_attn.attn"], spec) for n, spec in enumerate(specs)]
+    with pytest.raises(UnsupportedModelError, match=why) as caught:
+        model_of(config, KVCacheConfig(BLOCKS, [], groups), 1, "w")
+    assert str(caught.value).endswith("Start it without KvfsConnector")
+    whole = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], FULL)])
+    model_of(engine_config, whole, 1, "w")
 
 
 @pytest.mark.parametrize(

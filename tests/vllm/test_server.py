@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.engine import Engine
+
 Prompt = Callable[..., list[int]]
 START_SECONDS = 240.0
 
@@ -44,10 +46,13 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.ask, prompts))
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, label: str = "") -> float:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             text = response.read().decode()
-        return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:_total)?\{{[^}}]*\}} (\S+)$", text, re.M))
+        return sum(
+            float(value)
+            for value in re.findall(rf"^vllm:{name}(?:_total)?\{{[^}}]*{label}[^}}]*\}} (\S+)$", text, re.M)
+        )
 
 
 @contextmanager
@@ -92,12 +97,18 @@ def serving(model: Path, store: Path) -> Iterator[Server]:
 def test_concurrent_requests_over_two_servers(model: Callable[[str], Path], prompt: Prompt, tmp_path: Path) -> None:
     """Eight requests that share 448 tokens and then diverge, at once; then again after a restart."""
     prompts = [[*prompt(1, 448), *prompt(10 + n, 150)] for n in range(8)]
+    with Engine(model("llama")) as plain:
+        expected = [tokens for _, tokens in plain.generate(*prompts, max_tokens=8)]
     with serving(model("llama"), tmp_path / "store") as first:
-        cold = first.all(prompts)
+        assert [tokens for _, tokens in first.all(prompts)] == expected
         assert first.metric("kv_offload_store_bytes") > 0
     with serving(model("llama"), tmp_path / "store") as second:
         warm = second.all(prompts)
-        assert [tokens for _, tokens in warm] == [tokens for _, tokens in cold]
+        assert [tokens for _, tokens in warm] == expected
         assert all(cached >= 448 for cached, _ in warm)
         assert second.metric("external_prefix_cache_hits") >= 576 + 7 * 128
         assert second.metric("kvfs_pages_loaded") >= 9 + 7 * 2 and second.metric("kvfs_loads_failed") == 0
+        hits = second.metric("external_prefix_cache_hits")  # each of these tokens lay in one of our tiers
+        by_source = [second.metric("prompt_tokens_cached_by_source", f'source="{tier}"') for tier in ("host", "disk")]
+        assert sum(by_source) == hits
+        assert second.metric("kvfs_tokens_loaded_host") + second.metric("kvfs_tokens_loaded_disk") == hits

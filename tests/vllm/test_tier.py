@@ -91,6 +91,15 @@ def test_damaged_rows_are_failed_promotions(tmp_path: Path) -> None:
     one.shutdown()
 
 
+def test_hashes_that_do_not_last_are_neither_found_nor_stored(tmp_path: Path) -> None:
+    """Those of xxhash: 16 bytes, from a seed that another process does not have."""
+    one = tier(tmp_path / "s", np.ones((2, ROW), dtype=np.uint8))
+    key = make_offload_key(b"x" * 16, 0)
+    assert found(one, [key]) == [False]
+    assert not run(one, 1, [key], [0], load=False).success and not run(one, 2, [key], [1], load=True).success
+    one.shutdown()
+
+
 @pytest.mark.parametrize("missing", ["path", "weights_id"])
 def test_what_it_must_know_is_asked_for(tmp_path: Path, missing: str) -> None:
     with pytest.raises(ConfigError, match="the tier needs"):

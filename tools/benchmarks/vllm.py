@@ -1,14 +1,13 @@
 """kvfs below vLLM: what the scheduler pays, and side by side with vLLM's own connectors, on CPUs.
 
 Runs in the engine's environment (``make test-vllm`` makes it):
-``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines|lookups [--rounds N]``. Times are ratios to a
+``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines|lookups|faults [--rounds N]``. Times are ratios to a
 baseline of the same round: min, median, max; of lookups there are rates.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 import statistics
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks import vllm_lookups
+from tools.benchmarks import vllm_faults, vllm_lookups
 
 TOKENS = 131_072
 PROMPT = 1900
@@ -157,16 +156,14 @@ def lookups(rounds: int) -> None:
     vllm_lookups.run(rounds, CONNECTORS)
 
 
+def faults(rounds: int) -> None:
+    """What an engine answers while the disk below its connector misbehaves. No times, so no rounds."""
+    vllm_faults.run(CONNECTORS)
+
+
 def _damaged(engine: Any, model: Path, path: Path, transfer: Any, options: Any, prompts: Any, computed: Any) -> str:
     """What an engine answers from files with a flipped bit in every 64 KiB."""
-    for file in path.rglob("*"):
-        if file.is_file() and file.stat().st_size > 1 << 17 and "index" not in file.parts:
-            with file.open("r+b") as stream:
-                for at in range(1 << 16, os.fstat(stream.fileno()).st_size, 1 << 16):
-                    stream.seek(at + 1)
-                    byte = stream.read(1)
-                    stream.seek(at + 1)
-                    stream.write(bytes([byte[0] ^ 64]))
+    vllm_faults.flip(path)
     try:
         with engine(model, transfer=transfer, **options) as third:
             answers = [third.ask("time", prompt=p, tokens=4) for p in prompts]
@@ -189,10 +186,10 @@ def _bench_model(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["scheduler", "engines", "lookups"])
+    parser.add_argument("what", choices=["scheduler", "engines", "lookups", "faults"])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    {"scheduler": scheduler, "engines": engines, "lookups": lookups}[arguments.what](arguments.rounds)
+    {"scheduler": scheduler, "engines": engines, "lookups": lookups, "faults": faults}[arguments.what](arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 vLLM's half keeps the account of requests: hybrid groups, preemption, blocks that are reused while they are copied,
 ranks. Ours builds the identity and the descriptors itself, maps failed loads to requests that are computed, and
-arms their stores again. Written for the interfaces of the versions in TESTED.
+arms their stores again. Written for the interfaces of the versions in ``versions.TESTED``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,17 +35,17 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvfs.errors import ConfigError
+from kvfs.integrations.vllm import versions
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
 from kvfs.integrations.vllm.model import EngineModel, model_of
-from kvfs.integrations.vllm.settings import set_defaults, settings_of
+from kvfs.integrations.vllm.settings import check_early, set_defaults, settings_of
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace
 from kvfs.store import Store, open_store
 
-logger = init_logger(__name__)
-TESTED = ("0.32.0",)
+logger = init_logger(f"vllm.{__name__}")  # its handlers are those of vLLM's own messages
 
 
 class KvfsOffloadingSpec(OffloadingSpec):
@@ -213,8 +212,10 @@ class KvfsConnector(OffloadingConnector):
         return found
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # below MultiConnector, the loads of others may have failed, too
+        ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
-        for req_id in connector_output.failed_recving or ():
+        for req_id in ours:
             self._manager.load_failed(req_id)
             status = self.scheduler._req_status.get(req_id)
             for group in status.group_states if status is not None else ():
@@ -245,7 +246,16 @@ class KvfsConnector(OffloadingConnector):
     # -- the class, in any process -----------------------------------------------------------
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing is copied inside the forward. Where graphs are used, vLLM asks this while it makes its
+        configuration: the first it shows of our settings, long before it loads the model."""
+        check_early(extra_config)
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        assert vllm_config.kv_transfer_config is not None
+        check_early(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return None  # strides are read, so the engine's own choice is served
 
     @classmethod
@@ -261,9 +271,5 @@ def _block_tokens(cache: KVCacheConfig) -> tuple[int, ...]:
 
 
 def _check_version() -> None:
-    if vllm.__version__.partition("+")[0] not in TESTED:
-        logger.warning_once(
-            "kvfs: vLLM %s was not tested with this version of kvfs (tested: %s). If it does not start, or a request "
-            "fails, start it without KvfsConnector and install a tested version",
-            vllm.__version__, ", ".join(TESTED),
-        )  # fmt: skip
+    if versions.warning():
+        logger.warning_once("kvfs: %s", versions.warning())

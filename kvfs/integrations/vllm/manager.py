@@ -35,7 +35,7 @@ from kvfs.namespace import Namespace
 from kvfs.store import Store
 from kvfs.types import SavePlan, Tier
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 TIER_PAGES_MAX = 1024  # the kernel is asked where each page of a load lies; of longer loads the engine is told nothing
 FRESH_SECONDS = 0.5  # a request that waits in the queue is looked up again after this
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
@@ -86,6 +86,10 @@ class KvfsManager(OffloadingManager):
         state = self._requests.get(req_id)
         if state is not None and not state.failed:
             self._look(state)
+
+    def is_loading(self, req_id: str) -> bool:
+        state = self._requests.get(req_id)
+        return state is not None and state.match is not None
 
     def load_failed(self, req_id: str) -> None:
         """Its next lookups miss, so that it is computed; what is computed may be stored anew."""

@@ -10,6 +10,9 @@ from typing import Any
 from kvfs.codec import parse as parse_codec
 from kvfs.config import MODES, parse_size
 from kvfs.errors import ConfigError
+from kvfs.integrations.vllm import SPEC
+from kvfs.layout import PAGE_TOKENS_MAX
+from kvfs.store import open_store
 
 #: Settings of vLLM's own offloading connector that may stand beside ours.
 ENGINE_KEYS = frozenset(
@@ -44,15 +47,30 @@ def settings_of(extra: Mapping[str, Any]) -> VllmSettings:
     if unknown:
         raise ConfigError(f"kv_connector_extra_config has {unknown[0]!r}: pass some of {', '.join(sorted(known))}")
     values = {"path": os.environ.get("KVFS_DIR"), **{name: extra[name] for name in known if name in extra}}
-    if not isinstance(values["path"], str) or not values["path"]:
+    path = values["path"]
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f'path is {path!r}: write a directory, such as "/var/cache/kvfs"')
+    if not path:
         raise ConfigError(
             'path is missing: write "kv_connector_extra_config": {"path": "/var/cache/kvfs", "capacity": "200GiB"}, '
             "or set KVFS_DIR"
         )
     settings = VllmSettings(**values)
-    for name, value in values.items():
+    for name, value in {**values, **{name: extra[name] for name in ENGINE_KEYS if name in extra}}.items():
         _check(name, value)
     return settings
+
+
+def check_early(extra: Mapping[str, Any]) -> None:
+    """All that can be told before the engine loads its model: each value, and whether the store opens.
+
+    ConfigError, StoreAccessError and the like, each with its remedy. A store that is missing is made.
+    """
+    settings = settings_of(extra)
+    open_store(
+        settings.path, capacity=settings.capacity, mode=settings.mode or "cache", read_only=settings.read_only,
+        counted=False,
+    ).close()  # fmt: skip
 
 
 def _check(name: str, value: Any) -> None:
@@ -62,9 +80,18 @@ def _check(name: str, value: Any) -> None:
     elif name in ("load_seconds", "store_seconds"):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 600:
             raise ConfigError(f"{name} is {value!r}: pass seconds, more than 0 and at most 600")
-    elif name == "read_only":
-        if type(value) is not bool:
-            raise ConfigError(f"read_only is {value!r}: pass true or false")
+    elif name in ("read_only", "offload_prompt_only", "self_describing_kv_events"):
+        if type(value) is not bool:  # vLLM takes "false" for true
+            raise ConfigError(f"{name} is {value!r}: pass true or false")
+    elif name == "threads":
+        if type(value) is not int or not 1 <= value <= 64:
+            raise ConfigError(f"threads is {value!r}: pass 1 to 64")
+    elif name == "spec_name":
+        if value != SPEC:  # its metrics would not be ours
+            raise ConfigError(f"spec_name is {value!r}: leave it out, or write KvfsOffloadingSpec")
+    elif name in ("blocks_per_chunk", "block_size"):
+        if type(value) is not int or not 1 <= value <= PAGE_TOKENS_MAX:
+            raise ConfigError(f"{name} is {value!r}: pass 1 to {PAGE_TOKENS_MAX}")
     elif name == "weights_id":
         if not isinstance(value, str) or not value.isprintable() or len(value) > 128:
             raise ConfigError(f"weights_id is {value!r}: pass up to 128 printable characters that name these weights")
@@ -84,7 +111,7 @@ def set_defaults(extra: MutableMapping[str, Any], block_tokens: tuple[int, ...])
     one group of small blocks, so many that it has 64, since larger pages cost less each. Hybrids keep blocks and
     pages alike: windows move by blocks, and a page of which some blocks were given up could not be stored.
     """
-    extra.setdefault("spec_name", "KvfsOffloadingSpec")
+    extra.setdefault("spec_name", SPEC)
     if "blocks_per_chunk" in extra or "block_size" in extra:
         return
     sizes = set(block_tokens)

@@ -28,7 +28,8 @@ from kvfs.layout import GRANULE_TOKENS, PAGE_TOKENS_MAX, PageLayout
 from kvfs.namespace import Namespace
 from kvfs.store import open_store
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
+KEY_BYTES = 32 + 4  # a SHA-256 and the number of the group
 #: What may differ between engines that may share pages.
 _LOCAL = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
 
@@ -74,6 +75,8 @@ class KvfsTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not _lasting(key):
+            return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -98,7 +101,7 @@ class KvfsTier(SecondaryTierManager):
         began, keys, moved = time.monotonic(), list(job.keys), []
         try:
             for key, chunk in zip(keys, job.chunk_ids, strict=True):
-                if not move(key, memoryview(self._rows[int(chunk)])):
+                if not _lasting(key) or not move(key, memoryview(self._rows[int(chunk)])):
                     break
                 moved.append(key)
         except Exception:  # whatever it is: the job must end, or its rows stay pinned for ever
@@ -134,6 +137,16 @@ class KvfsTier(SecondaryTierManager):
         self._lookups.shutdown()
         self._pool.shutdown(wait=True)
         self._store.close()
+
+
+def _lasting(key: OffloadKey) -> bool:
+    """Whether other processes give the same key to the same tokens, and to no others: xxhash promises neither."""
+    if len(key) == KEY_BYTES:
+        return True
+    logger.error_once(
+        "kvfs: block hashes are not SHA-256, nothing is stored: start with --prefix-caching-hash-algo sha256"
+    )
+    return False
 
 
 def identity_of(config: Any) -> dict[str, Any]:

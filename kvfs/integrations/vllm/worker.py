@@ -21,7 +21,7 @@ from kvfs.integrations.vllm.views import Attached
 from kvfs.transfer import Transfer
 from kvfs.types import SavePlan, TransferState
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 IDLE_SECONDS = 0.002  # a step without a forward waits so long for a transfer: a loop that spins starves our threads
 LATE_SECONDS = 1.0  # beyond its deadline, a load is given this long to end by itself
 FLUSH_SECONDS = 1.0  # what has not been copied out of blocks that are wanted back by then is not stored

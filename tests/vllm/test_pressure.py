@@ -1,0 +1,74 @@
+"""The real engine with too few blocks, requests that are given up, and other connectors beside kvfs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine import Engine
+
+pytestmark = pytest.mark.timeout(600)
+Models = Callable[[str], Path]
+Prompt = Callable[..., list[int]]
+#: 48 blocks of 32 tokens: four requests of 300 tokens fit until they have generated some
+SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 3 << 20, "max_model_len": 1024, "max_num_batched_tokens": 1024}
+
+
+def test_preemption_while_pages_are_loaded_and_saved(model: Models, prompt: Prompt, tmp_path: Path) -> None:
+    store, prompts = tmp_path / "store", [prompt(seed, 300) for seed in range(4)]
+    with Engine(model("llama")) as plain:
+        expected = [tokens for _, tokens in plain.generate(*prompts, max_tokens=160)]
+    settings = {"offload_prompt_only": False}  # so that blocks which are taken away are being saved
+    for life in range(2):
+        with Engine(model("llama"), store, extra=settings, **SMALL) as engine:
+            answers = engine.generate(*prompts, max_tokens=160)
+            assert [tokens for _, tokens in answers] == expected, f"process {life}"
+            counted = engine.metrics()
+            assert counted["num_preemptions"] > 0
+            assert counted["kvfs_pages_loaded"] > 0, "those that come back find what they had computed"
+            # no block is held for ever: a request that needs 30 of the 48
+            assert engine.generate(prompt(9, 900), max_tokens=2)[0][0] == (0 if life == 0 else 896)
+
+
+def test_requests_given_up_while_pages_are_loaded_and_saved(model: Models, prompt: Prompt, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    stored, fresh = [prompt(seed, 300) for seed in range(4)], [prompt(seed, 300) for seed in range(10, 14)]
+    with Engine(model("llama"), store, **SMALL) as engine:
+        expected = engine.generate(*stored, max_tokens=8)
+    with Engine(model("llama"), store, **SMALL) as engine:
+        for steps in range(4):
+            assert engine.ask("abort", prompts=stored, steps=steps) > 0
+            assert engine.ask("abort", prompts=fresh, steps=steps) > 0
+        answers = engine.generate(*stored, max_tokens=8)
+        assert answers == [(256, tokens) for _, tokens in expected]
+        assert engine.generate(prompt(9, 900), max_tokens=2)[0][0] == 0, "no block is held for ever"
+        warm = engine.generate(*fresh, max_tokens=8)
+        assert any(cached > 0 for cached, _ in warm), "what was saved before they were given up"
+    with Engine(model("llama"), **SMALL) as plain:
+        assert [tokens for _, tokens in warm] == [tokens for _, tokens in plain.generate(*fresh, max_tokens=8)]
+
+
+def test_below_multiconnector(model: Models, prompt: Prompt, tmp_path: Path) -> None:
+    """kvfs first, another connector behind it. What kvfs cannot read is computed, or read by the other."""
+    store = tmp_path / "store"
+    children = [
+        {"kv_connector": "KvfsConnector", "kv_role": "kv_both",
+         "kv_connector_extra_config": {"path": str(store), "capacity": "256MiB"}},
+        {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
+         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")}},
+    ]  # fmt: skip
+    transfer = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }  # fmt: skip
+    with Engine(model("llama"), transfer=transfer) as first:
+        expected = first.generate(prompt(1), prompt(2))
+    with Engine(model("llama"), transfer=transfer) as second:
+        assert second.generate(prompt(1)) == [(640, expected[0][1])]
+        assert second.metrics()["kvfs_pages_loaded"] == 10
+        second.fault(kind="preadv")
+        assert second.generate(prompt(2))[0][1] == expected[1][1]
+        assert second.metrics()["kvfs_loads_failed"] == 1
