@@ -83,6 +83,7 @@ class FaultyFiles(Files):
         self.trace: list[Call] = []
         self._traced = trace
         self._faults = faults
+        self.delayed = 0.0  # seconds, in all calls together
         self._lock = threading.RLock()  # the garbage collector may close a descriptor in here
         self._random = random.Random(seed)
 
@@ -107,6 +108,7 @@ class FaultyFiles(Files):
         if fault is None:
             return None
         if fault.action == "delay":
+            self.delayed += fault.seconds
             self.sleep(fault.seconds)
             return None
         # a close frees the descriptor in any case

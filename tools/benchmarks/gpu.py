@@ -263,8 +263,9 @@ class _Bench:
         placed = self._attach(ns, self.target, registered_bytes="32GiB")
         arena = self._attach(ns, self.target, registered_bytes="32GiB", transport="arena")
         with ns.match(self._tokens(tokens, 7)) as match:
-            if arena.warm(match) < match.nbytes:
-                raise BenchError("the arena does not hold what is to be loaded")
+            for io in (placed, arena):
+                if io.warm(match) < match.nbytes:
+                    raise BenchError(f"{io.transport}: what is to be loaded is not all pinned")
         fresh: list[Any] = []
 
         def poison() -> None:

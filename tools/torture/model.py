@@ -78,6 +78,7 @@ def random_case(folder: Path, seed: int, judge: Judge) -> None:
     path, before = folder / "store", open_files()
     open_store(path).close()  # a store that cannot even be made is the small workload's business
     files = FaultyFiles(seed=seed)
+    judge.delayed = lambda: files.delayed
     left = STEPS
     while left > 0:
         left = _session(path, files, chance, judge, left)
