@@ -16,6 +16,7 @@ from kvfs.transfer import Transfer
 from kvfs.types import TransferState
 
 POLL_SECONDS = 20e-6
+YIELD_SECONDS = 200e-6  # for whoever waits to go on, before work that can wait takes the interpreter again
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functools import partial
 
 from kvfs.bits import bits_of, members, span
 from kvfs.gpubatches import FLAG, Band, Batches, Window
-from kvfs.gpujobs import GpuDesk, wait_for_event, wait_until
+from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
 from kvfs.hostload import Load
@@ -26,7 +26,6 @@ from kvfs.types import PageOutcome, TransferState
 
 BANDS = 8  # of a layer-wise load
 WINDOW_PAGES = 32  # that are planned before the first copy; then twice as many, while those are on their way
-YIELD_SECONDS = 200e-6
 
 
 @dataclass
@@ -70,7 +69,7 @@ class GpuLoad(Load):
         finally:
             self.transfer._end()
         if self._afterwards:
-            self.gpu.context.files.sleep(YIELD_SECONDS)  # whoever waits gets the interpreter first
+            self.gpu.context.files.sleep(YIELD_SECONDS)
         for call in self._afterwards:
             call()
 

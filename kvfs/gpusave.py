@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvfs.gpu import Event
-from kvfs.gpujobs import GpuDesk, wait_for_event, wait_until
+from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
 from kvfs.gpulane import ALIGN, BATCHES, Sheet, aligned
 from kvfs.hashing import LEAF_BYTES
 from kvfs.hostjobs import Attached, fail
 from kvfs.hostsave import Batch, Save
 from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.layout import Group
 from kvfs.staging import Lease, SlotState
 from kvfs.types import TransferState
 from kvfs.writer import Job
@@ -73,6 +74,8 @@ class GpuSave(Save):
                     flight.step.close()
                 self.transfer._enter(TransferState.WRITING)
                 self.transfer.source_free._set()
+                if self._landed:
+                    self.gpu.context.files.sleep(YIELD_SECONDS)  # the engine gets the interpreter before the writers
                 self._hand_over_landed()
                 self._finish(gathered=True)
 
@@ -144,15 +147,9 @@ class GpuSave(Save):
         """Enqueue: work list, gather, sums, copies to the slots."""
         desk, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
         shape, group, size = desk.shapes[attached.number], attached.group, aligned(attached.page_bytes)
-        slot, words = lane.slot(len(chunks) * size, lane.kernels), array("q")
+        slot = lane.slot(len(chunks) * size, lane.kernels)
         assert slot is not None, "a batch of a save was not finished"
-        for i, chunk in enumerate(chunks):
-            tokens = (
-                [chunk]
-                if group.states == 1
-                else range(chunk * group.states, (chunk + 1) * group.states, group.states // group.granules)
-            )
-            words += granule_words(i * size, shape.layers * shape.leaf_bytes, tokens, [0] * group.granules)
+        words = _words(chunks, group, size, shape.layers * shape.leaf_bytes)
         nbytes = len(chunks) * group.granules * shape.layers * LEAF_BYTES
         tables = sheet.room(nbytes)
         work = sheet.put(pack(
@@ -212,3 +209,16 @@ class GpuSave(Save):
         job = super()._job(attached, payload, lane)
         tables = self._tables.get(attached.number)
         return replace(job, table=tables.__getitem__) if tables else job  # kept: a full disk makes a batch come twice
+
+
+def _words(chunks: Sequence[int], group: Group, size: int, step: int) -> array[int]:
+    """The granules of pages that lie ``size`` bytes apart, granules of a page ``step`` apart."""
+    states, granules = group.states, group.granules
+    jump = states // granules
+    if granules == 1 or size == granules * step:
+        tokens = [first for chunk in chunks for first in range(chunk * states, (chunk + 1) * states, jump)]
+        return granule_words(0, size if granules == 1 else step, tokens, [0] * len(tokens))
+    words = array("q")
+    for i, chunk in enumerate(chunks):
+        words += granule_words(i * size, step, range(chunk * states, (chunk + 1) * states, jump), [0] * granules)
+    return words

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs import hashing
 from kvfs.active import SegmentClass
+from kvfs.bits import members, span
 from kvfs.buffers import byte_view
 from kvfs.codec import NAMES as codec_names
 from kvfs.codec import parse as parse_codec
@@ -193,7 +194,7 @@ class Namespace:
         for number, group in enumerate(self.layout.groups):
             lookup = self._matcher.present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
             have = lookup.found.present | lookup.found.claimed
-            missing[group.name] = tuple(c for c in range(len(hashes)) if not have >> c & 1)
+            missing[group.name] = tuple(members(span(0, len(hashes)) & ~have))
         return SavePlan(len(hashes), tuple(hashes), missing, self.identity.digest)
 
     # -- transfers ---------------------------------------------------------------------------
