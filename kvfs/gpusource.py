@@ -14,6 +14,7 @@ from kvfs import format as fmt
 from kvfs.assemble import assemble
 from kvfs.bits import span
 from kvfs.gpu import Event
+from kvfs.gpufill import Fills
 from kvfs.gpujobs import GpuDesk
 from kvfs.hashing import leaf_table, root_of
 from kvfs.hostjobs import Attached
@@ -51,7 +52,9 @@ class PageSource:
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
         self._published = published(gm)
-        self.sums = desk.shapes[attached.number].sums and desk.context.verify is not Verify.OFF
+        self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
+        self._fills = Fills(desk, self._past)
+        self.sums = self._summed and desk.context.verify is not Verify.OFF
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
 
@@ -63,7 +66,7 @@ class PageSource:
         Only what the page cache holds is registered now: to fault a cold map in takes longer than to read the file.
         """
         maps = self._desk.in_place
-        if maps is None or not self._desk.shapes[self._attached.number].sums:
+        if maps is None or not self._summed:
             return None
         return maps.stretches(
             run.held, run.offset, run.span, self._published[run.segment], self._use, register=self._registers(run)
@@ -77,9 +80,8 @@ class PageSource:
         return maps.backing.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
 
     def prepare(self, run: Run) -> None:
-        """Begin the reads into the ring that a later ``send`` of this run will wait for, if there will be any."""
-        possible = self._desk.in_place is not None and self._desk.shapes[self._attached.number].sums
-        if possible and self._registers(run):
+        """Begin the reads that a later ``send`` of this run will wait for, if there will be any."""
+        if self._desk.in_place is not None and self._summed and (self._registers(run) or self._fills.begin(run)):
             return
         ring, now = self._desk.ring, self._desk.context.files.monotonic()
         if run.count > ring.slots // 4:
@@ -91,10 +93,11 @@ class PageSource:
 
     def send(self, run: Run, target: int) -> Iterator[Run]:
         """Enqueue the copies of a run, gaps included, to ``target``; yields the stretches of it that come."""
-        dma = self._desk.loads.dma
+        dma, ahead = self._desk.loads.dma, (run.segment, run.offset) in self._ahead
+        filled = self._summed and not ahead and self._fills.end(run)
         stretches = self.in_place(run)
         if stretches is not None:
-            self._note(run, Tier.HOST)
+            self._note(run, Tier.DISK if filled else Tier.HOST)
             for address, nbytes in stretches:
                 dma.copy_in(target, address, nbytes)
                 target += nbytes
@@ -308,6 +311,7 @@ class PageSource:
 
     def release(self) -> None:
         """Let go of maps and slots; no copy of this load is under way any more."""
+        self._fills.close()
         for reading in self._ahead.values():
             self._end(reading)
             reading.lease.release()

@@ -64,6 +64,7 @@ class Backing(Protocol):
 
     name: str
     budget: Budget
+    fills: bool  # loads bring what is cold into the page cache first
 
     def ready(self) -> bool:
         """Whether a load gains by making the pieces that it needs, rather than going through the ring."""
@@ -84,7 +85,7 @@ class Backing(Protocol):
 class RegisteredMaps:
     """Maps of the page cache, registered read-only: no byte is copied by a CPU."""
 
-    name = "in_place"
+    name, fills = "in_place", True
 
     def __init__(self, device: Device, files: Files, budget: Budget) -> None:
         self._device, self._files, self.budget = device, files, budget
@@ -130,7 +131,7 @@ class RegisteredMaps:
 class Arena:
     """Pinned blocks of one size. To pin one takes half a second per GiB, so loads only use those that are there."""
 
-    name = "arena"
+    name, fills = "arena", False
 
     def __init__(self, device: Device, files: Files, budget: Budget, readers: Pool, block_bytes: int) -> None:
         self._device, self._files, self.budget, self._readers = device, files, budget, readers

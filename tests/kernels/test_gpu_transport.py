@@ -632,3 +632,61 @@ def test_mode_staging_maps_nothing_and_reads_from_the_disk(disk_path: Path, page
                     assert device.maps() == 0 and target.tokens(range(12)) == source.tokens(range(12))
     ways = {scanned(file).header.flags: cached_of(file) for file in segment_files(path)}
     assert ways[fmt.FLAG_DIRECT] == 0 and ways[0] > 0
+
+
+class ColdFiles(Files):
+    """A page cache that holds of payloads what was filled in, and nothing else. ``bad``: filling fails."""
+
+    bad = False
+
+    def __init__(self) -> None:
+        self.filled: list[tuple[int, int]] = []
+        self._of: dict[int, int] = {}  # maps, by offset
+
+    def has_large_folios(self) -> bool:
+        return True
+
+    def map(self, fd: int, length: int, offset: int) -> Any:
+        mapping = super().map(fd, length, offset)
+        self._of[id(mapping)] = offset
+        return mapping
+
+    def populate(self, mapping: Any, offset: int = 0, nbytes: int = 0) -> None:
+        if self.bad:
+            raise OSError(errno.EIO, "a bad sector")
+        super().populate(mapping, offset, nbytes)
+        self.filled.append((self._of[id(mapping)], len(mapping)))
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
+        return nbytes if any(at <= offset and offset + nbytes <= at + n for at, n in self.filled) else 0
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
+def test_what_is_cold_and_was_used_before_is_filled_in_and_read_in_place(store_path: Path, used: bool) -> None:
+    files, device = ColdFiles(), SimulatedDevice()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        source, target = saved(ns, 6), Engine()
+        for _ in range(2 if used else 1):
+            with attach(ns, target.kv, device=device) as io, ns.match(prompt(6)) as match:
+                files.filled.clear()  # by the probe
+                result = io.load(match, range(12), NOW).wait(SECONDS)
+                assert result is not None and result.tiers == {Tier.DISK: 6 * PAGE}, result
+                assert target.tokens(range(12)) == source.tokens(range(12))
+                assert (device.maps() > 0) == bool(files.filled)
+        assert bool(files.filled) == used
+
+
+def test_what_cannot_be_filled_in_comes_through_the_ring(store_path: Path) -> None:
+    files = ColdFiles()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        source, target = saved(ns, 6), Engine()
+        with attach(ns, target.kv) as io, ns.match(prompt(6)) as match, counted(store) as moved:
+            files.filled.clear()  # by the probe
+            io.load(match, range(12), NOW).wait(SECONDS)
+            files.bad = True
+            result = io.load(match, range(12, 24), NOW).wait(SECONDS)
+            assert result is not None and result.tokens == 6 * PAGE
+        assert target.tokens(range(12, 24)) == source.tokens(range(12))
+        assert moved("read_errors") >= 1
