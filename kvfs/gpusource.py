@@ -53,24 +53,26 @@ class PageSource:
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
         self._published = published(gm)
         self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
-        self._fills = Fills(desk, self._past)
+        self._fills = Fills(desk, self._published, self._past)
         self.sums = self._summed and desk.context.verify is not Verify.OFF
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
 
     # -- registered maps ---------------------------------------------------------------------
 
-    def in_place(self, run: Run) -> list[Stretch] | None:
+    def in_place(self, run: Run, *, filled: bool = False) -> list[Stretch] | None:
         """Registered memory of a run, from now until ``release``; None if it is to come through the ring.
 
         Only what the page cache holds is registered now: to fault a cold map in takes longer than to read the file.
+        ``filled``: it has just been read for this.
         """
         maps = self._desk.in_place
         if maps is None or not self._summed:
             return None
+        register = filled or self._registers(run)
         return maps.stretches(
-            run.held, run.offset, run.span, self._published[run.segment], self._use, register=self._registers(run)
-        )
+            run.held, run.offset, run.span, self._published[run.segment], self._use, register=register
+        )  # fmt: skip
 
     def _registers(self, run: Run) -> bool:
         maps, cached = self._desk.in_place, self._desk.context.segments.cached_bytes
@@ -95,7 +97,7 @@ class PageSource:
         """Enqueue the copies of a run, gaps included, to ``target``; yields the stretches of it that come."""
         dma, ahead = self._desk.loads.dma, (run.segment, run.offset) in self._ahead
         filled = self._summed and not ahead and self._fills.end(run)
-        stretches = self.in_place(run)
+        stretches = self.in_place(run, filled=filled)
         if stretches is not None:
             self._note(run, Tier.DISK if filled else Tier.HOST)
             for address, nbytes in stretches:

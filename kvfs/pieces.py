@@ -64,7 +64,10 @@ class Backing(Protocol):
 
     name: str
     budget: Budget
-    fills: bool  # loads bring what is cold into the page cache first
+
+    @property
+    def fills(self) -> bool:
+        """Whether loads gain by bringing what is cold into the page cache, and making pieces of it there."""
 
     def ready(self) -> bool:
         """Whether a load gains by making the pieces that it needs, rather than going through the ring."""
@@ -85,12 +88,16 @@ class Backing(Protocol):
 class RegisteredMaps:
     """Maps of the page cache, registered read-only: no byte is copied by a CPU."""
 
-    name, fills = "in_place", True
+    name = "in_place"
 
     def __init__(self, device: Device, files: Files, budget: Budget) -> None:
         self._device, self._files, self.budget = device, files, budget
         self.failed = 0  # registrations that the driver refused
         self._seconds, self._registered = 0.0, 0.0  # spent on how many bytes, of late
+
+    @property
+    def fills(self) -> bool:
+        return self.failed < FAILURES_MAX  # whatever it costs, it costs less than the disk
 
     def ready(self) -> bool:
         dear = self._seconds * (1 << 30) > SECONDS_PER_GIB_MAX * self._registered
@@ -131,7 +138,7 @@ class RegisteredMaps:
 class Arena:
     """Pinned blocks of one size. To pin one takes half a second per GiB, so loads only use those that are there."""
 
-    name, fills = "arena", False
+    name, fills = "arena", False  # its blocks are filled from the disk
 
     def __init__(self, device: Device, files: Files, budget: Budget, readers: Pool, block_bytes: int) -> None:
         self._device, self._files, self.budget, self._readers = device, files, budget, readers
