@@ -7,7 +7,8 @@ used before is left to the ring, which reads it past the page cache.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from kvfs.files import Files
@@ -28,6 +29,23 @@ class Fills:
     def __init__(self, desk: GpuDesk, published: Mapping[int, int], past: Callable[[Run], bool]) -> None:
         self._desk, self._files, self._published, self._past = desk, desk.context.files, published, past
         self._begun: dict[tuple[int, int], Begun[None]] = {}  # by where the run lies
+        self._told: list[Run] = []
+        self._expected: Counter[tuple[int, int]] = Counter()  # bytes of each piece (by segment) that will be asked for
+
+    def expect(self, runs: Iterable[Run]) -> None:
+        """Tell what will be asked for, before any of it is."""
+        self._told += runs
+
+    def _is_worth_it(self, run: Run) -> bool:
+        """Whether half of each piece is asked for: the driver registers whole ones, and reads the rest page by page."""
+        while self._told:
+            told = self._told.pop()
+            self._expected.update({(told.segment, number): inside for number, inside, _ in self._touched(told)})
+        return all(2 * self._expected[run.segment, number] >= nbytes for number, _, nbytes in self._touched(run))
+
+    def _touched(self, run: Run) -> list[tuple[int, int, int]]:
+        maps = self._desk.in_place
+        return maps.touched(run.held, run.offset, run.span, self._published[run.segment]) if maps is not None else []
 
     def begin(self, run: Run) -> bool:
         """Have a run read by several threads; False if it is not to be."""
@@ -37,10 +55,7 @@ class Fills:
         cached = self._desk.context.segments.cached_bytes(run.held, run.offset, run.span)
         if cached is None or cached >= run.span or (not cached and self._past(run)):
             return False
-        # a whole piece is registered, and the driver would read what is cold of it, page by page
-        if 2 * run.span < maps.extent(run.held, run.offset, run.span, self._published[run.segment]):
-            return False
-        if not may_map(self._files, run.held):
+        if not self._is_worth_it(run) or not may_map(self._files, run.held):
             return False
         calls, at, end = [], run.offset, run.offset + run.span
         while at < end:
@@ -50,12 +65,13 @@ class Fills:
         self._begun[run.segment, run.offset] = self._desk.readers.begin(calls)
         return True
 
-    def end(self, run: Run) -> bool:
-        """Wait until the page cache holds a run; False if it is not to, or cannot."""
-        if (run.segment, run.offset) not in self._begun and not self.begin(run):
+    def wait(self, run: Run) -> bool:
+        """Wait until the page cache holds a run; False if that was not begun, or cannot be."""
+        begun = self._begun.pop((run.segment, run.offset), None)
+        if begun is None:
             return False
         try:
-            self._begun.pop((run.segment, run.offset)).wait()
+            begun.wait()
         except (OSError, ValueError):  # the ring finds out which page it is
             self._desk.context.counters.add("read_errors")
             return False

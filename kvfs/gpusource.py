@@ -81,6 +81,11 @@ class PageSource:
             return True
         return maps.backing.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
 
+    def expect(self, runs: Sequence[Run]) -> None:
+        """Tell which runs will be sent, before any of them is."""
+        if self._summed:
+            self._fills.expect(runs)
+
     def prepare(self, run: Run) -> None:
         """Begin the reads that a later ``send`` of this run will wait for, if there will be any."""
         if self._desk.in_place is not None and self._summed and (self._registers(run) or self._fills.begin(run)):
@@ -96,8 +101,11 @@ class PageSource:
     def send(self, run: Run, target: int) -> Iterator[Run]:
         """Enqueue the copies of a run, gaps included, to ``target``; yields the stretches of it that come."""
         dma, ahead = self._desk.loads.dma, (run.segment, run.offset) in self._ahead
-        filled = self._summed and not ahead and self._fills.end(run)
+        filled = self._fills.wait(run)
         stretches = self.in_place(run, filled=filled)
+        if stretches is None and self._summed and not ahead and self._fills.begin(run):
+            filled = self._fills.wait(run)
+            stretches = self.in_place(run, filled=filled)
         if stretches is not None:
             self._note(run, Tier.DISK if filled else Tier.HOST)
             for address, nbytes in stretches:

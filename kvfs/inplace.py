@@ -137,11 +137,13 @@ class InPlace:
         self._wishes.pop(key, None)
         return self._make(key, held, need, published, ahead=False)
 
-    def extent(self, held: Held, offset: int, nbytes: int, published: int) -> int:
-        """Bytes of the pieces that a stretch of a segment lies in: what registering it would touch."""
+    def touched(self, held: Held, offset: int, nbytes: int, published: int) -> list[tuple[int, int, int]]:
+        """(number, bytes of the stretch in it, bytes that it would have) of each piece that a stretch lies in."""
         with self._lock:
-            numbers = [number for number, _, _ in self._cuts(offset, nbytes)]
-            return sum(self._published((held.segment_id, number), held, published) for number in numbers)
+            return [
+                (number, end - inside, self._published((held.segment_id, number), held, published))
+                for number, inside, end in self._cuts(offset, nbytes)
+            ]
 
     def warm(self, held: Held, offset: int, nbytes: int, published: int) -> int:
         """Have a stretch of a segment made; bytes of it that are there now."""
