@@ -3,11 +3,15 @@
 A process that dies with many GiB pinned does so slowly: nothing of Python runs any more, and the kernel unpins page by
 page. So the first attached GPU installs a handler, if the signal has its default action and the main thread attaches;
 it lets go and then dies of the signal. Programs with a handler close their stores in it.
+
+Python forgets the signals that reach a child before its fork is over, if they have a handler. So SIGTERM waits
+meanwhile, and has its default action in the child, which has nothing to let go of.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -24,6 +28,7 @@ class Holder(Protocol):
 
 _HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
 _pid = 0
+_masks = threading.local()  # of signals, of a thread that forks
 
 
 def at_sigterm(holder: Holder) -> bool:
@@ -39,11 +44,31 @@ def at_sigterm(holder: Holder) -> bool:
         return False
     _pid = os.getpid()
     signal.signal(signal.SIGTERM, _let_go)
+    _watch_forks()
     return True
 
 
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(before=_hold_back, after_in_parent=_deliver, after_in_child=_default_in_child)
+
+
+def _hold_back() -> None:
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _deliver() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _default_in_child() -> None:
+    if signal.getsignal(signal.SIGTERM) is _let_go:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _deliver()
+
+
 def _let_go(number: int, frame: FrameType | None) -> None:
-    if os.getpid() == _pid:  # a forked child has not attached: what it inherited is its parent's
+    if os.getpid() == _pid:
         for holder in list(_HOLDERS):
             with contextlib.suppress(Exception):
                 holder.let_go()

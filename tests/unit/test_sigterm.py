@@ -29,6 +29,13 @@ if case == "fork":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
     print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+if case == "killed in the fork":
+    for _ in range(20):
+        if not (child := os.fork()):
+            time.sleep(30)
+            os._exit(9)
+        os.kill(child, signal.SIGTERM)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 if case == "gone":
     del holders[1]
 if case == "later handler":
@@ -65,3 +72,9 @@ def test_handlers_of_the_program_win() -> None:
 def test_a_forked_child_lets_go_of_nothing() -> None:
     code, lines = run("fork")
     assert (code, lines[:2], sorted(lines[2:])) == (-signal.SIGTERM, ["True True", "child -15"], ["one", "raises"])
+
+
+def test_a_child_that_is_terminated_before_its_fork_is_over_dies() -> None:
+    """Python drops signals of that moment if they have a handler: a pool waited for such a child for ever."""
+    code, lines = run("killed in the fork")
+    assert (code, lines[1:21]) == (-signal.SIGTERM, ["child -15"] * 20)
