@@ -677,6 +677,21 @@ def test_what_is_cold_and_was_used_before_is_filled_in_and_read_in_place(store_p
         assert bool(files.filled) == used
 
 
+def test_a_small_part_of_what_would_be_registered_is_not_filled_in(store_path: Path) -> None:
+    """The driver would read the rest of the piece, page by page."""
+    files, device = ColdFiles(), SimulatedDevice()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        source, target = saved(ns, 12), Engine()
+        for _ in range(2):  # the second time the pages were used before
+            with attach(ns, target.kv, device=device) as io, ns.match(prompt(2)) as match:
+                files.filled.clear()  # by the probe
+                result = io.load(match, range(4), NOW).wait(SECONDS)
+                assert result is not None and result.tiers == {Tier.DISK: 2 * PAGE}, result
+                assert target.tokens(range(4)) == source.tokens(range(4))
+                assert not files.filled and not device.maps()
+
+
 def test_what_cannot_be_filled_in_comes_through_the_ring(store_path: Path) -> None:
     files = ColdFiles()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
