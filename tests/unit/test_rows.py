@@ -515,3 +515,27 @@ def test_pages_of_a_window_stay_in_reach_when_one_is_stored_anew(tree: Tree) -> 
     tree.forget(chain_of(B)[5])
     tree.put(chain_of(B), 5, 9, 1.0)
     tree.check([chain_of(A), chain_of(B)])
+
+
+def test_a_claim_that_has_ended_keeps_its_slot_for_its_chunk_while_its_segment_lives(env: lmdb.Environment) -> None:
+    """Sweeps included: the record of a killed writer may be there, and a rebuild would name it in that slot."""
+    tree = Tree(env)
+    fork, stem = chain_of((0, 0, 0, 1, 1)), chain_of((0, 0, 0, 2, 2))
+    tree.put(fork, 0, 3, 1.0)
+    killed = tree.new_segment()
+    tree.put(fork, 3, 5, 0.0)
+    tree.new_segment()
+
+    def heads_of(hashes: list[bytes]) -> set[bytes]:
+        with tree.session(write=True) as session:
+            claims = claim_run(session, RunKeys(0, hashes, row_key, LEAVES), [3, 4], tree.segment)
+            session.txn.abort()
+        return {target.head for target in claims.targets}
+
+    tree.now += CLAIM_SECONDS + 1
+    tree.sweep(256)
+    assert heads_of(stem) == {stem[3]}, "it took the killed writer's slots"
+    assert heads_of(fork) == {fork[0]}
+    tree.doom(killed)
+    tree.sweep(256)
+    assert heads_of(stem) == {stem[0]}
