@@ -1,7 +1,7 @@
-"""The batches of one group of a load: enqueued for DMA as early as scratch allows, and for the kernels behind it.
+"""The batches of a load: enqueued for DMA as early as scratch allows, and for the kernels behind it.
 
-The copies of several batches are enqueued before the kernels of the first one: what the host does in between takes
-longer than the copy of a small batch, and the link would run dry.
+The copies of several batches are enqueued before the kernels of the first one, those of the next band, or group, among
+them: what the host does in between takes longer than the copy of a small batch, and the link would run dry.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
 from kvfs.gpu import Event
 from kvfs.gpujobs import GpuDesk
-from kvfs.gpulane import ALIGN, Slot
+from kvfs.gpulane import ALIGN, Lane, Sheet, Slot
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached
-from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
 from kvfs.reads import Run
 
 BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
@@ -51,21 +52,53 @@ class _Copied(NamedTuple):
     rows: int
 
 
+class Launches:
+    """What is to be enqueued behind copies, in order, for all groups of a load: their kernels, and ends of bands."""
+
+    def __init__(self, lane: Lane, sheet_bytes: int) -> None:
+        self._lane, self._sheet_bytes = lane, sheet_bytes
+        self._calls: deque[tuple[Callable[[], None], bool]] = deque()  # and whether it is the end of a band
+        self._ends = 0
+
+    @cached_property
+    def sheet(self) -> Sheet:
+        """Of the load: made when the first copies are under way."""
+        return self._lane.sheet(self._sheet_bytes)
+
+    def add(self, call: Callable[[], None], *, end: bool = False) -> None:
+        self._calls.append((call, end))
+        self._ends += end
+
+    def oldest(self) -> None:
+        call, end = self._calls.popleft()
+        self._ends -= end
+        call()
+
+    def to_last_end(self) -> None:
+        while self._ends:
+            self.oldest()
+
+    def all(self) -> None:
+        while self._calls:
+            self.oldest()
+
+
 class Batches:
-    """Enqueues on the lane of loads; nothing here waits for the GPU."""
+    """Those of one group, on the lane of loads; nothing here waits for the GPU."""
 
     def __init__(
-        self, desk: GpuDesk, attached: Attached, source: PageSource, units: Sequence[int], wanted: Sequence[int], *,
-        bands: int, first_token: int, stop: Callable[[], bool],
+        self, desk: GpuDesk, launches: Launches, attached: Attached, source: PageSource, units: Sequence[int],
+        wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._desk, self._lane, self._attached, self._source, self._stop = desk, desk.loads, attached, source, stop
+        self._launches = launches
         self._shape, self._granules = desk.shapes[attached.number], attached.group.granules
         self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
         self._bands, self._wanted = bands, wanted
-        self._copied: deque[_Copied] = deque()
-        self._ready = False  # the sheet: made when the first copies are under way
+        self._ready = False  # the part of the sheet
         self._tables: dict[int, bytes | None] = {}  # by chunk, for the later bands
         self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
+        self.ended: deque[Band] = deque()  # and not taken yet
 
     @property
     def page_bytes(self) -> int:
@@ -73,14 +106,10 @@ class Batches:
         return self._source.stride
 
     def _prepare(self) -> None:
-        """The sheet: unit ids, the pages' flags, room for leaf tables and work lists."""
-        pages, shape = len(self._wanted), self._shape
-        ids = array("q", self._unit_ids)
-        lists = self._bands * pages * (self._granules * GRANULE_WORDS + HEAD_WORDS) * WORD
-        leaves = pages * self._granules * shape.layers * WORD
-        padding = (3 * pages * self._bands + self._bands + 8) * ALIGN  # at most, if each page is a batch of its own
-        self._sheet = self._lane.sheet(len(ids) * WORD + (self._bands + 2) * pages * FLAG + lists + leaves + padding)
-        self._units, self._flags = self._sheet.put(ids), self._sheet.put(bytes(FLAG * pages))
+        """What all batches share: unit ids, the pages' flags."""
+        self._sheet = self._launches.sheet
+        self._units = self._sheet.put(array("q", self._unit_ids))
+        self._flags = self._sheet.put(bytes(FLAG * len(self._wanted)))
         self._sheet.send(self._lane.kernels, self._units)
         self.index = {chunk: i for i, chunk in enumerate(self._wanted)}
         self._ready = True
@@ -98,7 +127,10 @@ class Batches:
         for number, batch in enumerate(batches):
             if self._stop():
                 return False
-            self._copied.append(self._copy(batch, first, rows))
+            copied = self._copy(batch, first, rows)
+            self._launches.add(partial(self._launch_copied, copied))
+            if number == 0:
+                self._launches.to_last_end()
             for run in chain(*batches[number + 1 if number == 0 else number + AHEAD : number + AHEAD + 1]):
                 self._source.prepare(run)
         return self._send_assembled(window.others)
@@ -108,7 +140,7 @@ class Batches:
             slot = self._lane.slot(nbytes, self._lane.dma)
             if slot is not None:
                 return slot
-            self._launch_oldest()
+            self._launches.oldest()
 
     def _copy(self, batch: Sequence[Run], first: int, rows: int) -> _Copied:
         whole, leaf = rows == self._shape.layers, self._shape.leaf_bytes
@@ -132,7 +164,7 @@ class Batches:
         left, size = list(chunks), self.page_bytes
         step = max(1, self._desk.batch_bytes // size)
         while left and not self._stop():
-            self.launch()
+            self._launches.all()
             slot, words = self._slot(min(step, len(left)) * size), array("q")
             taken, good = self._source.send_assembled(left[:step], slot.address)
             self._lane.dma.record(slot.arrived)
@@ -146,13 +178,8 @@ class Batches:
 
     # -- kernels -----------------------------------------------------------------------------
 
-    def launch(self) -> None:
-        """Enqueue the kernels of all batches that were copied."""
-        while self._copied:
-            self._launch_oldest()
-
-    def _launch_oldest(self) -> None:
-        slot, parts, first, rows = self._copied.popleft()
+    def _launch_copied(self, copied: _Copied) -> None:
+        slot, parts, first, rows = copied
         words, tables = array("q"), []
         for run, at, stride in parts:
             found = self._found(run)
@@ -207,23 +234,31 @@ class Batches:
             sheet.send(kernels, leaves)
             kernels.after(slot.arrived)
             launch = sheet.work(work, self._units, len(self._unit_ids))
-            if check:
-                kernels.sums(launch, shape, check=True)
-            kernels.move(launch, shape, to_page=False)
+            kernels.scatter(launch, shape, check=check)
         self._lane.finished(slot, self._lane.kernels)
 
-    def end_band(self, first: int, rows: int) -> Band:
-        """Behind all that was sent so far."""
-        self.launch()
+    def end_band(self, first: int, rows: int) -> None:
+        """Behind all that was sent so far, it will be among those that ``ended``."""
+        self._launches.add(partial(self._end_band, first, rows), end=True)
+
+    def _end_band(self, first: int, rows: int) -> None:
         if not self._ready:
             self._prepare()
         room = self._sheet.room(FLAG * len(self._wanted))
         self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
-        return Band(first, rows, self._lane.kernels.record(), room)
+        self.ended.append(Band(first, rows, self._lane.kernels.record(), room))
 
     def flags(self, band: Band) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
         return self._sheet.back(band.flags, FLAG * len(self._wanted))
+
+
+def sheet_bytes(shape: Shape, granules: int, *, pages: int, units: int, bands: int) -> int:
+    """Room in the sheet for one group: unit ids, flags, leaf tables and work lists."""
+    lists = bands * pages * (granules * GRANULE_WORDS + HEAD_WORDS) * WORD
+    leaves = pages * granules * shape.layers * WORD
+    padding = (3 * pages * bands + bands + 8) * ALIGN  # at most, if each page is a batch of its own
+    return units * WORD + (bands + 2) * pages * FLAG + lists + leaves + padding
 
 
 def _columns(tables: bytes, layers: int, first: int, rows: int) -> bytes:

@@ -7,13 +7,12 @@ end, or, layer-wise, at the end of each band of layers.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvfs.bits import bits_of, members, span
-from kvfs.gpubatches import FLAG, Band, Batches, Window
+from kvfs.gpubatches import FLAG, Batches, Launches, Window, sheet_bytes
 from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
@@ -42,6 +41,7 @@ class _Group:
     covered: int = 0  # chunks that should lie in them
     flagged: memoryview = field(default_factory=lambda: memoryview(b""))  # as the last band left them
     whole: bool = True  # nothing is known to be missing
+    torn: bool = False  # it ended between two bands: no page has all of its layers
 
 
 @dataclass
@@ -61,9 +61,12 @@ class GpuLoad(Load):
             self.gpu.device.enter()
             if wait_for_event(self.gpu, self.transfer, self.after):
                 self.transfer._enter(TransferState.LOADING)
-                with self.gpu.reader.held(self.match) as held, self.gpu.loads.kernels.use():
-                    for attached, chunks in self.pages:
-                        self._load_chunks(attached, chunks, held)
+                with (
+                    self.gpu.reader.held(self.match) as held, self.gpu.loads.kernels.use(),
+                    self.transfer._step() as allowed,
+                ):  # fmt: skip
+                    if allowed:
+                        self._load_groups(held)
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
@@ -73,34 +76,44 @@ class GpuLoad(Load):
         for call in self._afterwards:
             call()
 
-    def _load_chunks(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> None:
-        limit = self.match.restorable(self.possible)
-        wanted = [chunk for chunk in chunks if chunk < limit]
-        with self.transfer._step() as allowed:
-            if allowed and wanted:
-                self._load_group(attached, wanted, held)
-
-    def _load_group(self, attached: Attached, wanted: list[int], held: dict[int, Held]) -> None:
-        group = self._begin(attached, wanted, held)
-        sent = False
+    def _load_groups(self, held: dict[int, Held]) -> None:
+        """One behind the other, without a pause between them, as long as they need no slots of the ring."""
+        launches, groups = self._launches(), list[_Group]()
         try:
-            self._send(group, held)
-            sent = group.whole  # the end of the last band was the end of everything
+            for attached, chunks in self.pages:
+                limit = self.match.restorable(self.possible)
+                wanted = [chunk for chunk in chunks if chunk < limit]
+                if wanted and not self.transfer.stopped:
+                    groups.append(self._begin(launches, attached, wanted, held))
+                    self._send(groups[-1], held)
+                    if groups[-1].source.has_slots:  # which the next group may want
+                        self._finish(launches, groups)
+            self._finish(launches, groups)
         finally:
-            if not sent:
+            if groups:  # left by an error
                 self.gpu.loads.quiet()
-            group.source.release()
-        if sent:
-            self._account(group, wanted, [])
-            self.transfer._settle(attached.number, bits_of(wanted), PageOutcome.LOADED)
-        else:
-            self._sort_out(group)
+                for group in groups:
+                    group.source.release()
 
-    def _begin(self, attached: Attached, wanted: list[int], held: dict[int, Held]) -> _Group:
+    def _launches(self) -> Launches:
+        need = sum(
+            sheet_bytes(
+                self.gpu.shapes[a.number], a.group.granules, pages=len(chunks), units=len(self.units[a.number]),
+                bands=self._bands,
+            )
+            for a, chunks in self.pages if chunks
+        )  # fmt: skip
+        return Launches(self.gpu.loads, need)
+
+    @property
+    def _bands(self) -> int:
+        return BANDS if self.layerwise else 1
+
+    def _begin(self, launches: Launches, attached: Attached, wanted: list[int], held: dict[int, Held]) -> _Group:
         gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
         source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from)
         batches = Batches(
-            self.gpu, attached, source, self.units[attached.number], wanted, bands=BANDS if self.layerwise else 1,
+            self.gpu, launches, attached, source, self.units[attached.number], wanted, bands=self._bands,
             first_token=self.first_token, stop=self._stop,
         )  # fmt: skip
         return _Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
@@ -110,21 +123,16 @@ class GpuLoad(Load):
 
     def _send(self, group: _Group, held: dict[int, Held]) -> None:
         """Everything up to the end of the last band."""
-        bands: deque[Band] = deque()
         for window in self._windows(group, held):
             for first, rows in self._plan_bands(group, window):
                 group.whole = group.batches.send(window, first, rows)
                 if group.whole and window.left:
                     continue  # it has one band, whose end is that of the last window
-                if not group.whole and rows < group.shape.layers:
-                    group.batches.sent.clear()  # no page has all of its layers
-                bands.append(group.batches.end_band(first, rows))
+                group.torn = not group.whole and rows < group.shape.layers
+                group.batches.end_band(first, rows)
                 if not group.whole:
-                    break
-                self._announce(group, bands, wait=False)
-            if not group.whole:
-                break
-        self._announce(group, bands, wait=True)
+                    return
+                self._announce(group, wait=False)
 
     def _windows(self, group: _Group, held: dict[int, Held]) -> Iterator[Window]:
         """Where the pages lie, a stretch at a time; all at once for bands, each of which needs all pages."""
@@ -150,9 +158,25 @@ class GpuLoad(Load):
 
     # -- the end -----------------------------------------------------------------------------
 
-    def _announce(self, group: _Group, bands: deque[Band], *, wait: bool) -> None:
+    def _finish(self, launches: Launches, groups: list[_Group]) -> None:
+        """Wait for these groups, and settle them."""
+        launches.all()
+        for group in groups:
+            self._announce(group, wait=True)
+        if not all(group.whole for group in groups):  # else the ends of the last bands were the ends of everything
+            self.gpu.loads.quiet()
+        while groups:
+            group = groups.pop(0)
+            group.source.release()
+            if group.whole:
+                self._account(group, group.wanted, [])
+                self.transfer._settle(group.attached.number, bits_of(group.wanted), PageOutcome.LOADED)
+            else:
+                self._sort_out(group)
+
+    def _announce(self, group: _Group, *, wait: bool) -> None:
         """Bands that have arrived: while all pages are well, their layers are ready."""
-        layers = group.attached.group.layers[group.attached.part.layer :]
+        layers, bands = group.attached.group.layers[group.attached.part.layer :], group.batches.ended
         while bands and (wait or bands[0].end.query()):
             band = bands.popleft()
             wait_until(self.gpu, band.end)
@@ -163,7 +187,7 @@ class GpuLoad(Load):
 
     def _sort_out(self, group: _Group) -> None:
         """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""
-        sent, index = group.batches.sent, group.batches.index
+        sent, index = {} if group.torn else group.batches.sent, group.batches.index
         records = {run.chunk + i: (run.segment, seq) for run in group.runs for i, seq in enumerate(run.seqs)}
         differ = [chunk for chunk in sent if group.flagged[index[chunk] * FLAG]]
         self.gpu.context.counters.add("pages_corrupt", len(differ))

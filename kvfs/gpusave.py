@@ -158,9 +158,7 @@ class GpuSave(Save):
         ))  # fmt: skip
         sheet.send(lane.kernels, work)
         launch = sheet.work(work, *units)
-        lane.kernels.move(launch, shape, to_page=True)
-        if shape.sums:
-            lane.kernels.sums(launch, shape, check=False)
+        lane.kernels.gather(launch, shape)
         lane.dma.after(lane.kernels.record(slot.arrived))
         self._copy_out(lease, slot.address, size, attached.page_bytes)
         if shape.sums:

@@ -289,6 +289,11 @@ class PageSource:
         """Bytes from page to page in scratch, where they do not come as they lie in a segment."""
         return fmt.align(self._attached.page_bytes)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether slots of the ring are in use, or about to be."""
+        return bool(self._leases or self._ahead)
+
     # -- checksums, the end --------------------------------------------------------------------
 
     def tables(self, run: Run) -> list[bytes | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -49,7 +50,6 @@ class Milestone:
 
     def _set(self) -> None:
         self._happened = True
-        try:
-            self._held.pop().release()
-        except IndexError:  # it had happened already
-            return
+        if self._held:
+            with contextlib.suppress(IndexError):  # somebody else was quicker
+                self._held.pop().release()

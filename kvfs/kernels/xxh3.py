@@ -85,9 +85,10 @@ def _scrambled(lanes, scramble):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _leaves(  # type: ignore[no-untyped-def]
-    work, constants, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr
+    place, constants, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr
 ):
     # A tile is (leaf, lane): a thread adds up the stripes of its lanes alone, with all loads of two blocks in flight.
+    work = tl.load(place).to(tl.pointer_type(tl.int64))
     rows = tl.load(work + 1)
     size = tl.load(work + 3)
     scratch = tl.load(work + 8)
@@ -138,9 +139,10 @@ def _leaves(  # type: ignore[no-untyped-def]
             tl.store(leaves + leaf, digest, mask=there)
 
 
-def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> None:
+def leaves(place: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> None:
     """Sum the leaves of a batch on the current stream: against ``leaves``, setting flags (``check``), or into it.
 
-    ``constants``: an i64 tensor that holds CONSTANTS. ``shape.sums`` must be true.
+    ``place``: an i64 tensor with the address of the work list; ``constants``: one that holds CONSTANTS. ``shape.sums``
+    must be true.
     """
-    _leaves[(programs,)](work, constants, LEAVES, shape.aligned, check, num_warps=WARPS)
+    _leaves[(programs,)](place, constants, LEAVES, shape.aligned, check, num_warps=WARPS)

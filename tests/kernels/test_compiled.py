@@ -1,0 +1,47 @@
+"""The kernels compile for GPUs, down to machine code: the interpreter takes programs that the compiler refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+COMPILE = """
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvfs.kernels import cells, xxh3
+
+
+def compile_for(capability, kernel, pointers, warps, constants):
+    signature = {**dict.fromkeys(pointers, "*i64"), **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    assert made.asm["cubin"]
+
+
+for capability in map(int, sys.argv[1:]):
+    for element, kind in cells._KINDS.items():
+        for to_page in (False, True):
+            constants = {"BUFFERS": 2, "STATES": 16, "ROWS": 128, "COLS": 32, "ELEMENT": element, "KIND": kind}
+            compile_for(capability, cells._cells, ["place"], 8, {**constants, "TO_PAGE": to_page})
+    for aligned in (False, True):
+        for check in (False, True):
+            constants = {"LEAVES": xxh3.LEAVES, "ALIGNED": aligned, "CHECK": check}
+            compile_for(capability, xxh3._leaves, ["place", "constants"], xxh3.WARPS, constants)
+"""
+
+
+def test_every_variant_compiles_without_a_gpu(tmp_path: object) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, "80", "90"], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
