@@ -1,7 +1,7 @@
 """The batches of a load: enqueued for DMA as early as scratch allows, and for the kernels behind it.
 
-The copies of several batches are enqueued before the kernels of the first one, those of the next band, or group, among
-them: what the host does in between takes longer than the copy of a small batch, and the link would run dry.
+The copies of a few batches, of the next band or group too, are enqueued before the kernels of the first one: what the
+host does in between takes longer than the copy of a small batch, and the link would run dry.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
@@ -23,15 +24,20 @@ from kvfs.reads import Run
 
 BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
 AHEAD = 3  # batches that are prepared behind the one that was sent
+PENDING = 4  # copies, and ends of bands, ahead of their launches
 FLAG = 4
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True)
+class Window:
     """Neighbouring pages of a load: as they lie in segments, and those that do not lie as they are wanted."""
 
     runs: list[Run]
     others: list[int]
     left: int  # pages behind it
+
+    def __len__(self) -> int:
+        return sum(run.count for run in self.runs) + len(self.others)
 
 
 class Band(NamedTuple):
@@ -57,26 +63,20 @@ class Launches:
 
     def __init__(self, lane: Lane, sheet_bytes: int) -> None:
         self._lane, self._sheet_bytes = lane, sheet_bytes
-        self._calls: deque[tuple[Callable[[], None], bool]] = deque()  # and whether it is the end of a band
-        self._ends = 0
+        self._calls: deque[Callable[[], None]] = deque()
 
     @cached_property
     def sheet(self) -> Sheet:
         """Of the load: made when the first copies are under way."""
         return self._lane.sheet(self._sheet_bytes)
 
-    def add(self, call: Callable[[], None], *, end: bool = False) -> None:
-        self._calls.append((call, end))
-        self._ends += end
+    def add(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        while len(self._calls) > PENDING:
+            self.oldest()
 
     def oldest(self) -> None:
-        call, end = self._calls.popleft()
-        self._ends -= end
-        call()
-
-    def to_last_end(self) -> None:
-        while self._ends:
-            self.oldest()
+        self._calls.popleft()()
 
     def all(self) -> None:
         while self._calls:
@@ -116,12 +116,16 @@ class Batches:
 
     # -- copies ------------------------------------------------------------------------------
 
-    def send(self, window: Window, first: int, rows: int) -> bool:
-        """Some layers of all pages of a window; False if the load ends before the last one."""
+    def send(self, window: Window, first: int, rows: int, behind: int = 0) -> bool:
+        """Some layers of all pages of a window; False if the load ends before the last one.
+
+        ``behind``: bytes that come after the last window's last layers.
+        """
         whole = rows == self._shape.layers
         page = self.page_bytes if whole else rows * self._shape.leaf_bytes * self._granules
         most, least = max(1, self._desk.batch_bytes // page), max(1, BATCH_BYTES_MIN // page)
-        batches = list(_batches(window.runs, most, least, window.left))
+        later = (window.left + len(window)) * (self._shape.layers - first - rows) // rows
+        batches = list(_batches(window.runs, most, least, window.left + later + behind // page))
         if whole:
             self._source.expect(window.runs)
         for number, batch in enumerate(batches):
@@ -129,8 +133,6 @@ class Batches:
                 return False
             copied = self._copy(batch, first, rows)
             self._launches.add(partial(self._launch_copied, copied))
-            if number == 0:
-                self._launches.to_last_end()
             for run in chain(*batches[number + 1 if number == 0 else number + AHEAD : number + AHEAD + 1]):
                 self._source.prepare(run)
         return self._send_assembled(window.others)
@@ -239,7 +241,7 @@ class Batches:
 
     def end_band(self, first: int, rows: int) -> None:
         """Behind all that was sent so far, it will be among those that ``ended``."""
-        self._launches.add(partial(self._end_band, first, rows), end=True)
+        self._launches.add(partial(self._end_band, first, rows))
 
     def _end_band(self, first: int, rows: int) -> None:
         if not self._ready:

@@ -23,7 +23,8 @@ from kvfs.reads import Run, plan_runs
 from kvfs.segment_files import Held
 from kvfs.types import PageOutcome, TransferState
 
-BANDS = 8  # of a layer-wise load
+BANDS = 8  # of a layer-wise load, at most
+BAND_BYTES_MIN = 32 << 20  # what smaller ones cost the host is more than what their copies take
 WINDOW_PAGES = 32  # that are planned before the first copy; then twice as many, while those are on their way
 
 
@@ -80,12 +81,13 @@ class GpuLoad(Load):
         """One behind the other, without a pause between them, as long as they need no slots of the ring."""
         launches, groups = self._launches(), list[_Group]()
         try:
-            for attached, chunks in self.pages:
+            for number, (attached, chunks) in enumerate(self.pages):
                 limit = self.match.restorable(self.possible)
                 wanted = [chunk for chunk in chunks if chunk < limit]
                 if wanted and not self.transfer.stopped:
                     groups.append(self._begin(launches, attached, wanted, held))
-                    self._send(groups[-1], held)
+                    behind = sum(len(later) * a.page_bytes for a, later in self.pages[number + 1 :])
+                    self._send(groups[-1], held, behind)
                     if groups[-1].source.has_slots:  # which the next group may want
                         self._finish(launches, groups)
             self._finish(launches, groups)
@@ -121,11 +123,11 @@ class GpuLoad(Load):
     def _stop(self) -> bool:
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
-    def _send(self, group: _Group, held: dict[int, Held]) -> None:
-        """Everything up to the end of the last band."""
+    def _send(self, group: _Group, held: dict[int, Held], behind: int) -> None:
+        """Everything up to the end of the last band; ``behind``: bytes of the groups that follow."""
         for window in self._windows(group, held):
             for first, rows in self._plan_bands(group, window):
-                group.whole = group.batches.send(window, first, rows)
+                group.whole = group.batches.send(window, first, rows, behind)
                 if group.whole and window.left:
                     continue  # it has one band, whose end is that of the last window
                 group.torn = not group.whole and rows < group.shape.layers
@@ -153,7 +155,8 @@ class GpuLoad(Load):
         layers = group.shape.layers
         if not self.layerwise or window.others or any(group.source.in_place(run) is None for run in window.runs):
             return [(0, layers)]
-        step = -(-layers // BANDS)
+        nbytes = len(window) * group.attached.page_bytes
+        step = -(-layers // max(1, min(BANDS, nbytes // BAND_BYTES_MIN)))
         return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
     # -- the end -----------------------------------------------------------------------------

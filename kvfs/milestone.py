@@ -13,7 +13,7 @@ _SLICE_SECONDS = 0.05
 
 
 class Milestone:
-    """A transfer has one for each layer: made in half a microsecond, where ``threading.Event`` takes seven.
+    """A transfer has several: made in half a microsecond, where ``threading.Event`` takes seven.
 
     A lock is held until it happens. Whoever waits takes it and lets go of it, one after the other; if an interrupt
     strikes in between, the others find out a moment later.

@@ -63,7 +63,8 @@ class Transfer:
         self.done = Milestone()
         self._task = task
         self._at_end = at_end
-        self._ready = {layer: Milestone() for _, layers, _ in task.groups.values() for layer in layers}
+        self._ready: dict[int, Milestone] = {}  # of layers that somebody has asked for
+        self._arrived: set[int] = set()  # layers
         self._cond = threading.Condition()
         self._state = TransferState.QUEUED
         self._open = dict(task.pages)
@@ -95,9 +96,17 @@ class Transfer:
         Layers become ready in order, each once all pages of it have been verified and copied; the host transport,
         and loads that are not layer-wise, load whole pages: then all layers of a group become ready together.
         """
-        if layer not in self._ready:
-            raise ConfigError(f"layer {layer} is not part of this transfer: it has {sorted(self._ready)}")
-        return self._ready[layer]
+        self.done.check_process()
+        with self._cond:
+            ready = self._ready.get(layer)
+            if ready is None:
+                known = {one for _, layers, _ in self._task.groups.values() for one in layers}
+                if layer not in known:
+                    raise ConfigError(f"layer {layer} is not part of this transfer: it has {sorted(known)}")
+                ready = self._ready[layer] = Milestone()
+                if layer in self._arrived or self._result is not None:
+                    ready._set()
+            return ready
 
     def wait(self, timeout: float | None = None) -> TransferResult | None:
         """Wait for the end; the result, or None if it has not come within ``timeout`` seconds."""
@@ -228,8 +237,10 @@ class Transfer:
 
     def _layers_ready(self, layers: Iterable[int]) -> None:
         """All pages of these MODEL layers are there."""
-        for layer in layers:
-            self._ready[layer]._set()
+        with self._cond:
+            self._arrived.update(layers)
+            for layer in self._arrived & self._ready.keys():
+                self._ready[layer]._set()
 
     def _end(self) -> None:
         """End it, once: what is still open is declined or cancelled, leases go back, everybody is told."""
@@ -243,10 +254,12 @@ class Transfer:
             lease.release()
         self.source_free._set()
         self._settle_rest(PageOutcome.CANCELLED if self._reason == "cancelled" else PageOutcome.DECLINED)
-        self._result = self._sum_up()
-        self._state = self._last_state(self._result)
-        for ready in (*self._ready.values(), self.published):
-            ready._set()
+        result = self._sum_up()
+        self._state = self._last_state(result)
+        with self._cond:
+            self._result = result
+            for ready in (*self._ready.values(), self.published):
+                ready._set()
         self._at_end(self)
         if self._task.on_done is not None:
             self._events.append(partial(self._task.on_done, self))

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, settings
+from kvfs import PageOutcome, gpubatches, settings
 from kvfs import format as fmt
 from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
@@ -224,7 +224,10 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
     assert target.tokens(range(10)) == source.tokens(range(10))
 
 
-def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(ns: kvfs.Namespace) -> None:
+def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpubatches, "PENDING", 0)  # each band is launched before the next one is copied
     saved(ns, 3)
     device, started = SimulatedDevice(), threading.Event()
     with attach(ns, Engine().kv, device=device) as io, ns.match(prompt(3)) as match:
@@ -245,7 +248,7 @@ def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(ns: kvfs.Namespa
         started.set()
         result = transfer.wait(SECONDS)
         assert result is not None and (result.tokens, result.pages, result.reason) == (0, 0, "cancelled")
-        assert device.launches == begin + 3  # what was copied is moved
+        assert device.launches == begin + 2
 
 
 def test_a_save_on_a_full_disk_goes_on_when_room_was_made(store_path: Path) -> None:

@@ -22,6 +22,7 @@ from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.hostio import HostIO
 from kvfs.layout import Cell, Group, Need, PageLayout, Part
+from kvfs.transfer import Task, Transfer
 from kvfs.types import Tier
 
 PAGE, BLOCK = 32, 16
@@ -932,6 +933,21 @@ def test_plans_and_matches_work_in_another_process(ns: kvfs.Namespace, store_pat
     assert ns.match(prompt(4)).chunks == 4
 
 
+def test_a_layer_that_has_arrived_is_ready_whenever_it_is_asked_for() -> None:
+    task = Task("load", {0: 0b1}, {0: ("kv", (4, 5, 6), 1)}, LATE, lambda done: (0, {}))
+    t = Transfer(task, lambda t: None)
+    waited = t.layer_ready(5)
+    t._layers_ready([4, 5])
+    assert waited.is_set() and t.layer_ready(4).is_set() and t.layer_ready(5) is waited
+    late = t.layer_ready(6)
+    assert not late.is_set()
+    t._end()
+    assert late.is_set() and t.layer_ready(6) is late
+    other = Transfer(task, lambda t: None)
+    other._end()
+    assert other.layer_ready(4).is_set()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_must_attach_anew(ns: kvfs.Namespace, files: GatedFiles) -> None:
     engine = Engine()
@@ -945,7 +961,10 @@ def test_a_child_must_attach_anew(ns: kvfs.Namespace, files: GatedFiles) -> None
         answer = b"no"
         try:
             files.writes = Gate()
-            for call in (lambda: io.save(ns.plan_save([]), []), t.cancel, t.done.wait, t.source_free.wait):
+            for call in (
+                lambda: io.save(ns.plan_save([]), []), t.cancel, t.done.wait, t.source_free.wait,
+                lambda: t.layer_ready(0),
+            ):  # fmt: skip
                 with pytest.raises(ConfigError, match="parent process"):
                     call()  # type: ignore[operator]
             io.close()
