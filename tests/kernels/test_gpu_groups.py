@@ -1,0 +1,200 @@
+"""Loads of several groups through the GPU transport over a simulated device: one behind the other, without a pause."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the GPU transport needs triton")
+
+import kvfs
+from kvfs import gpubatches
+from kvfs.layout import Group, Need, PageLayout
+from tests.kernels.simulated import SimulatedDevice, SimulatedStream
+from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, store, way
+from tests.stores import counted, segment_files
+
+__all__ = ["store", "way"]  # fixtures
+PAGE, CHUNKS, WINDOW = 16, 12, 4
+CELL = PageLayout.kv(layers=1, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=PAGE).groups[0].cell
+LAYOUT = PageLayout.of(
+    [
+        Group("full", (0, 3), 2, CELL, Need.all(), PAGE),
+        Group("window", (1, 2, 4), 2, CELL, Need.window_of(WINDOW * PAGE), PAGE),
+    ],
+    PAGE,
+)
+TOKENS = list(range(CHUNKS * PAGE))
+
+
+class Engine:
+    def __init__(self, seed: int | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        self.memory, self.kvs = {}, []
+        for group in LAYOUT.groups:
+            shape = (len(group.layers), CHUNKS + 3, PAGE, 2, 16)
+            filled = np.full(shape, 0xA5A5, "uint16") if seed is None else rng.integers(0, 1 << 16, shape, "uint16")
+            self.memory[group.name] = filled
+            self.kvs.append(kvfs.describe(group, filled, "layer,block,token,head,2*dim"))
+
+    def blocks(self, group: str, first: int, end: int) -> bytes:
+        return self.memory[group][:, first:end].tobytes()
+
+
+def units() -> dict[str, list[int]]:
+    return {group.name: list(range(CHUNKS)) for group in LAYOUT.groups}
+
+
+@pytest.fixture
+def ns(store: kvfs.Store) -> kvfs.Namespace:
+    return store.namespace("hybrid", LAYOUT, "1")
+
+
+@pytest.fixture
+def source(ns: kvfs.Namespace) -> Engine:
+    engine = Engine(seed=1)
+    with attach(ns, *engine.kvs) as io:
+        result = io.save(ns.plan_save(TOKENS), units(), NOW).wait(SECONDS)
+        assert result is not None and result.pages == 2 * CHUNKS
+    return engine
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_all_groups_come(ns: kvfs.Namespace, source: Engine, way: dict[str, Any], layerwise: bool) -> None:
+    target = Engine()
+    with attach(ns, *target.kvs, **way) as io, ns.match(TOKENS) as match:
+        for _ in range(2):  # the second time some of it is pinned
+            transfer = io.load(match, units(), NOW, layerwise=layerwise)
+            result = transfer.wait(SECONDS)
+            assert result is not None and (result.tokens, result.pages) == (CHUNKS * PAGE, CHUNKS + WINDOW), result
+            assert all(transfer.layer_ready(layer).is_set() for layer in range(5))
+        assert io.ring.free == io.ring.slots
+    assert target.blocks("full", 0, CHUNKS) == source.blocks("full", 0, CHUNKS)
+    assert target.blocks("window", CHUNKS - WINDOW, CHUNKS) == source.blocks("window", CHUNKS - WINDOW, CHUNKS)
+    assert set(target.blocks("window", 0, CHUNKS - WINDOW)) == {0xA5}
+    for group in ("full", "window"):
+        assert set(target.blocks(group, CHUNKS, CHUNKS + 3)) == {0xA5}
+
+
+class Order(SimulatedStream):
+    """Notes what is enqueued, and when the host looks whether something is over."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self.log: list[str] = device.log
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None:
+        self.log.append("copy")
+        super().copy_in(target, source, nbytes)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> None:
+        self.log.append("launch")
+        super().scatter(*args, **kwargs)
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None:
+        self.log.append("end")
+        super().copy_out(target, source, nbytes)
+
+
+class Ordered(SimulatedDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def stream(self) -> Any:
+        return Order(self)
+
+
+def test_the_next_group_is_copied_before_the_last_one_is_launched(ns: kvfs.Namespace, source: Engine) -> None:
+    device, target = Ordered(), Engine()
+    with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
+        io.warm(match)
+        device.log.clear()
+        assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
+    assert device.log == ["copy", "copy", "launch", "end", "launch", "end"]
+
+
+def test_few_copies_are_ahead_of_their_launches(
+    ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    device, target = Ordered(), Engine()
+    with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
+        io.warm(match)
+        device.log.clear()
+        assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
+    ahead = 0
+    for what in device.log:
+        ahead += (what == "copy") - (what == "launch")
+        assert ahead <= gpubatches.PENDING + 1
+    assert device.log.count("copy") > 2 * gpubatches.PENDING
+
+
+@pytest.mark.parametrize("group", ["full", "window"])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_flipped_bit_of_either_group_is_refused(
+    ns: kvfs.Namespace, store: kvfs.Store, source: Engine, way: dict[str, Any], group: str, layerwise: bool
+) -> None:
+    chunk = CHUNKS - 2
+    pages = source.memory[group][:, chunk].tobytes()
+    damage(Path(store.path), ns, group, chunk)
+    target = Engine()
+    with attach(ns, *target.kvs, **way) as io, ns.match(TOKENS) as match, counted(store) as moved:
+        result = io.load(match, units(), NOW, layerwise=layerwise).wait(SECONDS)
+        # shorter prefixes would need pages of the window that the match does not have
+        assert result is not None and (result.tokens, result.reason) == (0, "unreadable"), result
+        assert moved("pages_corrupt") == 1
+    assert target.memory[group][:, chunk].tobytes() == b"\xa5" * len(pages), "unverified bytes reached a unit"
+
+
+def damage(path: Path, ns: kvfs.Namespace, group: str, chunk: int) -> None:
+    with ns.match(TOKENS) as match:
+        gm = match.group(group)
+        page = bytes(memoryview(ns.view(match, group)[chunk - gm.first])[:64])
+    [segment] = segment_files(path)
+    data = bytearray(segment.read_bytes())
+    at = data.index(page) + 5
+    with segment.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([data[at] ^ 4]))
+
+
+def test_the_ring_is_given_back_before_the_next_group_wants_it(ns: kvfs.Namespace, source: Engine) -> None:
+    target, slot = Engine(), max(g.page_bytes for g in LAYOUT.groups)
+    slots = -(-slot // 4096) * 4096 * 2
+    with attach(ns, *target.kvs, transport="ring", ring_bytes=slots) as io, ns.match(TOKENS) as match:
+        result = io.load(match, units(), NOW, deadline=SECONDS).wait(2 * SECONDS)
+        assert result is not None and (result.tokens, result.reason) == (CHUNKS * PAGE, ""), result
+
+
+def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(
+    ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpubatches, "PENDING", 0)  # each batch is launched before the next one is copied
+    device, target = SimulatedDevice(), Engine()
+    with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
+        begin = device.launches
+
+        def cancel() -> None:
+            if device.launches == begin + 1:
+                threading.Thread(target=transfer.cancel).start()
+                while not transfer.stopped:
+                    pass
+
+        started = threading.Event()
+
+        class Started:
+            def query(self) -> bool:
+                return started.is_set()
+
+        device.before_launch = cancel
+        transfer = io.load(match, units(), Started())
+        started.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.reason) == (0, "cancelled"), result
+        assert set(target.blocks("full", 0, CHUNKS)) == {0xA5}
+        assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
