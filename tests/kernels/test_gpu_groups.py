@@ -165,8 +165,8 @@ def damage(path: Path, ns: kvfs.Namespace, group: str, chunk: int) -> None:
 
 def test_the_ring_is_given_back_before_the_next_group_wants_it(ns: kvfs.Namespace, source: Engine) -> None:
     target, slot = Engine(), max(g.page_bytes for g in LAYOUT.groups)
-    slots = -(-slot // 4096) * 4096 * 2
-    with attach(ns, *target.kvs, transport="ring", ring_bytes=slots) as io, ns.match(TOKENS) as match:
+    one = -(-slot // 4096) * 4096
+    with attach(ns, *target.kvs, transport="ring", ring_bytes=one) as io, ns.match(TOKENS) as match:
         result = io.load(match, units(), NOW, deadline=SECONDS).wait(2 * SECONDS)
         assert result is not None and (result.tokens, result.reason) == (CHUNKS * PAGE, ""), result
 
