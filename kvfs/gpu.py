@@ -23,8 +23,9 @@ from kvfs.kernels import by_torch
 from kvfs.kernels.work import WORD, Shape, Work
 
 log = logging.getLogger("kvfs")
-COPY_PROGRAMS, COPY_PROGRAMS_MAX, COPY_TILE_BYTES = 16, 128, 32 << 10  # small tiles want more programs
-SUM_PROGRAMS = 16
+#: Of the kernels. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
+COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
+COPY_TILE_BYTES = 32 << 10  # tiles of this size want fewer warps
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
 
 
@@ -206,14 +207,13 @@ class _Stream:
     def _launch(self, shape: Shape, *, gather: bool, sums: bool) -> None:
         from kvfs.kernels import cells, xxh3
 
-        programs = COPY_PROGRAMS * max(1, COPY_TILE_BYTES // shape.tile_bytes) * max(1, shape.buffers // 2)
-        programs, warps = min(COPY_PROGRAMS_MAX, programs), copy_warps(shape)
+        warps = copy_warps(shape)
         if gather:
-            cells.move(self._at, shape, to_page=True, programs=programs, warps=warps)
+            cells.move(self._at, shape, to_page=True, programs=COPY_PROGRAMS, warps=warps)
         if sums:
             xxh3.leaves(self._at, self._constants, shape, check=not gather, programs=SUM_PROGRAMS)
         if not gather:
-            cells.move(self._at, shape, to_page=False, programs=programs, warps=warps)
+            cells.move(self._at, shape, to_page=False, programs=COPY_PROGRAMS, warps=warps)
 
     def _record_graph(self, shape: Shape, *, gather: bool, sums: bool) -> None:
         graph = self._torch.cuda.CUDAGraph()

@@ -36,7 +36,7 @@ log = logging.getLogger("kvfs")
 BATCH_BYTES = 16 << 20
 BATCH_PAGES = 128
 SLOT_ALIGN = 4096
-STALLED_SECONDS = 0.05  # without a batch written: a save that finds the ring full is declined rather than kept waiting
+STALLED_SECONDS = 0.5  # without a batch written: a save that finds the ring full is declined, not kept waiting
 
 
 class Attached(NamedTuple):
