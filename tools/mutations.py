@@ -164,8 +164,18 @@ MUTATIONS = (
     ),
     Mutation(
         "take the GPU's copy without a check", "kvfs/gpubatches.py",
-        "            if check:\n                kernels.sums", "            if False:\n                kernels.sums",
+        "kernels.scatter(launch, shape, check=check)", "kernels.scatter(launch, shape, check=False)",
         ("tests/kernels/test_gpu_transport.py",),
+    ),
+    Mutation(
+        "keep the ring's slots from the next group", "kvfs/gpuload.py",
+        "if groups[-1].source.has_slots:", "if False:",
+        ("tests/kernels/test_gpu_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
+    ),
+    Mutation(
+        "do not launch what was copied", "kvfs/gpuload.py",
+        "        launches.all()\n", "",
+        ("tests/kernels/test_gpu_groups.py",),
     ),
     Mutation(
         "scatter a page that differs", "kvfs/kernels/cells.py",
