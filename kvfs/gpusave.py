@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvfs.gpu import Event
 from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
-from kvfs.gpulane import ALIGN, BATCHES, Sheet, aligned
+from kvfs.gpulane import ALIGN, BATCHES, Sheet
 from kvfs.hashing import LEAF_BYTES
 from kvfs.hostjobs import Attached, fail
 from kvfs.hostsave import Batch, Save
@@ -83,16 +83,16 @@ class GpuSave(Save):
         """Enqueue the batches of a group; False ends the save."""
         desk, transfer, done = self.gpu, self.transfer, 0
         sheet, units = self._begin(attached, chunks)
-        slot_pages = max(1, min(BATCH_BYTES, desk.saves.nbytes // BATCHES) // aligned(attached.page_bytes))
-        pages = max(1, slot_pages // 4)  # of the first batch: the link waits for it
+        most = max(1, min(BATCH_BYTES, desk.saves.nbytes // BATCHES) // desk.ring.stride(attached.page_bytes))
+        pages = max(1, most // 4)  # of the first batch: the link waits for it
         try:
             while done < len(chunks) and chunks[done] < self.limit:
                 if transfer.stopped or desk.late(transfer):
                     return False
-                lease = self._lease(min(pages, len(chunks) - done))
+                lease = self._lease(min(pages, len(chunks) - done), attached.page_bytes)
                 if lease is None:
                     return False
-                pages = min(slot_pages, 2 * pages)
+                pages = min(most, 2 * pages)
                 batch = Batch(attached, chunks[done : done + len(lease)], lease)
                 step = contextlib.ExitStack()
                 if not step.enter_context(transfer._step()):
@@ -112,7 +112,7 @@ class GpuSave(Save):
             while self._flights:  # before the sheet is used anew
                 self._land()
 
-    def _lease(self, pages: int) -> Lease | None:
+    def _lease(self, pages: int, page_bytes: int) -> Lease | None:
         """Slots for a batch; batches on their way are landed, and handed over, before it waits."""
         desk, ring = self.gpu, self.gpu.ring
         while True:
@@ -120,6 +120,7 @@ class GpuSave(Save):
             lease = ring.acquire(
                 pages,
                 clock() if self._flights or self._landed else self.transfer.deadline,
+                page_bytes=page_bytes,
                 least=1,
                 keep=desk.save_keep,
                 in_vain_from=desk.writes.stalled_at,
@@ -146,10 +147,10 @@ class GpuSave(Save):
     def _send(self, batch: Batch, sheet: Sheet, units: tuple[int, int], step: contextlib.ExitStack) -> _Flight:
         """Enqueue: work list, gather, sums, copies to the slots."""
         desk, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
-        shape, group, size = desk.shapes[attached.number], attached.group, aligned(attached.page_bytes)
-        slot = lane.slot(len(chunks) * size, lane.kernels)
+        shape, group, stride = desk.shapes[attached.number], attached.group, lease.stride
+        slot = lane.slot(len(chunks) * stride, lane.kernels)
         assert slot is not None, "a batch of a save was not finished"
-        words = _words(chunks, group, size, shape.layers * shape.leaf_bytes)
+        words = _words(chunks, group, stride, shape.layers * shape.leaf_bytes)
         nbytes = len(chunks) * group.granules * shape.layers * LEAF_BYTES
         tables = sheet.room(nbytes)
         work = sheet.put(pack(
@@ -162,22 +163,12 @@ class GpuSave(Save):
         if shape.sums:
             lane.kernels.sums(launch, shape, check=False)
         lane.dma.after(lane.kernels.record(slot.arrived))
-        self._copy_out(lease, slot.address, size, attached.page_bytes)
+        for first, count, at in lease.stretches():
+            lane.dma.copy_out(desk.ring_address + at, slot.address + first * stride, count * stride)
         if shape.sums:
             sheet.fetch(lane.dma, tables, nbytes, into=tables)
         lane.finished(slot, lane.dma)
         return _Flight(batch, lane.dma.record(), sheet, tables if shape.sums else -1, step)
-
-    def _copy_out(self, lease: Lease, source: int, size: int, page_bytes: int) -> None:
-        """Scratch to slots: neighbours in one copy where pages fill their slots."""
-        desk, slots, first = self.gpu, lease.slots, 0
-        joined = size == desk.ring.slot_bytes
-        for i in range(1, len(slots) + 1):
-            if i < len(slots) and joined and slots[i] == slots[i - 1] + 1:
-                continue
-            nbytes = (i - first) * size if joined else page_bytes
-            desk.saves.dma.copy_out(desk.address_in_ring(slots[first]), source + first * size, nbytes)
-            first = i
 
     def _land(self) -> None:
         """Wait until the oldest batch has arrived."""

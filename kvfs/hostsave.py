@@ -93,10 +93,11 @@ class Save:
         while done < len(chunks) and chunks[done] < self.limit:
             if transfer.stopped or desk.late(transfer):
                 return False
-            n = min(desk.batch, len(chunks) - done)
+            size = attached.page_bytes
             lease = desk.ring.acquire(
-                n, transfer.deadline, least=1, keep=desk.save_keep, in_vain_from=desk.writes.stalled_at
-            )
+                min(desk.batch(size), len(chunks) - done), transfer.deadline, page_bytes=size, least=1,
+                keep=desk.save_keep, in_vain_from=desk.writes.stalled_at,
+            )  # fmt: skip
             if lease is None:
                 transfer._note("ring")
                 return False
@@ -123,7 +124,7 @@ class Save:
 
     def _fill(self, batch: Batch) -> None:
         attached = batch.attached
-        for page, chunk in zip(batch.lease.views(attached.page_bytes), batch.chunks, strict=True):
+        for page, chunk in zip(batch.lease.views(), batch.chunks, strict=True):
             units = self.units[attached.number]
             copied = gather(page, attached.group, attached.part, attached.device, units, chunk)
             assert copied == attached.page_bytes, f"page {chunk} has {copied} of {attached.page_bytes} bytes"
@@ -143,7 +144,7 @@ class Save:
 
     def _append(self, batch: Batch, lane: int) -> None:
         attached = batch.attached
-        views = dict(zip(batch.chunks, batch.lease.views(attached.page_bytes), strict=True))
+        views = dict(zip(batch.chunks, batch.lease.views(), strict=True))
         written: set[int] = set()
 
         def payload(chunk: int) -> memoryview:
