@@ -136,7 +136,7 @@ def _from_words(raw: bytes, signed: bool, size: int) -> bytes:
     """Ids of ``size`` bytes each, native and little endian."""
     if size == 8:
         words = memoryview(raw).cast("I")
-        if any(words[1::2].tobytes()):
+        if words[1::2].tobytes() != bytes(len(raw) // 2):
             raise ConfigError("token_ids holds a value outside [0, 2**32): negative or too large ids are no tokens")
         return words[0::2].tobytes()
     if signed and raw and min(memoryview(raw).cast("i")) < 0:

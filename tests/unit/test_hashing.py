@@ -235,6 +235,7 @@ BAD: dict[str, Any] = {
     "negative big-endian": lambda: np.full(16, -1, ">i4"),
     "negative int64": lambda: np.full(16, -1, "int64"),
     "too large int64": lambda: np.full(16, 2**32, "int64"),
+    "one too large int64": lambda: np.array([1] * 15 + [2**40]),
     "too large uint64": lambda: np.full(16, 2**64 - 1, "uint64"),
     "numpy floats": lambda: np.ones(16),
     "numpy halves": lambda: np.ones(16, "float16"),
