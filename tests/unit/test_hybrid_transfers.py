@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import hostjobs, settings
+from kvfs import hostjobs, hostsave, settings
 from kvfs.errors import ConfigError
 from kvfs.files import Files
 from kvfs.layout import Cell, Group, Need, PageLayout
@@ -129,3 +129,18 @@ def test_sets_of_pages_with_gaps_come_right(store_path: Path) -> None:
     gone = sorted({*range(2 * CHUNKS)} - {*kept})
     assert (target.memory[0][:, kept] == source.memory[0][:, kept]).all()
     assert (target.memory[0][:, gone] == 0xA5A5).all()
+
+
+def test_behind_a_page_that_full_attention_lacks_no_group_is_gathered(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, gathered, real = hybrid(2, 6), [], hostsave.gather
+    monkeypatch.setattr(hostsave, "gather", lambda *a: (gathered.append((a[1].name, a[-1])), real(*a))[1])
+    lacking = [-1 if block == 8 else block for block in range(2 * CHUNKS)]
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        ns = store.namespace("hybrid", layout, "1")
+        with ns.attach(Engine(layout, seed=1).kvs) as io:
+            units = {"full": lacking, "window": UNITS["window"]}
+            result = io.save(ns.plan_save(PROMPT), units, deadline=LATE).wait(SECONDS)
+            assert result is not None and (result.pages, result.reason) == (8, "source")
+    assert gathered == [(name, chunk) for name in ("full", "window") for chunk in range(4)]
