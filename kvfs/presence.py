@@ -30,9 +30,10 @@ def read_behind_gaps(lookup: GroupLookup, read: Read) -> None:
     gapped, left = lookup.gapped, list[int]()
     together = max(1, KEYS_PER_HOLD // (RUN * max(1, len(lookup.parts))))
     for first in range(0, len(gapped), together):
-        run_of = {key: run for run in gapped[first : first + together] for key in lookup.keys_within(run)}
-        if run_of:
-            left += {run_of[key] for key in _there(list(run_of), read)}
+        runs = gapped[first : first + together]
+        keys = [key for run in runs for key in lookup.keys_within(run)]
+        if keys and (there := set(_there(keys, read))):
+            left += [run for run in runs if not there.isdisjoint(lookup.keys_within(run))]
 
     def step(session: Session) -> None:
         budget = lookup.rows_read + ROWS_PER_HOLD

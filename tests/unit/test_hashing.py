@@ -79,6 +79,12 @@ def test_a_page_key_is_what_every_kvfs_ever_used() -> None:
     assert key == hashlib.blake2b(namespace + b"\x04full" + chunk, digest_size=32).digest()
 
 
+def test_keys_made_one_after_the_other_are_the_same() -> None:
+    namespace, chunks = bytes(range(32)), [bytes([i]) * 32 for i in range(4)]
+    key = hashing.page_keys(namespace, "full")
+    assert [key(chunk) for chunk in chunks] == [hashing.page_key(namespace, "full", chunk) for chunk in chunks]
+
+
 def test_namespace_group_and_chunk_each_change_a_page_key() -> None:
     namespace, chunk = bytes(32), bytes(31) + b"\x01"
     keys = {
