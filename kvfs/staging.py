@@ -74,7 +74,7 @@ class Lease:
         full = per_slot * self.stride == slot_bytes
         first = [i for i, slot in enumerate(slots) if not (full and i and slots[i - 1] + 1 == slot)]
         return [
-            (i * per_slot, min(end * per_slot, len(self)) - i * per_slot, slots[i] * slot_bytes)
+            (i * per_slot, min(end * per_slot, self._pages) - i * per_slot, slots[i] * slot_bytes)
             for i, end in pairwise((*first, len(slots)))
         ]
 
