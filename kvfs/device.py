@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -112,6 +112,11 @@ class DeviceKV:
         """Whether this rank, of those that hold the same bytes, is the one to write page ``chunk``."""
         index, count = self.buffers[0].replica
         return chunk % count == index
+
+    def written(self, chunks: Sequence[int]) -> list[int]:
+        """Those of ``chunks`` that this rank writes."""
+        index, count = self.buffers[0].replica
+        return list(chunks) if count == 1 else [chunk for chunk in chunks if chunk % count == index]
 
     def unit_range(self, group: Group, chunk: int) -> range:
         """Numbers (positions in ``units`` of a prompt) of the units that page ``chunk`` touches."""

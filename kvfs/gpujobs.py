@@ -33,9 +33,6 @@ class GpuDesk(Desk):
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
 
-    def address_in_ring(self, slot: int) -> int:
-        return self.ring_address + slot * self.ring.slot_bytes
-
 
 def wait_until(desk: GpuDesk, event: Event) -> None:
     """Wait for something that was enqueued. To be woken by the driver takes 180 microseconds, this 40."""

@@ -1,7 +1,8 @@
 """A save from a GPU: gathered into scratch, summed there, by DMA to the ring; appended on write threads.
 
-The pages of a batch and their leaf tables arrive together, while the next batches are gathered. Without slots for a
-page within the deadline it is declined before it is gathered.
+The pages of a batch and their leaf tables arrive together, while the next batches are gathered, of whatever group: the
+link does not run dry between two groups. Without slots for a page within the deadline it is declined before it is
+gathered.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from kvfs.gpu import Event
 from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
-from kvfs.gpulane import ALIGN, BATCHES, Sheet, aligned
+from kvfs.gpulane import ALIGN, BATCHES, Sheet
 from kvfs.hashing import LEAF_BYTES
 from kvfs.hostjobs import Attached, fail
 from kvfs.hostsave import Batch, Save
@@ -60,9 +61,7 @@ class GpuSave(Save):
             if wait_for_event(self.gpu, self.transfer, self.after):
                 self.transfer._enter(TransferState.COPYING)
                 with lane.kernels.use():
-                    for attached, chunks in self.pages:
-                        if chunks and not self._gather(attached, chunks):
-                            break
+                    self._gather_all()
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
@@ -79,40 +78,47 @@ class GpuSave(Save):
                 self._hand_over_landed()
                 self._finish(gathered=True)
 
-    def _gather(self, attached: Attached, chunks: list[int]) -> bool:
-        """Enqueue the batches of a group; False ends the save."""
-        desk, transfer, done = self.gpu, self.transfer, 0
-        sheet, units = self._begin(attached, chunks)
-        slot_pages = max(1, min(BATCH_BYTES, desk.saves.nbytes // BATCHES) // aligned(attached.page_bytes))
-        pages = max(1, slot_pages // 4)  # of the first batch: the link waits for it
+    def _gather_all(self) -> None:
+        """Enqueue the batches of all groups; then wait for those that are still on their way."""
+        sheet = self.gpu.saves.sheet(sum(self._sheet_bytes(a, len(chunks)) for a, chunks in self.pages if chunks))
         try:
-            while done < len(chunks) and chunks[done] < self.limit:
-                if transfer.stopped or desk.late(transfer):
-                    return False
-                lease = self._lease(min(pages, len(chunks) - done))
-                if lease is None:
-                    return False
-                pages = min(slot_pages, 2 * pages)
-                batch = Batch(attached, chunks[done : done + len(lease)], lease)
-                step = contextlib.ExitStack()
-                if not step.enter_context(transfer._step()):
-                    step.close()
-                    return False
-                try:
-                    self._flights.append(self._send(batch, sheet, units, step))
-                except BaseException:
-                    with step:
-                        desk.saves.quiet()
-                    raise
-                done += len(batch.chunks)
-                if len(self._flights) > AHEAD:
-                    self._land()
-            return True
+            for attached, chunks in self.pages:
+                if chunks and not self._gather_group(attached, chunks, sheet):
+                    break
         finally:
-            while self._flights:  # before the sheet is used anew
+            while self._flights:
                 self._land()
 
-    def _lease(self, pages: int) -> Lease | None:
+    def _gather_group(self, attached: Attached, chunks: list[int], sheet: Sheet) -> bool:
+        """Enqueue the batches of a group; False ends the save."""
+        desk, transfer, done = self.gpu, self.transfer, 0
+        units = self._send_ids(attached, sheet)
+        most = max(1, min(BATCH_BYTES, desk.saves.nbytes // BATCHES) // desk.ring.stride(attached.page_bytes))
+        pages = most if self._flights else max(1, most // 4)  # the link waits for the first batch
+        while done < len(chunks) and chunks[done] < self.limit:
+            if transfer.stopped or desk.late(transfer):
+                return False
+            lease = self._lease(min(pages, len(chunks) - done), attached.page_bytes)
+            if lease is None:
+                return False
+            pages = min(most, 2 * pages)
+            batch = Batch(attached, chunks[done : done + len(lease)], lease)
+            step = contextlib.ExitStack()
+            if not step.enter_context(transfer._step()):
+                step.close()
+                return False
+            try:
+                self._flights.append(self._send(batch, sheet, units, step))
+            except BaseException:
+                with step:
+                    desk.saves.quiet()
+                raise
+            done += len(batch.chunks)
+            if len(self._flights) > AHEAD:
+                self._land()
+        return True
+
+    def _lease(self, pages: int, page_bytes: int) -> Lease | None:
         """Slots for a batch; batches on their way are landed, and handed over, before it waits."""
         desk, ring = self.gpu, self.gpu.ring
         while True:
@@ -120,6 +126,7 @@ class GpuSave(Save):
             lease = ring.acquire(
                 pages,
                 clock() if self._flights or self._landed else self.transfer.deadline,
+                page_bytes=page_bytes,
                 least=1,
                 keep=desk.save_keep,
                 in_vain_from=desk.writes.stalled_at,
@@ -133,23 +140,26 @@ class GpuSave(Save):
                 self._land()
             self._hand_over_landed()
 
-    def _begin(self, attached: Attached, chunks: list[int]) -> tuple[Sheet, tuple[int, int]]:
+    def _sheet_bytes(self, attached: Attached, pages: int) -> int:
+        """What a group puts on the sheet, at most: if each page is a batch of its own."""
         shape, granules = self.gpu.shapes[attached.number], attached.group.granules
-        ids = array("q", self.units[attached.number])
         words = (granules * (GRANULE_WORDS + shape.layers) + HEAD_WORDS) * WORD + 3 * ALIGN
-        sheet = self.gpu.saves.sheet(len(ids) * WORD + len(chunks) * words + 8 * ALIGN)
+        return len(self.units[attached.number]) * WORD + pages * words + ALIGN
+
+    def _send_ids(self, attached: Attached, sheet: Sheet) -> tuple[int, int]:
+        """Unit ids of a group: where on the sheet, and how many. Not behind pages that are on their way to slots."""
+        ids = array("q", self.units[attached.number])
         at = sheet.put(ids)
-        sheet.send(self.gpu.saves.dma, at)
-        self.gpu.saves.kernels.after(self.gpu.saves.dma.record())
-        return sheet, (at, len(ids))
+        sheet.send(self.gpu.saves.kernels, at)
+        return at, len(ids)
 
     def _send(self, batch: Batch, sheet: Sheet, units: tuple[int, int], step: contextlib.ExitStack) -> _Flight:
         """Enqueue: work list, gather, sums, copies to the slots."""
         desk, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
-        shape, group, size = desk.shapes[attached.number], attached.group, aligned(attached.page_bytes)
-        slot = lane.slot(len(chunks) * size, lane.kernels)
+        shape, group, stride = desk.shapes[attached.number], attached.group, lease.stride
+        slot = lane.slot(len(chunks) * stride, lane.kernels)
         assert slot is not None, "a batch of a save was not finished"
-        words = _words(chunks, group, size, shape.layers * shape.leaf_bytes)
+        words = _words(chunks, group, stride, shape.layers * shape.leaf_bytes)
         nbytes = len(chunks) * group.granules * shape.layers * LEAF_BYTES
         tables = sheet.room(nbytes)
         work = sheet.put(pack(
@@ -160,22 +170,12 @@ class GpuSave(Save):
         launch = sheet.work(work, *units)
         lane.kernels.gather(launch, shape)
         lane.dma.after(lane.kernels.record(slot.arrived))
-        self._copy_out(lease, slot.address, size, attached.page_bytes)
+        for first, count, at in lease.stretches():
+            lane.dma.copy_out(desk.ring_address + at, slot.address + first * stride, count * stride)
         if shape.sums:
             sheet.fetch(lane.dma, tables, nbytes, into=tables)
         lane.finished(slot, lane.dma)
         return _Flight(batch, lane.dma.record(), sheet, tables if shape.sums else -1, step)
-
-    def _copy_out(self, lease: Lease, source: int, size: int, page_bytes: int) -> None:
-        """Scratch to slots: neighbours in one copy where pages fill their slots."""
-        desk, slots, first = self.gpu, lease.slots, 0
-        joined = size == desk.ring.slot_bytes
-        for i in range(1, len(slots) + 1):
-            if i < len(slots) and joined and slots[i] == slots[i - 1] + 1:
-                continue
-            nbytes = (i - first) * size if joined else page_bytes
-            desk.saves.dma.copy_out(desk.address_in_ring(slots[first]), source + first * size, nbytes)
-            first = i
 
     def _land(self) -> None:
         """Wait until the oldest batch has arrived."""

@@ -91,10 +91,11 @@ class PageSource:
         if self._desk.in_place is not None and self._summed and (self._registers(run) or self._fills.begin(run)):
             return
         ring, now = self._desk.ring, self._desk.context.files.monotonic()
-        if run.count > ring.slots // 4:
+        size = self._attached.page_bytes
+        if run.count > ring.holds(size) // 4:
             return
         self._reap()
-        lease = ring.acquire(run.count, now)
+        lease = ring.acquire(run.count, now, page_bytes=size)
         if lease is not None and self._transfer._own(lease):
             self._ahead[run.segment, run.offset] = self._begin(run, lease)
 
@@ -123,7 +124,7 @@ class PageSource:
                 reading = self._begin(run.cut(done, len(lease)), lease)
             part = reading.run
             good = self._end(reading)
-            self._drain(reading.lease, part.stride, target + done * run.stride)
+            self._drain(reading.lease, target + done * run.stride)
             yield from (part.cut(first, count) for first, count in streaks(good))
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
             done += part.count
@@ -166,12 +167,12 @@ class PageSource:
 
     def _lease(self, pages: int) -> Lease | None:
         """Slots, FILLING; those whose copies are over go back first. None, and the reason noted, if none come."""
-        ring, clock = self._desk.ring, self._desk.context.files.monotonic
-        pages = min(pages, max(1, ring.slots // 4))
+        ring, clock, size = self._desk.ring, self._desk.context.files.monotonic, self._attached.page_bytes
+        pages = min(pages, max(1, ring.holds(size) // 4))
         while True:
             self._reap()
             mine = bool(self._leases or self._ahead)
-            lease = ring.acquire(pages, clock() if mine else self._transfer.deadline, least=1)
+            lease = ring.acquire(pages, clock() if mine else self._transfer.deadline, page_bytes=size, least=1)
             if lease is not None:
                 return lease if self._transfer._own(lease) else None
             if self._leases:
@@ -189,7 +190,7 @@ class PageSource:
             self._leases.pop(0)[1].release()
 
     def _begin(self, run: Run, lease: Lease) -> _Reading:
-        """Have the slots filled, a page each, by several threads."""
+        """Have the slots filled by several threads."""
         segments = self._desk.context.segments
         cached = segments.cached_bytes(run.held, run.offset, run.span)
         self._note(run, Tier.HOST if cached == run.span else Tier.DISK)
@@ -224,7 +225,7 @@ class PageSource:
         """One of the pages cannot be read: find out which."""
         self._desk.context.counters.add("read_errors")
         good = []
-        for i, memory in enumerate(lease.views(self._attached.page_bytes)):
+        for i, memory in enumerate(lease.views()):
             try:
                 self._desk.context.segments.read(run.held, memory, run.offset + i * run.stride)
                 good.append(True)
@@ -234,23 +235,18 @@ class PageSource:
 
     def _verify(self, run: Run, lease: Lease, good: list[bool]) -> None:
         leaf_bytes = self._attached.group.leaf_bytes(self._attached.part)
-        for i, memory in enumerate(lease.views(self._attached.page_bytes)):
+        for i, memory in enumerate(lease.views()):
             if good[i] and root_of(leaf_table(memory, leaf_bytes)) != run.root(i):
                 self._desk.context.counters.add("pages_corrupt")
                 good[i] = False
 
-    def _drain(self, lease: Lease, stride: int, target: int) -> None:
-        """Enqueue the copies out of the slots; the lease goes back when they are over."""
-        dma, slots, first = self._desk.loads.dma, lease.slots, 0
+    def _drain(self, lease: Lease, target: int) -> None:
+        """Enqueue the copies out of the slots, ``stride`` apart; the lease goes back when they are over."""
+        dma, stride = self._desk.loads.dma, self.stride
         lease.move(SlotState.FULL)
         lease.move(SlotState.DRAINING)
-        joined = stride == self._desk.ring.slot_bytes
-        for i in range(1, len(slots) + 1):
-            if i < len(slots) and joined and slots[i] == slots[i - 1] + 1:
-                continue
-            nbytes = (i - first) * stride if joined else self._attached.page_bytes
-            dma.copy_in(target + first * stride, self._desk.address_in_ring(slots[first]), nbytes)
-            first = i
+        for first, count, at in lease.stretches():
+            dma.copy_in(target + first * stride, self._desk.ring_address + at, count * stride)
         self._leases.append((dma.record(), lease))
 
     def send_assembled(self, chunks: Sequence[int], target: int) -> tuple[list[int], list[int]]:
@@ -268,7 +264,7 @@ class PageSource:
             self._came_from.note(self._attached.number, 1 << chunk, Tier.HOST if warm else Tier.DISK)
         calls = [
             partial(assemble, self._desk.context, sources.get(c, []), self._gm, self._attached.group, page, self._held)
-            for c, page in zip(taken, lease.views(self._attached.page_bytes), strict=True)
+            for c, page in zip(taken, lease.views(), strict=True)
         ]
         for i, (chunk, (whole, wrong)) in enumerate(zip(taken, self._desk.readers.run(calls), strict=True)):
             self.faults += [(source.place.segment, source.place.seq) for source in wrong]
@@ -276,7 +272,7 @@ class PageSource:
                 good.append(i)
             else:
                 self.refused.append(chunk)
-        self._drain(lease, self.stride, target)
+        self._drain(lease, target)
         return taken, good
 
     def _in_cache(self, source: Source) -> bool:
@@ -286,7 +282,7 @@ class PageSource:
 
     @property
     def stride(self) -> int:
-        """Bytes from page to page in scratch, where they do not come as they lie in a segment."""
+        """Bytes from page to page in the ring and in scratch, where they do not come as they lie in a segment."""
         return fmt.align(self._attached.page_bytes)
 
     @property

@@ -128,7 +128,7 @@ class HostIO:
         expires, segment_class = self._retention(ttl)
         ids = self._units(units)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
-        pages = [(a, [c for c in plan.missing.get(a.group.name, ()) if a.device.writes(c)]) for a in order]
+        pages = [(a, a.device.written(plan.missing.get(a.group.name, ()))) for a in order]
         tokens = self._identity.layout.page_tokens
         task = self._task("save", pages, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
         transfer = Transfer(task, self._forget)

@@ -27,7 +27,7 @@ from kvfs.errors import ConfigError
 from kvfs.identity import Identity
 from kvfs.layout import Group, Part
 from kvfs.reader import Reader
-from kvfs.staging import StagingRing
+from kvfs.staging import SLOT_ALIGN, StagingRing
 from kvfs.transfer import Transfer
 from kvfs.types import TransferState
 from kvfs.writer import Appender
@@ -35,7 +35,6 @@ from kvfs.writer import Appender
 log = logging.getLogger("kvfs")
 BATCH_BYTES = 16 << 20
 BATCH_PAGES = 128
-SLOT_ALIGN = 4096
 STALLED_SECONDS = 0.5  # without a batch written: a save that finds the ring full is declined, not kept waiting
 
 
@@ -98,10 +97,9 @@ class Desk:
     codec: int  # of pages that are saved
     writes: Writes
 
-    @property
-    def batch(self) -> int:
-        """Slots to ask for at once."""
-        return max(1, min(BATCH_PAGES, BATCH_BYTES // self.ring.slot_bytes, self.ring.slots))
+    def batch(self, page_bytes: int) -> int:
+        """Pages to ask for slots for at once."""
+        return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes, self.ring.holds(page_bytes)))
 
     def late(self, transfer: Transfer) -> bool:
         """Whether the deadline has passed; notes it as the reason."""
@@ -159,16 +157,16 @@ def make_ring(
     context: Context, attached: Collection[Attached], ring_bytes: int | str, dirty_bytes: int | str | None,
     allocate: Callable[[int], memoryview | None] = lambda nbytes: None,
 ) -> tuple[StagingRing, int]:  # fmt: skip
-    """The ring, and how many of its slots saves must leave free. ConfigError if it holds no page.
+    """The ring, and how many of its slots saves must leave free. ConfigError if a page does not fit.
 
-    ``allocate``: gives the memory; None: the ring makes its own.
+    A slot has the size of the largest page. ``allocate``: gives the memory; None: the ring makes its own.
     """
     page = max(a.page_bytes for a in attached)
     slot = -(-page // SLOT_ALIGN) * SLOT_ALIGN
     slots = parse_size(ring_bytes, "ring_bytes") // slot
     if not slots:
-        raise ConfigError(f"ring_bytes is {ring_bytes}: pass at least {slot}, one page of {page} bytes")
+        raise ConfigError(f"ring_bytes is {ring_bytes}: pass at least {slot}, for one page of {page} bytes")
     dirty = slots - slots // 4 if dirty_bytes is None else parse_size(dirty_bytes, "dirty_bytes") // slot
     if not dirty:
-        raise ConfigError(f"dirty_bytes is {dirty_bytes}: pass at least {slot}, one page of {page} bytes")
+        raise ConfigError(f"dirty_bytes is {dirty_bytes}: pass at least {slot}, for one page of {page} bytes")
     return StagingRing(slot, slots, context.files.monotonic, allocate(slot * slots)), max(0, slots - dirty)

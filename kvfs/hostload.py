@@ -56,7 +56,8 @@ class Load:
             rest = [chunk for chunk in rest if chunk < limit]
             if not rest or desk.late(transfer):
                 break
-            lease = desk.ring.acquire(min(desk.batch, len(rest)), transfer.deadline, least=1)
+            size = attached.page_bytes
+            lease = desk.ring.acquire(min(desk.batch(size), len(rest)), transfer.deadline, page_bytes=size, least=1)
             if lease is None:
                 transfer._note("ring")
                 break
@@ -84,7 +85,7 @@ class Load:
             if not allowed:
                 return 0
             lease.move(SlotState.DRAINING)
-            for page, chunk in zip(lease.views(attached.page_bytes), chunks, strict=True):
+            for page, chunk in zip(lease.views(), chunks, strict=True):
                 if good >> chunk & 1:
                     scatter(
                         page, attached.group, attached.part, attached.device, self.units[attached.number], chunk,

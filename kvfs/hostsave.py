@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Save:
         for i, (a, chunks) in enumerate(self.pages):
             ids = self.units.get(a.number, UnitIds("q"))
             if ids.complete and (not chunks or a.device.unit_range(a.group, chunks[-1])[-1] < len(ids)):
-                self.pages[i] = (a, [c for c in chunks if c < self.limit])
+                self.pages[i] = (a, self._useful(chunks))
                 continue
             needed = {c: a.device.unit_range(a.group, c) for c in chunks}
             there = [c for c in chunks if needed[c][-1] < len(ids) and all(ids[u] >= 0 for u in needed[c])]
@@ -70,7 +71,11 @@ class Save:
                 self.transfer._note("source")
                 if a.group.need.kind == "all":
                     self.limit = min(self.limit, min(set(chunks) - set(there)))
-            self.pages[i] = (a, [c for c in there if c < self.limit])
+            self.pages[i] = (a, self._useful(there))
+
+    def _useful(self, chunks: list[int]) -> list[int]:
+        """Those before the limit; ``chunks`` ascend."""
+        return chunks[: bisect.bisect_left(chunks, self.limit)]
 
     def run(self) -> None:
         """On a copy thread: everything up to ``source_free``."""
@@ -93,10 +98,11 @@ class Save:
         while done < len(chunks) and chunks[done] < self.limit:
             if transfer.stopped or desk.late(transfer):
                 return False
-            n = min(desk.batch, len(chunks) - done)
+            size = attached.page_bytes
             lease = desk.ring.acquire(
-                n, transfer.deadline, least=1, keep=desk.save_keep, in_vain_from=desk.writes.stalled_at
-            )
+                min(desk.batch(size), len(chunks) - done), transfer.deadline, page_bytes=size, least=1,
+                keep=desk.save_keep, in_vain_from=desk.writes.stalled_at,
+            )  # fmt: skip
             if lease is None:
                 transfer._note("ring")
                 return False
@@ -123,7 +129,7 @@ class Save:
 
     def _fill(self, batch: Batch) -> None:
         attached = batch.attached
-        for page, chunk in zip(batch.lease.views(attached.page_bytes), batch.chunks, strict=True):
+        for page, chunk in zip(batch.lease.views(), batch.chunks, strict=True):
             units = self.units[attached.number]
             copied = gather(page, attached.group, attached.part, attached.device, units, chunk)
             assert copied == attached.page_bytes, f"page {chunk} has {copied} of {attached.page_bytes} bytes"
@@ -143,14 +149,14 @@ class Save:
 
     def _append(self, batch: Batch, lane: int) -> None:
         attached = batch.attached
-        views = dict(zip(batch.chunks, batch.lease.views(attached.page_bytes), strict=True))
+        views = dict(zip(batch.chunks, batch.lease.views(), strict=True))
         written: set[int] = set()
 
         def payload(chunk: int) -> memoryview:
             written.add(chunk)
             return views[chunk]
 
-        useful = [chunk for chunk in batch.chunks if chunk < self.limit]
+        useful = self._useful(batch.chunks)
         outcome = self.desk.appender.store(self._job(attached, payload, lane), useful)
         taken = useful[: len(useful) - outcome.declined]
         if taken:

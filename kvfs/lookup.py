@@ -106,6 +106,7 @@ class GroupLookup:
         self.rows_read = 0
         self.generation = ""  # of the index that was read
         self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
+        self.gapped: list[int] = []  # runs that were read and lack chunks
         self.parts: list[Part] = []
         # one block of memory for the index thread: the caller's core has what the hashes are, another one has not
         self._hashes = prompt.joined
@@ -143,10 +144,18 @@ class GroupLookup:
                 head = (key, row) if self.parts else None
                 result = self._read_parts(session, number, wanted, whole, stop_at_gap, head)
                 found.add(number, length, result)
+                if not result.whole:
+                    self.gapped.append(number)
                 return number + 1, result
             found.present |= whole << first
             found.hits[number] = hits = [Hit(number, self.parts[0], key, row.value, whole, row)]
         return end, RunFound(whole, 0, hits, True)
+
+    def keys_within(self, run: int) -> list[bytes]:
+        """Keys of the rows that chunks of a run may have of their own, other than its first one."""
+        first, count = self.prompt.run(run)
+        pages = map(self._page_key, self.prompt.hashes[first + 1 : first + count])
+        return [page + part for page in pages for part in self._packed]
 
     def _read_row(self, session: Session, part: int, chunk: int) -> _Read:
         key = self._page_key(self.prompt.hashes[chunk]) + self._packed[part]

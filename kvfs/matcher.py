@@ -11,6 +11,7 @@ from kvfs.index.session import Session
 from kvfs.layout import Group, PageLayout, Part
 from kvfs.lookup import ROWS_PER_HOLD, GroupLookup, Prompt, search
 from kvfs.match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch
+from kvfs.presence import read_behind_gaps
 from kvfs.segment_files import Held
 
 T = TypeVar("T")
@@ -152,7 +153,7 @@ class Matcher:
             budget = lookup.rows_read + ROWS_PER_HOLD
             while run < last and lookup.rows_read < budget:
                 end = min(last, run + budget - lookup.rows_read)
-                run, found = lookup.read_runs(session, run, end, stop_at_gap=False)
+                run, found = lookup.read_runs(session, run, end, stop_at_gap=whole)
                 begin, count = prompt.run(run - 1)
                 wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
                 if not whole and wanted & ~(found.covered | found.claimed):
@@ -162,6 +163,8 @@ class Matcher:
         try:
             while run < last and not self.read(step):
                 pass
+            if whole:
+                read_behind_gaps(lookup, self.read)
         except IndexUnavailableError:
             pass  # claiming looks again
         return lookup

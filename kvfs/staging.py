@@ -1,10 +1,14 @@
-"""The ring: bounded memory between an engine's buffers and the files, in slots of one page each.
+"""The ring: bounded memory between an engine's buffers and the files, in slots of one size.
 
     FREE -> FILLING -> FULL -> DRAINING -> FREE        and back to FREE from anywhere (rolled back)
 
 A save fills from the engine and drains to a segment, a load fills from segments and drains to the engine. Slots
 are taken as a :class:`Lease`, whose slots move together; letting go twice is harmless, so that whoever ends a
 transfer can also end its leases. Nobody waits beyond his deadline: no slots is an answer, and counted.
+
+A lease is for pages of one size, and its slots hold as many of them as fit: each begins on SLOT_ALIGN, none is in
+two slots. What is asked for and given is counted in pages; what is free, kept for others, or in some state in slots.
+No two leases share a slot: what the last slot of one has left over stays unused until it is free again.
 
 Invariants: every slot is FREE or of exactly one open lease; free + leased = all (``check``).
 """
@@ -18,9 +22,11 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from kvfs.errors import ConfigError
 
+SLOT_ALIGN = 4096  # O_DIRECT wants it
 ASK_SECONDS = 0.02  # between two looks of somebody who waits
 SEARCH_MAX = 256  # slots that are looked at for neighbours
 
@@ -41,31 +47,42 @@ _NEXT = {
 
 
 class Lease:
-    """Slots of a ring, in ascending order, all in one state. Made by ``StagingRing.acquire``, FILLING."""
+    """Room for ``len`` pages in slots of a ring, ascending, all in one state. Made by ``acquire``, FILLING.
 
-    def __init__(self, ring: StagingRing, slots: tuple[int, ...]) -> None:
-        self._ring = ring
+    Pages lie ``stride`` bytes apart, from the beginning of each slot on. None of its memory is to be used after the
+    release.
+    """
+
+    def __init__(self, ring: StagingRing, slots: tuple[int, ...], pages: int, page_bytes: int) -> None:
+        self._ring, self._pages, self._page_bytes = ring, pages, page_bytes
         self.slots = slots
+        self.stride = ring.stride(page_bytes)
         self.state = SlotState.FILLING
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self._pages if self.slots else 0
 
-    def views(self, nbytes: int) -> list[memoryview]:
-        """The first ``nbytes`` of each slot, writable. Not to be used after the release."""
-        return [self._ring.view(slot, 1)[:nbytes] for slot in self.slots]
+    def views(self) -> list[memoryview]:
+        """Each page, writable."""
+        memory, size = self._ring.memory, self._page_bytes
+        starts = [at + i * self.stride for _, count, at in self.stretches() for i in range(count)]
+        return [memory[at : at + size] for at in starts]
 
-    def runs(self, nbytes: int) -> list[tuple[int, memoryview]]:
-        """(index of the first slot here, memory) of neighbouring slots, where pages of ``nbytes`` fill slots."""
-        if nbytes != self._ring.slot_bytes:
-            return list(enumerate(self.views(nbytes)))
-        runs: list[tuple[int, memoryview]] = []
-        first = 0
-        for i in range(1, len(self.slots) + 1):
-            if i == len(self.slots) or self.slots[i] != self.slots[i - 1] + 1:
-                runs.append((first, self._ring.view(self.slots[first], i - first)))
-                first = i
-        return runs
+    def stretches(self) -> list[tuple[int, int, int]]:
+        """(index of the first page, pages, where they begin in the ring) of pages with nothing else between them."""
+        slots, per_slot, slot_bytes = self.slots, self._ring.per_slot(self._page_bytes), self._ring.slot_bytes
+        full = per_slot * self.stride == slot_bytes
+        first = [i for i, slot in enumerate(slots) if not (full and i and slots[i - 1] + 1 == slot)]
+        return [
+            (i * per_slot, min(end * per_slot, self._pages) - i * per_slot, slots[i] * slot_bytes)
+            for i, end in pairwise((*first, len(slots)))
+        ]
+
+    def runs(self, step: int) -> list[tuple[int, memoryview]]:
+        """(index of the first page, memory) of pages that are to lie ``step`` apart: stretches, if they do lie so."""
+        if step != self.stride:
+            return list(enumerate(self.views()))
+        return [(first, self._ring.memory[at : at + count * step]) for first, count, at in self.stretches()]
 
     def move(self, state: SlotState) -> None:
         """Go on to ``state``. AssertionError if that is not the next one: a bug of the caller."""
@@ -95,7 +112,7 @@ class StagingRing:
         self.declined = 0  # acquires that ended with None
         if memory is None:
             memory = memoryview(mmap.mmap(-1, slot_bytes * slots, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        self._memory = memory
+        self.memory = memory
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._free = list(range(slots))
@@ -107,48 +124,64 @@ class StagingRing:
     def free(self) -> int:
         return len(self._free)
 
-    def view(self, slot: int, count: int) -> memoryview:
-        """The memory of neighbouring slots."""
-        return self._memory[slot * self.slot_bytes : (slot + count) * self.slot_bytes]
+    def stride(self, page_bytes: int) -> int:
+        """Bytes from page to page in a slot."""
+        return min(self.slot_bytes, -(-page_bytes // SLOT_ALIGN) * SLOT_ALIGN)
+
+    def per_slot(self, page_bytes: int) -> int:
+        """Pages of this size that a slot holds."""
+        return self.slot_bytes // self.stride(page_bytes)
+
+    def holds(self, page_bytes: int) -> int:
+        """Pages of this size that all slots hold."""
+        return self.slots * self.per_slot(page_bytes)
 
     def acquire(
-        self, n: int, deadline: float, *, least: int | None = None, keep: int = 0,
+        self, n: int, deadline: float, *, page_bytes: int | None = None, least: int | None = None, keep: int = 0,
         in_vain_from: Callable[[], float] = lambda: math.inf,
     ) -> Lease | None:  # fmt: skip
-        """Take ``n`` slots, or as many as are free but at least ``least`` (default: n); they are FILLING.
+        """Take slots for ``n`` pages, or for as many as there is room for, but at least ``least`` (default: n).
 
-        Waits until ``deadline`` (on the clock of the ring), in the order of arrival among those with the same
-        ``keep``: slots that must stay free for others; but no longer than until what ``in_vain_from`` says, which is
-        asked again and again. None: nothing changed, and it is counted in ``declined``.
-        What can never be had is None at once.
+        ``page_bytes``: of a page (default: a slot). The slots are FILLING, and no more than the pages need. Waits
+        until ``deadline`` (on the clock of the ring), in the order of arrival among those with the same ``keep``:
+        slots that must stay free for others; but no longer than until what ``in_vain_from`` says, which is asked
+        again and again. None: nothing changed, and it is counted in ``declined``. What can never be had is None at
+        once.
         """
         least = n if least is None else least
-        if not 1 <= least <= n or keep < 0:
-            raise ConfigError(f"acquire {least} to {n} slots and keep {keep}: pass 1 <= least <= n, keep >= 0")
+        page_bytes = self.slot_bytes if page_bytes is None else page_bytes
+        if not 1 <= least <= n or keep < 0 or not 1 <= page_bytes <= self.slot_bytes:
+            raise ConfigError(
+                f"acquire {least} to {n} pages of {page_bytes} bytes and keep {keep} slots: pass 1 <= least <= n, "
+                f"keep >= 0, pages of 1 to {self.slot_bytes} bytes"
+            )
+        per_slot = self.per_slot(page_bytes)
+        needed = -(-least // per_slot)
         me = object()
         with self._changed:
             queue = self._queues.setdefault(keep, deque())
             queue.append(me)
             try:
-                while queue[0] is not me or len(self._free) - keep < least:
+                while queue[0] is not me or len(self._free) - keep < needed:
                     left = min(deadline, in_vain_from()) - self._monotonic()
-                    if self._closed or left <= 0 or least > self.slots - keep:
+                    if self._closed or left <= 0 or needed > self.slots - keep:
                         self.declined += 1
                         return None
                     self._changed.wait(min(left, ASK_SECONDS))
                 if self._closed:
                     self.declined += 1
                     return None
-                return self._take(min(n, len(self._free) - keep))
+                pages = min(n, (len(self._free) - keep) * per_slot)
+                return self._take(-(-pages // per_slot), pages, page_bytes)
             finally:
                 queue.remove(me)
                 self._changed.notify_all()
 
-    def _take(self, n: int) -> Lease:
+    def _take(self, n: int, pages: int, page_bytes: int) -> Lease:
         first = _neighbours(self._free, n)
         taken = self._free[first : first + n]
         del self._free[first : first + n]
-        lease = Lease(self, tuple(taken))
+        lease = Lease(self, tuple(taken), pages, page_bytes)
         self._leases.add(lease)
         return lease
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvfs.format import KNOWN_CODECS
@@ -43,6 +44,11 @@ class Session:
 
     def row(self, key: bytes) -> Row | None:
         return parse_row(key, self.txn.get(key, None, self.db.pages))
+
+    def keys_there(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of ``keys`` that have a row, damaged or not."""
+        with self.txn.cursor(self.db.pages) as cursor:
+            return [key for key, _ in cursor.getmulti(keys)]
 
     def put_row(self, key: bytes, value: bytes) -> None:
         self.txn.put(key, value, db=self.db.pages)

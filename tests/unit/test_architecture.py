@@ -71,6 +71,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "matcher",
         "prompt",
         "lookup",
+        "presence",
         "context",
     ),
     2: (

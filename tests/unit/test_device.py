@@ -133,6 +133,8 @@ def test_replicas_elect_one_writer_per_page() -> None:
     ranks = [kv(buffer(replica=(i, 3))) for i in range(3)]
     assert [[r.writes(c) for r in ranks].index(True) for c in range(6)] == [0, 1, 2, 0, 1, 2]
     assert all(sum(r.writes(c) for r in ranks) == 1 for c in range(6))
+    assert [r.written((1, 2, 4, 7, 9)) for r in ranks] == [[9], [1, 4, 7], [2]]
+    assert kv(buffer()).written((1, 2, 4)) == [1, 2, 4]
 
 
 def test_no_buffers_are_refused() -> None:

@@ -79,6 +79,12 @@ def test_a_page_key_is_what_every_kvfs_ever_used() -> None:
     assert key == hashlib.blake2b(namespace + b"\x04full" + chunk, digest_size=32).digest()
 
 
+def test_keys_made_one_after_the_other_are_the_same() -> None:
+    namespace, chunks = bytes(range(32)), [bytes([i]) * 32 for i in range(4)]
+    key = hashing.page_keys(namespace, "full")
+    assert [key(chunk) for chunk in chunks] == [hashing.page_key(namespace, "full", chunk) for chunk in chunks]
+
+
 def test_namespace_group_and_chunk_each_change_a_page_key() -> None:
     namespace, chunk = bytes(32), bytes(31) + b"\x01"
     keys = {
@@ -235,6 +241,7 @@ BAD: dict[str, Any] = {
     "negative big-endian": lambda: np.full(16, -1, ">i4"),
     "negative int64": lambda: np.full(16, -1, "int64"),
     "too large int64": lambda: np.full(16, 2**32, "int64"),
+    "one too large int64": lambda: np.array([1] * 15 + [2**40]),
     "too large uint64": lambda: np.full(16, 2**64 - 1, "uint64"),
     "numpy floats": lambda: np.ones(16),
     "numpy halves": lambda: np.ones(16, "float16"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvfs.index.rows import CLAIM, RUN, Place, claim, pack_row, parse_row
 from kvfs.layout import Cell, Group, Need, Part
 from kvfs.lookup import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths
 from kvfs.match import GroupMatch, PrefixMatch
+from kvfs.presence import KEYS_PER_HOLD, read_behind_gaps
 
 needs = st.none() | st.integers(1, 9) | st.sampled_from([64, 2**27])
 
@@ -70,6 +71,9 @@ class FakeSession:
 
     def row(self, key: bytes) -> Any:
         return parse_row(key, self.rows.get(key))
+
+    def keys_there(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in keys if key in self.rows]
 
     def live_in(self, extent: Any) -> bytes | None:
         gone = extent.flags & CLAIM or extent.segment in self.dead
@@ -282,3 +286,70 @@ def test_what_verified_decides_which_length_is_restored(chunks: int, groups: lis
     good = {f"g{n}": bits_of(there) for n, (_, there) in enumerate(groups)}
     fits = [n for n in range(chunks + 1) if all(restores(there, need, n) for need, there in groups)]
     assert match.restorable(good) == max(fits)
+
+
+# ---------------------------------------------------------------- behind gaps
+
+WHOLE, LEFT, RIGHT = Part(0, 2, 0, 1), Part(0, 1, 0, 1), Part(1, 1, 0, 1)
+shelf_rows = st.lists(
+    st.tuples(
+        st.sampled_from([WHOLE, LEFT, RIGHT]), st.integers(0, 2), st.integers(0, RUN - 1),
+        st.sets(st.integers(0, RUN - 1), min_size=1, max_size=6), st.booleans(), st.integers(1, 2),
+    ),
+    max_size=10,
+)  # fmt: skip
+
+
+@given(shelf_rows, st.sampled_from([[WHOLE], [LEFT, RIGHT], [WHOLE, LEFT, RIGHT]]))
+@settings(deadline=None)
+def test_what_lies_behind_gaps_is_found_as_if_read_chunk_by_chunk(rows: list[Any], known: list[Part]) -> None:
+    group, shelf = make_group("full", Need.all(), heads=2), Shelf(2 * RUN + 20)
+    for part, run, head, slots, claimed, segment in rows:
+        first = run * RUN
+        if first + head >= len(shelf.prompt.hashes):
+            continue
+        places = {}
+        for j in {head, *(slot for slot in slots if slot > head)}:
+            if first + j < len(shelf.prompt.hashes):
+                h = shelf.prompt.hashes[first + j]
+                stored = Place(h, bytes(16), 0, 0, segment, 16 + j, 4096, 8 * j, j, 0)
+                places[j] = claim(h, segment, 9999) if claimed else stored
+        key = shelf.prompt.key(group, part, first + head)
+        shelf.rows[key] = pack_row(key, places, group.leaves(part))
+    session: Any = FakeSession(shelf.rows, dead=frozenset({2}))
+    one, bulk = (shelf.lookup(group, WHOLE, known) for _ in range(2))
+    for run in range(3):
+        one.read_run(session, run, stop_at_gap=False)
+        bulk.read_run(session, run, stop_at_gap=True)
+    read_behind_gaps(bulk, lambda function: function(session))
+    assert (one.found, one.segments) == (bulk.found, bulk.segments)
+
+
+def test_behind_gaps_no_hold_asks_for_more_keys_or_rows_than_allowed() -> None:
+    group, shelf = make_group("full", Need.all()), Shelf(128 * RUN)
+    for run in range(128):  # an own row, which nothing leads to
+        h = shelf.prompt.hashes[run * RUN + 5]
+        key = shelf.prompt.key(group, group.full, run * RUN + 5)
+        shelf.rows[key] = pack_row(key, {5: Place(h, bytes(16), 0, 0, 1, 16, 4096, 0, 0, 0)}, 1)
+    asked: list[int] = []
+    lookup = shelf.lookup(group, group.full, [group.full])
+
+    class Counting(FakeSession):
+        def keys_there(self, keys: Sequence[bytes]) -> list[bytes]:
+            asked.append(len(keys))
+            return super().keys_there(keys)
+
+    session: Any = Counting(shelf.rows)
+    rows: list[int] = []
+
+    def read(function: Callable[[Any], Any]) -> Any:
+        before = lookup.rows_read
+        result = function(session)
+        rows.append(lookup.rows_read - before)
+        return result
+
+    for run in range(128):
+        lookup.read_run(session, run, stop_at_gap=True)
+    read_behind_gaps(lookup, read)
+    assert lookup.found.present == sum(1 << run * RUN + 5 for run in range(128))
+    assert asked == [KEYS_PER_HOLD // RUN * (RUN - 1)] * 4 and max(rows) <= ROWS_PER_HOLD + RUN

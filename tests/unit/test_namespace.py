@@ -19,6 +19,7 @@ import kvfs
 from kvfs import Cell, ConfigError, Group, Need, NoSpaceError, PageLayout, Part, StoreReadOnlyError
 from kvfs.files import Files
 from kvfs.hashing import LEAF_BYTES
+from kvfs.lookup import Prompt
 from kvfs.segment_scan import scan_segment
 from tests.stores import TINY_BYTES, counted, load, restored, seeded, segment_files, tiny, tokens_of
 
@@ -284,6 +285,26 @@ def test_a_put_may_begin_behind_what_is_stored(ns: kvfs.Namespace) -> None:
     assert ns.plan_save(tokens).missing == {"full": (2, 3, 4)}
     assert ns.put(tokens, pages[TINY_BYTES:], start=1) == (3, 1, 0, 0, "")
     assert restored(ns, tokens) == pages
+
+
+def test_a_plan_leaves_out_what_lies_behind_a_gap(ns: kvfs.Namespace) -> None:
+    """The row that led to a continuation may go before the continuation does."""
+    first, pages = fill(ns, 1, 40)
+    fork = first[: 3 * T] + tokens_of(2, 37)
+    assert ns.put(fork, pages).stored == 37
+    group = ns.layout.groups[0]
+    key = Prompt(ns.identity.digest, ns.chunk_hashes(fork)).key(group, group.full, 0)
+    ns._c.index.write(lambda session: session.delete_row(key), 10.0)
+    assert ns.plan_save(fork).missing == {"full": (0, 1, 2)}
+    assert ns.plan_save(first).missing == {"full": tuple(range(32))}
+
+
+def test_a_plan_of_a_long_prompt_is_few_trips_to_the_index(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(ns, 1, 2)
+    trips, read = [], ns._c.index.read
+    monkeypatch.setattr(ns._c.index, "read", lambda *args: (trips.append(args), read(*args))[1])
+    assert len(ns.plan_save(tokens_of(2, 2048)).missing["full"]) == 2048
+    assert len(trips) == 3, "the runs' own rows, then the keys of all others in two holds"
 
 
 def test_nothing_is_stored_behind_a_gap(shared: kvfs.Store, ns: kvfs.Namespace) -> None:

@@ -12,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from kvfs.buffers import address_of
 from kvfs.errors import ConfigError
-from kvfs.staging import Lease, SlotState, StagingRing
+from kvfs.staging import SLOT_ALIGN, Lease, SlotState, StagingRing
 
 NOW = 0.0  # a deadline that has passed
 
@@ -69,8 +70,8 @@ def test_slots_do_not_overlap_and_keep_their_bytes() -> None:
     r = ring(3, 100)
     leases = [got(r.acquire(1, NOW)) for _ in range(3)]
     for i, lease in enumerate(leases):
-        lease.views(100)[0][:] = bytes([i]) * 100
-    assert [bytes(lease.views(7)[0]) for lease in leases] == [bytes([i]) * 7 for i in range(3)]
+        lease.views()[0][:] = bytes([i]) * 100
+    assert [bytes(lease.views()[0]) for lease in leases] == [bytes([i]) * 100 for i in range(3)]
 
 
 def test_neighbours_are_one_run_of_memory() -> None:
@@ -81,11 +82,51 @@ def test_neighbours_are_one_run_of_memory() -> None:
     lease = got(r.acquire(3, NOW))
     assert lease.slots == (2, 3, 4)
     assert [(i, len(m)) for i, m in lease.runs(64)] == [(0, 192)]
-    assert [(i, len(m)) for i, m in lease.runs(60)] == [(0, 60), (1, 60), (2, 60)]
     lease.release()
     held[5].release()
     apart = got(r.acquire(5, NOW))
     assert [(i, len(m)) for i, m in apart.runs(64)] == [(0, 64), (1, 256)]
+
+
+def test_a_slot_holds_as_many_pages_as_fit() -> None:
+    r = ring(4, 3 * SLOT_ALIGN)
+    assert [r.holds(n) for n in (1, SLOT_ALIGN, SLOT_ALIGN + 1, 3 * SLOT_ALIGN)] == [12, 12, 4, 4]
+    lease = got(r.acquire(7, NOW, page_bytes=SLOT_ALIGN))
+    assert len(lease) == 7 and lease.slots == (0, 1, 2) and r.free == 1
+    assert len(got(r.acquire(5, NOW, page_bytes=SLOT_ALIGN, least=1))) == 3, "one slot is left"
+    assert r.acquire(1, NOW, page_bytes=1) is None, "slots are not shared"
+    lease.release()
+    assert len(lease) == 0 and not lease.views() and r.free == 3
+
+
+def test_least_and_keep_count_pages_and_slots() -> None:
+    r = ring(4, 3 * SLOT_ALIGN)
+    assert r.acquire(10, NOW, page_bytes=SLOT_ALIGN, keep=1) is None, "10 pages need 4 slots"
+    save = got(r.acquire(12, NOW, page_bytes=SLOT_ALIGN, least=9, keep=1))
+    assert len(save) == 9 and r.free == 1
+    save.release()
+    assert r.acquire(13, time.monotonic() + 1e9, page_bytes=SLOT_ALIGN) is None, "never to be had, so at once"
+
+
+def test_pages_in_and_across_slots_are_joined_where_they_lie_just_so() -> None:
+    r = ring(4, 2 * SLOT_ALIGN)
+    held = [got(r.acquire(1, NOW)) for _ in range(4)]
+    for i in (0, 2, 3):
+        held[i].release()
+    full = got(r.acquire(5, NOW, page_bytes=SLOT_ALIGN))
+    assert full.slots == (0, 2, 3)
+    assert full.stretches() == [(0, 2, 0), (2, 3, 4 * SLOT_ALIGN)]
+    assert [(i, len(m)) for i, m in full.runs(SLOT_ALIGN)] == [(0, 2 * SLOT_ALIGN), (2, 3 * SLOT_ALIGN)]
+    full.release()
+    short = got(r.acquire(4, NOW, page_bytes=SLOT_ALIGN - 1))
+    assert [(i, len(m)) for i, m in short.runs(SLOT_ALIGN - 1)] == [(i, SLOT_ALIGN - 1) for i in range(4)]
+    assert short.stretches() == [(0, 4, 4 * SLOT_ALIGN)], "with the rest of its block, each is as long as its stride"
+
+
+def test_pages_do_not_join_over_what_a_slot_has_left() -> None:
+    r = ring(2, 5 * SLOT_ALIGN)
+    lease = got(r.acquire(4, NOW, page_bytes=2 * SLOT_ALIGN))
+    assert lease.stretches() == [(0, 2, 0), (2, 2, 5 * SLOT_ALIGN)]
 
 
 def test_none_within_the_deadline_changes_nothing_and_is_counted() -> None:
@@ -116,6 +157,12 @@ def test_bad_requests(n: int, least: int | None, keep: int) -> None:
         StagingRing(0, 1, time.monotonic)
 
 
+@pytest.mark.parametrize("page_bytes", [0, 4097])
+def test_pages_that_no_slot_holds_are_refused(page_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="pages of 1 to 4096 bytes"):
+        ring().acquire(1, NOW, page_bytes=page_bytes)
+
+
 def test_first_come_first_served_and_small_ones_do_not_overtake() -> None:
     r, order = ring(2), []
     lease = got(r.acquire(1, NOW))
@@ -143,7 +190,7 @@ def test_one_slot_and_32_threads_all_end() -> None:
     def work() -> None:
         for _ in range(20):
             lease = r.acquire(1, time.monotonic() + 60)
-            view = got(lease).views(8)[0]
+            view = got(lease).views()[0][:8]
             view[:] = threading.get_ident().to_bytes(8, "little")
             got(lease).move(SlotState.FULL)
             got(lease).move(SlotState.DRAINING)
@@ -175,31 +222,37 @@ def test_close_ends_all_waits() -> None:
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Against a model: which lease owns which slots, and in which state."""
+    """Against a model: which lease owns which slots, and in which state; pages of several sizes."""
 
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.ring = ring(6, 16)
+        self.ring = ring(6, 7 * SLOT_ALIGN)
         self.model: dict[Lease, SlotState] = {}
         self.stamp = 0
         self.stamps: dict[Lease, int] = {}
         self.declined = 0
 
-    @rule(target=leases, n=st.integers(1, 7), least=st.integers(1, 7), keep=st.integers(0, 3))
-    def acquire(self, n: int, least: int, keep: int) -> Lease | None:
+    @rule(
+        target=leases, n=st.integers(1, 25), least=st.integers(1, 25), keep=st.integers(0, 3),
+        page_bytes=st.sampled_from([5, SLOT_ALIGN, 2 * SLOT_ALIGN - 1, 3 * SLOT_ALIGN, 7 * SLOT_ALIGN]),
+    )  # fmt: skip
+    def acquire(self, n: int, least: int, keep: int, page_bytes: int) -> Lease | None:
         least = min(n, least)
-        free = self.ring.free - keep
-        lease = self.ring.acquire(n, NOW, least=least, keep=keep)
-        if free < least:
+        per_slot = 7 // -(-page_bytes // SLOT_ALIGN)
+        room = max(0, self.ring.free - keep) * per_slot
+        lease = self.ring.acquire(n, NOW, page_bytes=page_bytes, least=least, keep=keep)
+        if room < least:
             assert lease is None
             self.declined += 1
             return None
-        assert lease is not None and len(lease) == min(n, free)
-        self.stamp += 1
-        for view in lease.views(16):
-            view[:] = self.stamp.to_bytes(16, "little")
+        assert lease is not None and len(lease) == min(n, room) and len(lease.slots) == -(-len(lease) // per_slot)
+        views = lease.views()
+        assert [len(view) for view in views] == [page_bytes] * len(lease)
+        for view in views:
+            self.stamp += 1
+            view[:] = bytes([self.stamp % 251]) * page_bytes
         self.model[lease], self.stamps[lease] = SlotState.FILLING, self.stamp
         return lease
 
@@ -232,14 +285,25 @@ class RingMachine(RuleBasedStateMachine):
         self.ring.check()
         want = dict.fromkeys(SlotState, 0)
         for lease, state in self.model.items():
-            want[state] += len(lease)
+            want[state] += len(lease.slots)
         want[SlotState.FREE] = self.ring.slots - sum(want.values())
         assert self.ring.states() == want and self.ring.declined == self.declined
 
     @invariant()
-    def nobody_writes_to_a_slot_of_another(self) -> None:
+    def nobody_writes_to_a_page_of_another(self) -> None:
         for lease in self.model:
-            assert all(int.from_bytes(v, "little") == self.stamps[lease] for v in lease.views(16))
+            first = self.stamps[lease] - len(lease) + 1
+            for stamp, view in enumerate(lease.views(), first):
+                assert view == bytes([stamp % 251]) * len(view)
+
+    @invariant()
+    def stretches_and_runs_are_the_pages_in_their_order(self) -> None:
+        for lease in self.model:
+            starts = [address_of(view) for view in lease.views()]
+            runs = lease.runs(lease.stride)
+            assert [(i, n * lease.stride) for i, n, _ in lease.stretches()] == [(i, len(m)) for i, m in runs]
+            assert starts == [address_of(m) + at for _, m in runs for at in range(0, len(m), lease.stride)]
+            assert all((start - starts[0]) % SLOT_ALIGN == 0 for start in starts)
 
 
 TestRingMachine = RingMachine.TestCase
