@@ -24,11 +24,13 @@ with 64 segments, 0.99 / 0.97 / 0.96 / 1.00 with 128, 0.91 / 0.94 / 0.95 / 0.99 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-HALF_AGE_US = 50_000_000
-REUSED_WEIGHT = 2.0
+SCALE_US = 50_000_000
+#: A carried record has lived so long at least, whatever its stamp says: it counts twice.
+CARRIED_LIFE_US = 3 * SCALE_US
 CARRY_WORTH = 2.0
 WRITE_BUDGET = 0.05
 #: Savings of the write budget, in segments: it grows while the store fills, when nothing is carried.
@@ -48,7 +50,7 @@ class SegmentUse:
     stamps: Sequence[int]  # last use, us; 0 = dead: duplicate, superseded, expired, or no page
     record_bytes: Sequence[int]
     chunk_index: Sequence[int]
-    reused: Sequence[bool] = ()  # used again after it was written, or carried; () = unknown
+    lives: Sequence[int] = ()  # us from writing to the last use, 0 = used once; () = unknown
     evictable: bool = True
     held: bool = False
 
@@ -105,7 +107,7 @@ class WriteBudget:
 
 def summarise(segment: SegmentUse) -> Summary:
     """Group the live records by stamp. O(records); cache it."""
-    reused = segment.reused or [False] * len(segment.stamps)
+    lives = segment.lives or [0] * len(segment.stamps)
     by_stamp: dict[int, list[int]] = {}
     for ordinal, stamp in enumerate(segment.stamps):
         if stamp > 0:
@@ -118,7 +120,7 @@ def summarise(segment: SegmentUse) -> Summary:
                 stamp,
                 segment.chunk_index[ordinals[0]],
                 segment.chunk_index[ordinals[-1]],
-                sum((REUSED_WEIGHT if reused[i] else 1.0) * segment.record_bytes[i] for i in ordinals),
+                sum(math.sqrt(1.0 + max(0, lives[i]) / SCALE_US) * segment.record_bytes[i] for i in ordinals),
                 sum(segment.record_bytes[i] for i in ordinals),
                 tuple(ordinals),
             )
@@ -175,9 +177,9 @@ def _losses(summaries: Sequence[Summary], now_us: int) -> tuple[dict[tuple[int, 
     losses: dict[tuple[int, int], float] = {}
     worth = 0.0
     # a store that turns over in seconds must still tell old from new
-    half_age = max(1, min(HALF_AGE_US, (now_us - min(by_stamp, default=now_us)) // 4))
+    scale = max(1, min(SCALE_US, (now_us - min(by_stamp, default=now_us)) // 4))
     for stamp, chain in by_stamp.items():
-        hazard = 1.0 / (max(0, now_us - stamp) + half_age)
+        hazard = (1.0 + max(0, now_us - stamp) / scale) ** -1.5
         chain.sort()
         reachable, end = 0, chain[0][1]
         for first, last, _, _ in chain:
