@@ -145,7 +145,7 @@ def make_settings(
     if total < CAPACITY_MIN:
         raise NoSpaceError(f"capacity is {total} bytes: a store needs at least {CAPACITY_MIN} (16MiB)")
     if segment is None:
-        segment_bytes = min(256 * MIB, max(SEGMENT_MIN, total // 256))
+        segment_bytes = min(256 * MIB, max(SEGMENT_MIN, total // 512))
     else:
         segment_bytes = parse_size(segment, "segment_bytes")
     index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 128)) if index is None else parse_size(index, "index_bytes")

@@ -5,30 +5,35 @@ All pages that one request touched (hit, skipped by a save, or written) should c
 equal stamp across segments means "used together last time", and the chunk indices give their order. Stamps that
 differ by segment do no harm, but links between segments are lost. For each segment and stamp (a ``Piece``):
 
-    hazard = 1 / (age + 50 s), times 2 for records that were used again after they were first written; in a store that
-             turns over quickly a quarter of the oldest page's age stands in place of the 50 s
+    hazard = (1 + age / 50 s) ** -1.5 x sqrt(1 + life / 50 s); age: since its last use; life, by record: from its
+             writing to its last use, at least 150 s for carried records. In a store that turns over quickly a
+             quarter of the oldest page's age stands in place of the age's 50 s
     loss   = hazard x bytes, summed over the piece and all later pieces of that stamp, in whatever segment: they
              become unreachable with it. A piece behind a gap in the chunk indices is unreachable: loss 0.
 
 A victim's pieces are carried, highest loss per byte first, while the write budget lasts and only where they are
 worth twice the store's average byte. The victim is the segment with the least loss left per byte freed.
 
-Where the constants come from: a one-hour trace of 12,031 conversation requests, replayed at 5, 10 and 20 % of
-its unique blocks with 64 segments and one writer, about 30 settings, each once. Chosen and measured on the same
-trace, so expect less elsewhere; differences under 1 % are noise. Relative change of hits at 5 / 10 / 20 %:
-counting later pieces +2.9 / +1.5 / +0.6 %; weight 2 in place of 1 +3.2 / +1.8 / +0.6 %; the threshold of twice
-the average (whole pieces only) +2.1 / +0.6 / +0.5 %. A segment of their own for carried records: no gain.
-``tools/simulate_eviction.py``, hits relative to exact LRU by page at 5 / 10 / 20 / 40 %: 0.97 / 0.95 / 0.95 / 1.00
-with 64 segments, 0.99 / 0.97 / 0.96 / 1.00 with 128, 0.91 / 0.94 / 0.95 / 0.99 with 32; writes at most 1.05x.
+Where the constants come from: a one-hour trace of 12,031 conversation requests. Its uses per page and hour, 2, 4, 8
+and 16 minutes after the last use (each until the next): 1.7, 0.9, 0.4, 0.06 for pages used once, so hazard falls
+faster than 1 / age; 4.6, 2.0, 0.7, 0.07 for those used twice; 8 to 16 minutes after it, 0.2 for a life of one to two
+minutes, 0.7 to 1.1 for two to 17, 1.7 for 17 to 34. The exponents 1.25 to 2 and 0.33 to 1, and scales of 20 to 100 s,
+were tried, and the simplest of those that did well taken; the 150 s make a carried record count twice. Chosen and
+measured on the same trace; differences under half a percent are noise. The threshold: 1.5 and 3 do as well.
+``docs/decisions/0007-eviction-by-loss-of-prefixes.md`` has the figures.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-HALF_AGE_US = 50_000_000
-REUSED_WEIGHT = 2.0
+#: Of age and life.
+SCALE_US = 50_000_000
+#: The least life of carried records: they count twice at least.
+CARRIED_LIFE_US = 3 * SCALE_US
+AGE_POWER = 1.5
 CARRY_WORTH = 2.0
 WRITE_BUDGET = 0.05
 #: Savings of the write budget, in segments: it grows while the store fills, when nothing is carried.
@@ -48,7 +53,7 @@ class SegmentUse:
     stamps: Sequence[int]  # last use, us; 0 = dead: duplicate, superseded, expired, or no page
     record_bytes: Sequence[int]
     chunk_index: Sequence[int]
-    reused: Sequence[bool] = ()  # used again after it was written, or carried; () = unknown
+    lives: Sequence[int] = ()  # us from writing to the last use, 0 = used once; () = unknown
     evictable: bool = True
     held: bool = False
 
@@ -60,7 +65,7 @@ class Piece:
     stamp: int
     first: int  # lowest chunk index
     last: int
-    weight: float
+    weight: float  # bytes, by what the records' lives make them worth
     nbytes: int
     ordinals: tuple[int, ...]  # by chunk index
 
@@ -105,7 +110,7 @@ class WriteBudget:
 
 def summarise(segment: SegmentUse) -> Summary:
     """Group the live records by stamp. O(records); cache it."""
-    reused = segment.reused or [False] * len(segment.stamps)
+    lives = segment.lives or [0] * len(segment.stamps)
     by_stamp: dict[int, list[int]] = {}
     for ordinal, stamp in enumerate(segment.stamps):
         if stamp > 0:
@@ -118,7 +123,7 @@ def summarise(segment: SegmentUse) -> Summary:
                 stamp,
                 segment.chunk_index[ordinals[0]],
                 segment.chunk_index[ordinals[-1]],
-                sum((REUSED_WEIGHT if reused[i] else 1.0) * segment.record_bytes[i] for i in ordinals),
+                sum(math.sqrt(1.0 + max(0, lives[i]) / SCALE_US) * segment.record_bytes[i] for i in ordinals),
                 sum(segment.record_bytes[i] for i in ordinals),
                 tuple(ordinals),
             )
@@ -175,9 +180,9 @@ def _losses(summaries: Sequence[Summary], now_us: int) -> tuple[dict[tuple[int, 
     losses: dict[tuple[int, int], float] = {}
     worth = 0.0
     # a store that turns over in seconds must still tell old from new
-    half_age = max(1, min(HALF_AGE_US, (now_us - min(by_stamp, default=now_us)) // 4))
+    scale = max(1, min(SCALE_US, (now_us - min(by_stamp, default=now_us)) // 4))
     for stamp, chain in by_stamp.items():
-        hazard = 1.0 / (max(0, now_us - stamp) + half_age)
+        hazard = (1.0 + max(0, now_us - stamp) / scale) ** -AGE_POWER
         chain.sort()
         reachable, end = 0, chain[0][1]
         for first, last, _, _ in chain:

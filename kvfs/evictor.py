@@ -288,14 +288,16 @@ class Evictor:
         if cached is not None and cached.version == version and not row.expires:
             return cached.summary
         stamps = self._c.recency.stamps(row.segment_id, table.written_us)
-        carried, now_s = bool(row.flags & fmt.FLAG_CARRIED), now_us // 1_000_000
+        # a copy's time of writing is that of the carry: what the original had lived is no longer known
+        least = eviction.CARRIED_LIFE_US if row.flags & fmt.FLAG_CARRIED else 0
+        now_s = now_us // 1_000_000
         dead = [0 < e <= now_s or i in orphans for i, e in enumerate(table.expires)]
         summary = eviction.summarise(
             eviction.SegmentUse(
                 candidate.number, row.allocated,
                 [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
                 table.sizes, table.chunks,
-                [carried or stamps[seq] > table.written_us[seq] for seq in table.seqs], evictable,
+                [max(least, stamps[seq] - table.written_us[seq]) for seq in table.seqs], evictable,
             )
         )  # fmt: skip
         self._uses[row.segment_id] = _Known(version, summary)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfs.eviction import SegmentUse, Summary, WriteBudget, choose, summarise
+from kvfs.eviction import CARRIED_LIFE_US, SegmentUse, Summary, WriteBudget, choose, summarise
 
 Request = tuple[int, list[int]]  # us, block ids
 RESERVE_SEGMENTS = 2
@@ -59,7 +59,8 @@ class Store:
         self.where: dict[int, _Segment] = {}
         self.stamp: dict[int, int] = {}
         self.chunk: dict[int, int] = {}
-        self.reused: set[int] = set()
+        self.written: dict[int, int] = {}
+        self.copies: set[int] = set()
         self.next = 1
         self.new = self.carried = self.used_max = self.evictions = 0
         self.choose_s = 0.0
@@ -83,7 +84,6 @@ class Store:
 
     def touch(self, page: int, now: int) -> None:
         self.stamp[page] = now + self.where[page].number * 37 % 10_007 if self.loose else now
-        self.reused.add(page)
         self.where[page].summary = None
 
     def request(self, writer: int, now: int, pages: Sequence[int]) -> int:
@@ -100,8 +100,8 @@ class Store:
             # Eviction may have taken the predecessor: the rest of the prompt is declined.
             if self.used() + 1 > self.limit or (i and pages[i - 1] not in self.where):
                 break
-            self.stamp[page], self.chunk[page] = now, i
-            self.reused.discard(page)
+            self.stamp[page], self.written[page], self.chunk[page] = now, now, i
+            self.copies.discard(page)
             self.append(writer, page)
             self.new += 1
             self.budget.stored(PAGE)
@@ -118,7 +118,7 @@ class Store:
                     [self.stamp[p] for p in pages],
                     [PAGE] * len(pages),
                     [self.chunk[p] for p in pages],
-                    [p in self.reused for p in pages],
+                    [max(CARRIED_LIFE_US * (p in self.copies), self.stamp[p] - self.written[p]) for p in pages],
                     evictable=segment.sealed,
                 )
             )
@@ -133,7 +133,8 @@ class Store:
         kept = [victim.pages[i] for i in plan.carry]
         for page in victim.pages:
             del self.where[page]
-        self.reused.update(kept)
+        self.copies.update(kept)
+        self.written.update(dict.fromkeys(kept, now))
         self.evictions += 1
         # The victim's file stays until its records are carried: the reserve holds both.
         for page in kept:
@@ -201,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="JSON lines; a synthetic trace if not given")
     parser.add_argument("--capacity", type=float, nargs="+", default=[5, 10, 20, 40], help="%% of the unique blocks")
-    parser.add_argument("--segments", type=int, nargs="+", default=[64, 32, 128])
+    parser.add_argument("--segments", type=int, nargs="+", default=[512, 256, 128])
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--loose-stamps", action="store_true", help="no common stamp for the pages of a request")
     options = parser.parse_args(arguments)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
+
 from kvfs.eviction import (
     BUDGET_SEGMENTS,
     WRITE_BUDGET,
@@ -24,11 +26,11 @@ def use(
     ages: Sequence[int | None],
     chunks: Sequence[int] | None = None,
     *,
-    reused: bool = False,
+    lived: int = 0,
     evictable: bool = True,
     held: bool = False,
 ) -> SegmentUse:
-    """A segment of 100-byte records, used ``ages`` seconds ago; None is dead."""
+    """A segment of 100-byte records, used ``ages`` seconds ago (None is dead), ``lived`` seconds after the writing."""
     count = len(ages)
     return SegmentUse(
         number,
@@ -36,7 +38,7 @@ def use(
         [0 if age is None else NOW - age * SECOND for age in ages],
         [100] * count,
         list(range(count)) if chunks is None else chunks,
-        [reused] * count,
+        [lived * SECOND] * count,
         evictable,
         held,
     )
@@ -56,7 +58,7 @@ def test_the_oldest_segment_goes_and_its_hot_pages_are_carried() -> None:
 
 
 def test_records_that_claim_no_bytes_stop_nobody() -> None:
-    forged = SegmentUse(1, 4096, [NOW - 5 * SECOND] * 2, [0, 0], [0, 1], [False] * 2, True, False)
+    forged = SegmentUse(1, 4096, [NOW - 5 * SECOND] * 2, [0, 0], [0, 1], [0] * 2, True, False)
     assert plan([forged, use(2, [100] * 4)], NOW, 200) is not None
 
 
@@ -106,10 +108,24 @@ def test_what_lies_behind_a_gap_goes_first_and_is_never_carried() -> None:
     assert chosen is not None and (chosen.victim, chosen.carry) == (2, ())
 
 
-def test_reused_pages_outlive_pages_used_once() -> None:
-    once, again = use(1, [300] * 4), use(2, [301] * 4, reused=True)
-    chosen = plan([once, again], NOW, 0)
-    assert chosen is not None and chosen.victim == 1
+@pytest.mark.parametrize(("lived", "worth"), [(150, 2), (1200, 5)])
+def test_what_was_used_again_long_after_it_was_written_outlives_what_was_used_once(lived: int, worth: int) -> None:
+    """Worth: the root of 1 + life / 50 s. Hazard falls with (age + 50 s) ** 1.5."""
+    age = (300 + 50) * worth ** (2 / 3) - 50
+    for ahead, victim in ((-5, 1), (5, 2)):
+        chosen = plan([use(1, [300] * 4), use(2, [int(age) + ahead] * 4, lived=lived), use(3, [5] * 4)], NOW, 0)
+        assert chosen is not None and chosen.victim == victim
+
+
+def test_times_of_writing_in_the_future_do_no_harm() -> None:
+    chosen = plan([use(1, [300] * 4, lived=-500), use(2, [301] * 4)], NOW, 0)
+    assert chosen is not None and chosen.victim == 2
+
+
+def test_a_store_that_turns_over_in_seconds_tells_old_from_new() -> None:
+    """A fresh page and a stale one that is worth nothing: with 50 s for the scale, the mixed segment would go."""
+    chosen = plan([use(1, [0, 9, 9, 9]), use(2, [6] * 4)], NOW, 0)
+    assert chosen is not None and chosen.victim == 2
 
 
 def test_stamps_in_the_future_do_no_harm() -> None:
