@@ -125,8 +125,9 @@ class Batches:
         page = self.page_bytes if whole else rows * self._shape.leaf_bytes * self._granules
         most, least = max(1, self._desk.batch_bytes // page), max(1, BATCH_BYTES_MIN // page)
         later = (window.left + len(window)) * (self._shape.layers - first - rows) // rows
-        runs = self._source.expect(window.runs) if whole else window.runs
-        batches = list(_batches(runs, most, least, window.left + later + behind // page))
+        batches = list(_batches(window.runs, most, least, window.left + later + behind // page))
+        if whole:
+            self._source.expect(window.runs)
         for number, batch in enumerate(batches):
             if self._stop():
                 return False

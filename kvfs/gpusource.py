@@ -16,7 +16,6 @@ from kvfs.bits import span
 from kvfs.gpu import Event
 from kvfs.gpufill import Fills
 from kvfs.gpujobs import GpuDesk
-from kvfs.gpuways import Ways
 from kvfs.hashing import leaf_table, root_of
 from kvfs.hostjobs import Attached
 from kvfs.inplace import Stretch, Use
@@ -55,7 +54,6 @@ class PageSource:
         self._published = published(gm)
         self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
         self._fills = Fills(desk, self._published, self._past)
-        self._ways = Ways(desk, attached.page_bytes)
         self.sums = self._summed and desk.context.verify is not Verify.OFF
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
@@ -81,20 +79,12 @@ class PageSource:
         assert maps is not None
         if maps.covers(run.held, run.offset, run.span):
             return True
-        if self._ways.by_ring(run):
-            return False
         return maps.backing.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
 
-    def expect(self, runs: Sequence[Run]) -> list[Run]:
-        """Tell which runs will be sent, before any of them is; how they are to be cut for that."""
-        if not self._summed:
-            return list(runs)
-        self._fills.expect(runs)
-        return [part for run in runs for part in (self._ways.split(run) if self._must_register(run) else [run])]
-
-    def _must_register(self, run: Run) -> bool:
-        maps = self._desk.in_place
-        return maps is not None and not maps.covers(run.held, run.offset, run.span) and self._registers(run)
+    def expect(self, runs: Sequence[Run]) -> None:
+        """Tell which runs will be sent, before any of them is."""
+        if self._summed:
+            self._fills.expect(runs)
 
     def prepare(self, run: Run) -> None:
         """Begin the reads that a later ``send`` of this run will wait for, if there will be any."""

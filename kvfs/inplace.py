@@ -61,7 +61,7 @@ class InPlace:
     """The pieces of one device. Thread-safe; one thread makes pieces at a time."""
 
     def __init__(self, backing: Backing, files: Files, piece_bytes: int = PIECE_BYTES) -> None:
-        self.backing, self._files, self.piece_bytes = backing, files, piece_bytes
+        self.backing, self._files, self._piece_bytes = backing, files, piece_bytes
         self._lock = threading.RLock()
         self._pieces: OrderedDict[_Key, _Piece] = OrderedDict()  # least recently used first
         self._wishes: dict[_Key, _Wish] = {}
@@ -101,8 +101,8 @@ class InPlace:
         """(piece, first byte in it, end in it) of a stretch of a segment."""
         end = offset + nbytes
         while offset < end:
-            number, inside = divmod(offset, self.piece_bytes)
-            need = min(end - number * self.piece_bytes, self.piece_bytes)
+            number, inside = divmod(offset, self._piece_bytes)
+            need = min(end - number * self._piece_bytes, self._piece_bytes)
             yield number, inside, need
             offset += need - inside
 
@@ -188,7 +188,7 @@ class InPlace:
         nbytes = self._published(key, held, published)
         while nbytes >= need:
             try:
-                backed = self.backing.make(held, key[1] * self.piece_bytes, nbytes, ahead=ahead)
+                backed = self.backing.make(held, key[1] * self._piece_bytes, nbytes, ahead=ahead)
             except FullError:
                 oldest = next((key for key, piece in self._pieces.items() if not piece.users), None)
                 if oldest is None:
@@ -203,7 +203,7 @@ class InPlace:
 
     def _published(self, key: _Key, held: Held, published: int) -> int:
         """Bytes of a piece that are published, as far as is known."""
-        return min(max(published, self._sealed_bytes(held)) - key[1] * self.piece_bytes, self.piece_bytes)
+        return min(max(published, self._sealed_bytes(held)) - key[1] * self._piece_bytes, self._piece_bytes)
 
     def _sealed_bytes(self, held: Held) -> int:
         """Size of a segment if it is sealed, else 0."""

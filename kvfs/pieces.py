@@ -69,10 +69,6 @@ class Backing(Protocol):
     def fills(self) -> bool:
         """Whether loads gain by bringing what is cold into the page cache, and making pieces of it there."""
 
-    @property
-    def shares_work(self) -> bool:
-        """Whether a piece is made by the calling thread alone, so that others can fill slots of the ring meanwhile."""
-
     def ready(self) -> bool:
         """Whether a load gains by making the pieces that it needs, rather than going through the ring."""
 
@@ -92,7 +88,7 @@ class Backing(Protocol):
 class RegisteredMaps:
     """Maps of the page cache, registered read-only: no byte is copied by a CPU."""
 
-    name, shares_work = "in_place", True
+    name = "in_place"
 
     def __init__(self, device: Device, files: Files, budget: Budget) -> None:
         self._device, self._files, self.budget = device, files, budget
@@ -142,8 +138,7 @@ class RegisteredMaps:
 class Arena:
     """Pinned blocks of one size. To pin one takes half a second per GiB, so loads only use those that are there."""
 
-    name, shares_work = "arena", False
-    fills = False  # its blocks are filled from the disk
+    name, fills = "arena", False  # its blocks are filled from the disk
 
     def __init__(self, device: Device, files: Files, budget: Budget, readers: Pool, block_bytes: int) -> None:
         self._device, self._files, self.budget, self._readers = device, files, budget, readers

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,7 +216,7 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
     device = SimulatedDevice()
     with attach(ns, target.kv, device=device) as io, ns.match(prompt(5), part=io.parts) as match:
         if piece_bytes is not None:
-            io._gpu_desk.in_place.piece_bytes = piece_bytes
+            io._gpu_desk.in_place._piece_bytes = piece_bytes
         launches = device.launches
         result = io.load(match, range(10), NOW, layerwise=True).wait(SECONDS)
         assert result is not None and result.tokens == 5 * PAGE, result
@@ -403,32 +402,6 @@ def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.
     assert not device.registered, "something is still pinned"
 
 
-def test_every_second_piece_that_nobody_has_registered_comes_through_the_ring(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target, device = saved(ns, 16), Engine(), SimulatedDevice()
-    registered, by_ring = [], list[int]()
-    with attach(ns, target.kv, device=device) as io, ns.match(prompt(16)) as match:
-        io._gpu_desk.in_place.piece_bytes = 4 * LAYOUT.page_bytes  # pages do not begin where pieces do
-        acquire = io.ring.acquire
-
-        def counted_acquire(n: int, *args: Any, **kwargs: Any) -> Any:
-            by_ring.append(n)
-            return acquire(n, *args, **kwargs)
-
-        monkeypatch.setattr(io.ring, "acquire", counted_acquire)
-        for _ in range(5):
-            by_ring.append(0)
-            target.memory[...] = 0xA5A5
-            result = io.load(match, range(32), NOW).wait(SECONDS)
-            assert result is not None and (result.tokens, result.tiers) == (16 * PAGE, {Tier.HOST: 16 * PAGE})
-            assert target.tokens(range(32)) == source.tokens(range(32))
-            registered.append(device.maps() // io._gpu_desk.in_place.piece_bytes)
-    counts = [sum(group) for zero, group in groupby(by_ring, lambda n: n == 0) if not zero]
-    assert registered[0] in (2, 3) and registered == sorted(registered) and registered[-1] == registered[-2]
-    assert 6 <= counts[0] <= 12 and counts == sorted(counts, reverse=True) and len(counts) < 5, "the last load used it"
-
-
 def test_a_single_piece_is_registered_by_the_load_that_wants_it(ns: kvfs.Namespace) -> None:
     source, target, device = saved(ns, 2), Engine(), SimulatedDevice()
     with attach(ns, target.kv, device=device) as io, ns.match(prompt(2)) as match:
@@ -436,23 +409,6 @@ def test_a_single_piece_is_registered_by_the_load_that_wants_it(ns: kvfs.Namespa
         assert io.load(match, range(4), NOW).wait(SECONDS).tokens == 2 * PAGE  # type: ignore[union-attr]
         assert device.maps() > 0
     assert target.tokens(range(4)) == source.tokens(range(4))
-
-
-@pytest.mark.parametrize("change", ["a small ring", "pages as large as pieces", "an arena", "layers"])
-def test_where_the_ring_would_not_help_all_is_registered(ns: kvfs.Namespace, change: str) -> None:
-    source, target, page = saved(ns, 16), Engine(), LAYOUT.page_bytes
-    changes = {"a small ring": {"ring_bytes": 12 * page}, "an arena": {"transport": "arena"}}.get(change, {})
-    with attach(ns, target.kv, **changes) as io, ns.match(prompt(16)) as match:
-        pieces = io._gpu_desk.in_place
-        pieces.piece_bytes = page if change == "pages as large as pieces" else 4 * page
-        if change == "an arena":
-            pieces.backing._block_bytes = pieces.piece_bytes
-            while io.warm(match) < 16 * page:
-                pass
-        io.ring.acquire = lambda *args, **kwargs: pytest.fail("the ring was used")  # type: ignore[method-assign]
-        result = io.load(match, range(32), NOW, layerwise=change == "layers").wait(SECONDS)
-        assert result is not None and result.tokens == 16 * PAGE
-    assert target.tokens(range(32)) == source.tokens(range(32))
 
 
 def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
@@ -537,7 +493,7 @@ def test_an_arena_that_is_full_takes_the_oldest_piece(ns: kvfs.Namespace, store:
     with attach(ns, target.kv, device=device, transport="arena", registered_bytes=2 * 4096) as io:
         pieces = io._gpu_desk.in_place
         assert pieces is not None
-        pieces.piece_bytes = pieces.backing._block_bytes = 4096  # two blocks in all
+        pieces._piece_bytes = pieces.backing._block_bytes = 4096  # two blocks in all
         for i in (0, 1, 2, 0, 2, 1):
             with ns.match(prompt(2, 1000 * i)) as match:
                 io.warm(match)
