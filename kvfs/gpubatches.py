@@ -10,13 +10,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from kvfs.gpu import Event
 from kvfs.gpujobs import GpuDesk
-from kvfs.gpulane import ALIGN, Lane, Sheet, Slot
+from kvfs.gpulane import ALIGN, Launches, Slot
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached
 from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
@@ -24,7 +24,6 @@ from kvfs.reads import Run
 
 BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
 AHEAD = 3  # batches that are prepared behind the one that was sent
-PENDING = 4  # copies, and ends of bands, ahead of their launches
 FLAG = 4
 
 
@@ -56,31 +55,6 @@ class _Copied(NamedTuple):
     parts: list[tuple[Run, int, int]]
     first: int  # layer position
     rows: int
-
-
-class Launches:
-    """What is to be enqueued behind copies, in order, for all groups of a load: their kernels, and ends of bands."""
-
-    def __init__(self, lane: Lane, sheet_bytes: int) -> None:
-        self._lane, self._sheet_bytes = lane, sheet_bytes
-        self._calls: deque[Callable[[], None]] = deque()
-
-    @cached_property
-    def sheet(self) -> Sheet:
-        """Of the load: made when the first copies are under way."""
-        return self._lane.sheet(self._sheet_bytes)
-
-    def add(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-        while len(self._calls) > PENDING:
-            self.oldest()
-
-    def oldest(self) -> None:
-        self._calls.popleft()()
-
-    def all(self) -> None:
-        while self._calls:
-            self.oldest()
 
 
 class Batches:

@@ -10,6 +10,8 @@ they wait for that, nobody else. So the host may be slow, or another Python thre
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import cached_property
 
 from kvfs.buffers import address_of
 from kvfs.gpu import Device, Event, Memory, Stream
@@ -18,6 +20,7 @@ from kvfs.types import BufferLike
 
 ALIGN = 256
 BATCHES = 4  # of full size that scratch holds
+PENDING = 4  # copies, and ends of bands, ahead of their launches
 #: Of one ``push``: on an H200 up to 24 KiB of pageable memory go ahead of large copies in other streams, and any number
 #: of them; from pinned memory they queue up behind these after the first few.
 PUSH_BYTES = 4096
@@ -153,3 +156,28 @@ class Lane:
         if self._sheet is not None:
             self._sheet.close()
             self._sheet = None
+
+
+class Launches:
+    """What is to be enqueued behind copies, in order, for all groups of a load: their kernels, and ends of bands."""
+
+    def __init__(self, lane: Lane, sheet_bytes: int) -> None:
+        self._lane, self._sheet_bytes = lane, sheet_bytes
+        self._calls: deque[Callable[[], None]] = deque()
+
+    @cached_property
+    def sheet(self) -> Sheet:
+        """Of the load: made when the first copies are under way."""
+        return self._lane.sheet(self._sheet_bytes)
+
+    def add(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        while len(self._calls) > PENDING:
+            self.oldest()
+
+    def oldest(self) -> None:
+        self._calls.popleft()()
+
+    def all(self) -> None:
+        while self._calls:
+            self.oldest()

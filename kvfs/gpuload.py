@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvfs.bits import bits_of, members, span
-from kvfs.gpubatches import FLAG, Batches, Launches, Window, sheet_bytes
+from kvfs.gpubatches import FLAG, Batches, Window, sheet_bytes
 from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
+from kvfs.gpulane import Launches
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
 from kvfs.hostload import Load

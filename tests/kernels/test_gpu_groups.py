@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import gpubatches
+from kvfs import gpubatches, gpulane
 from kvfs.layout import Group, Need, PageLayout
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, store, way
@@ -130,8 +130,8 @@ def test_few_copies_are_ahead_of_their_launches(
     ahead = 0
     for what in device.log:
         ahead += (what == "copy") - (what == "launch")
-        assert ahead <= gpubatches.PENDING + 1
-    assert device.log.count("copy") > 2 * gpubatches.PENDING
+        assert ahead <= gpulane.PENDING + 1
+    assert device.log.count("copy") > 2 * gpulane.PENDING
 
 
 @pytest.mark.parametrize("group", ["full", "window"])
@@ -174,7 +174,7 @@ def test_the_ring_is_given_back_before_the_next_group_wants_it(ns: kvfs.Namespac
 def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpubatches, "PENDING", 0)  # each batch is launched before the next one is copied
+    monkeypatch.setattr(gpulane, "PENDING", 0)  # each batch is launched before the next one is copied
     device, target = SimulatedDevice(), Engine()
     with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
         begin = device.launches

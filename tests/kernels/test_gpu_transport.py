@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, gpubatches, settings
+from kvfs import PageOutcome, gpulane, settings
 from kvfs import format as fmt
 from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
@@ -227,7 +227,7 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
 def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpubatches, "PENDING", 0)  # each band is launched before the next one is copied
+    monkeypatch.setattr(gpulane, "PENDING", 0)  # each band is launched before the next one is copied
     saved(ns, 3)
     device, started = SimulatedDevice(), threading.Event()
     with attach(ns, Engine().kv, device=device) as io, ns.match(prompt(3)) as match:
