@@ -148,7 +148,7 @@ def make_settings(
         segment_bytes = min(256 * MIB, max(SEGMENT_MIN, total // 512))
     else:
         segment_bytes = parse_size(segment, "segment_bytes")
-    index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 256)) if index is None else parse_size(index, "index_bytes")
+    index_bytes = min(INDEX_MAX, max(INDEX_MIN, total // 128)) if index is None else parse_size(index, "index_bytes")
     if not SEGMENT_MIN <= segment_bytes <= SEGMENT_MAX:
         raise ConfigError(f"segment_bytes is {segment_bytes}: choose between {SEGMENT_MIN} and {SEGMENT_MAX}")
     if not INDEX_MIN <= index_bytes <= INDEX_MAX:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import threading
-from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -20,9 +18,8 @@ from typing import Any, Protocol
 from kvfs import cuda
 from kvfs.errors import ConfigError
 from kvfs.kernels import by_torch
-from kvfs.kernels.work import WORD, Shape, Work
+from kvfs.kernels.work import Shape, Work
 
-log = logging.getLogger("kvfs")
 #: Of the kernels. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
 COPY_TILE_BYTES = 32 << 10  # tiles of this size want fewer warps
@@ -71,14 +68,14 @@ class Stream(Protocol):
     def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
         """Cells of pages to the engine, but for pages with flags; ``check`` sums leaves first, and sets flags."""
 
-    def prepare(self, work: Work, shape: Shape, *, gather: bool) -> None:
-        """Compile and run, on an empty work list, what one of the two will launch."""
-
 
 class Memory(Protocol):
     """Memory of the device."""
 
     address: int
+
+    def words(self, offset: int) -> Any:
+        """From byte ``offset`` on, as what kernels take."""
 
 
 class Device(Protocol):
@@ -140,18 +137,11 @@ class Pinned:
 
 
 class _Stream:
-    """A CUDA stream. The calling thread has entered its device.
-
-    What ``prepare`` has seen is kept as CUDA graphs: to replay one takes the host 5 us on an H200's machine, to launch
-    the two kernels through Triton 50.
-    """
+    """A CUDA stream. The calling thread has entered its device."""
 
     def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
         self._torch, self._stream, self._constants = torch, stream, constants
         self._handle = int(stream.cuda_stream)
-        self._at = torch.zeros(1, dtype=torch.int64, device=stream.device)  # of the work list of the last launch
-        self._host_at = array("q", [0])
-        self._graphs: dict[tuple[int, bool, bool], tuple[Any, Shape]] = {}  # by shape, gather?, sums?
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
         cuda.copy_in(target, source, nbytes, self._handle)
@@ -181,53 +171,27 @@ class _Stream:
         self._stream.wait_event(event)
 
     def gather(self, work: Work, shape: Shape) -> None:
-        self._move(work, shape, gather=True, sums=shape.sums)
+        self._move(work, shape, to_page=True)
+        if shape.sums:
+            self._sum(work, shape, check=False)
 
     def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
-        self._move(work, shape, gather=False, sums=check)
+        if check:
+            self._sum(work, shape, check=True)
+        self._move(work, shape, to_page=False)
 
-    def prepare(self, work: Work, shape: Shape, *, gather: bool) -> None:
-        for sums in {shape.sums, gather and shape.sums}:
-            self._move(work, shape, gather=gather, sums=sums)
-            if shape.kernels:
-                self._record_graph(shape, gather=gather, sums=sums)
-
-    def _move(self, work: Work, shape: Shape, *, gather: bool, sums: bool) -> None:
+    def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
         if not shape.kernels:
-            by_torch.move(work, shape, self._elements, to_page=gather)
+            by_torch.move(work, shape, self._elements, to_page=to_page)
             return
-        self._host_at[0] = work.address
-        self.push(self._at.data_ptr(), self._host_at.buffer_info()[0], WORD)
-        graph, _ = self._graphs.get((id(shape), gather, sums), (None, shape))
-        if graph is not None:
-            graph.replay()
-        else:
-            self._launch(shape, gather=gather, sums=sums)
+        from kvfs.kernels import cells
 
-    def _launch(self, shape: Shape, *, gather: bool, sums: bool) -> None:
-        from kvfs.kernels import cells, xxh3
+        cells.move(work.words, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=copy_warps(shape))
 
-        warps = copy_warps(shape)
-        if gather:
-            cells.move(self._at, shape, to_page=True, programs=COPY_PROGRAMS, warps=warps)
-        if sums:
-            xxh3.leaves(self._at, self._constants, shape, check=not gather, programs=SUM_PROGRAMS)
-        if not gather:
-            cells.move(self._at, shape, to_page=False, programs=COPY_PROGRAMS, warps=warps)
+    def _sum(self, work: Work, shape: Shape, *, check: bool) -> None:
+        from kvfs.kernels import xxh3
 
-    def _record_graph(self, shape: Shape, *, gather: bool, sums: bool) -> None:
-        graph = self._torch.cuda.CUDAGraph()
-        try:
-            # other threads, the engine's among them, may allocate and launch meanwhile
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch(shape, gather=gather, sums=sums)
-            finally:
-                graph.capture_end()
-        except RuntimeError as exc:
-            log.warning("kernels are launched one by one, since they cannot be captured as a CUDA graph: %s", exc)
-            return
-        self._graphs[id(shape), gather, sums] = (graph, shape)
+        xxh3.leaves(work.words, self._constants, shape, check=check, programs=SUM_PROGRAMS)
 
     def _elements(self, address: int, elements: int, element: int) -> Any:
         return self._torch.as_tensor(_Raw(address, elements, element), device=self._stream.device)
@@ -242,9 +206,12 @@ class _Raw:
 
 
 class _Memory:
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: Any, int64: Any) -> None:
+        self._tensor, self._int64 = tensor, int64
         self.address = int(tensor.data_ptr())
+
+    def words(self, offset: int) -> Any:
+        return self._tensor[offset:].view(self._int64)
 
 
 class Gpu:
@@ -291,7 +258,7 @@ class Gpu:
         tensor = torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.name)
         # torch's cache may give out what work still queued on this stream uses; other streams must not touch it yet
         torch.cuda.current_stream(self.index).synchronize()
-        return _Memory(tensor)
+        return _Memory(tensor, torch.int64)
 
     def pinned(self, nbytes: int) -> Pinned:
         return Pinned(self, nbytes)

@@ -98,9 +98,8 @@ class GpuIO(HostIO):
             shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
             tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
             saves, loads = Lane(device, save_bytes), Lane(device, load_bytes)
-            for lane in (saves, loads):
-                undo.callback(lane.close)
-            shapes = self._that_work(saves, loads, shapes, tables)
+            undo.callback(loads.close)  # the only lane that warms up
+            shapes = self._that_work(loads, shapes, tables)
             readers = Pool(READ_THREADS, "kvfs-ring")
             undo.callback(readers.close)
             in_place = self._pieces(readers) if any(shape.sums for shape in shapes.values()) else None
@@ -115,14 +114,11 @@ class GpuIO(HostIO):
             undo.pop_all()
         return desk
 
-    def _that_work(
-        self, saves: Lane, loads: Lane, shapes: dict[int, Shape], tables: dict[int, Memory]
-    ) -> dict[int, Shape]:
+    def _that_work(self, lane: Lane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
         """The shapes, for Triton's kernels if all of them compile and run, or else for torch's."""
         try:
             for number, shape in shapes.items():
-                _warm_up(saves, shape, tables[number], gather=True)
-                _warm_up(loads, shape, tables[number], gather=False)
+                _warm_up(lane, shape, tables[number])
         except CudaError:
             raise
         except Exception as exc:  # whatever a compiler or a missing package comes up with
@@ -250,13 +246,16 @@ class GpuIO(HostIO):
         desk.readers.close()
 
 
-def _warm_up(lane: Lane, shape: Shape, table: Memory, *, gather: bool) -> None:
-    """Compile and run what a lane will launch once, on no granules."""
+def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:
+    """Compile and run every kernel once, on no granules."""
     sheet = lane.sheet(1 << 16)
     work = sheet.put(pack(
         shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
     ))  # fmt: skip
     sheet.send(lane.kernels, work)
     with lane.kernels.use():
-        lane.kernels.prepare(sheet.work(work, 0, 0), shape, gather=gather)
+        launch = sheet.work(work, 0, 0)
+        lane.kernels.gather(launch, shape)
+        for check in {False, shape.sums}:
+            lane.kernels.scatter(launch, shape, check=check)
     lane.quiet()

@@ -72,7 +72,7 @@ class Sheet:
     def work(self, offset: int, unit_ids: int, units: int) -> Work:
         """The work list that was put last, at ``offset``; ``units`` ids lie at ``unit_ids``."""
         ids = self._host[unit_ids : unit_ids + units * WORD]
-        return Work(self.address(offset), self._host[offset : self._used].cast("q"), ids.cast("q"))
+        return Work(self._device.words(offset), self._host[offset : self._used].cast("q"), ids.cast("q"))
 
     def send(self, stream: Stream, first: int) -> None:
         """Copy what was put from ``first`` on, past large copies of other streams."""

@@ -14,7 +14,7 @@ from kvfs.cli.app import App, common
 @click.command("init")
 @click.option("--capacity", metavar="SIZE", help="Limit of all that the store allocates; default $KVFS_CAPACITY.")
 @click.option("--segment-bytes", metavar="SIZE", help="Size of a segment; default capacity / 512, at most 256 MiB.")
-@click.option("--index-bytes", metavar="SIZE", help="Budget of the index; default capacity / 256.")
+@click.option("--index-bytes", metavar="SIZE", help="Budget of the index; default capacity / 128.")
 @click.option("--sync", default="cache", show_default=True, metavar="LEVEL", help="cache, batch or sync.")
 @click.option("--mode", default="cache", show_default=True, metavar="NAME", help="cache, staging or memory.")
 @click.option("--codec", default="raw", show_default=True, metavar="NAME", help="raw, zstd or planes.")

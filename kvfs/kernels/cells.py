@@ -21,10 +21,9 @@ _BUFFER = tl.constexpr(BUFFER_WORDS)
 
 @triton.jit
 def _cells(  # type: ignore[no-untyped-def]
-    place, BUFFERS: tl.constexpr, STATES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ELEMENT: tl.constexpr,
+    work, BUFFERS: tl.constexpr, STATES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ELEMENT: tl.constexpr,
     KIND: tl.constexpr, TO_PAGE: tl.constexpr,
 ):  # fmt: skip
-    work = tl.load(place).to(tl.pointer_type(tl.int64))
     rows = tl.load(work + 1)
     first_row = tl.load(work + 2)
     leaf_bytes = tl.load(work + 3)
@@ -71,9 +70,9 @@ def _cells(  # type: ignore[no-untyped-def]
                 here = here & (unit >= 0)
                 inside = (position - index * unit_tokens).to(tl.int64)
                 device = base + unit * stride_unit + inside * stride_token + head * stride_head
-                cell = page + ((page_head + head) * STATES + state) * cell_bytes + cell_offset
+                place = page + ((page_head + head) * STATES + state) * cell_bytes + cell_offset
                 device_cells = device.to(tl.pointer_type(KIND))
-                page_cells = cell.to(tl.pointer_type(KIND))
+                page_cells = place.to(tl.pointer_type(KIND))
                 for start in range(0, elements, COLS):
                     at = start + col
                     mask = here[:, None] & (at < elements)[None, :]
@@ -88,9 +87,9 @@ def _cells(  # type: ignore[no-untyped-def]
 _KINDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-def move(place: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 8) -> None:
-    """Run on the current stream. ``place``: an i64 tensor with the address of a work list (``kvfs.kernels.work``)."""
+def move(work: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 8) -> None:
+    """Run on the current stream. ``work``: an i64 tensor that begins with a work list (``kvfs.kernels.work``)."""
     _cells[(programs,)](
-        place, shape.buffers, shape.states, shape.rows, shape.cols, shape.element, _KINDS[shape.element], to_page,
+        work, shape.buffers, shape.states, shape.rows, shape.cols, shape.element, _KINDS[shape.element], to_page,
         num_warps=warps,
     )  # fmt: skip

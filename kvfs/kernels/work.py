@@ -18,7 +18,6 @@
 
 The buffer table has, for each buffer, BUFFER_WORDS words and then the base address of each layer of the part (0: not
 in this buffer). So nothing about a launch is a scalar argument: no count or offset can make Triton compile anew.
-Kernels are told a place that holds the address of the list: all launches of a stream are alike, and can be replayed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfs.device import DeviceKV
 from kvfs.layout import Group, Part
@@ -69,10 +68,10 @@ class Shape:
 
 
 class Work(NamedTuple):
-    """A work list, and what it is about where the host has it."""
+    """A work list, and what it is about where the host has it: i64 words all."""
 
-    address: int  # on the device
-    host: memoryview  # the same, i64
+    words: Any  # a tensor of the device that begins with the work list
+    host: memoryview  # the same
     unit_ids: memoryview
 
 

@@ -85,10 +85,9 @@ def _scrambled(lanes, scramble):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _leaves(  # type: ignore[no-untyped-def]
-    place, constants, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr
+    work, constants, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr
 ):
     # A tile is (leaf, lane): a thread adds up the stripes of its lanes alone, with all loads of two blocks in flight.
-    work = tl.load(place).to(tl.pointer_type(tl.int64))
     rows = tl.load(work + 1)
     size = tl.load(work + 3)
     scratch = tl.load(work + 8)
@@ -139,10 +138,9 @@ def _leaves(  # type: ignore[no-untyped-def]
             tl.store(leaves + leaf, digest, mask=there)
 
 
-def leaves(place: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> None:
+def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> None:
     """Sum the leaves of a batch on the current stream: against ``leaves``, setting flags (``check``), or into it.
 
-    ``place``: an i64 tensor with the address of the work list; ``constants``: one that holds CONSTANTS. ``shape.sums``
-    must be true.
+    ``constants``: an i64 tensor that holds CONSTANTS. ``shape.sums`` must be true.
     """
-    _leaves[(programs,)](place, constants, LEAVES, shape.aligned, check, num_warps=WARPS)
+    _leaves[(programs,)](work, constants, LEAVES, shape.aligned, check, num_warps=WARPS)

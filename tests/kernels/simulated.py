@@ -35,14 +35,13 @@ class SimulatedMemory:
         self.array = np.full(-(-nbytes // 8) * 8, 0xA5, dtype="uint8")
         self.address = int(self.array.__array_interface__["data"][0])
 
+    def words(self, offset: int) -> Any:
+        return torch.from_numpy(self.array[offset:].view("int64"))
+
 
 def at_host(address: int, elements: int, element: int) -> Any:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return torch.frombuffer((ctypes.c_char * (elements * element)).from_address(address), dtype=kinds[element])
-
-
-def _place(work: Work) -> torch.Tensor:
-    return torch.tensor([work.address], dtype=torch.int64)
 
 
 class SimulatedStream:
@@ -85,19 +84,13 @@ class SimulatedStream:
     def gather(self, work: Work, shape: Shape) -> None:
         self._move(work, shape, to_page=True)
         if shape.sums:
-            xxh3.leaves(_place(work), self._device.constants, shape, check=False, programs=2)
+            xxh3.leaves(work.words, self._device.constants, shape, check=False, programs=2)
 
     def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
         if check:
             assert shape.sums
-            xxh3.leaves(_place(work), self._device.constants, shape, check=True, programs=2)
+            xxh3.leaves(work.words, self._device.constants, shape, check=True, programs=2)
         self._move(work, shape, to_page=False)
-
-    def prepare(self, work: Work, shape: Shape, *, gather: bool) -> None:
-        if gather:
-            self.gather(work, shape)
-        else:
-            self.scatter(work, shape, check=shape.sums)
 
     def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
         self._device.launches += 1
@@ -107,7 +100,7 @@ class SimulatedStream:
         if shape.kernels:
             if not self._device.triton:
                 raise ImportError("No module named 'triton'")
-            cells.move(_place(work), shape, to_page=to_page, programs=2)
+            cells.move(work.words, shape, to_page=to_page, programs=2)
         else:
             by_torch.move(work, shape, at_host, to_page=to_page)
 

@@ -49,10 +49,9 @@ def run(
     )  # fmt: skip
     if BY == "torch":
         host = memoryview(bytearray(work)).cast("q")
-        by_torch.move(Work(0, host, memoryview(bytearray(ids)).cast("q")), shape, at_host, to_page=to_page)
+        by_torch.move(Work(None, host, memoryview(bytearray(ids)).cast("q")), shape, at_host, to_page=to_page)
     else:
-        held = words(work)
-        cells.move(torch.tensor([held.data_ptr()], dtype=torch.int64), shape, to_page=to_page, programs=PROGRAMS)
+        cells.move(words(work), shape, to_page=to_page, programs=PROGRAMS)
 
 
 @pytest.fixture(autouse=True, params=["triton", "torch"])

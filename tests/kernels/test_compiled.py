@@ -31,11 +31,11 @@ for capability in map(int, sys.argv[1:]):
     for element, kind in cells._KINDS.items():
         for to_page in (False, True):
             constants = {"BUFFERS": 2, "STATES": 16, "ROWS": 128, "COLS": 32, "ELEMENT": element, "KIND": kind}
-            compile_for(capability, cells._cells, ["place"], 8, {**constants, "TO_PAGE": to_page})
+            compile_for(capability, cells._cells, ["work"], 8, {**constants, "TO_PAGE": to_page})
     for aligned in (False, True):
         for check in (False, True):
             constants = {"LEAVES": xxh3.LEAVES, "ALIGNED": aligned, "CHECK": check}
-            compile_for(capability, xxh3._leaves, ["place", "constants"], xxh3.WARPS, constants)
+            compile_for(capability, xxh3._leaves, ["work", "constants"], xxh3.WARPS, constants)
 """
 
 

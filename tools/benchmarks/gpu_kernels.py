@@ -65,7 +65,6 @@ class Batch:
             flags=self.flags.data_ptr(), leaves=self.leaves.data_ptr(), buffers=self.table.data_ptr(),
         )  # fmt: skip
         self.work = torch.frombuffer(array("b", work), dtype=torch.int64).cuda()
-        self.place = torch.tensor([self.work.data_ptr()], dtype=torch.int64, device="cuda")
 
     def calls(self) -> dict[str, Callable[[int], None]]:
         from kvfs.gpu import copy_warps
@@ -73,11 +72,11 @@ class Batch:
 
         def move(to_page: bool) -> Callable[[int], None]:
             return lambda n: cells.move(
-                self.place, self.shape, to_page=to_page, programs=n, warps=copy_warps(self.shape)
+                self.work, self.shape, to_page=to_page, programs=n, warps=copy_warps(self.shape)
             )
 
         return {
-            "leaves (XXH3)": lambda n: xxh3.leaves(self.place, self.constants, self.shape, check=False, programs=n),
+            "leaves (XXH3)": lambda n: xxh3.leaves(self.work, self.constants, self.shape, check=False, programs=n),
             "scatter": move(False),
             "gather": move(True),
         }
