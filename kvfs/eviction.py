@@ -6,8 +6,8 @@ equal stamp across segments means "used together last time", and the chunk indic
 differ by segment do no harm, but links between segments are lost. For each segment and stamp (a ``Piece``):
 
     hazard = (1 + age / 50 s) ** -1.5 x sqrt(1 + life / 50 s); age: since its last use; life, by record: from its
-             writing to its last use, at least 150 s for carried records. In a store that turns over quickly a
-             quarter of the oldest page's age stands in place of the age's 50 s
+             writing to its last use, at most an hour, at least 150 s for carried records. In a store that turns
+             over quickly a quarter of the oldest page's age stands in place of the age's 50 s
     loss   = hazard x bytes, summed over the piece and all later pieces of that stamp, in whatever segment: they
              become unreachable with it. A piece behind a gap in the chunk indices is unreachable: loss 0.
 
@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 
 #: Of age and life.
 SCALE_US = 50_000_000
+#: More counts no more: nothing was seen of longer lives, and a clock that was set, or a forged record, may claim any.
+LIFE_MAX_US = 3_600_000_000
 #: The least life of carried records: they count twice at least.
 CARRIED_LIFE_US = 3 * SCALE_US
 AGE_POWER = 1.5
@@ -123,7 +125,7 @@ def summarise(segment: SegmentUse) -> Summary:
                 stamp,
                 segment.chunk_index[ordinals[0]],
                 segment.chunk_index[ordinals[-1]],
-                sum(math.sqrt(1.0 + max(0, lives[i]) / SCALE_US) * segment.record_bytes[i] for i in ordinals),
+                sum(_worth(lives[i]) * segment.record_bytes[i] for i in ordinals),
                 sum(segment.record_bytes[i] for i in ordinals),
                 tuple(ordinals),
             )
@@ -162,6 +164,11 @@ def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan
     carry = tuple(sorted(i for piece in taken for i in piece.ordinals))
     reason = f"loss {score / average if average else 0.0:.3f} of average" + (", held" if victim.held else "")
     return Plan(victim.number, carry, spent, reason)
+
+
+def _worth(life_us: int) -> float:
+    """Of a byte, against one that was used once."""
+    return math.sqrt(1.0 + min(max(0, life_us), LIFE_MAX_US) / SCALE_US)
 
 
 def plan(segments: Iterable[SegmentUse], now_us: int, budget_bytes: int = 0) -> Plan | None:

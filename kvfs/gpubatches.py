@@ -73,6 +73,7 @@ class Batches:
         self._tables: dict[int, bytes | None] = {}  # by chunk, for the later bands
         self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
         self.ended: deque[Band] = deque()  # and not taken yet
+        self.ends = 0  # of bands, that wait to be enqueued
 
     @property
     def page_bytes(self) -> int:
@@ -215,6 +216,7 @@ class Batches:
 
     def end_band(self, first: int, rows: int) -> None:
         """Behind all that was sent so far, it will be among those that ``ended``."""
+        self.ends += 1
         self._launches.add(partial(self._end_band, first, rows))
 
     def _end_band(self, first: int, rows: int) -> None:
@@ -223,6 +225,7 @@ class Batches:
         room = self._sheet.room(FLAG * len(self._wanted))
         self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
         self.ended.append(Band(first, rows, self._lane.kernels.record(), room))
+        self.ends -= 1
 
     def flags(self, band: Band) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""

@@ -65,6 +65,10 @@ class Fills:
         self._begun[run.segment, run.offset] = self._desk.readers.begin(calls)
         return True
 
+    def has(self, run: Run) -> bool:
+        """Whether that was begun."""
+        return (run.segment, run.offset) in self._begun
+
     def wait(self, run: Run) -> bool:
         """Wait until the page cache holds a run; False if that was not begun, or cannot be."""
         begun = self._begun.pop((run.segment, run.offset), None)

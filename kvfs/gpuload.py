@@ -44,6 +44,7 @@ class _Group:
     flagged: memoryview = field(default_factory=lambda: memoryview(b""))  # as the last band left them
     whole: bool = True  # nothing is known to be missing
     torn: bool = False  # it ended between two bands: no page has all of its layers
+    sent: bool = False  # up to the end of the last band that there will be
 
 
 @dataclass
@@ -81,51 +82,58 @@ class GpuLoad(Load):
     def _load_groups(self, held: dict[int, Held]) -> None:
         """One behind the other, without a pause between them, as long as they need no slots of the ring."""
         launches, groups = self._launches(), list[_Group]()
+
+        def catch_up() -> None:
+            launches.all()
+            self._announce(groups, wait=True)  # what has come must not wait for what a disk may never bring
+
         try:
             for number, (attached, chunks) in enumerate(self.pages):
                 limit = self.match.restorable(self.possible)
                 wanted = [chunk for chunk in chunks if chunk < limit]
                 if wanted and not self.transfer.stopped:
-                    groups.append(self._begin(launches, attached, wanted, held))
+                    groups.append(self._begin(launches, attached, wanted, held, catch_up))
                     behind = sum(len(later) * a.page_bytes for a, later in self.pages[number + 1 :])
-                    self._send(groups[-1], held, behind)
+                    self._send(groups, held, behind)
                     if groups[-1].source.has_slots:  # which the next group may want
                         self._finish(launches, groups)
             self._finish(launches, groups)
         finally:
-            if groups:  # left by an error
-                self.gpu.loads.quiet()
-                for group in groups:
-                    group.source.release()
+            if groups:
+                self._give_up(groups)
 
     def _launches(self) -> Launches:
         need = sum(
             sheet_bytes(
                 self.gpu.shapes[a.number], a.group.granules, pages=len(chunks), units=len(self.units[a.number]),
-                bands=self._bands,
+                bands=self._bands(a, len(chunks)),
             )
             for a, chunks in self.pages if chunks
         )  # fmt: skip
         return Launches(self.gpu.loads, need)
 
-    @property
-    def _bands(self) -> int:
-        return BANDS if self.layerwise else 1
+    def _bands(self, attached: Attached, pages: int) -> int:
+        """In how many bands so many pages come, at most."""
+        return max(1, min(BANDS, pages * attached.page_bytes // BAND_BYTES_MIN)) if self.layerwise else 1
 
-    def _begin(self, launches: Launches, attached: Attached, wanted: list[int], held: dict[int, Held]) -> _Group:
+    def _begin(
+        self, launches: Launches, attached: Attached, wanted: list[int], held: dict[int, Held],
+        catch_up: Callable[[], None],
+    ) -> _Group:  # fmt: skip
         gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
-        source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from)
+        source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from, catch_up)
         batches = Batches(
-            self.gpu, launches, attached, source, self.units[attached.number], wanted, bands=self._bands,
-            first_token=self.first_token, stop=self._stop,
+            self.gpu, launches, attached, source, self.units[attached.number], wanted,
+            bands=self._bands(attached, len(wanted)), first_token=self.first_token, stop=self._stop,
         )  # fmt: skip
         return _Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
 
     def _stop(self) -> bool:
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
-    def _send(self, group: _Group, held: dict[int, Held], behind: int) -> None:
-        """Everything up to the end of the last band; ``behind``: bytes of the groups that follow."""
+    def _send(self, groups: list[_Group], held: dict[int, Held], behind: int) -> None:
+        """Everything of the last group up to the end of its last band; ``behind``: bytes of those that follow."""
+        group = groups[-1]
         for window in self._windows(group, held):
             for first, rows in self._plan_bands(group, window):
                 group.whole = group.batches.send(window, first, rows, behind)
@@ -134,8 +142,11 @@ class GpuLoad(Load):
                 group.torn = not group.whole and rows < group.shape.layers
                 group.batches.end_band(first, rows)
                 if not group.whole:
-                    return
-                self._announce(group, wait=False)
+                    break
+                self._announce(groups, wait=False)
+            if not group.whole:
+                break
+        group.sent = True
 
     def _windows(self, group: _Group, held: dict[int, Held]) -> Iterator[Window]:
         """Where the pages lie, a stretch at a time; all at once for bands, each of which needs all pages."""
@@ -156,8 +167,7 @@ class GpuLoad(Load):
         layers = group.shape.layers
         if not self.layerwise or window.others or any(group.source.in_place(run) is None for run in window.runs):
             return [(0, layers)]
-        nbytes = len(window) * group.attached.page_bytes
-        step = -(-layers // max(1, min(BANDS, nbytes // BAND_BYTES_MIN)))
+        step = -(-layers // self._bands(group.attached, len(window)))
         return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
     # -- the end -----------------------------------------------------------------------------
@@ -165,29 +175,42 @@ class GpuLoad(Load):
     def _finish(self, launches: Launches, groups: list[_Group]) -> None:
         """Wait for these groups, and settle them."""
         launches.all()
-        for group in groups:
-            self._announce(group, wait=True)
+        self._announce(groups, wait=True)
         if not all(group.whole for group in groups):  # else the ends of the last bands were the ends of everything
             self.gpu.loads.quiet()
         while groups:
-            group = groups.pop(0)
-            group.source.release()
-            if group.whole:
-                self._account(group, group.wanted, [])
-                self.transfer._settle(group.attached.number, bits_of(group.wanted), PageOutcome.LOADED)
-            else:
-                self._sort_out(group)
+            self._settle(groups.pop(0))
 
-    def _announce(self, group: _Group, *, wait: bool) -> None:
+    def _settle(self, group: _Group) -> None:
+        group.source.release()
+        if group.whole:
+            self._account(group, group.wanted, [])
+            self.transfer._settle(group.attached.number, bits_of(group.wanted), PageOutcome.LOADED)
+        else:
+            self._sort_out(group)
+
+    def _give_up(self, groups: list[_Group]) -> None:
+        """After an error: what has all been enqueued counts, the rest stays open."""
+        self.gpu.loads.quiet()
+        self._announce(groups, wait=True)
+        for group in groups:
+            if group.sent and not group.batches.ends:
+                self._settle(group)
+            else:
+                group.source.release()
+                self._account(group, [], group.source.faults)
+
+    def _announce(self, groups: Sequence[_Group], *, wait: bool) -> None:
         """Bands that have arrived: while all pages are well, their layers are ready."""
-        layers, bands = group.attached.group.layers[group.attached.part.layer :], group.batches.ended
-        while bands and (wait or bands[0].end.query()):
-            band = bands.popleft()
-            wait_until(self.gpu, band.end)
-            group.flagged = group.batches.flags(band)
-            group.whole = group.whole and len(group.batches.sent) == len(group.wanted) and not any(group.flagged)
-            if group.whole:
-                self.transfer._layers_ready(layers[band.first : band.first + band.rows])
+        for group in groups:
+            layers, bands = group.attached.group.layers[group.attached.part.layer :], group.batches.ended
+            while bands and (wait or bands[0].end.query()):
+                band = bands.popleft()
+                wait_until(self.gpu, band.end)
+                group.flagged = group.batches.flags(band)
+                group.whole = group.whole and len(group.batches.sent) == len(group.wanted) and not any(group.flagged)
+                if group.whole:
+                    self.transfer._layers_ready(layers[band.first : band.first + band.rows])
 
     def _sort_out(self, group: _Group) -> None:
         """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""

@@ -44,10 +44,11 @@ class PageSource:
 
     def __init__(
         self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, held: dict[int, Held],
-        came_from: CameFrom,
+        came_from: CameFrom, catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
         self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
         self._came_from = came_from
+        self._catch_up = catch_up  # to be called before anything that may have to wait
         self._use = Use()
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
@@ -102,10 +103,10 @@ class PageSource:
     def send(self, run: Run, target: int) -> Iterator[Run]:
         """Enqueue the copies of a run, gaps included, to ``target``; yields the stretches of it that come."""
         dma, ahead = self._desk.loads.dma, (run.segment, run.offset) in self._ahead
-        filled = self._fills.wait(run)
+        filled = self._filled(run)
         stretches = self.in_place(run, filled=filled)
         if stretches is None and self._summed and not ahead and self._fills.begin(run):
-            filled = self._fills.wait(run)
+            filled = self._filled(run)
             stretches = self.in_place(run, filled=filled)
         if stretches is not None:
             self._note(run, Tier.DISK if filled else Tier.HOST)
@@ -123,11 +124,17 @@ class PageSource:
                     return
                 reading = self._begin(run.cut(done, len(lease)), lease)
             part = reading.run
+            self._catch_up()
             good = self._end(reading)
             self._drain(reading.lease, target + done * run.stride)
             yield from (part.cut(first, count) for first, count in streaks(good))
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
             done += part.count
+
+    def _filled(self, run: Run) -> bool:
+        if self._fills.has(run):
+            self._catch_up()
+        return self._fills.wait(run)
 
     def send_rows(self, run: Run, offset: int, width: int, granules: int, target: int) -> None:
         """Enqueue ``width`` bytes of each granule of a registered run, from ``offset`` in the granule on."""
@@ -169,6 +176,7 @@ class PageSource:
         """Slots, FILLING; those whose copies are over go back first. None, and the reason noted, if none come."""
         ring, clock, size = self._desk.ring, self._desk.context.files.monotonic, self._attached.page_bytes
         pages = min(pages, max(1, ring.holds(size) // 4))
+        self._catch_up()
         while True:
             self._reap()
             mine = bool(self._leases or self._ahead)
@@ -266,6 +274,7 @@ class PageSource:
             partial(assemble, self._desk.context, sources.get(c, []), self._gm, self._attached.group, page, self._held)
             for c, page in zip(taken, lease.views(), strict=True)
         ]
+        self._catch_up()
         for i, (chunk, (whole, wrong)) in enumerate(zip(taken, self._desk.readers.run(calls), strict=True)):
             self.faults += [(source.place.segment, source.place.seq) for source in wrong]
             if whole:

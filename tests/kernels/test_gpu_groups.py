@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import gpubatches, gpulane
+from kvfs.gpusource import PageSource
 from kvfs.layout import Group, Need, PageLayout
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, store, way
@@ -169,6 +170,102 @@ def test_the_ring_is_given_back_before_the_next_group_wants_it(ns: kvfs.Namespac
     with attach(ns, *target.kvs, transport="ring", ring_bytes=one) as io, ns.match(TOKENS) as match:
         result = io.load(match, units(), NOW, deadline=SECONDS).wait(2 * SECONDS)
         assert result is not None and (result.tokens, result.reason) == (CHUNKS * PAGE, ""), result
+
+
+def test_layers_that_have_come_do_not_wait_for_a_disk(
+    ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window lies in registered pieces; the other group is read, and that takes its time."""
+    target, reading, go_on = Engine(), threading.Event(), threading.Event()
+    with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
+        io.warm(match)
+        in_place, segments = PageSource.in_place, io._gpu_desk.context.segments
+        read = segments.read
+
+        def only_the_window(self: PageSource, run: Any, *, filled: bool = False) -> Any:
+            return in_place(self, run, filled=filled) if self._attached.group.name == "window" else None
+
+        def slowly(*args: Any, **kwargs: Any) -> None:
+            reading.set()
+            assert go_on.wait(SECONDS)
+            read(*args, **kwargs)
+
+        monkeypatch.setattr(PageSource, "in_place", only_the_window)
+        monkeypatch.setattr(PageSource, "prepare", lambda self, run: None)
+        monkeypatch.setattr(segments, "read", slowly)
+        transfer = io.load(match, units(), NOW, layerwise=True)
+        assert reading.wait(SECONDS)
+        assert all(transfer.layer_ready(layer).wait(SECONDS) for layer in (1, 2, 4))
+        assert not transfer.layer_ready(0).is_set()
+        go_on.set()
+        assert transfer.wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
+
+
+def fine(target: Engine, source: Engine, told: list[kvfs.PageDone]) -> None:
+    """Each page was told of once, those that are LOADED are there, and no other byte is anything but the source's."""
+    assert len(told) == len({(page.group, page.chunk) for page in told}) == CHUNKS + WINDOW
+    for page in told:
+        if page.outcome is kvfs.PageOutcome.LOADED:
+            mine, other = target.memory[page.group][:, page.chunk], source.memory[page.group][:, page.chunk]
+            assert (mine == other).all()
+    for name, memory in target.memory.items():
+        assert ((memory == 0xA5A5) | (memory == source.memory[name]))[:, :CHUNKS].all()
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("how", [{}, {"registered_bytes": 0}])
+def test_whichever_launch_fails_what_came_before_counts(
+    ns: kvfs.Namespace, source: Engine, how: dict[str, Any], layerwise: bool
+) -> None:
+    loaded = set()
+    for launch in range(1, 6):
+        device, target, told = SimulatedDevice(), Engine(), list[kvfs.PageDone]()
+        with attach(ns, *target.kvs, device=device, **how) as io, ns.match(TOKENS) as match:
+            io.warm(match)
+            device.fails_at = device.launches + launch
+            result = io.load(match, units(), NOW, layerwise=layerwise, on_page=told.append).wait(SECONDS)
+            assert result is not None
+            fine(target, source, told)
+            loaded.add(result.pages)
+            assert io.ring.free == io.ring.slots
+            maps = io._gpu_desk.in_place
+            assert maps is None or not any(piece.users for piece in maps._pieces.values())
+            device.fails_at = -1
+            assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
+    assert loaded >= {0, WINDOW}, "the first group is thrown away with the second"
+
+
+@pytest.mark.parametrize("how", [{}, {"registered_bytes": 0}])
+@pytest.mark.parametrize("launch", [1, 2, 3, 5])
+@pytest.mark.parametrize("why", ["cancelled", "deadline"])
+def test_a_load_that_ends_at_any_launch_vouches_for_what_came(
+    ns: kvfs.Namespace, source: Engine, how: dict[str, Any], launch: int, why: str
+) -> None:
+    device, target, told, started = SimulatedDevice(), Engine(), list[kvfs.PageDone](), threading.Event()
+    with attach(ns, *target.kvs, device=device, **how) as io, ns.match(TOKENS) as match:
+        begin = device.launches
+
+        class Started:
+            def query(self) -> bool:
+                return started.is_set()
+
+        def end() -> None:
+            if device.launches != begin + launch:
+                return
+            if why == "deadline":
+                object.__setattr__(transfer._task, "deadline", 0.0)
+            else:
+                threading.Thread(target=transfer.cancel).start()
+                while not transfer.stopped:
+                    pass
+
+        device.before_launch = end
+        transfer = io.load(match, units(), Started(), layerwise=True, on_page=told.append)
+        started.set()
+        assert transfer.wait(SECONDS) is not None
+        fine(target, source, told)
+        assert io.ring.free == io.ring.slots
+        assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
 
 
 def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(

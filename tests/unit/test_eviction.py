@@ -117,6 +117,16 @@ def test_what_was_used_again_long_after_it_was_written_outlives_what_was_used_on
         assert chosen is not None and chosen.victim == victim
 
 
+def test_a_life_of_decades_counts_as_an_hour() -> None:
+    """Records that were written while the clock said 1970, or whose time of writing is forged."""
+    worth = (1 + 3600 / 50) ** 0.5
+    age = (10 + 50) * worth ** (2 / 3) - 50
+    for ahead, victim in ((5, 1), (-5, 2)):
+        decades = use(1, [int(age) + ahead] * 4, lived=50 * 365 * 86400)
+        chosen = plan([decades, use(2, [10] * 4), use(3, [5] * 4)], NOW, 0)
+        assert chosen is not None and chosen.victim == victim
+
+
 def test_times_of_writing_in_the_future_do_no_harm() -> None:
     chosen = plan([use(1, [300] * 4, lived=-500), use(2, [301] * 4)], NOW, 0)
     assert chosen is not None and chosen.victim == 2
