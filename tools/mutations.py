@@ -174,7 +174,8 @@ MUTATIONS = (
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpuload.py",
-        "        launches.all()\n", "",
+        "        launches.all()\n        self._announce(groups, wait=True)\n        if not",
+        "        self._announce(groups, wait=True)\n        if not",
         ("tests/kernels/test_gpu_groups.py",),
     ),
     Mutation(
