@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,9 @@ from kvfs.hostio import HostIO
 from kvfs.layout import Cell, Group, Need, PageLayout
 from kvfs.staging import Lease
 from tests.kernels.simulated import Happened, SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import BLOCK, LATE, NOW, ORDER, PAGE, SECONDS, attach, prompt
+from tests.kernels.test_gpu_transport import BLOCK, LATE, NOW, ORDER, PAGE, SECONDS, attach, prompt, store
+
+__all__ = ["store"]  # a fixture
 
 CELL = Cell("bf16 k8+v8", 32)
 CHUNKS = 12
@@ -89,12 +90,6 @@ class CountingDevice(SimulatedDevice):
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's disk may be slow: no save gives up on it."""
     monkeypatch.setattr(hostjobs, "STALLED_SECONDS", LATE)
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[kvfs.Store]:
-    with kvfs.open(store_path, capacity="64MiB") as opened:
-        yield opened
 
 
 @pytest.fixture
