@@ -217,6 +217,7 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
     with attach(ns, target.kv, device=device) as io, ns.match(prompt(5), part=io.parts) as match:
         if piece_bytes is not None:
             io._gpu_desk.in_place._piece_bytes = piece_bytes
+        io.warm(match)  # the kernel may have paged out what was saved
         launches = device.launches
         result = io.load(match, range(10), NOW, layerwise=True).wait(SECONDS)
         assert result is not None and result.tokens == 5 * PAGE, result
