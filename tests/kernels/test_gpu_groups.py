@@ -135,6 +135,24 @@ def test_few_copies_are_ahead_of_their_launches(
     assert device.log.count("copy") > 2 * gpulane.PENDING
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_batches_are_small_at_the_end_of_the_load_alone(
+    ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch, layerwise: bool
+) -> None:
+    """Not at the end of each group or band: nothing but the last kernels is hidden by no copy."""
+    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    device, target = Ordered(), Engine()
+    with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
+        io.warm(match)
+        device.log.clear()
+        result = io.load(match, units(), NOW, layerwise=layerwise).wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE
+    *bands, rest = " ".join(what for what in device.log if what != "copy").split("end")
+    launches = [band.count("launch") for band in bands]
+    assert not rest and launches[0] < WINDOW and all(n < launches[-1] for n in launches[:-1]), launches
+    assert len(launches) == (5 if layerwise else 2)
+
+
 @pytest.mark.parametrize("group", ["full", "window"])
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_a_flipped_bit_of_either_group_is_refused(
