@@ -115,8 +115,8 @@ class DeviceKV:
 
     def written(self, chunks: Sequence[int]) -> list[int]:
         """Those of ``chunks`` that this rank writes."""
-        index, count = self.buffers[0].replica
-        return list(chunks) if count == 1 else [chunk for chunk in chunks if chunk % count == index]
+        alone = self.buffers[0].replica[1] == 1
+        return list(chunks) if alone else [chunk for chunk in chunks if self.writes(chunk)]
 
     def unit_range(self, group: Group, chunk: int) -> range:
         """Numbers (positions in ``units`` of a prompt) of the units that page ``chunk`` touches."""
