@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -160,7 +161,9 @@ def test_churn_within_a_tenth_of_the_working_set(model: Models, tmp_path: Path) 
         for n in range(20):
             assert engine.generate(prompts[n], max_tokens=2)[0][1] == answers[n]
         after = engine.ask("usage")
-        for n in range(580, 600):
-            engine.generate(prompts[n], max_tokens=2)
-        assert engine.metrics()["kvfs_pages_loaded"] > 0
+        end = time.monotonic() + 60
+        while engine.generate(prompts[19], max_tokens=2)[0][0] == 0 and time.monotonic() < end:
+            time.sleep(0.1)  # a disk may be far behind an engine of this size
+        for n in range(15, 5, -1):  # the newest but few, of about forty that fit
+            assert engine.generate(prompts[n], max_tokens=2)[0] == (192, answers[n]), n
     assert after["fds"] <= before["fds"] + 8 and after["rss"] <= before["rss"] + (64 << 20), (before, after)

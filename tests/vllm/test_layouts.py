@@ -40,6 +40,7 @@ from vllm.v1.request import Request
 
 import kvfs
 from kvfs.errors import UnsupportedModelError
+from kvfs.integrations.vllm import manager
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.model import model_of
 from kvfs.integrations.vllm.settings import set_defaults, settings_of
@@ -316,6 +317,20 @@ def test_a_page_some_of_whose_blocks_were_given_up_is_not_stored(
         assert finish(rank, 1).success
         settle(rank)
         assert Asked(rank, "b", tokens).hits() == {0: [0, 1, 2], 1: [1, 2], 2: [0, 1, 2]}
+
+
+def test_a_request_that_had_its_blocks_is_looked_up_again(
+    engine_config: VllmConfig, store: Path, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits is not: a preempted one wants back what it had computed, however soon that happens."""
+    monkeypatch.setattr(manager, "FRESH_SECONDS", 600.0)
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, seed=1) as rank:
+        asked = Asked(rank, "waits", prompt(1, 6 * BLOCK))
+        assert asked.hits() == {}
+        stored(rank, prompt(1, 6 * BLOCK))
+        assert asked.hits() == {}
+        rank.manager.admitted("waits")
+        assert asked.hits() == {0: list(range(6))}
 
 
 def test_a_flush_waits_for_the_copy_and_not_for_the_disk(

@@ -87,6 +87,12 @@ class KvfsManager(OffloadingManager):
         if state is not None and not state.failed:
             self._look(state)
 
+    def admitted(self, req_id: str) -> None:
+        """It has its blocks. If they are taken away again, what was stored meanwhile is worth another lookup."""
+        state = self._requests.get(req_id)
+        if state is not None:
+            state.looked_at = float("-inf")
+
     def is_loading(self, req_id: str) -> bool:
         state = self._requests.get(req_id)
         return state is not None and state.match is not None
