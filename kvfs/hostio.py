@@ -121,7 +121,7 @@ class HostIO:
         self._check_open()
         if plan.namespace != self._identity.digest:
             raise ConfigError("this plan is of another namespace: use plan_save of the one that is attached")
-        if self._c.liveness is None:
+        if self._c.liveness is None and not self._c.declines:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to save")
         if len(attempt) != 8:
             raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
@@ -132,6 +132,9 @@ class HostIO:
         tokens = self._identity.layout.page_tokens
         task = self._task("save", pages, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
         transfer = Transfer(task, self._forget)
+        if self._c.declines:  # operators want it so
+            self._c.counters.add(f"pages_declined_{self._c.declines}", sum(len(chunks) for _, chunks in pages))
+            return _refuse(transfer, self._c.declines)
         if not store:
             return _refuse(transfer, "disabled")
         save = self._save(

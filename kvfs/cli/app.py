@@ -28,7 +28,7 @@ class App:
     def __init__(self) -> None:
         self.out = Output()
         self._path = ""
-        self.read_only = os.environ.get("KVFS_READONLY", "") not in ("", "0")
+        self.read_only = os.environ.get("KVFS_READONLY", "").strip().lower() not in ("", "0", "false", "no", "off")
 
     @property
     def path(self) -> str:

@@ -223,6 +223,7 @@ def test_read_only_changes_nothing(store: Path) -> None:
     for arguments in (("rm", "alpha", "-y"), ("gc", "--apply"), ("unpin", "x"), ("config", "set", "capacity", "1GiB")):
         assert called("-C", str(store), *arguments, KVFS_READONLY="1").returncode == 1, arguments
     assert files() == before
+    assert called("-C", str(store), "config", "set", "capacity", "1GiB", KVFS_READONLY="off").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,9 @@ def test_payloads_then_entries_then_the_sync_then_the_commit(
     assert steps == ["commit", *written, "entries", *(["sync"] if sync == "sync" else []), "commit"]
 
 
-@pytest.mark.parametrize(("sync", "syncs"), [("cache", []), ("batch", ["sync"]), ("sync", ["sync"])])
+@pytest.mark.parametrize(("sync", "syncs"), [("cache", set()), ("batch", {"sync"}), ("sync", {"sync"})])
 def test_what_a_seal_covers_is_on_the_disk_before_the_seal(
-    tmp_path: Path, judge: Judge, sync: str, syncs: list[str]
+    tmp_path: Path, judge: Judge, sync: str, syncs: set[str]
 ) -> None:
     """A rebuild believes what is sealed."""
     files = Log()
@@ -141,8 +141,8 @@ def test_what_a_seal_covers_is_on_the_disk_before_the_seal(
         store._core.appender._active.finish_all()
     events = [(kind, at) for kind, name, at in files.events if name.endswith(".kvs")]
     [seal] = [i for i, (kind, at) in enumerate(events) if kind == "write" and at >= fmt.FIRST_PAYLOAD]
-    assert [kind for kind, _ in events[:seal]] == syncs
-    assert [kind for kind, _ in events[seal + 1 :]] == syncs
+    for around in (events[:seal], events[seal + 1 :]):  # in batches, the background may have synced it once more
+        assert {kind for kind, _ in around} == syncs
 
 
 @pytest.mark.parametrize("mode", ["cache", "staging"])

@@ -112,30 +112,33 @@ class observer:
 def test_the_end_of_the_parent_frees_nothing_of_the_child(memory_path: Path) -> None:
     """The parent dies without a word; the child goes on, and its index is trusted as before."""
     path = memory_path / "store"
-    reader, writer = os.pipe()
+    (reader, writer), (dead, died) = os.pipe(), os.pipe()
     parent = os.fork()
     if not parent:
         store = kvfs.open(path, capacity="32MiB")
         ns = store.namespace("m", tiny(), revision="r1")
         save(ns, 1)
-        me, (waiting, opened) = os.getpid(), os.pipe()
+        waiting, opened = os.pipe()
         if os.fork():
             os.read(waiting, 1)
             os._exit(0)
         os.write(opened, b"x")
         answer: Any = "nothing"
         try:
-            while os.getppid() == me:
-                threading.Event().wait(0.001)
+            os.close(died)
+            os.read(dead, 1)
             answer = (serves(ns, 1), save(ns, 2), serves(ns, 1, 2), counters(store).get("rebuilds", 0))
             store.close()
         finally:
             os.write(writer, pickle.dumps(answer))
             os._exit(0)
     os.close(writer)
-    os.waitpid(parent, 0)
+    os.waitpid(parent, 0)  # until then, threads of it that are still ending have its files open
+    os.write(died, b"x")
     with os.fdopen(reader, "rb") as pipe:
         assert pickle.loads(pipe.read()) == (True, CHUNKS, True, 0)
+    for end in (dead, died):
+        os.close(end)
     with kvfs.open(path) as store:
         assert serves(store.namespace("m", tiny(), revision="r1"), 1, 2)
         assert "rebuilds" not in counters(store), "the child was the last one, and closed"

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvfs
@@ -24,6 +25,16 @@ def path(memory_path: Path) -> Path:
 
 def space(store: kvfs.Store, **how: Any) -> kvfs.Namespace:
     return store.namespace("m", tiny(), revision="r1", **how)
+
+
+def saved(ns: kvfs.Namespace, chunks: int = 5) -> tuple[kvfs.TransferState, int, str]:
+    """How a save of an engine's blocks of 16 tokens ends."""
+    blocks = np.zeros((2, chunks, 16, 2, 8), "uint16")
+    with ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim")) as io:
+        transfer = io.save(ns.plan_save(tokens_of(3, chunks)), list(range(chunks)))
+        result = transfer.wait(30)
+        assert result is not None and transfer.source_free.is_set()
+        return transfer.state, result.declined, result.reason
 
 
 def tree(path: Path) -> dict[str, tuple[int, int]]:
@@ -61,10 +72,11 @@ def test_a_store_that_is_switched_off_breaks_nothing_and_touches_nothing(
             assert (match.tokens, ns.get(match, bytearray()), ns.view(match), match.pages) == (0, 0, [], [])
         assert ns.plan_save(TOKENS).missing == {ns.layout.groups[0].name: (0, 1, 2, 3, 4)}
         assert ns.new_epoch().put(TOKENS, PAGES).reason == "disabled"
+        assert saved(ns) == (kvfs.TransferState.DECLINED, 5, "disabled")
         assert store.pin("p", ns, TOKENS) == 0 and store.unpin("p") is False and store.pins() == []
         assert store.gc()["segments_dropped"] == 0
         stats = store.stats()
-        assert stats["index"]["state"] == "disabled" and stats["counters"]["pages_declined_disabled"] == 14
+        assert stats["index"]["state"] == "disabled" and stats["counters"]["pages_declined_disabled"] == 19
         for ask in (lambda: store.purge("m"), store.verify):
             with pytest.raises(ConfigError, match="KVFS_DISABLE"):
                 ask()
@@ -121,11 +133,14 @@ def test_puts_decline_where_operators_allow_only_reading(path: Path, monkeypatch
         assert restored(space(store), TOKENS) == PAGES
         assert space(store).put(tokens_of(2, 5), PAGES) == (0, 0, 5, 0, "read-only")
         assert run_child(lambda: space(store).put(tokens_of(2, 5), PAGES).reason) == "read-only"
+        assert saved(space(store)) == (kvfs.TransferState.DECLINED, 5, "read-only")
         with pytest.raises(StoreReadOnlyError):
             space(store).new_epoch()
     assert tree(path) == before
     with kvfs.open(path, read_only=True) as store, pytest.raises(StoreReadOnlyError):
         space(store).put(TOKENS, PAGES)  # who asks for it in his own code shall know
+    with kvfs.open(path, read_only=True) as store, pytest.raises(StoreReadOnlyError):
+        saved(space(store))
 
 
 # ---------------------------------------------------------------- epochs
