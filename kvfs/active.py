@@ -63,7 +63,7 @@ class ActiveSegments:
 
     def __init__(self, context: Context, make_room: Callable[..., bool]) -> None:
         self._c = context
-        self._make_room = make_room  # (bytes, deadline, quota or b"") -> whether it is worth trying again
+        self._make_room = make_room  # ``Evictor.make_room``
         self._lock = threading.Lock()
         self._locks: dict[SegmentClass, threading.Lock] = {}
         self._writers: dict[SegmentClass, Active] = {}
@@ -78,6 +78,7 @@ class ActiveSegments:
     def with_room(self, transact: Callable[[Session], T], deadline: float) -> T:
         """Run a reserving transaction; where space is missing, evict and try again until the deadline."""
         while True:
+            full = False
             try:
                 return self._c.index.write(transact, COMMIT_SECONDS)
             except NeedSpaceError as exc:
@@ -85,9 +86,9 @@ class ActiveSegments:
             except IndexUnavailableError as exc:
                 if str(exc) != "index full":
                     raise
-                missing, owner = self._c.settings.segment_bytes, b""
+                missing, owner, full = 0, b"", True
             now = self._c.files.monotonic()
-            if now >= deadline or not self._make_room(missing, deadline, owner):
+            if now >= deadline or not self._make_room(missing, deadline, owner, index_full=full):
                 raise Declined("space")
 
     def free(self, nbytes: int, deadline: float) -> bool:

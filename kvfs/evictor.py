@@ -31,6 +31,9 @@ from kvfs.segment_scan import read_namespace, scan_segment
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
 COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
+INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
+SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
+INDEX_SHARE = 64  # of the segments are dropped at once where their rows are what is short: one in so many
 HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
 
 
@@ -76,15 +79,20 @@ class Evictor:
 
     # -- entry points ------------------------------------------------------------------------
 
-    def make_room(self, missing: int, deadline: float, owner: bytes = b"", *, disk_full: bool = False) -> bool:
+    def make_room(
+        self, missing: int, deadline: float, owner: bytes = b"", *, disk_full: bool = False, index_full: bool = False
+    ) -> bool:
         """Free ``missing`` bytes (of a quota, if given) for a writer; whether it is worth that he tries again.
 
         ``disk_full``: the ledger has room, the file system has not, so only what is evicted now counts.
+        ``index_full``: rows are what there is no room for.
         """
         try:
             with self.lock.hold(deadline) as held:
                 if not held:
                     return False
+                if index_full:
+                    return self._clear_index(deadline)
                 freed = self.reclaimer.finish_doomed()
                 freed = 0 if disk_full else freed
                 dropped: int | None = 0
@@ -119,16 +127,10 @@ class Evictor:
                 return
             self.reclaimer.finish_doomed()
             if full:
-                self.reclaimer.sweep_all()
+                self._clear_index(self._c.files.monotonic() + INDEX_SECONDS)
             for _ in range(64):
-                used = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
-                if used <= limit and not full:
+                if self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) <= limit or self._evict_one() is None:
                     break
-                if self._evict_one() is None:
-                    break
-                if full:
-                    self.reclaimer.sweep_all()
-                    full = self._c.index.read(lambda s: index_is_full(s, self._c.settings.index_bytes), COMMIT_SECONDS)
 
     def collect(self, target_bytes: int | None, seconds: float | None = None) -> dict[str, int]:
         """Evict until ``target_bytes`` are in use or so many ``seconds`` have passed; what was done."""
@@ -157,6 +159,20 @@ class Evictor:
                 for number in overdue if held else ():
                     self.reclaimer.drop(number)
                     self._c.counters.add("segments_expired")
+
+    def _clear_index(self, end: float) -> bool:
+        """Take rows of dropped segments out of a full index, and drop more as long as that is not enough; whether it
+        was before ``end``. Segments go a share at a time, since a round through all rows follows."""
+        full = partial(index_is_full, index_bytes=self._c.settings.index_bytes, room=True)
+        while self._c.index.read(full, COMMIT_SECONDS):
+            if self._c.files.monotonic() >= end:
+                return False
+            pack = self._c.index.read(lambda s: s.fullness(), COMMIT_SECONDS) < SPARSE
+            if not self.reclaimer.sweep_step(pack=pack):
+                share = max(1, len(self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)) // INDEX_SHARE)
+                if [self._evict_one() for _ in range(share)][0] is None:
+                    return False
+        return True
 
     def _is_left(self, row: SegmentRow) -> bool:
         """Whether nobody appends to a segment any more."""

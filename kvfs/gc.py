@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -25,6 +26,8 @@ from kvfs.index.tables import DOOMED, SegmentRow
 from kvfs.segment import file_name
 
 SWEEP_ROWS = 256
+ROOM_BYTES_MIN = 128 << 10  # what one commit may add to the index, and some: it is refused if that fills it
+ROOM_SHARE = 64
 
 
 class Reclaimer:
@@ -32,6 +35,7 @@ class Reclaimer:
 
     def __init__(self, context: Context) -> None:
         self._c = context
+        self._sweeping = threading.Lock()
         self._sweep_at: bytes | None = None
         self._sweep_dropped = 0
 
@@ -78,29 +82,32 @@ class Reclaimer:
                 freed += row.allocated
         return freed
 
-    def sweep_step(self, slices: int = 4) -> None:
-        """Clean some page rows, if segments were dropped since the last full round."""
-        for _ in range(slices):
-            if self._sweep_at is None:
-                dropped = self._c.index.read(lambda s: s.ledger().dropped, COMMIT_SECONDS)
-                if not dropped:
-                    return
-                self._sweep_at, self._sweep_dropped = b"\0", dropped
-            start = self._sweep_at
-            following, changed = self._c.index.write(partial(sweep, start=start, rows_max=SWEEP_ROWS), COMMIT_SECONDS)
-            self._c.counters.add("rows_swept", changed)
-            if following is None:
-                done = self._sweep_dropped
-                self._c.index.write(partial(Session.swept, dropped=done), COMMIT_SECONDS)
-            self._sweep_at = following
+    def sweep_step(self, slices: int = 4, *, pack: bool = False) -> bool:
+        """Clean some page rows, if segments were dropped since the last full round; whether there is more to clean.
+        ``pack``: and have the index take no more pages for them than it must."""
+        with self._sweeping:
+            return all(self._sweep_slice(pack) for _ in range(slices))
+
+    def _sweep_slice(self, pack: bool) -> bool:
+        if self._sweep_at is None:
+            dropped = self._c.index.read(lambda s: s.ledger().dropped, COMMIT_SECONDS)
+            if not dropped:
+                return False
+            self._sweep_at, self._sweep_dropped = b"\0", dropped
+        start = self._sweep_at
+        following, changed = self._c.index.write(
+            partial(sweep, start=start, rows_max=SWEEP_ROWS, pack=pack), COMMIT_SECONDS
+        )
+        self._c.counters.add("rows_swept", changed)
+        if following is None:
+            self._c.index.write(partial(Session.swept, dropped=self._sweep_dropped), COMMIT_SECONDS)
+        self._sweep_at = following
+        return True
 
     def sweep_all(self, end: float | None = None) -> None:
-        """A full round, for an index that is short of room; the upkeep goes on with it where ``end`` cuts it short."""
-        self._sweep_at = None
-        for _ in range(1_000_000):
-            self.sweep_step(1)
-            if self._sweep_at is None or (end is not None and self._c.files.monotonic() >= end):
-                return
+        """Until no row of a dropped segment is left; the upkeep goes on with it where ``end`` cuts it short."""
+        while self.sweep_step(1) and (end is None or self._c.files.monotonic() < end):
+            pass
 
 
 class GcLock:
@@ -119,8 +126,9 @@ class GcLock:
             yield got
 
 
-def index_is_full(session: Session, index_bytes: int) -> bool:
-    return session.used_bytes() > FULL * index_bytes
+def index_is_full(session: Session, index_bytes: int, *, room: bool = False) -> bool:
+    """Whether nothing may be inserted. ``room``: or not much, so that what makes room ends with some."""
+    return session.used_bytes() > FULL * index_bytes - (max(ROOM_BYTES_MIN, index_bytes // ROOM_SHARE) if room else 0)
 
 
 __all__ = ["GcLock", "IndexUnavailableError", "Reclaimer", "index_is_full"]

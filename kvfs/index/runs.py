@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
@@ -240,9 +241,14 @@ def forget(session: Session, keys: Iterable[bytes], wrong: Container[tuple[int, 
     return removed
 
 
-def sweep(session: Session, start: bytes, rows_max: int) -> tuple[bytes | None, int]:
-    """Clean up to ``rows_max`` page rows from key ``start`` on; (next key or None at the end, rows changed)."""
+def sweep(session: Session, start: bytes, rows_max: int, *, pack: bool = False) -> tuple[bytes | None, int]:
+    """Clean up to ``rows_max`` page rows from key ``start`` on; (next key or None at the end, rows changed).
+
+    ``pack``: write all of them anew. LMDB joins neighbouring leaves when both are three quarters empty, not before.
+    Written in random order, leaves are as full as those of an index that only grew, with room for more.
+    """
     changed: list[tuple[bytes, Places, int]] = []
+    good: list[tuple[bytes, bytes]] = []
     following: bytes | None = None
     with session.txn.cursor(db=session.db.pages) as cursor:
         found = cursor.set_range(start)
@@ -256,9 +262,16 @@ def sweep(session: Session, start: bytes, rows_max: int) -> tuple[bytes | None, 
             elif not all(_keep(session, e) for e in row.extents):
                 kept = {j: p for j, p in row.places() if _keep(session, p)}
                 changed.append((key, kept, row.leaves))
+            elif pack:
+                good.append((key, value))
             found = cursor.next()
         if found:
             following = cursor.key()
+    for key, _ in good:
+        session.delete_row(key)
+    random.shuffle(good)
+    for key, value in good:
+        session.put_row(key, value)
     for key, places, leaves in changed:
         if places:
             session.put_row(key, pack_row(key, places, leaves))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
 from kvfs.index.tables import ACTIVE, DOOMED, Contents, Ledger, SegmentRow
 
 PAGE = 4096
+ROW_OVERHEAD = 10  # of LMDB: a node's header and its pointer
+SAMPLE_ROWS = 256
 PARTS_MAX = 256  # shapes of parts that a namespace's group may have
 
 
@@ -207,6 +210,16 @@ class Session:
             stat = self.txn.stat(db)
             total += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         return int(total) * PAGE
+
+    def fullness(self) -> float:
+        """How full the leaves of page rows are, 0 to 1, judging by the first rows."""
+        stat, sizes = self.txn.stat(self.db.pages), []
+        with self.txn.cursor(db=self.db.pages) as cursor:
+            for key, value in itertools.islice(cursor, SAMPLE_ROWS):
+                sizes.append(len(key) + len(value) + ROW_OVERHEAD)
+        if not sizes or not stat["leaf_pages"]:
+            return 1.0
+        return float(stat["entries"] * sum(sizes) / len(sizes) / (stat["leaf_pages"] * PAGE))
 
     def check_ledger(self) -> bool:
         """Recount: the ledger's sum equals its parts."""
