@@ -33,7 +33,7 @@ CARRIED = b"carried\0"  # second half of the class of segments that take carried
 COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
 INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
 SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
-INDEX_SHARE = 64  # of the segments are dropped at once where their rows are what is short: one in so many
+INDEX_SHARE = 32  # of the segments are dropped at once where their rows are what is short: one in so many
 HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
 
 

@@ -21,7 +21,7 @@ from kvfs.descriptors import opened
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import FULL
 from kvfs.index.runs import sweep
-from kvfs.index.session import Session
+from kvfs.index.session import PAGE, Session
 from kvfs.index.tables import DOOMED, SegmentRow
 from kvfs.segment import file_name
 
@@ -94,15 +94,19 @@ class Reclaimer:
             if not dropped:
                 return False
             self._sweep_at, self._sweep_dropped = b"\0", dropped
-        start = self._sweep_at
-        following, changed = self._c.index.write(
-            partial(sweep, start=start, rows_max=SWEEP_ROWS, pack=pack), COMMIT_SECONDS
-        )
+        clean = partial(self._clean, start=self._sweep_at, pack=pack)
+        following, changed = self._c.index.write(clean, COMMIT_SECONDS)
         self._c.counters.add("rows_swept", changed)
         if following is None:
             self._c.index.write(partial(Session.swept, dropped=self._sweep_dropped), COMMIT_SECONDS)
         self._sweep_at = following
         return True
+
+    def _clean(self, session: Session, start: bytes, pack: bool) -> tuple[bytes | None, int]:
+        """LMDB copies each leaf that changes, and has the old ones back two commits later: a small index that is
+        nearly full has no room for many."""
+        free = (self._c.settings.index_bytes - session.used_bytes()) // PAGE
+        return sweep(session, start, min(SWEEP_ROWS, max(1, free // 4)), pack=pack)
 
     def sweep_all(self, end: float | None = None) -> None:
         """Until no row of a dropped segment is left; the upkeep goes on with it where ``end`` cuts it short."""

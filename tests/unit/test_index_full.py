@@ -1,0 +1,97 @@
+"""An index that is full before the store is: rows go with as few pages as can be, and nothing is declined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.context import COMMIT_SECONDS
+from kvfs.gc import index_is_full
+from kvfs.index.runs import sweep
+from kvfs.index.tables import SEALED
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+
+CHUNKS = 32  # a row of the index each
+PAGES = seeded(1, CHUNKS * TINY_BYTES)
+
+
+@pytest.fixture
+def store(memory_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(memory_path / "s", capacity="256MiB", index_bytes="2MiB", segment_bytes="512KiB") as opened:
+        yield opened
+
+
+def is_full(store: kvfs.Store) -> bool:
+    full = partial(index_is_full, index_bytes=store.settings.index_bytes, room=True)
+    return store._core.c.index.read(full, COMMIT_SECONDS)
+
+
+def sealed(store: kvfs.Store) -> list[int]:
+    rows = store._core.c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+    return [number for number, row in rows if row.state == SEALED]
+
+
+def fill(ns: kvfs.Namespace, store: kvfs.Store) -> int:
+    """Put prompts until the index is all but full; how many."""
+    for n in range(2000):
+        if is_full(store):
+            return n
+        assert ns.put(tokens_of(n, CHUNKS), PAGES).stored == CHUNKS
+    raise AssertionError("the index does not fill up")
+
+
+def test_most_of_a_store_stays_when_its_index_is_full(store: kvfs.Store) -> None:
+    ns = store.namespace("m", tiny(), revision="r1")
+    count = fill(ns, store)
+    peak, held = len(sealed(store)), []
+    for n in range(count, 2 * count):
+        assert ns.put(tokens_of(n, CHUNKS), PAGES) == (CHUNKS, 0, 0, 0, "")
+        held.append(len(sealed(store)))
+    assert min(held) > 0.75 * peak, (peak, held)
+    latest = range(2 * count - count // 4, 2 * count)
+    whole = [ns.match(tokens_of(n, CHUNKS)).tokens == CHUNKS * 16 for n in latest]
+    assert sum(whole) > 0.9 * len(whole), "the oldest go first"
+
+
+def test_a_full_index_can_be_swept(store: kvfs.Store) -> None:
+    """LMDB copies each leaf that changes: a commit of many finds no room for that."""
+    ns = store.namespace("m", tiny(), revision="r1")
+    count = fill(ns, store)
+    evictor = store._core.evictor
+    with evictor.lock.hold(store._core.c.files.monotonic() + 10) as got:
+        assert got
+        for number in sealed(store)[::2]:
+            assert evictor.reclaimer.drop(number)
+    for n in range(count, count + 50):
+        assert ns.put(tokens_of(n, CHUNKS), PAGES).stored == CHUNKS
+    assert not store.stats()["counters"].get("evict_errors")
+
+
+def test_packing_keeps_every_row_and_frees_pages(store: kvfs.Store) -> None:
+    index = store._core.c.index
+    ns = store.namespace("m", tiny(), revision="r1")
+    for n in range(300):
+        ns.put(tokens_of(n, 1), PAGES[:TINY_BYTES])
+
+    def rows() -> dict[bytes, bytes]:
+        return index.read(lambda s: dict(s.txn.cursor(db=s.db.pages)), COMMIT_SECONDS)
+
+    def thin_out() -> None:
+        keys = sorted(rows())
+        gone = [key for n, key in enumerate(keys) if n % 5 > 1]  # leaves stay a little more than a quarter full
+        index.write(lambda s: [s.delete_row(key) for key in gone], COMMIT_SECONDS)
+
+    thin_out()
+    before, sparse = rows(), index.read(lambda s: (s.fullness(), s.used_bytes()), COMMIT_SECONDS)
+    following: bytes | None = b"\0"
+    while following is not None:
+        step = partial(sweep, start=following, rows_max=40, pack=True)
+        following, changed = index.write(step, COMMIT_SECONDS)
+        assert not changed
+    dense = index.read(lambda s: (s.fullness(), s.used_bytes()), COMMIT_SECONDS)
+    assert rows() == before
+    assert dense[0] > sparse[0] + 0.1 and dense[1] < sparse[1]
