@@ -170,7 +170,8 @@ class Evictor:
             pack = self._c.index.read(lambda s: s.fullness(), COMMIT_SECONDS) < SPARSE
             if not self.reclaimer.sweep_step(pack=pack):
                 share = max(1, len(self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)) // INDEX_SHARE)
-                if [self._evict_one() for _ in range(share)][0] is None:
+                dropped = [self._evict_one() for _ in range(share)]
+                if dropped[0] is None:
                     return False
         return True
 
