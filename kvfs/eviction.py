@@ -26,7 +26,7 @@ measured on the same trace; differences under half a percent are noise. The thre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 #: Of age and life.
@@ -135,14 +135,18 @@ def summarise(segment: SegmentUse) -> Summary:
 
 def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan | None:
     """The next victim, or None if nothing may be dropped. O(pieces)."""
+    return next(ranked(summaries, now_us, budget_bytes), None)
+
+
+def ranked(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Iterator[Plan]:
+    """What may be dropped, the best victim first; each plan as if it were the only one. O(pieces) for all."""
     listed = list(summaries)
-    candidates = [s for s in listed if s.evictable and not s.held] or [s for s in listed if s.evictable]
-    if not candidates:
-        return None
     losses, average = _losses(listed, now_us)
-    best: tuple[float, int, Summary, list[Piece], int] | None = None
-    for summary in candidates:
-        ranked = sorted(
+    scored: list[tuple[bool, float, int, Summary, list[Piece], int]] = []
+    for summary in listed:
+        if not summary.evictable:
+            continue
+        pieces = sorted(
             ((losses[summary.number, p.stamp], p) for p in summary.pieces),
             key=lambda x: (-x[0] / max(1, x[1].nbytes), x[1].first, x[1].stamp),  # a forged record may claim no bytes
         )
@@ -150,20 +154,18 @@ def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan
         taken: list[Piece] = []
         # The victim must free something, so a carry never fills it.
         room = min(budget_bytes, summary.nbytes - 1)
-        for loss, piece in ranked:
+        for loss, piece in pieces:
             if spent + piece.nbytes <= room and loss > CARRY_WORTH * average * piece.nbytes:
                 taken.append(piece)
                 spent += piece.nbytes
             else:
                 left += loss
         score = left / max(1, summary.nbytes - spent)
-        if best is None or (score, summary.number) < best[:2]:
-            best = (score, summary.number, summary, taken, spent)
-    assert best is not None
-    score, _, victim, taken, spent = best
-    carry = tuple(sorted(i for piece in taken for i in piece.ordinals))
-    reason = f"loss {score / average if average else 0.0:.3f} of average" + (", held" if victim.held else "")
-    return Plan(victim.number, carry, spent, reason)
+        scored.append((summary.held, score, summary.number, summary, taken, spent))
+    for held, score, number, _, taken, spent in sorted(scored, key=lambda x: x[:3]):
+        carry = tuple(sorted(i for piece in taken for i in piece.ordinals))
+        reason = f"loss {score / average if average else 0.0:.3f} of average" + (", held" if held else "")
+        yield Plan(number, carry, spent, reason)
 
 
 def _worth(life_us: int) -> float:

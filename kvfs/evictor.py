@@ -9,7 +9,6 @@ import fcntl
 import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -210,15 +209,12 @@ class Evictor:
     def _choose(self, owner: bytes) -> tuple[Candidate | None, Sequence[int]]:
         """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
         evictable, uses, now = self.survey(owner)
-        held = 0
-        while (plan := eviction.choose(uses, now, self.budget.available)) is not None:
+        for plan in eviction.ranked(uses, now, self.budget.available):
             victim = Candidate(plan.victim, evictable[plan.victim])
             if not self.is_held(victim.row):
                 self.budget.carried(plan.carry_bytes)
                 return victim, plan.carry
-            held += 1
-            uses = [replace(u, evictable=u.evictable and u.number != plan.victim) for u in uses]
-        if held and not self._c.index.read(_doomed, COMMIT_SECONDS):
+        if evictable and not self._c.index.read(_doomed, COMMIT_SECONDS):
             return Candidate(*next(iter(evictable.items()))), ()  # one at a time: it frees nothing yet
         return None, ()
 
