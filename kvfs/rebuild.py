@@ -39,7 +39,7 @@ from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.layout import Group, Part
 from kvfs.liveness import NOBODY
 from kvfs.marks import Marks
-from kvfs.segment_scan import Scan, read_descriptor, scan_segment
+from kvfs.segment_scan import Scan, covered_end, read_descriptor, scan_segment
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z")
@@ -263,12 +263,14 @@ class _SegmentBuilder:
                 segment_id, NOBODY, space.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
                 space.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
             )  # fmt: skip
-        open_end = scan.seal is None and self._alone and not dead and not torn and scan.appendable
+        tail = None
+        if scan.seal is None and self._alone and not dead and not torn and scan.appendable:
+            tail = covered_end(scan, self._namespaces.get)  # None: what is appended might go over a leaf table
         expiries = [e.expires for e in scan.parts()]
         return SegmentRow(
-            segment_id, NOBODY, scan.header.class_id, DOOMED if dead else ACTIVE if open_end else SEALED,
+            segment_id, NOBODY, scan.header.class_id, DOOMED if dead else SEALED if tail is None else ACTIVE,
             scan.header.flags, scan.entries[-1].epoch if scan.entries else 1, len(scan.entries),
-            space.charge(size, len(scan.entries)), scan.end, scan.table,
+            space.charge(size, len(scan.entries)), tail or scan.end, scan.table,
             max(expiries) if expiries and all(expiries) else 0,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.pool import Pool
-from kvfs.segment_scan import scan_segment
+from kvfs.segment_scan import covered_end, read_namespace, scan_segment
 
 WRITE_THREADS = 4
 OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while the payload is written
@@ -154,6 +154,9 @@ class SegmentWriter:
                 raise OSError(errno.EIO, "the table does not hold what was published")
             if not scan.appendable:
                 raise OSError(errno.EPERM, "the segment has features that this code may only read")
+            end = covered_end(scan, partial(read_namespace, fd, files, scan.entries))
+            if end is None or end > tail:
+                raise OSError(errno.EIO, "what was published may reach beyond the tail")
             if scan.header.flags & fmt.FLAG_DIRECT:
                 past = _past(files, file)
             files.fallocate(fd, 0, allocated)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvfs import format as fmt
+from kvfs.errors import ConfigError
 from kvfs.files import Files
 from kvfs.format import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
-from kvfs.hashing import root_of
+from kvfs.hashing import LEAF_BYTES, root_of
 from kvfs.identity import Described, parse_descriptor
+from kvfs.layout import Part
 
 _U32_MAX = 0xFFFF_FFFF
 
@@ -23,7 +25,7 @@ class Scan:
     seal: Seal | None
     table: int  # table block and slot that take the next entry
     slot: int
-    end: int  # end of what the entries cover
+    end: int  # end of what the entries cover, but for leaf tables: their sizes are their layouts' to say
     size: int
     checks: bytes  # check words of the entries, one behind the other
     appendable: bool  # False where the header has features that this code may only read
@@ -83,6 +85,32 @@ def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
     if entry.kind == fmt.KIND_CHAIN:
         return last_slot and entry.payload >= end and entry.payload + fmt.TABLE_BYTES <= size
     return not last_slot and entry.leaves % 8 == 0 and entry.leaves <= size
+
+
+def covered_end(scan: Scan, describe: Callable[[int], Described | None]) -> int | None:
+    """End of all that the entries cover, leaf tables included: nothing below it may be written. ``describe`` gives the
+    namespace behind the seq of its entry. None where a layout is not known, or a table reaches out of the file."""
+    end = scan.end
+    sizes: dict[tuple[int, int, bytes], int | None] = {}
+    for entry in scan.parts():
+        if entry.leaves:
+            shape = entry.ns_seq, entry.group, entry.part
+            if shape not in sizes:
+                sizes[shape] = _table_bytes(describe(entry.ns_seq), entry.group, entry.part)
+            size = sizes[shape]
+            if size is None or entry.leaves + size > scan.size:
+                return None
+            end = max(end, align(entry.leaves + size))
+    return end
+
+
+def _table_bytes(described: Described | None, number: int, packed: bytes) -> int | None:
+    if described is None or number >= len(described.layout.groups):
+        return None
+    try:
+        return described.layout.groups[number].leaves(Part.unpack(packed)) * LEAF_BYTES
+    except ConfigError:
+        return None
 
 
 def _read_seal(fd: int, files: Files, size: int, segment_id: bytes, records: int, root: bytes) -> Seal | None:

@@ -1,0 +1,94 @@
+"""What is appended after a rebuild goes behind all that the segment holds: leaf tables, too, reach over blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.format import BLOCK, KIND_NAMESPACE
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, SegmentRow
+from kvfs.layout import Part
+from tests.stores import counters, run_child, scanned, seeded, segment_files, tokens_of
+
+LAYERS, PAGES, TOKENS = 80, 2, 64
+LAYOUT = kvfs.PageLayout.kv(layers=LAYERS, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=TOKENS)
+BYTES = PAGES * LAYOUT.page_bytes
+#: stores of children that are not to be closed
+KEPT: list[kvfs.Store] = []
+CHECKED = Part(0, 1, 0, LAYERS)  # what is read of half a page is checked leaf by leaf
+
+
+def content(seed: int, codec: str) -> bytes:
+    return seeded(seed, BYTES) if codec == "raw" else (seeded(seed, 64) * (BYTES // 64 + 1))[:BYTES]
+
+
+def fill(path: Path, codec: str, names: tuple[str, ...]) -> Path:
+    """What a process leaves that is killed; the last leaf table of its segment crosses a block."""
+
+    def killed() -> None:
+        store = kvfs.open(path, capacity="256MiB", segment_bytes="16MiB", codec=codec)
+        KEPT.append(store)
+        for seed, name in enumerate(names, 1):
+            assert store.namespace(name, LAYOUT, "r1").put(tokens_of(seed, PAGES, TOKENS), content(seed, codec)).stored
+
+    run_child(killed)
+    [segment] = segment_files(path)
+    assert list(scanned(segment).parts())[-1].leaves // BLOCK * BLOCK + BLOCK == scanned(segment).end
+    return segment
+
+
+def checks(store: kvfs.Store, codec: str, names: tuple[str, ...]) -> bool:
+    """Whether all pages are there, and the halves of them, of which each leaf is checked."""
+    for seed, name in enumerate(names, 1):
+        ns = store.namespace(name, LAYOUT, "r1")
+        for part, nbytes in ((None, BYTES), (CHECKED, BYTES // 2)):
+            with ns.match(tokens_of(seed, PAGES, TOKENS), part=part) as match:
+                out = bytearray(nbytes)
+                if ns.get(match, out) != PAGES or (part is None and out != content(seed, codec)):
+                    return False
+    return store.verify().ok
+
+
+@pytest.mark.parametrize("names", [("m",), ("m", "other")])
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_an_append_after_a_rebuild_spares_the_leaf_tables(tmp_path: Path, codec: str, names: tuple[str, ...]) -> None:
+    fill(tmp_path / "store", codec, names)
+    with kvfs.open(tmp_path / "store") as store:
+        assert store._core.rebuilt is not None and store._core.rebuilt.pages == PAGES * len(names)
+        assert store.namespace(names[0], LAYOUT, "r1").put(tokens_of(9, PAGES, TOKENS), content(9, codec)).stored
+        assert len(segment_files(tmp_path / "store")) == 1, "it went on with the segment"
+        assert checks(store, codec, names)
+
+
+def test_nobody_goes_on_where_a_layout_is_not_known(tmp_path: Path) -> None:
+    """Another version's, or a descriptor that a disk has lost: how long its leaf tables are, nobody can tell."""
+    segment = fill(tmp_path / "store", "raw", ("m", "other"))
+    [_, entry] = [e for e in scanned(segment).entries if e.kind == KIND_NAMESPACE]
+    with segment.open("r+b") as file:
+        file.seek(entry.payload)
+        file.write(b"?")
+    before = segment.read_bytes()
+    with kvfs.open(tmp_path / "store") as store:
+        assert store.namespace("m", LAYOUT, "r1").put(tokens_of(9, PAGES, TOKENS), seeded(9, BYTES)).stored == PAGES
+        with store.namespace("m", LAYOUT, "r1").match(tokens_of(1, PAGES, TOKENS), part=CHECKED) as match:
+            assert store.namespace("m", LAYOUT, "r1").get(match, bytearray(BYTES // 2)) == PAGES
+    assert segment.read_bytes() == before and len(segment_files(tmp_path / "store")) == 2
+
+
+def test_a_tail_that_is_short_is_not_gone_on_from(tmp_path: Path) -> None:
+    """As rebuilds of earlier versions may have left it."""
+    fill(tmp_path / "store", "raw", ("m",))
+    with kvfs.open(tmp_path / "store") as store:
+
+        def shorten(session: Session) -> SegmentRow:
+            [(number, row)] = session.segments_in(ACTIVE)
+            session.set_segment(number, row, row._replace(tail=row.tail - BLOCK))
+            return row
+
+        store._core.c.index.write(shorten, 2.0)
+        assert store.namespace("m", LAYOUT, "r1").put(tokens_of(9, PAGES, TOKENS), seeded(9, BYTES)).stored == PAGES
+        assert counters(store)["adopt_errors"] == 1
+        assert len(segment_files(tmp_path / "store")) == 2 and checks(store, "raw", ("m",))
