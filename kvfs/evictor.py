@@ -192,6 +192,8 @@ class Evictor:
 
     def _evict_one(self, owner: bytes = b"") -> int | None:
         """Drop the best victim; bytes that are free now (0: still held by somebody), None if there is none."""
+        if self.reclaimer.fails:
+            return None
         victim, carry = self._choose(owner)
         if victim is None:
             return None

@@ -28,6 +28,7 @@ from kvfs.segment import file_name
 SWEEP_ROWS = 256
 ROOM_BYTES_MIN = 128 << 10  # what one commit may add to the index, and some: it is refused if that fills it
 ROOM_SHARE = 64
+FAILURES_MAX = 4
 
 
 class Reclaimer:
@@ -38,16 +39,33 @@ class Reclaimer:
         self._sweeping = threading.Lock()
         self._sweep_at: bytes | None = None
         self._sweep_dropped = 0
+        self._failures = 0  # segments doomed one after the other that could not be removed
 
-    def drop(self, number: int) -> bool:
-        """Doom a segment and free its space if nobody holds it; whether it is free."""
+    @property
+    def fails(self) -> bool:
+        """Whether it is the file system that fails, not a segment: dooming more would lose pages and free nothing."""
+        return self._failures >= FAILURES_MAX
+
+    def drop(self, number: int, *, strict: bool = False) -> bool:
+        """Doom a segment and free its space if nobody holds it; whether it is free. ``strict``: OSError as it comes."""
         row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner), COMMIT_SECONDS)
-        return row is not None and self.finish(number, row)
+        return row is not None and (self._finish if strict else self.finish)(number, row)
 
     def finish(self, number: int, row: SegmentRow) -> bool:
-        """Unlink a doomed segment; True if its bytes are free now."""
+        """Unlink a segment that was doomed just now; True if its bytes are free. One that cannot be removed stays
+        charged, like one that is held, and is tried again."""
+        try:
+            return self._finish(number, row)
+        except OSError:
+            self._c.counters.add("evict_errors")
+            self._failures += 1
+            return False
+
+    def _finish(self, number: int, row: SegmentRow) -> bool:
+        """Unlink a doomed segment; True if its bytes are free now. OSError as it comes."""
         name = file_name(row.segment_id)
         files, segments, doomed = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
+        self._remove_stranger(name)  # a directory: nothing could be renamed to it
         with contextlib.suppress(FileNotFoundError):
             files.rename(name, name, src_dir_fd=segments, dst_dir_fd=doomed)
         self._remove_stranger(name)
@@ -61,6 +79,7 @@ class Reclaimer:
             self._c.marks.forget(row.segment_id)
         self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
+        self._failures = 0
         return True
 
     def _remove_stranger(self, name: str) -> None:
@@ -74,12 +93,19 @@ class Reclaimer:
                     aside = f"{name}.{files.random(8).hex()}"
                     files.rename(name, aside, src_dir_fd=doomed, dst_dir_fd=self._c.directory.sub("quarantine"))
 
-    def finish_doomed(self) -> int:
-        """Finish what can be finished, whoever doomed it; bytes freed."""
-        freed = 0
+    def finish_doomed(self, *, strict: bool = False) -> int:
+        """Finish what can be finished, whoever doomed it; bytes freed. One that cannot be removed keeps none of the
+        others; ``strict``: its OSError is raised in the end."""
+        freed, failed = 0, None
         for number, row in self._c.index.read(lambda s: s.segments_in(DOOMED), COMMIT_SECONDS):
-            if self.finish(number, row):
-                freed += row.allocated
+            try:
+                if self._finish(number, row):
+                    freed += row.allocated
+            except OSError as exc:
+                self._c.counters.add("evict_errors")
+                failed = failed or exc
+        if strict and failed is not None:
+            raise failed
         return freed
 
     def sweep_step(self, slices: int = 4, *, pack: bool = False) -> bool:

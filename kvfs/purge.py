@@ -93,7 +93,7 @@ class Purger:
             pages += count
             self._evictor.forget(segment_id)
         # dropped before, but perhaps not yet out of a rebuild's sight
-        self._evictor.reclaimer.finish_doomed()
+        self._evictor.reclaimer.finish_doomed(strict=True)
         for folder in (directory.sub("segments"), directory.sub("doomed"), directory.root):
             files.fsync(folder)
         self._c.counters.add("pages_purged", pages)
@@ -205,7 +205,7 @@ class Purger:
             purged = [e for e in parts if mark.covers(e)]
             left = len(purged) < len(parts)
         if not left and (mark.whole or self._may_drop(number, row)):
-            return row.allocated if self._evictor.reclaimer.drop(number) else 0
+            return row.allocated if self._evictor.reclaimer.drop(number, strict=True) else 0
         if left and row.state != ACTIVE:
             self._kept.add(row.segment_id)
         if mark.pending and not mark.whole:
