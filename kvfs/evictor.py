@@ -30,6 +30,7 @@ from kvfs.segment_scan import read_namespace, scan_segment
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
 COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
+MISSING_SECONDS = 0.5  # another evictor is waited for; what is still missing is asked for again
 INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
 SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
 INDEX_SHARE = 32  # of the segments are dropped at once where their rows are what is short: one in so many
@@ -179,6 +180,22 @@ class Evictor:
         if row.state == ACTIVE:
             return self._c.liveness is not None and not self._c.liveness.is_alive(row.owner)
         return row.state == SEALED
+
+    def drop_missing(self) -> None:
+        """Segments whose files somebody has removed: their pages become misses, and are stored anew."""
+        missing = self._c.segments.take_missing()
+        if not missing:
+            return
+        live = {
+            r.segment_id for _, r in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS) if r.state != DOOMED
+        }
+        missing = {i: named for i, named in missing.items() if i in live}
+        if missing:
+            with self.lock.hold(self._c.files.monotonic() + MISSING_SECONDS) as held:
+                for segment_id, (number, generation) in missing.items() if held else ():
+                    if self.reclaimer.drop_missing(segment_id, number, generation):
+                        self.forget(segment_id)
+                        self._c.counters.add("segments_missing")
 
     def sweep(self) -> None:
         self.reclaimer.sweep_step()

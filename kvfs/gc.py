@@ -51,6 +51,24 @@ class Reclaimer:
         row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner), COMMIT_SECONDS)
         return row is not None and (self._finish if strict else self.finish)(number, row)
 
+    def drop_missing(self, segment_id: bytes, number: int, generation: str) -> bool:
+        """Drop a segment whose pages the index names although its file is gone; whether it was so. The caller keeps
+        others from dropping it: a file leaves ``segments`` after the commit that dooms it."""
+        with contextlib.suppress(FileNotFoundError):
+            self._c.files.stat(file_name(segment_id), dir_fd=self._c.directory.sub("segments"))
+            return False
+
+        def doom(session: Session) -> SegmentRow | None:
+            row = session.segment(number) if session.generation == generation else None
+            if row is None or row.segment_id != segment_id or row.state == DOOMED or not row.records:
+                return None  # one without records may be about to be made
+            return space.doom(session, number, self._c.owner)
+
+        row = self._c.index.write(doom, COMMIT_SECONDS)
+        if row is not None:
+            self.finish(number, row)
+        return row is not None
+
     def finish(self, number: int, row: SegmentRow) -> bool:
         """Unlink a segment that was doomed just now; True if its bytes are free. One that cannot be removed stays
         charged, like one that is held, and is tried again."""

@@ -18,6 +18,7 @@ from kvfs.modes import CACHE, Mode
 from kvfs.segment import file_name
 
 LOCK_TRIES, LOCK_SECONDS = 40, 0.00025
+MISSING_MAX = 256
 
 
 class Held:
@@ -53,22 +54,37 @@ class SegmentFiles:
         self._files = directory.files
         self._lock = threading.Lock()
         self._open: weakref.WeakValueDictionary[bytes, Held] = weakref.WeakValueDictionary()
+        self._missing: dict[bytes, tuple[int, str]] = {}
 
     def acquire(self, number: int, segment_id: bytes, generation: str) -> Held | None:
         """The segment, open as long as the result lives; None if it is gone or cannot be opened."""
         with self._lock:
             held = self._open.get(segment_id)
             if held is None:
-                file = self._open_locked(segment_id)
+                try:
+                    file = self._open_locked(segment_id)
+                except FileNotFoundError:
+                    if len(self._missing) < MISSING_MAX:
+                        self._missing[segment_id] = number, generation
+                    return None
                 if file is None:
                     return None
                 held = self._open[segment_id] = Held(number, segment_id, file, generation)
             return held
 
+    def take_missing(self) -> dict[bytes, tuple[int, str]]:
+        """Segments that were asked for and have no file, with number and generation; most were dropped meanwhile."""
+        with self._lock:
+            missing, self._missing = self._missing, {}
+            return missing
+
     def _open_locked(self, segment_id: bytes) -> Descriptor | None:
+        """FileNotFoundError if there is no such file; None for all that may be otherwise the next time."""
         try:
             segments = self._directory.sub("segments")
             file = Descriptor.open(self._files, file_name(segment_id), os.O_RDONLY, dir_fd=segments)
+        except FileNotFoundError:
+            raise
         except OSError:
             return None
         try:
@@ -137,7 +153,7 @@ class SegmentFiles:
     def abandon(self) -> None:
         """In a forked child, where the parent's descriptors are closed."""
         self._lock = threading.Lock()
-        self._open = weakref.WeakValueDictionary()
+        self._open, self._missing = weakref.WeakValueDictionary(), {}
 
 
 def may_map(files: Files, held: Held) -> bool:

@@ -80,6 +80,7 @@ class Workshop:
             watch,
             Chore("evict", 0.25, self.evictor.background),
             Chore("expire", 5.0, self.evictor.expire),
+            Chore("missing", 1.0, self.evictor.drop_missing, after=1.0),
             Chore("sync", 1.0, self.sync),
             Chore("tidy", 2.0, self.active.tidy),
             Chore("sweep", 0.5, self.evictor.sweep),

@@ -1,8 +1,9 @@
-"""Segment files that cannot be removed: one of them keeps none of the others."""
+"""Segment files that cannot be removed keep none of the others; those that somebody has removed are stored anew."""
 
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs import space
 from kvfs.files import Files
 from kvfs.gc import FAILURES_MAX
-from tests.stores import counters, seeded, segment_files, tiny, tokens_of
+from kvfs.index.session import Session
+from kvfs.index.tables import SegmentRow
+from tests.stores import counters, restored, seeded, segment_files, tiny, tokens_of
 
 LAYOUT = tiny(page_tokens=64, head_dim=16)
 CHUNKS = 50  # a prompt takes most of a segment
@@ -122,3 +126,68 @@ def test_a_purge_says_that_a_dropped_segment_is_still_to_be_found(store: kvfs.St
     store.gc(0)
     with pytest.raises(kvfs.StoreAccessError, match="refused"):
         store.purge("m")
+
+
+# -- files that are gone ---------------------------------------------------------------------
+
+
+def rows(store: kvfs.Store) -> list[tuple[int, SegmentRow]]:
+    return store._core.c.index.read(lambda s: s.segments(), 5.0)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_pages_of_segments_that_vanish_are_stored_anew(store: kvfs.Store, sealed: bool) -> None:
+    """The index called them stored: each match came to nothing, and no put stored them again."""
+    fill(store, 3)
+    if sealed:
+        store._core.active.finish_all()
+    for file in segment_files(Path(store.path)):
+        file.unlink()
+    ns = store.namespace("m", LAYOUT, "r1")
+    end = time.monotonic() + 20.0
+    for seed in range(3):
+        tokens, pages = tokens_of(seed, CHUNKS, 64), seeded(seed, CHUNKS * LAYOUT.page_bytes)
+        while ns.match(tokens).chunks < CHUNKS and time.monotonic() < end:
+            ns.put(tokens, pages)
+            time.sleep(0.05)
+        assert restored(ns, tokens) == pages
+    assert counters(store)["segments_missing"] >= 2
+    assert store.verify().ok
+
+
+def test_a_segment_that_cannot_be_opened_now_is_not_given_up(store: kvfs.Store, files: Stubborn) -> None:
+    names = fill(store, 3)
+    files.refused = lambda what, name: what == "open" and name in names
+    ns = store.namespace("m", LAYOUT, "r1")
+    assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [0] * 3
+    store._core.evictor.drop_missing()
+    files.refused = lambda what, name: False
+    assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [CHUNKS] * 3
+    assert "segments_missing" not in counters(store)
+
+
+def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
+    """Not a segment whose file is there, nor one that another generation knew, nor one that is being made."""
+    fill(store, 3)
+    core, path = store._core, Path(store.path)
+    generation = core.c.index.generation
+
+    def dropped(number: int, row: SegmentRow, generation: str) -> bool:
+        return core.evictor.reclaimer.drop_missing(row.segment_id, number, generation)
+
+    assert not any(dropped(number, row, generation) for number, row in rows(store))
+    for file in segment_files(path):
+        file.unlink()
+    assert not any(dropped(number, row, "0" * 16) for number, row in rows(store))
+    (first, one), (second, another) = rows(store)[:2]
+    assert not dropped(first, another, generation)
+
+    def make(session: Session) -> int:
+        limits = space.budget(core.settings)
+        return space.new_segment(session, bytes(16), core.c.owner, space.ANY_CLASS, 0, 4096, limits)
+
+    with core.active.lock(next(iter(core.active._writers))):  # the upkeep gives up lost rows
+        number = core.c.index.write(make, 5.0)
+        assert not dropped(number, dict(rows(store))[number], generation)
+    assert dropped(first, one, generation) and dropped(second, another, generation)
+    assert not dropped(first, one, generation)
