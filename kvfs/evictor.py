@@ -313,8 +313,9 @@ class Evictor:
     ) -> eviction.Summary:
         """What the policy sees of a segment; made anew when stamps or records have changed."""
         row = candidate.row
-        version = (
-            row.records, row.allocated, evictable, table.marked, orphans, *self._c.recency.version(row.segment_id)
+        version = (  # a table that could not be read is empty, and may be read the next time
+            row.records, row.allocated, evictable, table.marked, len(table.seqs), orphans,
+            *self._c.recency.version(row.segment_id),
         )  # fmt: skip
         cached = self._uses.get(row.segment_id)
         if cached is not None and cached.version == version and not row.expires:

@@ -191,3 +191,13 @@ def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
         assert not dropped(number, dict(rows(store))[number], generation)
     assert dropped(first, one, generation) and dropped(second, another, generation)
     assert not dropped(first, one, generation)
+
+
+def test_a_table_that_could_not_be_read_once_is_judged_anew(store: kvfs.Store, files: Stubborn) -> None:
+    """It counted as a segment without pages for as long as nobody used it, and was dropped first."""
+    names, evictor = fill(store, 3), store._core.evictor
+    files.refused = lambda what, name: what == "open" and name in names
+    _, blind, _ = evictor.survey()
+    files.refused = lambda what, name: False
+    _, seen, _ = evictor.survey()
+    assert not any(summary.pieces for summary in blind) and all(summary.pieces for summary in seen)
