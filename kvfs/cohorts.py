@@ -53,12 +53,15 @@ def collect(
     """The cohorts of a segment's records; ``describe`` gives the namespace behind the seq of its entry."""
     table = CohortTable()
     numbers: dict[tuple[bytes, int, int, bytes], int] = {}
+    spaces: dict[int, Described | None] = {}  # there are few of them, and an attempt per request
     for entry in parts:
         key, number = 0, NO_SHAPE
         if entry.attempt != NO_ATTEMPT and entry.seq not in purged:
             named = (entry.attempt, entry.ns_seq, entry.group, entry.part)
             if named not in numbers:
-                numbers[named] = _add_shape(table, entry, describe(entry.ns_seq))
+                if entry.ns_seq not in spaces:
+                    spaces[entry.ns_seq] = describe(entry.ns_seq)
+                numbers[named] = _add_shape(table, entry, spaces[entry.ns_seq])
             number = numbers[named]
         if number != NO_SHAPE:
             table.written_us[number] = max(table.written_us[number], entry.written_us)

@@ -10,11 +10,13 @@ import pytest
 
 import kvfs
 from kvfs import Part
-from kvfs.cohorts import NO_SHAPE, CohortTable, Shape, orphans
+from kvfs.cohorts import NO_SHAPE, CohortTable, Shape, collect, orphans
 from kvfs.evictor import Candidate
 from kvfs.files import Files
+from kvfs.identity import Described
+from kvfs.segment_scan import read_namespace
 from kvfs.testing import FakeClock
-from tests.stores import restored, seeded, segment_files, tokens_of
+from tests.stores import restored, scanned, seeded, segment_files, tokens_of
 from tests.unit.test_parts import CHUNKS, LAYERS, cut, layout_of, ranks_of
 
 LAYOUT = layout_of(4)
@@ -185,3 +187,20 @@ def test_carried_records_keep_their_cohort(store: kvfs.Store) -> None:
     found = [evictor._table(Candidate(n, row), False).cohorts.shapes for n, row in rows]
     assert [[s.attempt for s in shapes] for shapes in found] == [[b"cohort 1"] * 2, [b"cohort 1"], [b"cohort 1"]]
     assert LAYERS * GROUP.heads == found[0][0].whole
+
+
+def test_a_namespace_is_read_once_however_many_attempts_there_are(store: kvfs.Store) -> None:
+    """An engine makes an attempt per request: the descriptor was parsed for each."""
+    ns = store.namespace("m", LAYOUT, revision="r1")
+    for seed in range(1, 6):
+        save(ns, seed, list(ranks_of(4, 2, 1)), b"cohort %d" % seed, 2)
+    [segment] = segment_files(Path(store.path))
+    scan, asked = scanned(segment), []
+
+    def describe(seq: int) -> Described | None:
+        asked.append(seq)
+        with segment.open("rb") as file:
+            return read_namespace(file.fileno(), Files(), scan.entries, seq)
+
+    assert len(collect(scan.parts(), describe).shapes) == 10
+    assert len(asked) == 1
