@@ -214,6 +214,11 @@ class KvfsConnector(OffloadingConnector):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens:
+            # below MultiConnector, another one may fill them before the request is scheduled: what is still copied
+            # out of them goes first. Hashed blocks are shared, and read only
+            fresh = blocks.get_unhashed_block_ids_all_groups()
+            self.scheduler._current_batch_allocated_block_ids.update(block for group in fresh for block in group)
         self._manager.admitted(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

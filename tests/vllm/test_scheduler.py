@@ -1,0 +1,118 @@
+"""The connector in the scheduler's role, told what the engine's scheduler would tell it. No model runs."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.request import Request, RequestStatus
+
+from kvfs.integrations.vllm.connector import KvfsConnector
+
+BLOCK, TOKENS = 16, 128  # two pages of four blocks
+FIRST, SECOND = range(1, 9), range(9, 17)  # blocks of a request
+
+
+@pytest.fixture(scope="module")
+def engine_config(model: Callable[[str], Path]) -> VllmConfig:
+    args = EngineArgs(
+        model=str(model("llama")), enforce_eager=True, block_size=BLOCK, max_model_len=1024, dtype="float32"
+    )
+    config = args.create_engine_config()
+    config.device_config.device_type = "cuda"  # blocks ordered token by token, which the CPU's kernels do not keep
+    return config
+
+
+@pytest.fixture
+def connector(engine_config: VllmConfig, tmp_path: Path) -> Iterator[KvfsConnector]:
+    init_none_hash(sha256)
+    config = copy.deepcopy(engine_config)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="KvfsConnector", kv_role="kv_both",
+        kv_connector_extra_config={"path": str(tmp_path / "store"), "capacity": "64MiB", "weights_id": "w"},
+    )  # fmt: skip
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    layers = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
+    cache = KVCacheConfig(
+        24, [KVCacheTensor(0, [], 0, 0)], [KVCacheGroupSpec(layers, spec)], kv_cache_layout="LBNHC"
+    )  # fmt: skip
+    made = KvfsConnector(config, KVConnectorRole.SCHEDULER, cache)
+    yield made
+    made.shutdown()
+
+
+def arrive(connector: KvfsConnector, name: str) -> Request:
+    tokens = [random.Random(f"{name} {i}").randrange(5, 1000) for i in range(TOKENS)]
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request = Request(name, tokens, SamplingParams(max_tokens=4), None, block_hasher=hasher)
+    connector.on_new_request(request)
+    return request
+
+
+def allocate(
+    connector: KvfsConnector, request: Request, ids: Iterable[int], external: int = 0, shared: int = 0
+) -> None:
+    """``shared``: how many of its first blocks it has from the engine's own prefix cache."""
+    blocks = [KVCacheBlock(n) for n in ids]
+    for block in blocks[:shared]:
+        block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"of another request"), 0), BLOCK)
+    connector.update_state_after_alloc(request, KVCacheBlocks((blocks,)), external)
+
+
+def step(connector: KvfsConnector, *new: tuple[Request, Iterable[int]], **fields: Any) -> Any:
+    """The end of a step of the scheduler: these are computed whole. What the workers are told."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [SimpleNamespace(req_id=r.request_id, block_ids=(list(ids),)) for r, ids in new]  # type: ignore[misc]
+    output.num_scheduled_tokens = {request.request_id: TOKENS for request, _ in new}
+    for name, value in fields.items():
+        setattr(output, name, value)
+    meta = connector.build_connector_meta(output)
+    for request, _ in new:
+        request.status, request.num_computed_tokens = RequestStatus.RUNNING, TOKENS
+    return meta
+
+
+def computed(connector: KvfsConnector, name: str, ids: Iterable[int]) -> tuple[Request, int]:
+    """A request that was computed, and the job that stores it."""
+    request = arrive(connector, name)
+    connector.get_num_new_matched_tokens(request, 0)
+    allocate(connector, request, ids)
+    (job,) = step(connector, (request, ids)).store_jobs
+    return request, job
+
+
+@pytest.mark.parametrize(("shared", "flushed"), [(0, True), (8, False)])
+def test_blocks_that_another_connector_fills_are_flushed_first(
+    connector: KvfsConnector, shared: int, flushed: bool
+) -> None:
+    """Below MultiConnector: a request that another one loads gets blocks from which kvfs still copies. It is not
+    scheduled in that step. Blocks of the engine's prefix cache are read, not filled."""
+    request, job = computed(connector, "a", FIRST)
+    request.status = RequestStatus.FINISHED_STOPPED
+    connector.request_finished_all_groups(request, (list(FIRST),))
+    other = arrive(connector, "other")
+    assert connector.get_num_new_matched_tokens(other, 0) == (0, False)
+    allocate(connector, other, FIRST, shared=shared)
+    assert step(connector, finished_req_ids={"a"}).jobs_to_flush == ({job} if flushed else set())
+    assert step(connector).jobs_to_flush == set()
