@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -26,12 +27,14 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvfs.integrations.vllm import manager
 from kvfs.integrations.vllm.connector import KvfsConnector
 
-BLOCK, TOKENS = 16, 128  # two pages of four blocks
-FIRST, SECOND = range(1, 9), range(9, 17)  # blocks of a request
+BLOCK, TOKENS, HIT = 16, 130, 128  # of a block, of a prompt, of the two pages in it
+FIRST = range(1, 10)  # blocks of a request
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,25 @@ def computed(connector: KvfsConnector, name: str, ids: Iterable[int]) -> tuple[R
     return request, job
 
 
-@pytest.mark.parametrize(("shared", "flushed"), [(0, True), (8, False)])
+def preempt(connector: KvfsConnector, request: Request) -> None:
+    step(connector, preempted_req_ids={request.request_id})
+    request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+
+
+def report(connector: KvfsConnector, job: int, **fields: Any) -> None:
+    meta = OffloadingWorkerMetadata(completed_jobs={job: 1})
+    connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta, **fields))
+
+
+def publish(connector: KvfsConnector, request: Request) -> None:
+    """Its pages, as a worker would."""
+    namespace = connector._manager._ns
+    pages = namespace.layout.page_bytes * (TOKENS // namespace.layout.page_tokens)
+    assert request.prompt_token_ids is not None
+    namespace.put(request.prompt_token_ids, bytes(pages))
+
+
+@pytest.mark.parametrize(("shared", "flushed"), [(0, True), (9, False)])
 def test_blocks_that_another_connector_fills_are_flushed_first(
     connector: KvfsConnector, shared: int, flushed: bool
 ) -> None:
@@ -116,3 +137,16 @@ def test_blocks_that_another_connector_fills_are_flushed_first(
     allocate(connector, other, FIRST, shared=shared)
     assert step(connector, finished_req_ids={"a"}).jobs_to_flush == ({job} if flushed else set())
     assert step(connector).jobs_to_flush == set()
+
+
+def test_a_request_whose_pages_are_still_copied_is_looked_up_when_they_are_there(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is preempted while it is saved. The engine asks in each step, and takes no answer before the save is over."""
+    monkeypatch.setattr(manager, "FRESH_SECONDS", 600.0)
+    request, job = computed(connector, "a", FIRST)
+    preempt(connector, request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (None, False)
+    publish(connector, request)
+    report(connector, job)
+    assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)

@@ -208,7 +208,9 @@ class KvfsConnector(OffloadingConnector):
         return not manager.tainted
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._manager.refresh(request.request_id)
+        status = self.scheduler._req_status.get(request.request_id)
+        if status is None or not status.transfer_jobs:  # else this answer is not used, and the next is stale
+            self._manager.refresh(request.request_id)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
