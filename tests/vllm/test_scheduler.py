@@ -150,3 +150,20 @@ def test_a_request_whose_pages_are_still_copied_is_looked_up_when_they_are_there
     publish(connector, request)
     report(connector, job)
     assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
+
+
+def test_a_load_that_failed_counts_until_a_preemption(connector: KvfsConnector) -> None:
+    """Not until it has blocks again: below MultiConnector another load may fail there, and so on without end."""
+    request = arrive(connector, "a")
+    publish(connector, request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
+    allocate(connector, request, FIRST, external=HIT)
+    (job,) = step(connector).load_jobs
+    report(connector, job, failed_recving={"a"})
+    for _ in range(2):
+        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        allocate(connector, request, FIRST)
+    for job in step(connector, (request, FIRST)).store_jobs:
+        report(connector, job)
+    preempt(connector, request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     get_offload_group_idx,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -205,6 +206,13 @@ class KvfsManager(OffloadingManager):
                 state.storing[name] = state.storing.get(name, 0) & ~(1 << chunk)
 
     # -- the rest ----------------------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """What was preempted had been computed for a while: a load that failed before that is no reason any more."""
+        for req_id in context.preempted_req_ids:
+            state = self._requests.get(req_id)
+            if state is not None:
+                state.failed = False
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         state = self._requests.pop(req_context.req_id, None)

@@ -25,7 +25,7 @@ class RequestPages:
         self.pages: PromptPages = namespace.prompt(prompt, extra=extra)
         self.looked_at = float("-inf")
         self.counted = False
-        self.failed = False  # a load of it failed: it is computed, without asking again
+        self.failed = False  # a load of it failed: it is computed, without asking again until it is preempted
         self.match: PrefixMatch | None = None  # held until its load is over
         self.tiers: dict[tuple[str, int], Tier] = {}  # of the pages of the match
         self.storing: dict[str, int] = {}  # group -> chunks on their way, as bits
