@@ -148,19 +148,24 @@ class Rank:
 class Asked:
     """A request as the scheduler's half sees it: a key for each page of each group."""
 
-    def __init__(self, rank: Rank, name: str, tokens: list[int], **fields: Any) -> None:
+    def __init__(self, rank: Rank, name: str, tokens: list[int], generates: int = 4, **fields: Any) -> None:
         self.rank = rank
-        self.request = Request(name, tokens, SamplingParams(max_tokens=4), None, **fields)
+        self.request = Request(name, tokens, SamplingParams(max_tokens=generates), None, **fields)
         self.context = ReqContext(name)
-        size = rank.model.page_tokens
-        self.keys = {}
-        for index in range(len(rank.specs)):
-            for chunk in range(len(tokens) // size):
-                key = make_offload_key(f"{name} {chunk}".encode().ljust(32), index)
-                self.context.set_offload_key_position(key, (chunk + 1) * size)
-                self.keys[index, chunk] = key
+        self.keys: dict[tuple[int, int], Any] = {}
+        self.generate([])
         rank.manager.announce(self.request)
         rank.manager.on_new_request(self.context)
+
+    def generate(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.request.append_output_token_ids(token)
+        size = self.rank.model.page_tokens
+        for index in range(len(self.rank.specs)):
+            for chunk in range(self.request.num_tokens // size):
+                key = make_offload_key(f"{self.request.request_id} {chunk}".encode().ljust(32), index)
+                self.context.set_offload_key_position(key, (chunk + 1) * size)
+                self.keys[index, chunk] = key
 
     def hits(self) -> dict[int, list[int]]:
         self.rank.manager.refresh(self.request.request_id)
@@ -474,6 +479,24 @@ def test_limits_of_length(engine_config: VllmConfig, store: Path, prompt: Prompt
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, min_tokens=50, max_tokens=64) as rank:
         assert Asked(rank, "short", prompt(1, 3 * BLOCK)).save(blocks_for(rank, 3), job=1) == 0
         assert Asked(rank, "long", prompt(1, 6 * BLOCK)).save(blocks_for(rank, 3), job=2) == 4
+
+
+@pytest.mark.parametrize(("prompt_only", "pages"), [(False, 2), (True, 0)])
+def test_a_short_prompt_grows_into_pages(
+    engine_config: VllmConfig, store: Path, prompt: Prompt, prompt_only: bool, pages: int
+) -> None:
+    """It has no page when it comes, the request's tokens have two at its end. Where prompts alone are stored, none."""
+    tokens = prompt(1, 6 * BLOCK)
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=3, offload_prompt_only=prompt_only) as rank:
+        short = Asked(rank, "short", tokens[:BLOCK], generates=5 * BLOCK)
+        assert short.hits() == {}
+        short.generate(tokens[BLOCK:])
+        assert short.save(blocks_for(rank, 3)) == pages
+        assert finish(rank, 1).success
+        settle(rank)
+        assert Asked(rank, "long", tokens).hits() == ({0: [0, 1]} if pages else {})
+        assert Asked(rank, "never a page", tokens[:BLOCK], generates=BLOCK).save(blocks_for(rank, 3), job=2) == 0
+        assert list(rank.manager._requests) == (["long"] if prompt_only else ["short", "long"])
 
 
 FULL, WINDOW = SPECS["full"][0][0], SPECS["hybrid"][1][0]

@@ -78,7 +78,9 @@ class KvfsManager(OffloadingManager):
         if not cacheable(request, items_hashed=self._model.items_hashed):
             self.metrics.add("requests_bypassed")
             return
-        if request.num_prompt_tokens < max(self._settings.min_tokens, self._model.page_tokens):
+        tokens = request.num_prompt_tokens
+        generated = 0 if self._settings.offload_prompt_only else request.max_tokens  # at most, that may be stored
+        if tokens < self._settings.min_tokens or tokens + generated < self._model.page_tokens:
             return
         self._requests[request.request_id] = RequestPages(request, self._ns, self._epoch, self._settings.max_tokens)
 

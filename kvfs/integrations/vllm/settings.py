@@ -15,9 +15,7 @@ from kvfs.layout import PAGE_TOKENS_MAX
 from kvfs.store import open_store
 
 #: Settings of vLLM's own offloading connector that may stand beside ours.
-ENGINE_KEYS = frozenset(
-    {"spec_name", "offload_prompt_only", "blocks_per_chunk", "block_size", "self_describing_kv_events"}
-)
+ENGINE_KEYS = frozenset({"spec_name", "blocks_per_chunk", "block_size", "self_describing_kv_events"})
 PAGE_TOKENS = 64  # of a page, where the engine's blocks are smaller
 
 
@@ -32,6 +30,7 @@ class VllmSettings:
     min_tokens: int = 0  # shorter prompts are neither looked up nor stored
     max_tokens: int = 1 << 24  # of a prompt, what lies behind is neither looked up nor stored
     read_only: bool = False  # load, never store
+    offload_prompt_only: bool = True  # vLLM's own: else what is generated is stored, too
     codec: str | None = None  # of pages stored from now on; None: the store's
     load_seconds: float = 30.0  # what is not loaded by then is recomputed
     store_seconds: float = 2.0  # what is not copied by then is not stored
