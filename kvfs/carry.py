@@ -5,7 +5,7 @@ Only bytes that verify are copied; the index is changed only where it still name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvfs import codec as codecs
@@ -36,19 +36,26 @@ class Carrier:
         self._c = context
         self._appender = appender
 
-    def copy_match(self, segment_class: SegmentClass, match: PrefixMatch, sources: set[int]) -> int:
-        """Copy the pages of a match that lie in segments ``sources``; Declined if not all of them could be."""
-        wanted: dict[int, set[int]] = {}
+    def copy_match(
+        self, segment_class: SegmentClass, match: PrefixMatch, sources: set[int], make_room: Callable[[int], object]
+    ) -> int:
+        """Copy the pages of a match that lie in segments ``sources``; Declined if not all of them could be.
+
+        ``make_room`` is called with the bytes that are about to be copied.
+        """
+        wanted: dict[int, dict[int, int]] = {}  # segment -> seq -> bytes
         for group in match.groups:
             for parts in group.sources().values():
                 for source in parts:
                     if source.place.segment in sources:
-                        wanted.setdefault(source.place.segment, set()).add(source.place.seq)
+                        nbytes = fmt.align(source.place.stored_bytes)
+                        wanted.setdefault(source.place.segment, {})[source.place.seq] = nbytes
         copied = 0
         for number, seqs in wanted.items():
             held = self._c.segments.acquire(number, match.segments[number], match.generation)
             if held is None:
                 raise Declined("a segment is gone")
+            make_room(sum(seqs.values()))
             copied += self.copy(segment_class, held, sorted(seqs))
         if copied < sum(map(len, wanted.values())):
             raise Declined("some pages changed meanwhile or could not be read")

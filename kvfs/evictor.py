@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -110,6 +110,21 @@ class Evictor:
             return False
         return True
 
+    def make_room_locked(self, nbytes: int, end: float, spared: Set[bytes]) -> None:
+        """Evict until writers may use ``nbytes`` more, nothing is left or ``end``, for who holds ``lock`` already.
+        ``spared``: ids of segments, and of classes of segments, that stay."""
+        limit = space.budget(self._c.settings).limit - nbytes
+        while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
+            if self.reclaimer.finish_doomed():
+                continue
+            dropped = self._evict_one(spared=spared)
+            if dropped is None and not self._c.index.read(_doomed, COMMIT_SECONDS):
+                break  # there is nothing to wait for
+            if self._c.files.monotonic() >= end:
+                break
+            if not dropped:
+                self._c.files.sleep(HELD_SECONDS)
+
     def background(self) -> None:
         """Finish what is doomed, and keep room for the next step of a segment, so that writers seldom wait.
 
@@ -207,11 +222,11 @@ class Evictor:
 
     # -- one victim --------------------------------------------------------------------------
 
-    def _evict_one(self, owner: bytes = b"") -> int | None:
+    def _evict_one(self, owner: bytes = b"", spared: Set[bytes] = frozenset()) -> int | None:
         """Drop the best victim; bytes that are free now (0: still held by somebody), None if there is none."""
         if self.reclaimer.fails:
             return None
-        victim, carry = self._choose(owner)
+        victim, carry = self._choose(owner, spared)
         if victim is None:
             return None
         if victim.row.state == ACTIVE and not self._take_over(victim):
@@ -225,9 +240,9 @@ class Evictor:
             return 0
         return row.allocated
 
-    def _choose(self, owner: bytes) -> tuple[Candidate | None, Sequence[int]]:
+    def _choose(self, owner: bytes, spared: Set[bytes]) -> tuple[Candidate | None, Sequence[int]]:
         """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
-        evictable, uses, now = self.survey(owner)
+        evictable, uses, now = self.survey(owner, spared)
         for plan in eviction.ranked(uses, now, self.budget.available):
             victim = Candidate(plan.victim, evictable[plan.victim])
             if not self.is_held(victim.row):
@@ -237,10 +252,14 @@ class Evictor:
             return Candidate(*next(iter(evictable.items()))), ()  # one at a time: it frees nothing yet
         return None, ()
 
-    def survey(self, owner: bytes = b"") -> tuple[dict[int, SegmentRow], list[eviction.Summary], int]:
+    def survey(
+        self, owner: bytes = b"", spared: Set[bytes] = frozenset()
+    ) -> tuple[dict[int, SegmentRow], list[eviction.Summary], int]:
         """(segments that may be dropped, what the policy sees of all, the time of that)."""
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        evictable = self._evictable(rows, owner)
+        evictable = {
+            n: r for n, r in self._evictable(rows, owner).items() if spared.isdisjoint((r.segment_id, r.class_id))
+        }
         now = self._c.files.now_us()
         marked = self._c.marks.ids()
         tables = {n: self._table(Candidate(n, r), r.segment_id in marked) for n, r in rows if r.state != DOOMED}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvfs import format as fmt
 from kvfs.active import ActiveSegments, Declined, SegmentClass
@@ -24,15 +24,19 @@ from kvfs.space import NO_QUOTA
 
 _NAME = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?\Z")
 PINNED_SHARE = 0.5  # of the capacity
+ROOM_SECONDS = 5.0  # how long a pin waits for room at a time
 
 
 class Pins:
     """The pins of a store."""
 
-    def __init__(self, context: Context, active: ActiveSegments, carrier: Carrier) -> None:
+    def __init__(
+        self, context: Context, active: ActiveSegments, carrier: Carrier, make_room: Callable[..., None]
+    ) -> None:
         self._c = context
         self._active = active
         self._carrier = carrier
+        self._make_room = make_room  # ``Evictor.make_room_locked``
 
     def segments(self) -> set[bytes]:
         return pinned_segments(self._c.directory)
@@ -40,18 +44,26 @@ class Pins:
     def pin(self, name: str, match: PrefixMatch) -> int:
         """Pin the pages of a match under ``name``, replacing an earlier pin of that name; tokens pinned.
 
-        NoSpaceError if pins would take more than half of the capacity or no room can be made.
+        The caller holds the evictors' lock: room is made as the copies need it, out of what neither the match nor
+        the copies lie in. NoSpaceError if pins would take more than half of the capacity or no room can be made.
         """
         _check_name(name)
         file = _file(name)
         if not match.tokens:
             raise ConfigError(f"nothing to pin as {name!r}: no page of this prompt is stored")
         pinned = self.segments()
-        segment_class = SegmentClass(NO_QUOTA + b"pin:" + self._c.files.random(4), fmt.FLAG_PINNED)
+        # under that lock, so it may use the evictors' reserve: others take some of the room before it is used
+        segment_class = SegmentClass(NO_QUOTA + b"pin:" + self._c.files.random(4), fmt.FLAG_PINNED, evictor=True)
         sources = {n for n, i in match.segments.items() if i not in pinned}
         self._check_share(match, sources, pinned)
+        spared = {*match.segments.values(), segment_class.class_id}
+
+        def make_room(nbytes: int) -> None:
+            end = self._c.files.monotonic() + ROOM_SECONDS  # whether it is enough the copies will tell
+            self._make_room(nbytes + self._c.settings.segment_bytes, end, spared)
+
         try:
-            self._carrier.copy_match(segment_class, match, sources)
+            self._carrier.copy_match(segment_class, match, sources, make_room)
             segments = self._segments_of(match)
             self._active.finish(segment_class)
         except (Declined, IndexUnavailableError, OSError) as exc:

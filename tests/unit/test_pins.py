@@ -1,0 +1,96 @@
+"""Pins in a store that is full: room is made for them, and out of nothing that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.errors import NoSpaceError
+from kvfs.files import Files
+from kvfs.testing import FakeClock
+from tests.stores import counted, restored, seeded, tokens_of
+
+CHUNKS = 15
+LAYOUT = kvfs.PageLayout.kv(layers=2, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)
+PAGES = seeded(1, CHUNKS * LAYOUT.page_bytes)
+MIB = 1 << 20
+
+
+class Clock(FakeClock, Files):
+    """The real file system under a clock that is set by hand."""
+
+
+@pytest.fixture
+def store(memory_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=Clock()) as made:
+        yield made
+
+
+def advance(store: kvfs.Store, seconds: float) -> None:
+    files = store._core.c.files
+    assert isinstance(files, Clock)
+    files.advance(seconds)
+
+
+def fill(store: kvfs.Store, seeds: range) -> kvfs.Namespace:
+    ns = store.namespace("model", LAYOUT, revision="r1")
+    for seed in seeds:
+        assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
+        advance(store, 0.01)
+    return ns
+
+
+def test_a_full_store_makes_room_for_a_pin_and_keeps_it(store: kvfs.Store) -> None:
+    ns = fill(store, range(80))
+    with counted(store) as count:
+        for seed in (79, 78, 77):
+            assert store.pin(f"prompt {seed}", ns, tokens_of(seed, CHUNKS)) == CHUNKS * 16
+            assert store.stats()["used_bytes"] <= 16 * MIB
+        assert count("segments_evicted") > 0
+    fill(store, range(100, 200))
+    assert all(restored(ns, tokens_of(seed, CHUNKS)) == PAGES for seed in (79, 78, 77))
+    assert store.verify().ok
+
+
+def test_a_pin_of_many_segments_evicts_neither_what_it_copies_nor_its_copies(store: kvfs.Store) -> None:
+    ns = store.namespace("model", LAYOUT, revision="r1")
+    chunks = 300  # 4.7 of 12.5 MiB, the oldest in the store, so the first to go, and so are its copies
+    pages = seeded(2, chunks * LAYOUT.page_bytes)
+    assert ns.put(tokens_of(500, chunks), pages).stored == chunks
+    advance(store, 1000.0)
+    for seed in range(20):
+        ns.put(tokens_of(seed, CHUNKS), PAGES)
+    assert store.pin("long", ns, tokens_of(500, chunks)) == chunks * 16
+    assert store.stats()["counters"]["segments_evicted"] > 5
+    fill(store, range(100, 200))
+    assert restored(ns, tokens_of(500, chunks)) == pages
+    assert store.verify().ok
+
+
+def test_others_may_take_some_of_the_room_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = fill(store, range(80))
+    pins = store._core.pins
+    make_room, seeds = pins._make_room, iter(range(300, 400))
+
+    def made_and_taken(*args: Any) -> None:
+        make_room(*args)
+        for seed in (next(seeds), next(seeds)):  # no lock that the pin holds is needed for what fits
+            ns.put(tokens_of(seed, CHUNKS), PAGES)
+
+    monkeypatch.setattr(pins, "_make_room", made_and_taken)
+    assert store.pin("prompt", ns, tokens_of(79, CHUNKS)) == CHUNKS * 16
+    assert next(seeds) > 300 and store.stats()["used_bytes"] <= 16 * MIB
+
+
+def test_no_more_than_half_the_capacity_is_pinned(store: kvfs.Store) -> None:
+    fill(store, range(80))
+    pinned = 0
+    with pytest.raises(NoSpaceError, match="at most half"):
+        for seed in range(100, 140):
+            store.pin(str(seed), fill(store, range(seed, seed + 1)), tokens_of(seed, CHUNKS))
+            pinned += 1
+    assert pinned >= 20
