@@ -31,7 +31,7 @@ from kvfs.space import NeedSpaceError, StaleWriterError
 
 BATCH_PAGES = 256  # pages per commit: 8 rows of 32 chunks, well under a millisecond of the lock
 BATCH_BYTES = 64 << 20
-SPACE_SECONDS = 5.0  # how long a save waits for eviction before it declines
+SPACE_SECONDS = 5.0  # how long a batch waits for eviction before the save declines
 
 
 ANYTHING = SegmentClass()
@@ -93,6 +93,7 @@ class Appender:
             try:
                 with lock:
                     done += self._batch(job, chunks[done:], outcome, deadline)
+                deadline = self._c.files.monotonic() + SPACE_SECONDS  # the time that it took was none of waiting
                 continue
             except Declined as exc:
                 outcome.reason = exc.reason
