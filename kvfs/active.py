@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Container
 from functools import partial
 from itertools import product
@@ -58,6 +59,10 @@ class Active(NamedTuple):
     generation: str
 
 
+#: Each as long as somebody refers to it: holds it, or is about to.
+_Locks = weakref.WeakValueDictionary[SegmentClass, threading.Lock]
+
+
 class ActiveSegments:
     """Segments that this process appends to. Whoever appends holds ``lock(segment_class)``."""
 
@@ -65,9 +70,9 @@ class ActiveSegments:
         self._c = context
         self._make_room = make_room  # ``Evictor.make_room``
         self._lock = threading.Lock()
-        self._locks: dict[SegmentClass, threading.Lock] = {}
+        self._locks = _Locks()
         self._writers: dict[SegmentClass, Active] = {}
-        self._used_at: dict[SegmentClass, float] = {}
+        self._used_at: dict[SegmentClass, float] = {}  # of writers, but for those that rest, trimmed
         self._dirty: set[SegmentClass] = set()
         self._left: list[tuple[int, str, Step]] = []  # rows of this process that nobody appends to any more
 
@@ -119,6 +124,7 @@ class ActiveSegments:
                 self.drop(segment_class)
         active = self._adopt(segment_class, fresh) or self._create(segment_class, fresh, wanted, deadline)
         self._writers[segment_class] = active
+        self.note_use(segment_class)
         return active
 
     def _create(self, segment_class: SegmentClass, fresh: int, wanted: int, deadline: float) -> Active:
@@ -183,6 +189,7 @@ class ActiveSegments:
 
     def _seal(self, segment_class: SegmentClass) -> None:
         writer, generation = self._writers.pop(segment_class)
+        self._used_at.pop(segment_class, None)
         self._dirty.discard(segment_class)
         try:
             if self._c.settings.sync != "cache":  # a seal on the disk says that what it seals is there
@@ -202,6 +209,7 @@ class ActiveSegments:
     def drop(self, segment_class: SegmentClass) -> None:
         """After a failure: no more appends. What was published stays, and is verified at each read."""
         current = self._writers.pop(segment_class, None)
+        self._used_at.pop(segment_class, None)
         self._dirty.discard(segment_class)
         if current is None:
             return
@@ -278,8 +286,8 @@ class ActiveSegments:
         now = self._c.files.monotonic()
         # prompts of many lifetimes and quotas: no more segments stay open than a process may append to
         spare = len(self._writers) - CLASSES_MAX
-        for segment_class, at in sorted(self._used_at.items(), key=lambda x: x[1]):
-            if now - at >= IDLE_SECONDS or spare > 0:
+        for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):  # those that rest first
+            if spare > 0 or now - self._used_at.get(segment_class, now) >= IDLE_SECONDS:
                 self._used_at.pop(segment_class, None)
                 if spare > 0 or segment_class.expires:
                     self.finish(segment_class)  # nothing is added to a lifetime that is past; sealed, it can go
@@ -339,7 +347,7 @@ class ActiveSegments:
         for writer, _ in self._writers.values():
             writer.close()
         self._lock = threading.Lock()
-        self._locks, self._writers, self._used_at, self._dirty, self._left = {}, {}, {}, set(), []
+        self._locks, self._writers, self._used_at, self._dirty, self._left = _Locks(), {}, {}, set(), []
 
     def active_numbers(self) -> set[int]:
         return {writer.number for writer, _ in self._writers.values()}

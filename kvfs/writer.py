@@ -266,6 +266,7 @@ class Appender:
                 if allocated > writer.allocated:
                     writer.grow(allocated)
                 placed = writer.append([m[3] for m in moves], digest, descriptor, self._c.files.now_us())
+                self._active.note_use(segment_class)
                 for p, stamp in zip(placed, stamps, strict=True):
                     self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
                 if durable and self._c.settings.sync != "cache":

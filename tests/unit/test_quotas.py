@@ -10,10 +10,12 @@ import pytest
 
 import kvfs
 from kvfs import Quota
+from kvfs.active import Declined
 from kvfs.errors import ConfigError
 from kvfs.files import Files
 from kvfs.identity import salt_digest
 from kvfs.testing import FakeClock
+from kvfs.writer import Appender
 from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 40
@@ -192,6 +194,54 @@ def test_many_lifetimes_keep_few_segments_open(store: kvfs.Store) -> None:
     store._core.active.tidy()
     assert len(store._core.active.active_numbers()) <= 16
     assert all(restored(ns, tokens_of(seed, 1)) == PAGES[:TINY_BYTES] for seed in range(40))
+
+
+def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Path) -> None:
+    names = [f"quota {i}" for i in range(20)]
+    quotas = dict.fromkeys(names, Quota(cap_bytes=8 * MIB))
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="64MiB", segment_bytes="2MiB", quotas=quotas, files=Clock()) as store:
+        store._core.keeper.stop()
+        active, busy = store._core.active, space(store, "anybody")
+        for name in names:
+            fill(space(store, name), range(1))
+        clock(store).advance(20.0)
+        active.tidy()
+        resting = active.active_numbers()
+        assert len(resting) == 16
+        fill(busy, range(1))
+        mine = active.active_numbers() - resting
+        for seed in range(1, 6):
+            fill(busy, range(seed, seed + 1))
+            active.tidy()
+            assert len(active.active_numbers()) == 16 and mine <= active.active_numbers()
+        for name in names:
+            assert there(space(store, name), range(1)) == [0]
+
+
+def test_a_segment_that_nothing_was_appended_to_gives_its_blocks_back(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def declines(*args: Any) -> Any:
+        raise Declined("space")
+
+    store._core.keeper.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(Appender, "_claim", declines)
+        assert space(store, "anybody").put(tokens_of(0, CHUNKS), PAGES).declined == CHUNKS
+    used = store.stats()["used_bytes"]
+    clock(store).advance(20.0)
+    store._core.active.tidy()
+    assert 0 < store.stats()["used_bytes"] < used
+
+
+def test_locks_of_classes_that_are_gone_take_no_memory(store: kvfs.Store) -> None:
+    store._core.keeper.stop()
+    ns = space(store, "anybody")
+    for seed in range(40):
+        ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * (seed + 1))
+    store._core.active.finish_all()
+    assert not store._core.active._used_at and len(store._core.active._locks) == 0
 
 
 def test_a_rebuild_brings_nothing_expired_back(memory_path: Path) -> None:
