@@ -169,7 +169,7 @@ class Recompressor:
         """Look at each sealed segment, the oldest first, and write it anew if it is worth it, for ``seconds`` at most.
 
         Ends where there is no room for the copies, or a disk fails again and again; what was done by then stays done.
-        A quota at its cap keeps only its own segments as they are.
+        A quota that is above its cap by more than the reserve, as it was lowered, keeps its own segments as they are.
         StoreLockedError if somebody evicts or purges all the time.
         """
         clock = self._c.files.monotonic

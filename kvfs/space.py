@@ -54,12 +54,15 @@ class Budget(NamedTuple):
 
 
 def budget(settings: Settings, class_id: bytes = ANY_CLASS, *, evictor: bool = False) -> Budget:
-    """What a writer of a class may use. Eviction may use the standing reserve, too."""
+    """What a writer of a class may use. Eviction may use the standing reserve, too, beyond a quota's cap as well: what
+    it carries is charged while its victim still is."""
     limit = settings.segments_bytes_max - (0 if evictor else settings.reserve_bytes)
     owner = class_id[:QUOTA_BYTES]
     cap = None
     if owner != NO_QUOTA:
         cap = next((q.cap_bytes for name, q in settings.quotas.items() if quota_id(name) == owner), None)
+        if cap is not None and evictor:
+            cap += settings.reserve_bytes
     return Budget(limit, int(settings.index_bytes * (1.0 if evictor else FULL)), owner, cap)
 
 

@@ -119,6 +119,21 @@ def test_a_quota_whose_cap_is_its_guarantee_still_takes_new_pages(store: kvfs.St
     assert 39 in there(both, range(40))
 
 
+def test_pages_that_are_used_are_carried_when_a_quota_evicts_at_its_cap(store: kvfs.Store) -> None:
+    store._core.keeper.stop()
+    capped, hot = space(store, "capped"), tokens_of(1000, 4)
+    assert capped.put(hot, PAGES[: 4 * TINY_BYTES]).stored == 4
+    highest = 0
+    for seed in range(60):
+        assert restored(capped, hot) == PAGES[: 4 * TINY_BYTES], seed
+        fill(capped, range(seed, seed + 1))
+        clock(store).advance(10.0)
+        highest = max(highest, charged(store, "capped"))
+    counters = store.stats()["counters"]
+    assert counters["pages_carried"] > 0 and "carry_errors" not in counters
+    assert highest <= 2 * MIB, "the carry is paid for by its victim"
+
+
 def test_a_tenants_namespaces_share_a_cap(store: kvfs.Store) -> None:
     mine = [space(store, name, salt="tenant") for name in ("a", "b", "capped")]
     for number, ns in enumerate(mine):

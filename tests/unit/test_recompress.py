@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,8 @@ def test_read_only_and_disabled_stores_refuse(tmp_path: Path, store: kvfs.Store)
             off.recompress()
 
 
-def test_a_quota_at_its_cap_does_not_end_recompressing_of_the_whole_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_quota_at_its_cap_does_not_end_recompressing_of_the_whole_store(tmp_path: Path, lowered: bool) -> None:
     quotas = {"capped": kvfs.Quota(cap_bytes=1 << 20)}
     with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="512KiB", quotas=quotas) as store:
         capped = store.namespace("capped", LAYOUT, "1")
@@ -291,8 +293,11 @@ def test_a_quota_at_its_cap_does_not_end_recompressing_of_the_whole_store(tmp_pa
             capped.put(tokens_of(prompt, 6), PAGES)
         ns = fill(store)
         before = sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24))
+        if lowered:  # no longer is there room for the copies, not even with the reserve
+            c = store._core.c
+            c.settings = replace(c.settings, quotas={"capped": kvfs.Quota(cap_bytes=4096)}, segment_bytes=256 << 10)
         done = store.recompress(idle=0)
-        assert (done.segments, done.failed, done.stopped) == (4, 1, "")
+        assert (done.segments, done.failed, done.stopped) == ((4, 1, "") if lowered else (6, 0, ""))
         assert sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24)) == before > 0
         assert found(ns) == 48
 
