@@ -25,6 +25,7 @@ STEP = 4  # a segment's blocks are allocated in this many steps
 IDLE_SECONDS = 10.0
 CLASSES_MAX = 16  # active segments of one process
 LANES = 4  # of a class, at most
+BUSY_SECONDS = 0.005  # between looks at segments that others append to
 
 
 Step: TypeAlias = Callable[[Session, int, bytes], object]  # of a segment's life: see ``space``
@@ -80,8 +81,8 @@ class ActiveSegments:
         with self._lock:
             return self._locks.setdefault(segment_class, threading.Lock())
 
-    def with_room(self, transact: Callable[[Session], T], deadline: float) -> T:
-        """Run a reserving transaction; where space is missing, evict and try again until the deadline."""
+    def with_room(self, transact: Callable[[Session], T], deadline: float, own: SegmentClass) -> T:
+        """Run a reserving transaction for a class; where space is missing, evict and try again until the deadline."""
         while True:
             full = False
             try:
@@ -93,8 +94,33 @@ class ActiveSegments:
                     raise
                 missing, owner, full = 0, b"", True
             now = self._c.files.monotonic()
-            if now >= deadline or not self._make_room(missing, deadline, owner, index_full=full):
+            if now >= deadline:
                 raise Declined("space")
+            if not self._make_room(missing, deadline, owner, index_full=full) and not (
+                owner and self._c.files.monotonic() < deadline and self._seal_other(owner, own)
+            ):
+                raise Declined("space")
+
+    def _seal_other(self, owner: bytes, own: SegmentClass) -> bool:
+        """Make a segment of a quota that has nothing to evict evictable: the one that was used least lately, and that
+        nobody appends to right now. False if there is none but the caller's ``own``."""
+        busy = False
+        for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):
+            if segment_class == own or not segment_class.class_id.startswith(owner):
+                continue
+            lock = self.lock(segment_class)
+            if not lock.acquire(blocking=False):  # never wait for one lock with another: its holder may do the same
+                busy = True
+                continue
+            try:
+                if segment_class in self._writers:
+                    self._seal_or_drop(segment_class)
+                    return True
+            finally:
+                lock.release()
+        if busy:
+            self._c.files.sleep(BUSY_SECONDS)
+        return busy
 
     def free(self, nbytes: int, deadline: float) -> bool:
         """Evict, although the ledger has room; whether it is worth trying again."""
@@ -142,7 +168,7 @@ class ActiveSegments:
             )
             return number, session.generation
 
-        number, generation = self.with_room(transact, deadline)
+        number, generation = self.with_room(transact, deadline, segment_class)
         header = Header(segment_id, self._c.store_id, self._c.files.now_us(), flags, segment_class.class_id)
         try:
             writer = SegmentWriter.create(self._c.directory, header, number, allocated)
@@ -322,10 +348,13 @@ class ActiveSegments:
         """Seal the class's segment now: nothing more belongs in it."""
         with self.lock(segment_class):
             if segment_class in self._writers:
-                try:
-                    self._seal(segment_class)
-                except (OSError, IndexUnavailableError):
-                    self.drop(segment_class)
+                self._seal_or_drop(segment_class)
+
+    def _seal_or_drop(self, segment_class: SegmentClass) -> None:
+        try:
+            self._seal(segment_class)
+        except (OSError, IndexUnavailableError):
+            self.drop(segment_class)
 
     def finish_all(self, ids: Container[bytes] | None = None) -> None:
         """Seal all active segments, or those of them that are in ``ids``."""

@@ -336,7 +336,7 @@ class Importer:
             space.reserve(session, writer.number, row, allocated, writer.records + count + 8, limits)
             return allocated
 
-        allocated = self._active.with_room(reserve, deadline)
+        allocated = self._active.with_room(reserve, deadline, segment_class)
         if allocated > writer.allocated:
             writer.grow(allocated)
         made = [

@@ -102,7 +102,7 @@ class Evictor:
                         break  # nothing is left, or what is left is held by somebody
                     freed += dropped
             if not freed:
-                if disk_full and dropped is None and not self._c.index.read(_doomed, COMMIT_SECONDS):
+                if (disk_full or owner) and dropped is None and not self._c.index.read(_doomed, COMMIT_SECONDS):
                     return False  # there is nothing to wait for
                 self._c.files.sleep(HELD_SECONDS)
         except (OSError, IndexUnavailableError):

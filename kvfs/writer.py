@@ -196,10 +196,15 @@ class Appender:
                     step = max(end, allocated + segment_bytes // STEP)
                     # segment_bytes may have shrunk since the batch was made to fit
                     allocated = max(fmt.align(end), min(segment_bytes, fmt.align(step)))
-                space.reserve(session, writer.number, row, allocated, writer.records + len(targets) + 8, limits)
+                records = writer.records + len(targets) + 8
+                try:
+                    space.reserve(session, writer.number, row, allocated, records, limits)
+                except NeedSpaceError:  # for a whole step; the append itself may fit
+                    allocated = max(writer.allocated, fmt.align(end))
+                    space.reserve(session, writer.number, row, allocated, records, limits)
             return targets, skipped, in_flight, allocated
 
-        targets, skipped, in_flight, allocated = self._active.with_room(transact, deadline)
+        targets, skipped, in_flight, allocated = self._active.with_room(transact, deadline, job.segment_class)
         if allocated > writer.allocated:
             writer.grow(allocated)
         return targets, skipped, in_flight

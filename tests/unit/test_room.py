@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import kvfs
+from kvfs import Quota
+from kvfs.config import quota_id
 from kvfs.files import Files
 from kvfs.testing import FakeClock
 from kvfs.writer import SPACE_SECONDS
@@ -14,6 +19,7 @@ from tests.stores import restored, seeded, tokens_of
 LAYOUT = kvfs.PageLayout.kv(layers=2, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)
 PAGE = LAYOUT.page_bytes
 MIB = 1 << 20
+PAGES = seeded(2, 4 * PAGE)
 
 
 class Clock(FakeClock, Files):
@@ -39,3 +45,58 @@ def test_a_put_on_a_slow_disk_may_take_its_time_in_a_full_store(memory_path: Pat
         assert files.monotonic() > 400.0 + 2 * SPACE_SECONDS
         files.seconds = 0.0
         assert restored(ns, tokens_of(9, 300)) == pages
+
+
+# ---------------------------------------------------------------- quotas of few segments
+
+
+@pytest.fixture
+def small(memory_path: Path) -> Iterator[kvfs.Store]:
+    quotas = {"two": Quota(cap_bytes=2 * MIB), "less": Quota(cap_bytes=MIB // 2)}
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="64MiB", segment_bytes="1MiB", quotas=quotas, files=Clock()) as store:
+        store._core.keeper.stop()
+        yield store
+
+
+def put(store: kvfs.Store, name: str, seed: int, lane: int = 0) -> kvfs.PutResult:
+    ns = store.namespace(name, LAYOUT, revision="r1")
+    retention = ns._retention
+
+    def in_lane(ttl: Any) -> Any:
+        expires, segment_class = retention(ttl)
+        return expires, segment_class._replace(lane=lane)
+
+    ns._retention = in_lane  # type: ignore[method-assign]
+    return ns.put(tokens_of(seed, 4), PAGES)
+
+
+def test_a_quota_of_two_segments_is_enough_for_several_lanes(small: kvfs.Store) -> None:
+    for seed in range(120):
+        assert put(small, "two", seed, seed % 4).stored == 4, seed
+        assert small._core.c.index.read(lambda s: s.quota_used(quota_id("two")), 2.0) <= 2 * MIB
+    assert restored(small.namespace("two", LAYOUT, revision="r1"), tokens_of(119, 4)) == PAGES
+    assert small._core.c.files.monotonic() == 0.0, "somebody waited"
+
+
+def test_a_quota_is_filled_and_then_declines_without_waiting(small: kvfs.Store) -> None:
+    stored = 0
+    while put(small, "less", stored).stored:
+        stored += 1
+    assert stored == 7, "of 64 KiB, in 512: the eighth has no room beside the tables"
+    assert put(small, "less", 100).reason == "space"
+    assert small._core.c.files.monotonic() == 0.0, "somebody waited"
+
+
+def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    active, files = small._core.active, small._core.c.files
+    put(small, "less", 0, 1)
+    busy = active.lock(next(iter(active._writers)))
+    busy.acquire()
+    seed = 1
+    while seed < 20 and put(small, "less", seed, 0).stored:
+        seed += 1
+    assert SPACE_SECONDS <= files.monotonic() < 2 * SPACE_SECONDS
+    assert seed < 20
+    monkeypatch.setattr(files, "sleep", lambda seconds: busy.release())
+    assert put(small, "less", seed, 0).stored == 4
