@@ -34,6 +34,7 @@ MISSING_SECONDS = 0.5  # another evictor is waited for; what is still missing is
 INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
 SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
 INDEX_SHARE = 32  # of the segments are dropped at once where their rows are what is short: one in so many
+PROBE_SECONDS = 0.05  # that a writer waits for the lock where the last one has waited in vain
 HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
 
 
@@ -75,6 +76,7 @@ class Evictor:
         self._uses: dict[bytes, _Known] = {}
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
         self.lock = GcLock(context)
+        self._waited = False  # in vain, the last time
         self.reclaimer = Reclaimer(context)
 
     # -- entry points ------------------------------------------------------------------------
@@ -88,7 +90,9 @@ class Evictor:
         ``index_full``: rows are what there is no room for.
         """
         try:
-            with self.lock.hold(deadline) as held:
+            now = self._c.files.monotonic()
+            with self.lock.hold(min(deadline, now + PROBE_SECONDS) if self._waited else deadline) as held:
+                self._waited = not held  # whoever has it stands still: the next writers do not wait as long
                 if not held:
                     return False
                 if index_full:

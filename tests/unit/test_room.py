@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,27 @@ def test_a_put_on_a_slow_disk_may_take_its_time_in_a_full_store(memory_path: Pat
         assert files.monotonic() > 400.0 + 2 * SPACE_SECONDS
         files.seconds = 0.0
         assert restored(ns, tokens_of(9, 300)) == pages
+
+
+def test_a_stopped_evictor_costs_its_neighbours_one_deadline(memory_path: Path) -> None:
+    files = Clock()
+    with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
+        store._core.keeper.stop()
+        ns, pages = store.namespace("model", LAYOUT, revision="r1"), seeded(1, 100 * PAGE)
+        for seed in range(8):
+            assert ns.put(tokens_of(seed, 100), pages).stored == 100
+        stopped = os.open(memory_path / "store" / "run" / "gc", os.O_RDWR)
+        try:
+            fcntl.flock(stopped, fcntl.LOCK_EX)
+            waited = []
+            for seed in range(10, 13):
+                began = files.monotonic()
+                assert ns.put(tokens_of(seed, 100), pages).reason == "space"
+                waited.append(files.monotonic() - began)
+            assert waited[0] >= SPACE_SECONDS and max(waited[1:]) < 0.1, waited
+        finally:
+            os.close(stopped)
+        assert ns.put(tokens_of(20, 100), pages).stored == 100
 
 
 # ---------------------------------------------------------------- quotas of few segments

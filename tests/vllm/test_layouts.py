@@ -399,9 +399,14 @@ def test_a_load_whose_disk_stalls_ends_and_is_recomputed(
         (job,) = rank.worker._jobs.values()
         assert not finish(rank, 2).success
         assert job.transfer is not None and not job.transfer.done.is_set(), "its disk has answered already"
+        again.load(target, {0: 0}, job=3)
+        (refused,) = rank.worker._jobs.values()
+        assert refused.transfer is None and not finish(rank, 3).success, "others do not wait for that disk"
         files.arm()
         assert job.transfer.done.wait(20.0)
         assert all(torch.equal(before[layer], now) for layer, now in rank.tokens(target).items())
+        again.load(target, {0: 0}, job=4)
+        assert finish(rank, 4).success
 
 
 def test_after_a_reset_among_requests_nothing_is_stored(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:

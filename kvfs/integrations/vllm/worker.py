@@ -42,6 +42,7 @@ class KvfsWorker(OffloadingWorker):
         self._blocks_per_page = blocks_per_page
         self._jobs: dict[int, _Job] = {}
         self._ended = threading.Event()  # a load has ended
+        self._late: list[Transfer] = []  # loads that were given up, whose disk has not answered yet
         self._publishing: list[Transfer] = []  # saves whose blocks are free and whose result is not there yet
         self._page_bytes = {a.group.name: io._attached[a.group.name].page_bytes for a in groups}
         self._on_gpu = groups[0].device.memory.startswith("cuda")
@@ -102,7 +103,10 @@ class KvfsWorker(OffloadingWorker):
         }
         nbytes = len(dst_spec.block_ids) * sum(self._page_bytes.values()) // len(units) // self._blocks_per_page
         transfer = None
+        self._late = [late for late in self._late if not late.done.is_set()]
         try:
+            if self._late:  # the next ones would stand behind it, each until its own deadline
+                raise TimeoutError("the disk has not answered an earlier one yet")
             transfer = self._io.load(
                 src_spec.match, units, after=self._event(), deadline=self._settings.load_seconds,
                 on_done=lambda transfer: self._ended.set(),
@@ -160,7 +164,10 @@ class KvfsWorker(OffloadingWorker):
         if _is_over(job):
             return True
         late = job.load and time.monotonic() - job.began > self._settings.load_seconds + LATE_SECONDS
-        return late and job.transfer is not None and job.transfer.withdraw(0)
+        if not late or job.transfer is None or not job.transfer.withdraw(0):
+            return False
+        self._late.append(job.transfer)
+        return True
 
     def _finish(self, job_id: int) -> TransferResult:
         job = self._jobs.pop(job_id)
