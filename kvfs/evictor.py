@@ -7,57 +7,30 @@ from __future__ import annotations
 
 import fcntl
 import os
-from array import array
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
-from typing import NamedTuple
 
-from kvfs import cohorts, eviction, space
+from kvfs import eviction, space
 from kvfs import format as fmt
 from kvfs.active import STEP, Declined, SegmentClass
 from kvfs.carry import Carrier
-from kvfs.cohorts import CohortTable
 from kvfs.config import quota_id
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.descriptors import Descriptor
 from kvfs.errors import IndexUnavailableError
-from kvfs.format import Entry
 from kvfs.gc import GcLock, Reclaimer, index_is_full
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.segment import file_name
-from kvfs.segment_scan import read_namespace, scan_segment
+from kvfs.survey import Candidate, Survey
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
-COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
 MISSING_SECONDS = 0.5  # another evictor is waited for; what is still missing is asked for again
 INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
 SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
 INDEX_SHARE = 32  # of the segments are dropped at once where their rows are what is short: one in so many
 PROBE_SECONDS = 0.05  # that a writer waits for the lock where the last one has waited in vain
 HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
-
-
-class Candidate(NamedTuple):
-    number: int
-    row: SegmentRow
-
-
-class Table(NamedTuple):
-    """The records of a segment, as far as eviction is concerned; arrays, since there may be many."""
-
-    seqs: array[int]  # of its pages
-    written_us: array[int]  # of all records, by seq
-    sizes: array[int]
-    chunks: array[int]
-    expires: array[int]
-    cohorts: CohortTable
-    marked: bool  # read with a purge mark
-
-
-class _Known(NamedTuple):
-    version: tuple[object, ...]
-    summary: eviction.Summary
 
 
 def _doomed(session: Session) -> int:
@@ -72,8 +45,7 @@ class Evictor:
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._tables: dict[bytes, Table] = {}
-        self._uses: dict[bytes, _Known] = {}
+        self._survey = Survey(context)
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
         self.lock = GcLock(context)
         self._waited = False  # in vain, the last time
@@ -221,8 +193,7 @@ class Evictor:
 
     def forget(self, segment_id: bytes) -> None:
         """What is known of a segment is out of date."""
-        self._uses.pop(segment_id, None)
-        self._tables.pop(segment_id, None)
+        self._survey.forget(segment_id)
 
     # -- one victim --------------------------------------------------------------------------
 
@@ -264,20 +235,7 @@ class Evictor:
         evictable = {
             n: r for n, r in self._evictable(rows, owner).items() if spared.isdisjoint((r.segment_id, r.class_id))
         }
-        now = self._c.files.now_us()
-        marked = self._c.marks.ids()
-        tables = {n: self._table(Candidate(n, r), r.segment_id in marked) for n, r in rows if r.state != DOOMED}
-        if len(self._tables) > 2 * len(rows) + 64:  # others dropped segments, too
-            known = {r.segment_id for _, r in rows}
-            self._tables = {i: t for i, t in self._tables.items() if i in known}
-            self._uses = {i: u for i, u in self._uses.items() if i in known}
-        orphans = cohorts.orphans({n: t.cohorts for n, t in tables.items()}, now - COHORT_US)
-        uses = [
-            self._summary(Candidate(n, r), tables[n], n in evictable, orphans.get(n, frozenset()), now)
-            for n, r in rows
-            if n in tables
-        ]
-        return evictable, uses, now
+        return evictable, *self._survey.summaries(rows, evictable)
 
     def is_held(self, row: SegmentRow) -> bool:
         """Whether a reader has the segment open, so that dropping it would not free its blocks."""
@@ -323,71 +281,9 @@ class Evictor:
         take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
-    def _table(self, candidate: Candidate, marked: bool) -> Table:
-        """A segment's records, read once, and again when there are more."""
-        segment_id = candidate.row.segment_id
-        known = self._tables.get(segment_id)
-        if known is None or known.marked != marked or len(known.written_us) < candidate.row.records:
-            known = self._tables[segment_id] = self._read_table(candidate, marked)
-        return known
-
-    def _summary(
-        self, candidate: Candidate, table: Table, evictable: bool, orphans: frozenset[int], now_us: int
-    ) -> eviction.Summary:
-        """What the policy sees of a segment; made anew when stamps or records have changed."""
-        row = candidate.row
-        version = (  # a table that could not be read is empty, and may be read the next time
-            row.records, row.allocated, evictable, table.marked, len(table.seqs), orphans,
-            *self._c.recency.version(row.segment_id),
-        )  # fmt: skip
-        cached = self._uses.get(row.segment_id)
-        if cached is not None and cached.version == version and not row.expires:
-            return cached.summary
-        stamps = self._c.recency.stamps(row.segment_id, table.written_us)
-        # a copy's time of writing is that of the carry: what the original had lived is no longer known
-        least = eviction.CARRIED_LIFE_US if row.flags & fmt.FLAG_CARRIED else 0
-        now_s = now_us // 1_000_000
-        dead = [0 < e <= now_s or i in orphans for i, e in enumerate(table.expires)]
-        summary = eviction.summarise(
-            eviction.SegmentUse(
-                candidate.number, row.allocated,
-                [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
-                table.sizes, table.chunks,
-                [max(least, stamps[seq] - table.written_us[seq]) for seq in table.seqs], evictable,
-            )
-        )  # fmt: skip
-        self._uses[row.segment_id] = _Known(version, summary)
-        return summary
-
-    def _read_table(self, candidate: Candidate, marked: bool) -> Table:
-        held = self._c.segments.acquire(candidate.number, candidate.row.segment_id, self._c.index.generation)
-        mark = self._c.marks.read(candidate.row.segment_id) if marked else None
-        purged: set[int] = set()
-        entries: list[Entry] = []
-        found = CohortTable()
-        if held is not None:
-            try:
-                scan = scan_segment(held.fd, self._c.files, records_max=candidate.row.records)
-                entries = scan.entries if scan is not None else []
-                purged = {e.seq for e in entries if mark is not None and mark.covers(e)}
-                found = cohorts.collect(
-                    (e for e in entries if e.kind == fmt.KIND_PART),
-                    partial(read_namespace, held.fd, self._c.files, entries), purged,
-                )  # fmt: skip
-            except OSError:
-                self._c.counters.add("read_errors")
-                entries, found = [], CohortTable()
-        parts = [e for e in entries if e.kind == fmt.KIND_PART]
-        return Table(
-            array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
-            array("Q", [e.stored_bytes for e in parts]), array("I", [e.chunk for e in parts]),
-            array("I", [1 if e.seq in purged else e.expires for e in parts]),  # 1: long ago
-            found, marked,
-        )  # fmt: skip
-
     def _carry(self, victim: Candidate, ordinals: Sequence[int]) -> None:
         """Copy hot pages to a segment of their own; what does not fit is lost."""
-        seqs = [self._tables[victim.row.segment_id].seqs[i] for i in ordinals]
+        seqs = self._survey.seqs(victim.row.segment_id, ordinals)
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return

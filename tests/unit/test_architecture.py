@@ -29,6 +29,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "namespace",
         "gc",
         "evictor",
+        "survey",
         "keeper",
         "verify",
         "rebuild",

@@ -11,10 +11,10 @@ import pytest
 import kvfs
 from kvfs import Part
 from kvfs.cohorts import NO_SHAPE, CohortTable, Shape, collect, orphans
-from kvfs.evictor import Candidate
 from kvfs.files import Files
 from kvfs.identity import Described
 from kvfs.segment_scan import read_namespace
+from kvfs.survey import Candidate
 from kvfs.testing import FakeClock
 from tests.stores import restored, scanned, seeded, segment_files, tokens_of
 from tests.unit.test_parts import CHUNKS, LAYERS, cut, layout_of, ranks_of
@@ -184,7 +184,7 @@ def test_carried_records_keep_their_cohort(store: kvfs.Store) -> None:
     seal(store)
     evictor = store._core.evictor
     rows = store._core.c.index.read(lambda s: s.segments(), 1.0)
-    found = [evictor._table(Candidate(n, row), False).cohorts.shapes for n, row in rows]
+    found = [evictor._survey.table(Candidate(n, row), False).cohorts.shapes for n, row in rows]
     assert [[s.attempt for s in shapes] for shapes in found] == [[b"cohort 1"] * 2, [b"cohort 1"], [b"cohort 1"]]
     assert LAYERS * GROUP.heads == found[0][0].whole
 
