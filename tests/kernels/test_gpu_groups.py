@@ -110,29 +110,30 @@ class Ordered(SimulatedDevice):
         return Order(self)
 
 
-def test_the_next_group_is_copied_before_the_last_one_is_launched(ns: kvfs.Namespace, source: Engine) -> None:
+def log_of_a_load(ns: kvfs.Namespace, **how: bool) -> list[str]:
+    """What the device was given to do, and asked, in order, while all of it was pinned already."""
     device, target = Ordered(), Engine()
     with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
         io.warm(match)
         device.log.clear()
-        assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
-    assert device.log == ["copy", "copy", "launch", "end", "launch", "end"]
+        result = io.load(match, units(), NOW, **how).wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE
+    return list(device.log)
+
+
+def test_the_next_group_is_copied_before_the_last_one_is_launched(ns: kvfs.Namespace, source: Engine) -> None:
+    assert log_of_a_load(ns) == ["copy", "copy", "launch", "end", "launch", "end"]
 
 
 def test_few_copies_are_ahead_of_their_launches(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
-    device, target = Ordered(), Engine()
-    with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
-        io.warm(match)
-        device.log.clear()
-        assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
-    ahead = 0
-    for what in device.log:
+    ahead, log = 0, log_of_a_load(ns)
+    for what in log:
         ahead += (what == "copy") - (what == "launch")
         assert ahead <= gpulane.PENDING + 1
-    assert device.log.count("copy") > 2 * gpulane.PENDING
+    assert log.count("copy") > 2 * gpulane.PENDING
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -141,13 +142,8 @@ def test_batches_are_small_at_the_end_of_the_load_alone(
 ) -> None:
     """Not at the end of each group or band: nothing but the last kernels is hidden by no copy."""
     monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
-    device, target = Ordered(), Engine()
-    with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
-        io.warm(match)
-        device.log.clear()
-        result = io.load(match, units(), NOW, layerwise=layerwise).wait(SECONDS)
-        assert result is not None and result.tokens == CHUNKS * PAGE
-    *bands, rest = " ".join(what for what in device.log if what != "copy").split("end")
+    log = log_of_a_load(ns, layerwise=layerwise)
+    *bands, rest = " ".join(what for what in log if what != "copy").split("end")
     launches = [band.count("launch") for band in bands]
     assert not rest and launches[0] < WINDOW and all(n < launches[-1] for n in launches[:-1]), launches
     assert len(launches) == (5 if layerwise else 2)
