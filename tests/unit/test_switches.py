@@ -31,9 +31,11 @@ def saved(ns: kvfs.Namespace, chunks: int = 5) -> tuple[kvfs.TransferState, int,
     """How a save of an engine's blocks of 16 tokens ends."""
     blocks = np.zeros((2, chunks, 16, 2, 8), "uint16")
     with ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim")) as io:
-        transfer = io.save(ns.plan_save(tokens_of(3, chunks)), list(range(chunks)))
+        waited: list[bool] = []
+        transfer = io.save(ns.plan_save(tokens_of(3, chunks)), list(range(chunks)), lambda: waited.append(True))
         result = transfer.wait(30)
         assert result is not None and transfer.source_free.is_set()
+        assert not waited, "nothing is copied for a store that will take nothing"
         return transfer.state, result.declined, result.reason
 
 
