@@ -276,7 +276,7 @@ class FakeClock:
 
     def sleep(self, seconds: float) -> None:
         self.advance(seconds)
-        time.sleep(min(seconds, 0.001))
+        time.sleep(min(seconds, 0.005))
 
     def advance(self, seconds: float) -> None:
         self._elapsed += seconds
