@@ -89,9 +89,10 @@ def scanned(file: Path) -> Scan:
     return scan
 
 
-def cached_of(file: Path) -> int:
-    """Bytes of payload of a segment that are in the page cache."""
-    entries, cached = list(scanned(file).parts()), 0
+def cached_of(file: Path) -> tuple[int, int]:
+    """Bytes of payload of a segment that are in the page cache, and all of them."""
+    cached = stored = 0
+    entries = list(scanned(file).parts())
     fd = os.open(file, os.O_RDONLY)
     try:
         for entry in entries:
@@ -99,9 +100,10 @@ def cached_of(file: Path) -> int:
             if there is None:
                 pytest.skip("the kernel does not say what is in the page cache")
             cached += there
+            stored += align(entry.stored_bytes)
     finally:
         os.close(fd)
-    return cached
+    return cached, stored
 
 
 def run_child(function: Callable[[], Any], *, uid: int | None = None) -> Any:
