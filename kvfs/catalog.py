@@ -100,7 +100,7 @@ class Catalog:
         return self._c.index.read(lambda s: s.segments(), PATIENCE_SECONDS)
 
     def described(self) -> list[Described]:
-        """All namespaces that were ever stored, by name."""
+        """All namespaces that the index knows, by name: those with pages, and some that had."""
         pairs = self._c.index.read(lambda s: s.namespaces(), PATIENCE_SECONDS)
         parsed = (parse_descriptor(data) for _, data in pairs)
         return sorted((d for d in parsed if d is not None), key=lambda d: (d.name, d.revision, d.digest))

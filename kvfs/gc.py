@@ -12,8 +12,9 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvfs import space
 from kvfs.context import COMMIT_SECONDS, Context
@@ -22,13 +23,14 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import FULL
 from kvfs.index.runs import sweep
 from kvfs.index.session import PAGE, Session
-from kvfs.index.tables import DOOMED, SegmentRow
+from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.segment import file_name
 
 SWEEP_ROWS = 256
 ROOM_BYTES_MIN = 128 << 10  # what one commit may add to the index, and some: it is refused if that fills it
 ROOM_SHARE = 64
 FAILURES_MAX = 4
+FORGET_MAX = 64  # namespaces that one commit forgets
 
 
 class Reclaimer:
@@ -143,6 +145,7 @@ class Reclaimer:
         self._c.counters.add("rows_swept", changed)
         if following is None:
             self._c.index.write(partial(Session.swept, dropped=self._sweep_dropped), COMMIT_SECONDS)
+            self._c.counters.add("namespaces_forgotten", forget_namespaces(self._c))
         self._sweep_at = following
         return True
 
@@ -156,6 +159,55 @@ class Reclaimer:
         """Until no row of a dropped segment is left; the upkeep goes on with it where ``end`` cuts it short."""
         while self.sweep_step(1) and (end is None or self._c.files.monotonic() < end):
             pass
+
+
+class _Seen(NamedTuple):
+    """Namespaces, and what may gain pages: the segments that are active, and those that are yet to come."""
+
+    generation: str
+    digests: set[bytes]
+    active: list[int]
+    next_segment: int
+
+
+def forget_namespaces(context: Context) -> int:
+    """Take the namespaces that have no page left out of the index; how many. Nobody is kept from storing meanwhile.
+
+    None but an active segment gains pages. So a namespace has none if no segment held one when it was looked at, and
+    none is in those that were active before, or are new: the latter are few, and looked at again when it is removed.
+    """
+    seen = context.index.read(_see, COMMIT_SECONDS)
+    empty, after = seen.digests, b""
+    while empty:
+        batch, following = context.index.read(
+            partial(Session.contents, after=after, rows_max=SWEEP_ROWS), COMMIT_SECONDS
+        )
+        empty.difference_update(c.digest for c in batch)
+        if following is None:
+            break
+        after = following
+    left, forgotten = sorted(empty), 0
+    while left:
+        batch_of, left = left[:FORGET_MAX], left[FORGET_MAX:]
+        forgotten += context.index.write(partial(_forget, seen=seen, digests=batch_of), COMMIT_SECONDS)
+    return forgotten
+
+
+def _see(session: Session) -> _Seen:
+    active = [number for number, _ in session.segments_in(ACTIVE)]
+    return _Seen(session.generation, set(session.digests()), active, session.ledger().next_segment)
+
+
+def _forget(session: Session, seen: _Seen, digests: Sequence[bytes]) -> int:
+    if session.generation != seen.generation:
+        return 0
+    used: set[bytes] = set()
+    for number in (*seen.active, *range(seen.next_segment, session.ledger().next_segment)):
+        used |= session.namespaces_in(number)
+    empty = [digest for digest in digests if digest not in used]
+    for digest in empty:
+        session.delete_namespace(digest)
+    return len(empty)
 
 
 class GcLock:

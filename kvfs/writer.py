@@ -190,7 +190,6 @@ class Appender:
                 in_flight += claims.in_flight
             allocated = writer.allocated
             if targets:
-                session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
                 end = writer.tail + writer.need(job.identity.digest, job.descriptor, size, leaf_bytes, len(targets))
                 if end > allocated:
                     step = max(end, allocated + segment_bytes // STEP)
@@ -224,6 +223,7 @@ class Appender:
 
         def transact(session: Session) -> int:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
+            session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
             count, stored_bytes = publish(session, job.row_key, job.group.leaves(job.part), named)
             session.add_contents(writer.number, job.identity.digest, count, stored_bytes)
             moved = row._replace(

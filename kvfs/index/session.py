@@ -14,6 +14,7 @@ from kvfs.index.tables import ACTIVE, DOOMED, Contents, Ledger, SegmentRow
 PAGE = 4096
 ROW_OVERHEAD = 10  # of LMDB: a node's header and its pointer
 SAMPLE_ROWS = 256
+DIGEST_BYTES = 32
 PARTS_MAX = 256  # shapes of parts that a namespace's group may have
 
 
@@ -166,7 +167,7 @@ class Session:
             self.txn.put(key, b"", db=self.db.namespaces)
 
     def parts(self, digest: bytes, group: int) -> list[bytes]:
-        """Packed part shapes that were ever stored of a group."""
+        """Packed part shapes that were stored of a group."""
         prefix = digest + group.to_bytes(2, "big")
         found: list[bytes] = []
         with self.txn.cursor(db=self.db.namespaces) as cursor:
@@ -180,7 +181,23 @@ class Session:
     def namespaces(self) -> list[tuple[bytes, bytes]]:
         """(digest, descriptor) of all namespaces."""
         with self.txn.cursor(db=self.db.namespaces) as cursor:
-            return [(key, value) for key, value in cursor if len(key) == 32]
+            return [(key, value) for key, value in cursor if len(key) == DIGEST_BYTES]
+
+    def digests(self) -> list[bytes]:
+        """Digests of all namespaces."""
+        with self.txn.cursor(db=self.db.namespaces) as cursor:
+            return [key for key in cursor.iternext(keys=True, values=False) if len(key) == DIGEST_BYTES]
+
+    def delete_namespace(self, digest: bytes) -> None:
+        """Forget a namespace and its part shapes; none of its pages may be in the index."""
+        with self.txn.cursor(db=self.db.namespaces) as cursor:
+            found = cursor.set_range(digest)
+            while found and cursor.key().startswith(digest):
+                found = cursor.delete()
+
+    def namespaces_in(self, segment: int) -> set[bytes]:
+        """Digests of the namespaces that a segment holds pages of."""
+        return tables.namespaces_in(self.txn, self.db.meta, segment)
 
     def add_contents(self, segment: int, digest: bytes, records: int, stored_bytes: int) -> None:
         """A segment has so many more (or fewer) records of a namespace."""

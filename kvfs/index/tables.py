@@ -178,14 +178,26 @@ def read_contents(txn: Any, db: Any, after: bytes, rows_max: int) -> tuple[list[
     with txn.cursor(db=db) as cursor:
         more = cursor.set_range(after + b"\0" if after else _CONTENTS)
         while more and (key := cursor.key()).startswith(_CONTENTS):
-            fields = _unpack(_AMOUNT, cursor.value())
+            records, stored = _unpack(_AMOUNT, cursor.value()) or (0, 0)  # damaged: there is something, nobody knows what
             at = len(_CONTENTS)
-            if fields and len(key) == at + 36:
-                found.append(Contents(_NUMBER.unpack(key[at : at + 4])[0], key[at + 4 :], *fields))
+            if len(key) == at + 36:
+                found.append(Contents(_NUMBER.unpack(key[at : at + 4])[0], key[at + 4 :], records, stored))
             if len(found) >= rows_max:
                 return found, key
             more = cursor.next()
     return found, None
+
+
+def namespaces_in(txn: Any, db: Any, number: int) -> set[bytes]:
+    """Digests of the namespaces that a segment holds pages of."""
+    prefix, found = _CONTENTS + _NUMBER.pack(number), set[bytes]()
+    with txn.cursor(db=db) as cursor:
+        if cursor.set_range(prefix):
+            for key in cursor.iternext(keys=True, values=False):
+                if not key.startswith(prefix):
+                    break
+                found.add(key[len(prefix) :])
+    return found
 
 
 def delete_contents(txn: Any, db: Any, number: int) -> None:

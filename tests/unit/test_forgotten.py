@@ -1,0 +1,191 @@
+"""Namespaces of which nothing is stored: the index forgets them, and never one that has a page."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs import gc, space
+from kvfs.index.tables import SEALED
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+
+CHUNKS = 4
+PAGES = seeded(1, CHUNKS * TINY_BYTES)
+
+
+@pytest.fixture
+def store(memory_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as made:
+        made._core.keeper.stop()
+        yield made
+
+
+def space_of(store: kvfs.Store, tenant: int) -> kvfs.Namespace:
+    return store.namespace("m", tiny(), revision="r1", salt=f"tenant {tenant}")
+
+
+def put(store: kvfs.Store, tenant: int, seed: int = 0) -> kvfs.Namespace:
+    ns = space_of(store, tenant)
+    assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
+    return ns
+
+
+def known(store: kvfs.Store) -> int:
+    return len(store.catalog.described())
+
+
+def seal(store: kvfs.Store) -> None:
+    store._core.active.finish_all()
+
+
+def drop_all(store: kvfs.Store) -> None:
+    """All segments, without the sweep that follows sooner or later."""
+    for number, row in store._core.c.index.read(lambda s: s.segments(), 2.0):
+        if row.state == SEALED:
+            assert store._core.evictor.reclaimer.drop(number)
+
+
+def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.Store) -> None:
+    for tenant in range(150):
+        put(store, tenant)
+    seal(store)
+    drop_all(store)
+    kept = put(store, 7)
+    assert known(store) == 150
+    store._core.evictor.reclaimer.sweep_all()
+    assert known(store) == 1 and store.stats()["counters"]["namespaces_forgotten"] == 149
+    assert store._core.c.index.read(lambda s: s.txn.stat(s.db.namespaces)["entries"], 2.0) == 2, "and a shape of parts"
+    assert restored(kept, tokens_of(0, CHUNKS)) == PAGES
+    assert restored(space_of(store, 8), tokens_of(0, CHUNKS)) == b""
+    assert restored(put(store, 8), tokens_of(0, CHUNKS)) == PAGES
+    assert store.verify().ok
+
+
+def test_an_index_has_room_for_any_number_of_namespaces_one_after_the_other(memory_path: Path) -> None:
+    with kvfs.open(memory_path / "store", capacity="32MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
+        for tenant in range(5000):
+            ns = space_of(store, tenant)
+            assert ns.put(tokens_of(tenant, 1), PAGES[:TINY_BYTES]).stored == 1, tenant
+        assert restored(ns, tokens_of(tenant, 1)) == PAGES[:TINY_BYTES]
+        assert store.stats()["counters"]["namespaces_forgotten"] > 1000
+
+
+def store_again(store: kvfs.Store) -> None:
+    put(store, 1, seed=1)
+
+
+def store_in_a_new_segment(store: kvfs.Store) -> None:
+    seal(store)
+    put(store, 1, seed=1)
+
+
+def store_and_seal(store: kvfs.Store) -> None:
+    put(store, 1, seed=1)
+    seal(store)
+
+
+@pytest.mark.parametrize("meanwhile", [store_again, store_in_a_new_segment, store_and_seal])
+def test_a_page_that_comes_while_namespaces_are_looked_at_keeps_its_own(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[kvfs.Store], None]
+) -> None:
+    for tenant in (1, 2):
+        put(store, tenant)
+    seal(store)
+    drop_all(store)
+    put(store, 3)  # some segment is active
+    calls = []
+
+    def forget(session: Any, seen: Any, digests: Any) -> int:
+        calls.append(digests)
+        return gc_forget(session, seen, digests)
+
+    gc_forget = gc._forget
+    monkeypatch.setattr(gc, "_forget", forget)
+    read, index = store._core.c.index.read, store._core.c.index
+
+    def read_and_store(function: Callable[..., Any], timeout: float) -> Any:
+        result = read(function, timeout)
+        if getattr(function, "func", None) is gc.Session.contents and not calls:
+            monkeypatch.setattr(index, "read", read)
+            meanwhile(store)
+        return result
+
+    monkeypatch.setattr(index, "read", read_and_store)
+    assert gc.forget_namespaces(store._core.c) == 1 and len(calls[0]) == 2
+    assert restored(space_of(store, 1), tokens_of(1, CHUNKS)) == PAGES
+    assert known(store) == 2
+
+
+def test_pages_that_were_claimed_before_their_namespace_was_forgotten_are_found(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, 1)
+    seal(store)
+    drop_all(store)
+    ns, own_segment, times = space_of(store, 1), space.own_segment, []
+
+    def forget_between(*args: Any) -> Any:
+        times.append(1)
+        return own_segment(*args)
+
+    monkeypatch.setattr("kvfs.space.own_segment", forget_between)
+    append = kvfs.segment.SegmentWriter.append  # type: ignore[attr-defined]
+
+    def append_and_forget(*args: Any, **how: Any) -> Any:
+        assert times == [1], "claimed, not published"
+        assert gc.forget_namespaces(store._core.c) == 1
+        return append(*args, **how)
+
+    monkeypatch.setattr("kvfs.segment.SegmentWriter.append", append_and_forget)
+    assert ns.put(tokens_of(5, CHUNKS), PAGES).stored == CHUNKS
+    assert times == [1, 1]
+    assert restored(ns, tokens_of(5, CHUNKS)) == PAGES
+
+
+def test_a_new_index_is_left_alone(store: kvfs.Store) -> None:
+    put(store, 1)
+    seal(store)
+    drop_all(store)
+    index = store._core.c.index
+    seen = index.read(gc._see, 2.0)
+    assert len(seen.digests) == 1
+    assert index.write(lambda s: gc._forget(s, seen._replace(generation="another"), sorted(seen.digests)), 2.0) == 0
+    assert index.write(lambda s: gc._forget(s, seen, sorted(seen.digests)), 2.0) == 1
+
+
+def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
+    ns = put(store, 1)
+
+    def damage(session: Any) -> None:
+        with session.txn.cursor(db=session.db.meta) as cursor:
+            assert cursor.set_range(b"contents/")
+            cursor.put(cursor.key(), b"nonsense")
+
+    seal(store)
+    store._core.c.index.write(damage, 2.0)
+    assert gc.forget_namespaces(store._core.c) == 0
+    assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
+
+
+def test_whatever_is_stored_and_dropped_a_namespace_is_known_while_it_has_pages(store: kvfs.Store) -> None:
+    draw, forgotten = random.Random(5), 0
+    for step in range(400):
+        tenant = draw.randrange(12)
+        space_of(store, tenant).put(tokens_of(draw.randrange(30), CHUNKS), PAGES)
+        if step % 10 == 0:
+            seal(store)
+        if step % 25 == 0:
+            rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
+            sealed = [number for number, row in rows if row.state == SEALED]
+            for number in draw.sample(sealed, len(sealed) // 2):
+                store._core.evictor.reclaimer.drop(number)
+            before = store.catalog.contents()
+            forgotten += gc.forget_namespaces(store._core.c)
+            assert {d.digest for d in store.catalog.described()} == {c.digest for c in before}
+    assert forgotten > 5
+    assert store.verify().ok
