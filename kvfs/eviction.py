@@ -3,7 +3,7 @@
 A prompt is worth something only up to its first missing page, so pages are valued by prompt, not one by one.
 All pages that one request touched (hit, skipped by a save, or written) should carry the *same* stamp: then an
 equal stamp across segments means "used together last time", and the chunk indices give their order. Stamps that
-differ by segment do no harm, but links between segments are lost. For each segment and stamp (a ``Piece``):
+differ by segment do no harm, but links between segments are lost. For each segment and stamp (a piece, ``kvfs.usage``):
 
     hazard = (1 + age / 50 s) ** -1.5 x sqrt(1 + life / 50 s); age: since its last use; life, by record: from its
              writing to its last use, at most an hour, at least 150 s for carried records. In a store that turns
@@ -25,14 +25,13 @@ measured on the same trace; differences under half a percent are noise. The thre
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import mul
 
-#: Of age and life.
-SCALE_US = 50_000_000
-#: More counts no more: nothing was seen of longer lives, and a clock that was set, or a forged record, may claim any.
-LIFE_MAX_US = 3_600_000_000
+from kvfs.usage import SCALE_US, Chains, SegmentUse, Summary, summarise
+
 #: The least life of carried records: they count twice at least.
 CARRIED_LIFE_US = 3 * SCALE_US
 AGE_POWER = 1.5
@@ -40,47 +39,6 @@ CARRY_WORTH = 2.0
 WRITE_BUDGET = 0.05
 #: Savings of the write budget, in segments: it grows while the store fills, when nothing is carried.
 BUDGET_SEGMENTS = 4
-
-
-@dataclass(frozen=True)
-class SegmentUse:
-    """What is known of one segment; all sequences by record ordinal.
-
-    ``evictable`` is False for active and pinned segments: their records count, they are never the victim.
-    ``held`` segments (some reader has them open) are the victim only when there is no other.
-    """
-
-    number: int
-    nbytes: int
-    stamps: Sequence[int]  # last use, us; 0 = dead: duplicate, superseded, expired, or no page
-    record_bytes: Sequence[int]
-    chunk_index: Sequence[int]
-    lives: Sequence[int] = ()  # us from writing to the last use, 0 = used once; () = unknown
-    evictable: bool = True
-    held: bool = False
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The records of one segment that bear one stamp."""
-
-    stamp: int
-    first: int  # lowest chunk index
-    last: int
-    weight: float  # bytes, by what the records' lives make them worth
-    nbytes: int
-    ordinals: tuple[int, ...]  # by chunk index
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A segment as ``choose`` needs it; valid until the segment's stamps or records change."""
-
-    number: int
-    nbytes: int
-    evictable: bool
-    held: bool
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -110,100 +68,76 @@ class WriteBudget:
         return max(0, int(min(self.tokens, self.segment_bytes)))
 
 
-def summarise(segment: SegmentUse) -> Summary:
-    """Group the live records by stamp. O(records); cache it."""
-    lives = segment.lives or [0] * len(segment.stamps)
-    by_stamp: dict[int, list[int]] = {}
-    for ordinal, stamp in enumerate(segment.stamps):
-        if stamp > 0:
-            by_stamp.setdefault(stamp, []).append(ordinal)
-    pieces = []
-    for stamp, ordinals in by_stamp.items():
-        ordinals.sort(key=segment.chunk_index.__getitem__)
-        pieces.append(
-            Piece(
-                stamp,
-                segment.chunk_index[ordinals[0]],
-                segment.chunk_index[ordinals[-1]],
-                sum(_worth(lives[i]) * segment.record_bytes[i] for i in ordinals),
-                sum(segment.record_bytes[i] for i in ordinals),
-                tuple(ordinals),
-            )
-        )
-    return Summary(segment.number, segment.nbytes, segment.evictable, segment.held, tuple(pieces))
+class Policy:
+    """Chooses victims, and keeps between choices what does not depend on the time. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._chains = Chains()
+
+    def choose(self, summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan | None:
+        """The next victim, or None if nothing may be dropped. O(pieces)."""
+        return next(self.ranked(summaries, now_us, budget_bytes), None)
+
+    def ranked(self, summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Iterator[Plan]:
+        """What may be dropped, the best victim first; each plan as if it were the only one. O(pieces) for all."""
+        listed = list(summaries)
+        self._chains.update({s.number: s.pieces for s in listed})
+        losses, average = self._losses(listed, now_us)
+        scored: list[tuple[bool, float, int, Summary, list[int]]] = []
+        for summary in listed:
+            if summary.evictable:
+                lost = losses[summary.number]
+                taken, spent = _worth_carrying(summary, lost, CARRY_WORTH * average, budget_bytes)
+                left = max(0.0, sum(lost) - sum(lost[i] for i in taken))
+                scored.append((summary.held, left / max(1, summary.nbytes - spent), summary.number, summary, taken))
+        for held, score, number, summary, taken in sorted(scored, key=lambda x: x[:3]):
+            carry = tuple(sorted(i for piece in taken for i in summary.pieces.ordinals_of(piece)))
+            spent = sum(summary.pieces.nbytes[i] for i in taken)
+            reason = f"loss {score / average if average else 0.0:.3f} of average" + (", held" if held else "")
+            yield Plan(number, carry, spent, reason)
+
+    def _losses(self, summaries: Sequence[Summary], now_us: int) -> tuple[dict[int, list[float]], float]:
+        """(loss of each piece, by segment and in its order; average worth of a live byte)."""
+        losses: dict[int, list[float]] = {}
+        worth, total_bytes = 0.0, 0
+        # a store that turns over in seconds must still tell old from new
+        oldest = min((s.pieces.stamps[0] for s in summaries if s.pieces.stamps), default=now_us)
+        scale = max(1, min(SCALE_US, (now_us - oldest) // 4))
+        for s in summaries:
+            hazards = [(1.0 + (now_us - t) / scale) ** -AGE_POWER if t < now_us else 1.0 for t in s.pieces.stamps]
+            losses[s.number] = list(map(mul, self._chains.tails[s.number], hazards))
+            worth += sum(map(mul, self._chains.reached[s.number], hazards))
+            total_bytes += sum(s.pieces.nbytes)
+        return losses, worth / total_bytes if total_bytes else 0.0
+
+
+def _worth_carrying(
+    summary: Summary, losses: Sequence[float], least: float, budget_bytes: int
+) -> tuple[list[int], int]:
+    """(pieces that are worth more than ``least`` per byte, the best first, as many as may be carried; their bytes)."""
+    pieces = summary.pieces
+    # The victim must free something, so a carry never fills it.
+    room, spent = min(budget_bytes, summary.nbytes - 1), 0
+    if room <= 0:
+        return [], 0
+    limits = map(mul, pieces.nbytes, repeat(least))
+    good = [i for i, (loss, limit) in enumerate(zip(losses, limits, strict=True)) if loss > limit]
+    good.sort(
+        key=lambda i: (-losses[i] / max(1, pieces.nbytes[i]), pieces.first[i])
+    )  # a forged record may claim no bytes
+    taken: list[int] = []
+    for i in good:
+        if spent + pieces.nbytes[i] <= room:
+            taken.append(i)
+            spent += pieces.nbytes[i]
+    return taken, spent
 
 
 def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan | None:
-    """The next victim, or None if nothing may be dropped. O(pieces)."""
-    return next(ranked(summaries, now_us, budget_bytes), None)
-
-
-def ranked(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Iterator[Plan]:
-    """What may be dropped, the best victim first; each plan as if it were the only one. O(pieces) for all."""
-    listed = list(summaries)
-    losses, average = _losses(listed, now_us)
-    scored: list[tuple[bool, float, int, Summary, list[Piece], int]] = []
-    for summary in listed:
-        if not summary.evictable:
-            continue
-        pieces = sorted(
-            ((losses[summary.number, p.stamp], p) for p in summary.pieces),
-            key=lambda x: (-x[0] / max(1, x[1].nbytes), x[1].first, x[1].stamp),  # a forged record may claim no bytes
-        )
-        left, spent = 0.0, 0
-        taken: list[Piece] = []
-        # The victim must free something, so a carry never fills it.
-        room = min(budget_bytes, summary.nbytes - 1)
-        for loss, piece in pieces:
-            if spent + piece.nbytes <= room and loss > CARRY_WORTH * average * piece.nbytes:
-                taken.append(piece)
-                spent += piece.nbytes
-            else:
-                left += loss
-        score = left / max(1, summary.nbytes - spent)
-        scored.append((summary.held, score, summary.number, summary, taken, spent))
-    for held, score, number, _, taken, spent in sorted(scored, key=lambda x: x[:3]):
-        carry = tuple(sorted(i for piece in taken for i in piece.ordinals))
-        reason = f"loss {score / average if average else 0.0:.3f} of average" + (", held" if held else "")
-        yield Plan(number, carry, spent, reason)
-
-
-def _worth(life_us: int) -> float:
-    """Of a byte, against one that was used once."""
-    return math.sqrt(1.0 + min(max(0, life_us), LIFE_MAX_US) / SCALE_US)
+    """A single choice, with nothing kept."""
+    return Policy().choose(summaries, now_us, budget_bytes)
 
 
 def plan(segments: Iterable[SegmentUse], now_us: int, budget_bytes: int = 0) -> Plan | None:
     """``choose`` without a cache of summaries."""
     return choose(map(summarise, segments), now_us, budget_bytes)
-
-
-def _losses(summaries: Sequence[Summary], now_us: int) -> tuple[dict[tuple[int, int], float], float]:
-    """(loss of each piece by (segment, stamp), average worth of a live byte)."""
-    by_stamp: dict[int, list[tuple[int, int, int, float]]] = {}
-    total_bytes = 0
-    for s in summaries:
-        for p in s.pieces:
-            by_stamp.setdefault(p.stamp, []).append((p.first, p.last, s.number, p.weight))
-            total_bytes += p.nbytes
-    losses: dict[tuple[int, int], float] = {}
-    worth = 0.0
-    # a store that turns over in seconds must still tell old from new
-    scale = max(1, min(SCALE_US, (now_us - min(by_stamp, default=now_us)) // 4))
-    for stamp, chain in by_stamp.items():
-        hazard = (1.0 + max(0, now_us - stamp) / scale) ** -AGE_POWER
-        chain.sort()
-        reachable, end = 0, chain[0][1]
-        for first, last, _, _ in chain:
-            if first > end + 1:
-                break
-            end = max(end, last)
-            reachable += 1
-        tail = 0.0
-        for _, _, number, weight in reversed(chain[:reachable]):
-            tail += weight * hazard
-            losses[number, stamp] = tail
-        for _, _, number, _ in chain[reachable:]:
-            losses[number, stamp] = 0.0
-        worth += tail
-    return losses, worth / total_bytes if total_bytes else 0.0

@@ -23,6 +23,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.segment import file_name
 from kvfs.survey import Candidate, Survey
+from kvfs.usage import Summary
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
 MISSING_SECONDS = 0.5  # another evictor is waited for; what is still missing is asked for again
@@ -46,6 +47,7 @@ class Evictor:
     def __init__(self, context: Context) -> None:
         self._c = context
         self._survey = Survey(context)
+        self._policy = eviction.Policy()
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
         self.lock = GcLock(context)
         self._waited = False  # in vain, the last time
@@ -218,7 +220,7 @@ class Evictor:
     def _choose(self, owner: bytes, spared: Set[bytes]) -> tuple[Candidate | None, Sequence[int]]:
         """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
         evictable, uses, now = self.survey(owner, spared)
-        for plan in eviction.ranked(uses, now, self.budget.available):
+        for plan in self._policy.ranked(uses, now, self.budget.available):
             victim = Candidate(plan.victim, evictable[plan.victim])
             if not self.is_held(victim.row):
                 self.budget.carried(plan.carry_bytes)
@@ -229,7 +231,7 @@ class Evictor:
 
     def survey(
         self, owner: bytes = b"", spared: Set[bytes] = frozenset()
-    ) -> tuple[dict[int, SegmentRow], list[eviction.Summary], int]:
+    ) -> tuple[dict[int, SegmentRow], list[Summary], int]:
         """(segments that may be dropped, what the policy sees of all, the time of that)."""
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
         evictable = {

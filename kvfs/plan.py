@@ -8,6 +8,7 @@ from kvfs import eviction, space
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.evictor import Evictor
 from kvfs.index.tables import DOOMED, SegmentRow
+from kvfs.usage import Summary
 
 STEPS_MAX = 100_000
 
@@ -57,10 +58,9 @@ def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> P
     held = {n for n, row in evictable.items() if evictor.is_held(row)}
     alive = {s.number: replace(s, held=s.number in held) for s in summaries}
     budget = eviction.WriteBudget(context.settings.segment_bytes, evictor.budget.tokens)
-    steps: list[Step] = []
-    left = used
+    policy, steps, left = eviction.Policy(), list[Step](), used
     while left > limit and len(steps) < STEPS_MAX:
-        choice = eviction.choose(alive.values(), now, budget.available)
+        choice = policy.choose(alive.values(), now, budget.available)
         if choice is None:
             break
         budget.carried(choice.carry_bytes)
@@ -70,8 +70,8 @@ def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> P
     return Plan(used, limit, doomed, tuple(steps), pinned)
 
 
-def _step(summary: eviction.Summary, row: SegmentRow, choice: eviction.Plan) -> Step:
-    pages = sum(len(piece.ordinals) for piece in summary.pieces)
+def _step(summary: Summary, row: SegmentRow, choice: eviction.Plan) -> Step:
+    pages = len(summary.pieces.ordinals)
     return Step(
         summary.number, row.segment_id, row.allocated, pages - len(choice.carry), len(choice.carry),
         choice.carry_bytes, choice.reason,

@@ -1,6 +1,7 @@
 """What eviction is to choose from: the records of every segment, as the policy sees them, read once and kept.
 
-A segment's table is read again when there are more records, its summary made anew when stamps or records have changed.
+A segment's table is read again when there are more records; its pieces are made anew when stamps or records have
+changed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from collections.abc import Container, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvfs import cohorts, eviction
+from kvfs import cohorts
 from kvfs import format as fmt
 from kvfs.cohorts import CohortTable
 from kvfs.context import Context
+from kvfs.eviction import CARRIED_LIFE_US
 from kvfs.format import Entry
 from kvfs.index.tables import DOOMED, SegmentRow
 from kvfs.segment_scan import read_namespace, scan_segment
+from kvfs.usage import Pieces, Summary, group
 
 COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
 
@@ -40,7 +43,7 @@ class Table(NamedTuple):
 
 class _Known(NamedTuple):
     version: tuple[object, ...]
-    summary: eviction.Summary
+    pieces: Pieces
 
 
 class Survey:
@@ -51,9 +54,7 @@ class Survey:
         self._tables: dict[bytes, Table] = {}
         self._uses: dict[bytes, _Known] = {}
 
-    def summaries(
-        self, rows: Sequence[tuple[int, SegmentRow]], evictable: Container[int]
-    ) -> tuple[list[eviction.Summary], int]:
+    def summaries(self, rows: Sequence[tuple[int, SegmentRow]], evictable: Container[int]) -> tuple[list[Summary], int]:
         """(what the policy sees of each segment that is not doomed, the time of that)."""
         now = self._c.files.now_us()
         marked = self._c.marks.ids()
@@ -63,8 +64,9 @@ class Survey:
             self._tables = {i: t for i, t in self._tables.items() if i in known}
             self._uses = {i: u for i, u in self._uses.items() if i in known}
         orphans = cohorts.orphans({n: t.cohorts for n, t in tables.items()}, now - COHORT_US)
+        none = frozenset[int]()
         uses = [
-            self._summary(Candidate(n, r), tables[n], n in evictable, orphans.get(n, frozenset()), now)
+            Summary(n, r.allocated, n in evictable, False, self._pieces(r, tables[n], orphans.get(n, none), now))
             for n, r in rows
             if n in tables
         ]
@@ -88,33 +90,25 @@ class Survey:
             known = self._tables[segment_id] = self._read_table(candidate, marked)
         return known
 
-    def _summary(
-        self, candidate: Candidate, table: Table, evictable: bool, orphans: frozenset[int], now_us: int
-    ) -> eviction.Summary:
-        """What the policy sees of a segment; made anew when stamps or records have changed."""
-        row = candidate.row
+    def _pieces(self, row: SegmentRow, table: Table, orphans: frozenset[int], now_us: int) -> Pieces:
+        """What was used together of a segment; made anew when stamps or records have changed."""
         version = (  # a table that could not be read is empty, and may be read the next time
-            row.records, row.allocated, evictable, table.marked, len(table.seqs), orphans,
-            *self._c.recency.version(row.segment_id),
+            row.records, table.marked, len(table.seqs), orphans, *self._c.recency.version(row.segment_id),
         )  # fmt: skip
         cached = self._uses.get(row.segment_id)
         if cached is not None and cached.version == version and not row.expires:
-            return cached.summary
+            return cached.pieces
         stamps = self._c.recency.stamps(row.segment_id, table.written_us)
         # a copy's time of writing is that of the carry: what the original had lived is no longer known
-        least = eviction.CARRIED_LIFE_US if row.flags & fmt.FLAG_CARRIED else 0
+        least = CARRIED_LIFE_US if row.flags & fmt.FLAG_CARRIED else 0
         now_s = now_us // 1_000_000
         dead = [0 < e <= now_s or i in orphans for i, e in enumerate(table.expires)]
-        summary = eviction.summarise(
-            eviction.SegmentUse(
-                candidate.number, row.allocated,
-                [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
-                table.sizes, table.chunks,
-                [max(least, stamps[seq] - table.written_us[seq]) for seq in table.seqs], evictable,
-            )
+        pieces = group(
+            [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
+            table.sizes, table.chunks, [max(least, stamps[seq] - table.written_us[seq]) for seq in table.seqs],
         )  # fmt: skip
-        self._uses[row.segment_id] = _Known(version, summary)
-        return summary
+        self._uses[row.segment_id] = _Known(version, pieces)
+        return pieces
 
     def _read_table(self, candidate: Candidate, marked: bool) -> Table:
         held = self._c.segments.acquire(candidate.number, candidate.row.segment_id, self._c.index.generation)

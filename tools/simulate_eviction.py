@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfs.eviction import CARRIED_LIFE_US, SegmentUse, Summary, WriteBudget, choose, summarise
+from kvfs.eviction import CARRIED_LIFE_US, Policy, WriteBudget
+from kvfs.usage import SegmentUse, Summary, summarise
 
 Request = tuple[int, list[int]]  # us, block ids
 RESERVE_SEGMENTS = 2
@@ -64,6 +65,7 @@ class Store:
         self.next = 1
         self.new = self.carried = self.used_max = self.evictions = 0
         self.choose_s = 0.0
+        self.policy = Policy()
 
     def used(self) -> int:
         active = sum(-(-len(s.pages) // self.step) * self.step for s in self.active.values())
@@ -126,7 +128,7 @@ class Store:
 
     def evict(self, writer: int, now: int) -> None:
         begin = time.perf_counter()
-        plan = choose([self.summary(s) for s in self.segments.values()], now, self.budget.available)
+        plan = self.policy.choose([self.summary(s) for s in self.segments.values()], now, self.budget.available)
         self.choose_s += time.perf_counter() - begin
         assert plan is not None
         victim = self.segments.pop(plan.victim)

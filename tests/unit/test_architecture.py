@@ -59,6 +59,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "pieces",
         "staging",
         "eviction",
+        "usage",
         "cohorts",
         "reader",
         "assemble",

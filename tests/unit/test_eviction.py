@@ -7,15 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvfs.eviction import (
-    BUDGET_SEGMENTS,
-    WRITE_BUDGET,
-    SegmentUse,
-    WriteBudget,
-    choose,
-    plan,
-    summarise,
-)
+from kvfs.eviction import BUDGET_SEGMENTS, WRITE_BUDGET, Policy, WriteBudget, choose, plan
+from kvfs.usage import SegmentUse, summarise
 
 SECOND = 1_000_000
 NOW = 10_000 * SECOND
@@ -150,6 +143,18 @@ def test_summaries_can_be_cached_and_order_does_not_matter() -> None:
     first = choose(summaries, NOW, 300)
     rng.shuffle(summaries)
     assert choose(summaries, NOW, 300) == first == plan(segments, NOW, 300)
+
+
+def test_a_policy_that_is_kept_chooses_like_a_new_one() -> None:
+    rng, policy = random.Random(9), Policy()
+    summaries = {n: summarise(use(n, [rng.randrange(40) for _ in range(16)])) for n in range(60)}
+    for step in range(50):
+        now = NOW + step * SECOND
+        kept, new = policy.choose(summaries.values(), now, 500), choose(summaries.values(), now, 500)
+        assert kept is not None and kept == new
+        del summaries[kept.victim]
+        if step % 3 == 0:
+            summaries[100 + step] = summarise(use(100 + step, [rng.randrange(40) for _ in range(16)]))
 
 
 def test_the_budget_is_a_fraction_of_what_was_stored() -> None:

@@ -1,0 +1,108 @@
+"""Pieces of prompts in columns, and chains of them that are kept from one look to the next."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from kvfs.usage import SCALE_US, Chains, Pieces, group
+
+
+def drawn(draw: random.Random) -> Pieces:
+    """A segment with records of few stamps, so that many are shared; some are dead, some behind gaps."""
+    count = draw.randrange(12)
+    stamps = [draw.choice([0, *range(1, 9)]) for _ in range(count)]
+    return group(
+        stamps,
+        [draw.randrange(1, 100) for _ in range(count)],
+        [draw.randrange(12) for _ in range(count)],
+        [draw.choice([0, 3, 8]) * SCALE_US for _ in range(count)],  # worth 1, 2, 3: sums are exact
+    )
+
+
+def expected(segments: dict[int, Pieces]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """(tails, reached) by the definition, each chain followed anew for each of its pieces."""
+    tails = {n: [0.0] * len(p.stamps) for n, p in segments.items()}
+    reached = {n: [0.0] * len(p.stamps) for n, p in segments.items()}
+    for number, pieces in segments.items():
+        for i, stamp in enumerate(pieces.stamps):
+            chain = sorted(
+                (p.first[j], p.last[j], n, p.weights[j])
+                for n, p in segments.items()
+                for j, other in enumerate(p.stamps)
+                if other == stamp
+            )
+            for k in range(1, len(chain)):
+                if chain[k][0] > max(last for _, last, _, _ in chain[:k]) + 1:
+                    chain = chain[:k]
+                    break
+            order = [n for _, _, n, _ in chain]
+            if number in order:
+                tails[number][i] = sum(w for *_, w in chain[order.index(number) :])
+                reached[number][i] = pieces.weights[i]
+    return tails, reached
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chains_are_what_following_each_anew_gives_whatever_changes(seed: int) -> None:
+    draw, chains = random.Random(seed), Chains()
+    segments: dict[int, Pieces] = {}
+    for _ in range(40):
+        for number in draw.sample(range(10), draw.randrange(4)):
+            if draw.random() < 0.3:
+                segments.pop(number, None)
+            else:
+                segments[number] = drawn(draw)
+        chains.update({n: segments[n] for n in draw.sample(sorted(segments), len(segments))})
+        tails, reached = expected(segments)
+        assert {n: list(t) for n, t in chains.tails.items()} == tails
+        assert {n: list(t) for n, t in chains.reached.items()} == reached
+
+
+def test_an_update_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(3)
+    for halt in range(1, 60, 4):
+        chains, segments = Chains(), {n: drawn(draw) for n in range(8)}
+        chains.update(segments)
+        segments = {n: drawn(draw) if n % 2 else p for n, p in segments.items() if n}
+        steps = iter(range(halt))
+
+        def interrupted(name: str, chains: Chains = chains, steps: Any = steps) -> Any:
+            method = getattr(chains, name)
+
+            def stepping(*args: Any) -> Any:
+                if next(steps, None) is None:
+                    raise KeyboardInterrupt
+                return method(*args)
+
+            return stepping
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            for name in ("_link", "_unlink", "_follow"):
+                patch.setattr(chains, name, interrupted(name))
+            for _ in range(halt):
+                chains.update(dict(segments))
+                segments[0] = drawn(draw)
+        chains.update(segments)
+        tails, _ = expected(segments)
+        assert {n: list(t) for n, t in chains.tails.items()} == tails
+
+
+def test_what_has_not_changed_is_not_looked_at_again() -> None:
+    chains, draw = Chains(), random.Random(4)
+    segments = {n: drawn(draw) for n in range(6)}
+    chains.update(segments)
+    kept = dict(chains.tails)
+    chains.update(dict(segments))
+    assert all(chains.tails[n] is kept[n] for n in segments)
+
+
+def test_pieces_list_their_records_by_chunk() -> None:
+    pieces = group([7, 0, 5, 7, 5, 7], [10, 1, 20, 30, 40, 50], [4, 0, 1, 2, 0, 3])
+    assert list(pieces.stamps) == [5, 7]
+    assert [list(pieces.ordinals_of(i)) for i in range(2)] == [[4, 2], [3, 5, 0]]
+    assert (list(pieces.first), list(pieces.last)) == ([0, 2], [1, 4])
+    assert (list(pieces.nbytes), pieces.weights) == ([60, 90], array("d", [60.0, 90.0]))
