@@ -178,13 +178,10 @@ def read_contents(txn: Any, db: Any, after: bytes, rows_max: int) -> tuple[list[
     with txn.cursor(db=db) as cursor:
         more = cursor.set_range(after + b"\0" if after else _CONTENTS)
         while more and (key := cursor.key()).startswith(_CONTENTS):
-            records, stored = _unpack(_AMOUNT, cursor.value()) or (
-                0,
-                0,
-            )  # damaged: there is something, nobody knows what
             at = len(_CONTENTS)
             if len(key) == at + 36:
-                found.append(Contents(_NUMBER.unpack(key[at : at + 4])[0], key[at + 4 :], records, stored))
+                amounts = _unpack(_AMOUNT, cursor.value()) or (0, 0)  # damaged: of something, nobody knows how much
+                found.append(Contents(_NUMBER.unpack(key[at : at + 4])[0], key[at + 4 :], *amounts))
             if len(found) >= rows_max:
                 return found, key
             more = cursor.next()
