@@ -20,7 +20,7 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.files import Files
-from kvfs.index.environment import Index
+from kvfs.index.environment import Index, trust_version
 from kvfs.keeper import Chore, Keeper
 from kvfs.liveness import HEARTBEAT_SECONDS, Liveness
 from kvfs.marks import Marks
@@ -70,6 +70,7 @@ class Core:
         self._rebuilder: threading.Thread | None = None
         self._rebuild_failed = False
         self._private_of: tuple[int, ...] | None = None  # version of the purge marks that a private index obeys
+        self._distrusted: object = None  # version of the store's index that was not to be trusted
         self._making = threading.Lock()
         self._workshop: Workshop | None = None
         self._keeper: Keeper | None = None
@@ -233,10 +234,31 @@ class Core:
         old, self.c.index = self.c.index, self.work().private_index()
         old.close()
 
-    def _follow_purges(self) -> None:
-        """An index of one's own does not learn of pages that others purge: it is built anew."""
-        if self._private_of is not None and self._private_of != self.c.marks.version():
+    def _follow_others(self) -> None:
+        """An index of one's own does not learn of what others store and purge: the store's takes its place as soon as
+        there is one to trust, and it is built anew after a purge."""
+        if self._private_of is None:
+            return
+        seen = trust_version(self.directory)
+        if seen != self._distrusted and self._go_back():
+            return
+        self._distrusted = seen
+        if self._private_of != self.c.marks.version():
             self._open_private()
+
+    def _go_back(self) -> bool:
+        """From an index of one's own to the store's, if that may be trusted."""
+        shared = Index(self.directory, self.c.settings.index_bytes)
+        try:
+            shared.read(lambda session: None, COMMIT_SECONDS)
+        except IndexUnavailableError as exc:
+            shared.close()
+            if str(exc) == "timeout":  # that says nothing
+                raise
+            return False
+        old, self.c.index, self._private_of = self.c.index, shared, None
+        old.close()
+        return True
 
     # -- upkeep ------------------------------------------------------------------------------
 
@@ -244,7 +266,7 @@ class Core:
         chores = [
             Chore("leave", 0.0, self._leave),
             Chore(HOLDS, 1.0, self._expire_holds),
-            Chore("follow", 1.0, self._follow_purges),
+            Chore("follow", 1.0, self._follow_others),
             Chore(SETTINGS, 2.0, self._follow_settings),
         ]
         if self.c.liveness is not None:

@@ -40,6 +40,20 @@ _NAME = re.compile(rb"[0-9a-f]{16}\Z")
 _MY_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
+def trust_version(directory: Directory) -> tuple[object, ...]:
+    """Of what decides whether an index may be trusted: the same again, the same answer."""
+    return _version(directory, "CURRENT", directory.sub("index")), _version(directory, "state", directory.root)
+
+
+def _version(directory: Directory, name: str, folder: int) -> tuple[int, ...] | None:
+    """Of a small file: others replace it, or there is none."""
+    try:
+        st = directory.files.stat(name, dir_fd=folder)
+    except OSError:
+        return None
+    return st.st_dev, st.st_ino, st.st_mtime_ns, st.st_ctime_ns
+
+
 class Index:
     """The index of one open store. All methods may be called from any thread.
 
@@ -146,11 +160,7 @@ class Index:
         return self._env is not None and self._current == self._stat_current()
 
     def _stat_current(self) -> tuple[int, ...] | None:
-        try:
-            st = self._files.stat("CURRENT", dir_fd=self._directory.sub("index"))
-        except OSError:
-            return None
-        return st.st_dev, st.st_ino, st.st_mtime_ns, st.st_ctime_ns
+        return _version(self._directory, "CURRENT", self._directory.sub("index"))
 
     def _open_current(self) -> None:
         """Open the current generation; the exclusive gate is held."""

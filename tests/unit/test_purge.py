@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -283,18 +284,67 @@ def test_a_purged_active_segment_is_sealed_and_dropped_by_its_owner(path: Path) 
         assert not segment_files(path) and not list((path / "purged").iterdir())
 
 
-def test_a_reader_with_an_index_of_his_own_follows(path: Path) -> None:
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_reader_with_an_index_of_his_own_follows(path: Path, trusted: bool) -> None:
+    """Others have purged and stored: the store's index takes its place, or where that may not be trusted, a new one."""
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
         put(space(store, "n"), 2)
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, read_only=True) as reader:
         assert found(space(reader), 1) == CHUNKS
-        code = "import sys, kvfs; print(kvfs.open(sys.argv[1]).purge('m').pages)"
-        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-        assert done.stdout == f"{CHUNKS}\n", done.stderr
-        reader._core._follow_purges()
-        assert (found(space(reader), 1), found(space(reader, "n"), 2)) == (0, CHUNKS)
+        reader._core._follow_others()
+        assert reader._core.c.index.generation == "private"
+        with another_process(path) as writer:
+            assert writer('store.purge("m").pages') == str(CHUNKS)
+            assert writer('put(space(store, "n"), 3)') == "None"
+        if not trusted:
+            (path / "index" / "CURRENT").unlink()
+        reader._core._follow_others()
+        assert (reader._core.c.index.generation == "private") is not trusted
+        assert [found(space(reader), 1), found(space(reader, "n"), 2), found(space(reader, "n"), 3)] == [
+            0,
+            CHUNKS,
+            CHUNKS,
+        ]
+
+
+@contextlib.contextmanager
+def another_process(path: Path) -> Iterator[Callable[[str], str]]:
+    """A writer; it runs lines that end with an expression, with ``store`` and this module, and says what that was."""
+    code = (
+        "import sys, kvfs\nfrom pathlib import Path\nfrom tests.unit.test_purge import *\n"
+        "with kvfs.open(Path(sys.argv[1])) as store:\n    assert store.wait_ready()\n"
+        "    for line in sys.stdin:\n        print(eval(line), flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdin is not None and writer.stdout is not None
+        lines, answers = writer.stdin, writer.stdout
+
+        def ask(line: str) -> str:
+            print(line, file=lines, flush=True)
+            return answers.readline().strip()
+
+        yield ask
+    assert writer.returncode == 0
+
+
+def test_a_reader_goes_back_to_the_index_of_a_writer_at_work(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+    (path / "index" / "CURRENT").unlink()
+    with kvfs.open(path, read_only=True) as reader:
+        ns = space(reader)
+        with ns.match(tokens_of(1, CHUNKS)) as match, another_process(path) as writer:
+            assert writer("put(space(store), 2)") == "None"
+            deadline = time.monotonic() + 20
+            while found(ns, 2) == 0 and time.monotonic() < deadline:
+                time.sleep(0.05)  # its own thread looks once a second
+            assert writer("put(space(store), 3)") == "None"
+            assert [found(ns, seed) for seed in (1, 2, 3)] == [CHUNKS] * 3
+            assert match.pages and ns.get(match, bytearray(match.nbytes)) == CHUNKS
 
 
 def test_a_store_from_before_there_were_marks_opens(path: Path) -> None:
