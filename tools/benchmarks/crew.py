@@ -56,9 +56,9 @@ class Crew(Generic[Result]):
             for job in self._jobs:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_child, args=(theirs, job), daemon=True)
+                self._members.append((process, ours))  # first: an interrupt must not leave it behind
                 process.start()
                 theirs.close()
-                self._members.append((process, ours))
             for _, pipe in self._members:
                 _answer(pipe, SETUP_SECONDS)
         except BaseException:
