@@ -145,7 +145,7 @@ class Reclaimer:
         self._c.counters.add("rows_swept", changed)
         if following is None:
             self._c.index.write(partial(Session.swept, dropped=self._sweep_dropped), COMMIT_SECONDS)
-            self._c.counters.add("namespaces_forgotten", forget_namespaces(self._c))
+            forget_namespaces(self._c)
         self._sweep_at = following
         return True
 
@@ -190,6 +190,7 @@ def forget_namespaces(context: Context) -> int:
     while left:
         batch_of, left = left[:FORGET_MAX], left[FORGET_MAX:]
         forgotten += context.index.write(partial(_forget, seen=seen, digests=batch_of), COMMIT_SECONDS)
+    context.counters.add("namespaces_forgotten", forgotten)
     return forgotten
 
 

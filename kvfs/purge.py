@@ -21,6 +21,7 @@ from kvfs.descriptors import opened
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError
 from kvfs.evictor import Evictor
 from kvfs.format import Entry, PurgeMark
+from kvfs.gc import forget_namespaces
 from kvfs.hashing import page_key
 from kvfs.identity import Described
 from kvfs.index.runs import forget
@@ -98,6 +99,7 @@ class Purger:
             files.fsync(folder)
         self._c.counters.add("pages_purged", pages)
         dropped = self._finish_all(self._c.marks.ids())
+        forget_namespaces(self._c)
         return PurgeResult(pages, len(dropped), sum(dropped))
 
     def _protected(self, segment_id: bytes) -> ConfigError:

@@ -66,6 +66,15 @@ def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.
     assert store.verify().ok
 
 
+def test_a_purged_namespace_is_no_longer_listed(store: kvfs.Store) -> None:
+    other = store.namespace("n", tiny(), revision="r1")
+    other.put(tokens_of(1, CHUNKS), PAGES)
+    put(store, 1)
+    assert store.purge("m").pages == CHUNKS
+    assert [d.name for d in store.catalog.described()] == ["n"]
+    assert restored(other, tokens_of(1, CHUNKS)) == PAGES
+
+
 def test_an_index_has_room_for_any_number_of_namespaces_one_after_the_other(memory_path: Path) -> None:
     with kvfs.open(memory_path / "store", capacity="32MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
         for tenant in range(5000):
