@@ -124,8 +124,10 @@ class PageSource:
                     return
                 reading = self._begin(run.cut(done, len(lease)), lease)
             part = reading.run
-            self._catch_up()
-            good = self._end(reading)
+            try:
+                self._catch_up()
+            finally:  # else the slots would be another transfer's while they are filled
+                good = self._end(reading)
             self._drain(reading.lease, target + done * run.stride)
             yield from (part.cut(first, count) for first, count in streaks(good))
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)

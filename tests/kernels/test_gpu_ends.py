@@ -1,0 +1,48 @@
+"""How transfers of the GPU transport end early: nothing moves behind anybody's back, and nothing stays behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the GPU transport needs triton")
+
+import kvfs
+from tests.kernels.simulated import SimulatedDevice
+from tests.kernels.test_gpu_transport import NOW, SECONDS, Engine, attach, ns, prompt, saved, store
+
+__all__ = ["ns", "store"]
+
+
+def test_slots_that_are_being_read_into_stay_with_a_load_that_fails(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(ns, 8)
+    device, go, stuck, reads = SimulatedDevice(), threading.Event(), threading.Event(), list[int]()
+    segments = type(ns._c.segments)
+    read_now = segments.read
+
+    def read(*args: Any, **options: Any) -> None:
+        reads.append(1)
+        if len(reads) == 2:  # of the second batch: the launch of the first one fails meanwhile
+            stuck.set()
+            assert go.wait(SECONDS)
+        read_now(*args, **options)
+
+    monkeypatch.setattr(segments, "read", read)
+    with (
+        attach(ns, Engine().kv, device=device, registered_bytes=0, scratch_bytes="4KiB") as io,
+        ns.match(prompt(8)) as match,
+    ):
+        device.fails_at = device.launches + 1
+        transfer = io.load(match, range(16), NOW)
+        assert stuck.wait(SECONDS)
+        ended = transfer.done.wait(0.2)
+        free = io.ring.free
+        go.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.reason == "error"
+        assert not ended and free < io.ring.slots
+        assert io.ring.free == io.ring.slots
