@@ -103,7 +103,8 @@ class Device(Protocol):
         """Whether buffers with this ``KVBuffer.memory`` are its own."""
 
 
-#: Maps of pinned memory. A forked child does not have these addresses (MADV_DONTFORK), so it must never unmap them.
+#: Maps of pinned memory. A forked child does not have these addresses (MADV_DONTFORK), so it must never unmap them:
+#: something else may lie there.
 _MAPS: set[mmap.mmap] = set()
 
 
@@ -132,6 +133,7 @@ class Pinned:
     def close(self) -> None:
         """Unpin. Nothing may copy any more; views that are left keep the memory, not the pinning."""
         if self._map in _MAPS and self._pid == os.getpid():
+            self._map.madvise(mmap.MADV_DOFORK)  # a child that drops it unmaps a map of its own
             _MAPS.discard(self._map)
             self._device.unregister(self.address)
 

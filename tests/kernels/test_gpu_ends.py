@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
 import threading
 from typing import Any
 
@@ -46,3 +49,17 @@ def test_slots_that_are_being_read_into_stay_with_a_load_that_fails(
         assert result is not None and result.reason == "error"
         assert not ended and free < io.ring.slots
         assert io.ring.free == io.ring.slots
+
+
+def test_a_child_does_not_unmap_what_was_pinned_and_closed() -> None:
+    pinned = SimulatedDevice().pinned(1 << 20)
+    pinned.close()
+    pid = os.fork()
+    if not pid:
+        own = [mmap.mmap(-1, pinned.nbytes) for _ in range(100)]  # one of them lies where the parent has its map
+        del pinned
+        gc.collect()
+        for memory in own:
+            memory[0] = memory[-1] = 1
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
