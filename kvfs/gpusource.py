@@ -6,6 +6,7 @@ codec, and leaves that are too short for the GPU's checksum, are verified by the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -182,7 +183,10 @@ class PageSource:
         while True:
             self._reap()
             mine = bool(self._leases or self._ahead)
-            lease = ring.acquire(pages, clock() if mine else self._transfer.deadline, page_bytes=size, least=1)
+            lease = ring.acquire(
+                pages, clock() if mine else self._transfer.deadline, page_bytes=size, least=1,
+                in_vain_from=lambda: -math.inf if self._transfer.stopped else math.inf,
+            )  # fmt: skip
             if lease is not None:
                 return lease if self._transfer._own(lease) else None
             if self._leases:

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
+from kvfs import TransferState
 from tests.kernels.simulated import SimulatedDevice
-from tests.kernels.test_gpu_transport import NOW, SECONDS, Engine, attach, ns, prompt, saved, store
+from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, ns, prompt, saved, store
 
 __all__ = ["ns", "store"]
 
@@ -63,3 +65,19 @@ def test_a_child_does_not_unmap_what_was_pinned_and_closed() -> None:
             memory[0] = memory[-1] = 1
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_load_that_waits_for_slots_is_cancelled_at_once(ns: kvfs.Namespace) -> None:
+    saved(ns, 2)
+    with attach(ns, Engine().kv, registered_bytes=0) as io, ns.match(prompt(2)) as match:
+        taken = io.ring.acquire(io.ring.slots, LATE)
+        assert taken is not None
+        transfer = io.load(match, range(4), NOW, deadline=LATE)
+        while transfer.state is not TransferState.LOADING:
+            time.sleep(0.001)
+        try:
+            assert transfer.cancel(SECONDS / 10)
+        finally:
+            taken.release()
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.pages, result.reason) == (0, "cancelled")
