@@ -182,15 +182,18 @@ class Save:
         self.transfer._settle(number, bits_of(chunks), outcome)
 
     def _finish(self, *, gathered: bool) -> None:
-        """End the transfer when nothing is left to gather or to write."""
+        """End the transfer when nothing is left to gather or to write, or when nobody may any more.
+
+        After a close the write threads are not there to take what was gathered last.
+        """
         with self._lock:
             if gathered:
                 self._gathering = False
             else:
                 self._unwritten -= 1
             over = not self._gathering and not self._unwritten
-        if over:
-            self.transfer._end()
+        if over or self.transfer.stopped:
+            self.transfer._try_end()
 
 
 def stored(done: Outcomes) -> int:

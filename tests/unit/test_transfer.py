@@ -903,6 +903,27 @@ def test_close_ends_what_does_not_finish_in_time(ns: kvfs.Namespace, files: Gate
     settled(io)
 
 
+def test_a_save_that_gathers_beyond_the_close_ends(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, log = Gate(), Log()
+    gather = hostsave.gather
+
+    def slow(*args: Any, **options: Any) -> int:
+        gate()
+        return gather(*args, **options)
+
+    monkeypatch.setattr(hostsave, "gather", slow)
+    gate.shut()
+    io = ns.attach(Engine().kv)
+    t = io.save(ns.plan_save(prompt(2)), blocks(2), deadline=LATE, **log.hooks)
+    assert gate.reached.wait(SECONDS)
+    io.close(timeout=0.05)
+    assert not t.done.is_set()
+    gate.open()
+    assert t.done.wait(SECONDS) and t.result is not None and t.result.reason == "closed"
+    log.check(t, 2)
+    settled(io)
+
+
 # -- other processes -------------------------------------------------------------------------
 
 
