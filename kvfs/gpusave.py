@@ -104,7 +104,7 @@ class GpuSave(Save):
             pages = min(most, 2 * pages)
             batch = Batch(attached, chunks[done : done + len(lease)], lease)
             step = contextlib.ExitStack()
-            if not step.enter_context(transfer._step()):
+            if not step.enter_context(transfer._step(tell=False)):
                 step.close()
                 return False
             try:

@@ -156,8 +156,12 @@ class Transfer:
                 self._state = state
 
     @contextlib.contextmanager
-    def _step(self, *, engine: bool = True) -> Iterator[bool]:
-        """Bytes may move inside, if it yields True; those of the engine's memory too, unless ``engine`` is False."""
+    def _step(self, *, engine: bool = True, tell: bool = True) -> Iterator[bool]:
+        """Bytes may move inside, if it yields True; those of the engine's memory too, unless ``engine`` is False.
+
+        Callbacks that are due follow, unless ``tell`` is False: for a thread that has several steps at once, since a
+        callback may cancel, and wait for all of them.
+        """
         with self._cond:
             allowed = not self._stopped
             self._moving += allowed
@@ -169,7 +173,8 @@ class Transfer:
                 self._moving -= allowed
                 self._touching -= allowed and engine
                 self._cond.notify_all()
-            self._dispatch()
+            if tell:
+                self._dispatch()
 
     def _stop(self, reason: str, error: BaseException | None = None) -> None:
         """No new steps; ``reason`` becomes the result's unless there is one already."""

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import TransferState
+from kvfs import TransferState, gpusave, hostsave
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, ns, prompt, saved, store
 
@@ -81,3 +81,36 @@ def test_a_load_that_waits_for_slots_is_cancelled_at_once(ns: kvfs.Namespace) ->
             taken.release()
         result = transfer.wait(SECONDS)
         assert result is not None and (result.pages, result.reason) == (0, "cancelled")
+
+
+def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, settled, called, gone = threading.Event(), threading.Event(), threading.Event(), list[bool]()
+    append, wait_until, waits = hostsave.Save._append, gpusave.wait_until, list[int]()
+
+    def slow_append(*args: Any) -> None:
+        """A page is settled; whoever leaves a step next calls back."""
+        append(*args)
+        settled.set()
+        called.wait(0.2)
+
+    def slow_wait(*args: Any) -> None:
+        """Later batches land behind that."""
+        waits.append(1)
+        assert len(waits) == 1 or settled.wait(SECONDS)
+        wait_until(*args)
+
+    def on_page(_: kvfs.PageDone) -> None:
+        if not called.is_set():
+            called.set()
+            assert started.wait(SECONDS)
+            gone.append(transfer.cancel(SECONDS / 10))
+
+    monkeypatch.setattr(hostsave.Save, "_append", slow_append)
+    monkeypatch.setattr(gpusave, "wait_until", slow_wait)
+    slots = 4 * 8192
+    with attach(ns, Engine(seed=1).kv, ring_bytes=slots, dirty_bytes=slots, scratch_bytes="4KiB") as io:
+        transfer = io.save(ns.plan_save(prompt(16)), range(32), NOW, deadline=LATE, on_page=on_page)
+        started.set()
+        assert transfer.wait(SECONDS) is not None
+        assert gone == [True] and transfer.state is TransferState.CANCELLED
+        assert io.ring.free == io.ring.slots
