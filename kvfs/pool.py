@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -130,10 +131,12 @@ class Pool:
                 continue
 
     def close(self, timeout: float = 5.0) -> None:
+        """Wait for all threads together at most so long: those that a disk keeps end when it comes back."""
         for _ in self._threads:
             self._queue.put(None)
+        end = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _loop(self) -> None:
         while (task := self._queue.get()) is not None:

@@ -307,6 +307,16 @@ def test_calls_that_have_not_begun_are_skipped_after_an_interrupt() -> None:
     pool.close()
 
 
+def test_threads_that_a_disk_keeps_are_not_waited_for_one_by_one() -> None:
+    pool, release = Pool(8, "test-pool"), threading.Event()
+    pool.begin([partial(release.wait, 60)] * 8)
+    begin = time.monotonic()
+    pool.close(0.25)
+    took = time.monotonic() - begin
+    release.set()
+    assert 0.25 <= took < 1.0
+
+
 def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upkeep saw a new segment before its writer was noted, waited for the put, and dropped what it had stored."""
     with kvfs.open(store_path, capacity="16MiB") as store:
