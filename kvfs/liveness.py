@@ -140,14 +140,16 @@ class Liveness:
 
     def forget(self) -> None:
         """In a forked child: drop the inherited descriptor; the lock stays the parent's."""
+        fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
-            os.close(self._fd)
+            os.close(fd)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._files.unlink(f"{self.owner.hex()}.live", dir_fd=self._run)
+        fd, self._fd = self._fd, -1  # whoever comes late must not write to what has the number next
         with contextlib.suppress(OSError):
-            self._files.close(self._fd)
+            self._files.close(fd)
 
 
 def census(directory: Directory) -> list[tuple[str, bool]]:

@@ -144,3 +144,18 @@ def test_a_process_that_only_looks_is_not_counted(path: Path) -> None:
     with kvfs.open(path, counted=False) as store:
         store.namespace("alpha", tiny(), "9213176").match(tokens_of(1, 4)).close()
     assert total(path) == {}
+
+
+@pytest.mark.parametrize("end", ["close", "forget"])
+def test_what_is_said_after_the_end_reaches_nobodys_file(path: Path, tmp_path: Path, end: str) -> None:
+    directory = Directory(str(path), Files(), read_only=False)
+    liveness = Liveness(directory)
+    getattr(liveness, end)()
+    with (tmp_path / "other").open("w+b") as other:  # it has the number of the closed file now
+        liveness.say_pinned(1 << 20)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            liveness.beat()
+        liveness.close()
+        other.seek(0)
+        assert other.read() == b""
+    directory.close()
