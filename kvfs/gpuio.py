@@ -34,6 +34,7 @@ from kvfs.reader import Reader
 from kvfs.reads import plan_runs, published
 from kvfs.segment import file_name
 from kvfs.sigterm import at_sigterm
+from kvfs.transfer import Transfer
 from kvfs.writer import Appender
 
 log = logging.getLogger("kvfs")
@@ -54,6 +55,7 @@ class GpuIO(HostIO):
     _load = GpuLoad
     _write_lanes = LANES
     kernels = "triton"  # or "torch", where Triton does not work
+    _shut = _unpinned = False
 
     def __init__(
         self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str | None,
@@ -231,19 +233,36 @@ class GpuIO(HostIO):
             super()._check_after(after)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        closed = self._closed
         super().close(timeout)
-        if closed or self._pid != os.getpid():
-            return
+        if self._pid == os.getpid():
+            self._shut = True
+            self._unpin()
+
+    def _forget(self, transfer: Transfer) -> None:
+        super()._forget(transfer)
+        if self._shut:  # it has outlived the close
+            try:
+                self._unpin()
+            except Exception:  # the transfer ends in any case
+                log.exception("the GPU could not be let go of")
+
+    def _unpin(self) -> None:
+        """Let go of lanes, ring and readers when the last transfer has ended; of what none copies from at once."""
         desk = self._gpu_desk
+        with self._changed:
+            over = not self._unfinished and not self._unpinned
+            self._unpinned = self._unpinned or over
         with contextlib.suppress(CudaError), self._device.current():
-            for lane in (desk.saves, desk.loads):
-                lane.quiet()
-                lane.close()
+            if over:
+                for lane in (desk.saves, desk.loads):
+                    lane.quiet()
+                    lane.close()
             if desk.in_place is not None:
                 desk.in_place.close()  # waits for a sweep that has the readers fill a block
-            self._pinned.close()
-        desk.readers.close()
+            if over:
+                self._pinned.close()
+        if over:
+            desk.readers.close()
 
 
 def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:

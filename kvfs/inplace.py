@@ -114,6 +114,8 @@ class InPlace:
                 piece.users -= 1
                 assert piece.users >= 0, "a piece is released twice"
             use.keys.clear()
+            if self._closed:
+                self._let_go()
 
     def covers(self, held: Held, offset: int, nbytes: int) -> bool:
         """Whether all of it is there."""
@@ -238,10 +240,13 @@ class InPlace:
                 self._drop(key)
 
     def close(self) -> None:
-        """Let go of everything that nobody copies from, and make no more."""
+        """Let go of everything that nobody copies from, the rest when it is released, and make no more."""
         with self._lock:
             self._closed = True
             self._wishes.clear()
-            self._drop_all(list(self._pieces))
-            if not self._pieces:
-                self.backing.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._drop_all(list(self._pieces))
+        if not self._pieces:
+            self.backing.close()

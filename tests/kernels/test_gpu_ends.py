@@ -114,3 +114,24 @@ def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch
         assert transfer.wait(SECONDS) is not None
         assert gone == [True] and transfer.state is TransferState.CANCELLED
         assert io.ring.free == io.ring.slots
+
+
+def test_a_load_that_outlives_the_close_keeps_what_it_uses_until_its_end(ns: kvfs.Namespace) -> None:
+    source, target = saved(ns, 4), Engine()
+    device, go, stuck = SimulatedDevice(), threading.Event(), threading.Event()
+    io = attach(ns, target.kv, device=device)
+
+    def launch() -> None:
+        stuck.set()
+        assert go.wait(SECONDS)
+
+    with ns.match(prompt(4)) as match:
+        device.before_launch = launch
+        transfer = io.load(match, range(8), NOW)
+        assert stuck.wait(SECONDS)
+        io.close(timeout=0.05)
+        assert not transfer.done.is_set() and device.maps()
+        go.set()
+        result = transfer.wait(SECONDS)
+    assert result is not None and result.pages == 4 and target.tokens(range(8)) == source.tokens(range(8))
+    assert not device.registered and not ns._c.pinned.mine
