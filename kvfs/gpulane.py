@@ -44,7 +44,8 @@ class Sheet:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
         self._host = memoryview(bytearray(nbytes))
-        self._back, self._device = device.pinned(nbytes), device.memory(nbytes)
+        self._device: Memory = device.memory(nbytes)  # which the engine may have all of
+        self._back = device.pinned(nbytes)
         self._address = address_of(self._host)
         self._used = 0
 
@@ -139,8 +140,7 @@ class Lane:
     def sheet(self, nbytes: int) -> Sheet:
         """An empty sheet. The last one is not in use any more."""
         if self._sheet is None or self._sheet.nbytes < nbytes:
-            if self._sheet is not None:
-                self._sheet.close()
+            self.close()
             self._sheet = Sheet(self.device, 1 << max(20, (nbytes - 1).bit_length()))
         self._sheet.reset()
         return self._sheet

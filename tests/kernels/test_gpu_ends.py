@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import TransferState, gpusave, hostsave
+from kvfs.cuda import CudaError
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, ns, prompt, saved, store
 
@@ -135,3 +136,28 @@ def test_a_load_that_outlives_the_close_keeps_what_it_uses_until_its_end(ns: kvf
         result = transfer.wait(SECONDS)
     assert result is not None and result.pages == 4 and target.tokens(range(8)) == source.tokens(range(8))
     assert not device.registered and not ns._c.pinned.mine
+
+
+@pytest.mark.parametrize("lacking", ["device", "host"])
+def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace, lacking: str) -> None:
+    """The engine may have all of the GPU's memory."""
+    device = SimulatedDevice()
+    with attach(ns, Engine(seed=1).kv, device=device) as io:
+        lane = io._gpu_desk.saves
+        lane.sheet(1)
+        before, memory, most = len(device.registered), device.memory, device.pinned_max
+        if lacking == "device":
+            device.memory = full  # type: ignore[method-assign]
+        else:
+            device.pinned_max = 1 << 20
+        for _ in range(3):
+            with pytest.raises((MemoryError, CudaError)):
+                lane.sheet(2 << 20)
+        device.memory, device.pinned_max = memory, most  # type: ignore[method-assign]
+        assert len(device.registered) < before
+        device.check_host(lane.sheet(1)._back.address, 1)
+        assert len(device.registered) == before
+
+
+def full(_: int) -> Any:
+    raise MemoryError("CUDA out of memory")
