@@ -14,7 +14,7 @@ class PinnedBytes:
 
     def __init__(self, liveness: Liveness | None) -> None:
         self._liveness = liveness  # None: read-only, and alone for all that is known
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of SIGTERM gives back, whatever it interrupts
         self._asked = float("-inf")
         self._others = 0
         self.mine = 0

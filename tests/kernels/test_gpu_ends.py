@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import os
 import threading
@@ -16,6 +17,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import TransferState, gpusave, hostsave
 from kvfs.cuda import CudaError
+from kvfs.liveness import Liveness
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, ns, prompt, saved, store
 
@@ -161,3 +163,18 @@ def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace
 
 def full(_: int) -> Any:
     raise MemoryError("CUDA out of memory")
+
+
+def test_what_is_pinned_can_be_let_go_of_while_it_is_being_counted(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM may strike the main thread anywhere."""
+    saved(ns, 2)
+    device = SimulatedDevice()
+    with attach(ns, Engine().kv, device=device) as io, ns.match(prompt(2)) as match:
+        assert io.warm(match) and device.maps()
+        monkeypatch.setattr(Liveness, "pinned_by_others", lambda _: io.let_go() or 0)  # type: ignore[func-returns-value]
+        thread = threading.Thread(target=ns._c.pinned.take, args=(1, 1 << 30, math.inf), daemon=True)
+        thread.start()
+        thread.join(SECONDS / 10)
+        assert not thread.is_alive() and not device.maps()
