@@ -132,6 +132,7 @@ class Transfer:
 
         What moves between disk and ring may take as long as it likes; the transfer ends with it.
         """
+        self.done.check_process()
         self._stop("cancelled")
         with self._cond:
             if not self._cond.wait_for(lambda: not self._touching, timeout):

@@ -984,7 +984,7 @@ def test_a_child_must_attach_anew(ns: kvfs.Namespace, files: GatedFiles) -> None
             files.writes = Gate()
             for call in (
                 lambda: io.save(ns.plan_save([]), []), t.cancel, t.done.wait, t.source_free.wait,
-                lambda: t.layer_ready(0),
+                lambda: t.layer_ready(0), lambda: t.withdraw(0),
             ):  # fmt: skip
                 with pytest.raises(ConfigError, match="parent process"):
                     call()  # type: ignore[operator]
