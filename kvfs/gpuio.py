@@ -258,7 +258,7 @@ class GpuIO(HostIO):
                     lane.quiet()
                     lane.close()
             if desk.in_place is not None:
-                desk.in_place.close()  # waits for a sweep that has the readers fill a block
+                desk.in_place.close()
             if over:
                 self._pinned.close()
         if over:

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvfs.files import Files
@@ -23,6 +23,7 @@ PIECE_BYTES = 64 << 20
 SEEN_MAX = 4096
 WISHES_MAX = 256
 WORK_SECONDS = 0.1
+MAKING_SECONDS = 0.5  # a piece takes a tenth of it, where the disk has it and is well
 
 
 class Stretch(NamedTuple):
@@ -58,11 +59,18 @@ class Use:
 
 
 class InPlace:
-    """The pieces of one device. Thread-safe; one thread makes pieces at a time."""
+    """The pieces of one device. Thread-safe.
+
+    One thread at a time makes pieces, out of what may be a disk that hangs. Nobody else waits for it longer than
+    MAKING_SECONDS, and after that nobody at all until it is done.
+    """
 
     def __init__(self, backing: Backing, files: Files, piece_bytes: int = PIECE_BYTES) -> None:
         self.backing, self._files, self._piece_bytes = backing, files, piece_bytes
         self._lock = threading.RLock()
+        self._made = threading.Condition(self._lock)
+        self._maker: object = None  # whoever makes a piece
+        self._stuck = False  # somebody has waited for the maker in vain
         self._pieces: OrderedDict[_Key, _Piece] = OrderedDict()  # least recently used first
         self._wishes: dict[_Key, _Wish] = {}
         self._seen: OrderedDict[_Key, None] = OrderedDict()  # went through the ring once
@@ -84,17 +92,16 @@ class InPlace:
         second time is then made by ``work``.
         """
         found = []
-        with self._lock:
-            for number, inside, need in self._cuts(offset, nbytes):
-                piece = self._piece(held, number, need, published, register)
-                if piece is None:
-                    return None
-                key = (held.segment_id, number)
-                if key not in use.keys:
-                    use.keys.add(key)
-                    piece.users += 1
-                self._pieces.move_to_end(key)
-                found.append(Stretch(piece.address + inside, need - inside))
+        for number, inside, need in self._cuts(offset, nbytes):
+            key = (held.segment_id, number)
+            piece = self._take(key, need, use)
+            if piece is None and register:
+                piece = self._make(key, held, need, published, use, ahead=False)
+            elif piece is None:
+                self._wish(held, key, published)
+            if piece is None:
+                return None
+            found.append(Stretch(piece.address + inside, need - inside))
         return found
 
     def _cuts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
@@ -126,45 +133,42 @@ class InPlace:
                     return False
         return True
 
-    def _piece(self, held: Held, number: int, need: int, published: int, register: bool) -> _Piece | None:
-        key = (held.segment_id, number)
-        piece = self._pieces.get(key)
-        if piece is not None and piece.nbytes >= need:
+    def _take(self, key: _Key, need: int, use: Use | None) -> _Piece | None:
+        """A piece that has ``need`` bytes, in use by ``use``; None if there is none."""
+        with self._lock:
+            piece = self._pieces.get(key)
+            if piece is None or piece.nbytes < need:
+                return None
+            if use is not None:
+                if key not in use.keys:
+                    use.keys.add(key)
+                    piece.users += 1
+                self._pieces.move_to_end(key)
             return piece
-        if piece is not None and piece.users:
-            return None
-        if not register:
-            self._wish(held, key, published)
-            return None
-        self._wishes.pop(key, None)
-        return self._make(key, held, need, published, ahead=False)
 
     def touched(self, held: Held, offset: int, nbytes: int, published: int) -> list[tuple[int, int, int]]:
         """(number, bytes of the stretch in it, bytes that it would have) of each piece that a stretch lies in."""
-        with self._lock:
-            return [
-                (number, end - inside, self._published((held.segment_id, number), held, published))
-                for number, inside, end in self._cuts(offset, nbytes)
-            ]
+        return [
+            (number, end - inside, self._published((held.segment_id, number), held, published))
+            for number, inside, end in self._cuts(offset, nbytes)
+        ]
 
     def warm(self, held: Held, offset: int, nbytes: int, published: int) -> int:
         """Have a stretch of a segment made; bytes of it that are there now."""
         ready = 0
         for number, inside, need in self._cuts(offset, nbytes):
             key = (held.segment_id, number)
-            with self._lock:
-                piece = self._pieces.get(key)
-                if piece is None or (piece.nbytes < need and not piece.users):
-                    piece = self._make(key, held, need, published, ahead=True)
-                ready += need - inside if piece is not None and piece.nbytes >= need else 0
+            if self._take(key, need, None) or self._make(key, held, need, published, None, ahead=True):
+                ready += need - inside
         return ready
 
     def _wish(self, held: Held, key: _Key, published: int) -> None:
-        if key in self._seen and key not in self._wishes and len(self._wishes) < WISHES_MAX:
-            self._wishes[key] = _Wish(held, published)
-        self._seen[key] = None
-        if len(self._seen) > SEEN_MAX:
-            self._seen.popitem(last=False)
+        with self._lock:
+            if key in self._seen and key not in self._wishes and len(self._wishes) < WISHES_MAX:
+                self._wishes[key] = _Wish(held, published)
+            self._seen[key] = None
+            if len(self._seen) > SEEN_MAX:
+                self._seen.popitem(last=False)
 
     def work(self) -> None:
         """Make what was wished for, for a short while. Called every second."""
@@ -174,33 +178,53 @@ class InPlace:
                 if not self._wishes:
                     return
                 key, wish = self._wishes.popitem()
-                piece = self._pieces.get(key)
-                if piece is None or (not piece.users and piece.nbytes < self._published(key, *wish)):
-                    self._make(key, wish.held, 1, wish.published, ahead=True)
+            self._make(key, wish.held, self._published(key, *wish), wish.published, None, ahead=True)
 
-    def _make(self, key: _Key, held: Held, need: int, published: int, *, ahead: bool) -> _Piece | None:
+    def _make(self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool) -> _Piece | None:
         """All of a piece that is published, as far as is known; None if that is less than ``need``, or cannot be had.
 
         What is there of it, less than is needed and not in use, goes.
         """
-        if self._closed:
-            return None
-        if key in self._pieces:
-            self._drop(key)
+        me = object()
+        try:
+            with self._made:
+                if not self._made.wait_for(lambda: self._maker is None, 0.0 if self._stuck else MAKING_SECONDS):
+                    self._stuck = True
+                    return None
+                self._maker = me
+            return self._make_alone(key, held, max(need, 1), published, use, ahead=ahead)
+        finally:
+            with self._made:
+                if self._maker is me:
+                    self._maker, self._stuck = None, False
+                    self._made.notify()
+                    if self._closed:
+                        self._let_go()
+
+    def _make_alone(
+        self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool
+    ) -> _Piece | None:
         nbytes = self._published(key, held, published)
+        with self._lock:
+            self._wishes.pop(key, None)
+            there = self._take(key, need, use)  # made while this one waited
+            if self._closed or there is not None:
+                return there
+            if key in self._pieces and not self._drop_unused(key):
+                return None
         while nbytes >= need:
             try:
                 backed = self.backing.make(held, key[1] * self._piece_bytes, nbytes, ahead=ahead)
             except FullError:
-                oldest = next((key for key, piece in self._pieces.items() if not piece.users), None)
-                if oldest is None:
-                    return None
-                self._drop(oldest)
+                with self._lock:
+                    if not any(self._drop_unused(oldest) for oldest in list(self._pieces)):
+                        return None
                 continue
             if backed is None:
                 return None
-            piece = self._pieces[key] = _Piece(backed)
-            return piece
+            with self._lock:
+                self._pieces[key] = _Piece(backed)
+                return self._take(key, need, use) if not self._closed else None
         return None
 
     def _published(self, key: _Key, held: Held, published: int) -> int:
@@ -219,25 +243,25 @@ class InPlace:
                     self._sealed[held.segment_id] = size
         return size
 
-    def _drop(self, key: _Key) -> None:
-        piece = self._pieces.pop(key)
-        assert not piece.users, "a piece in use is dropped"
-        self.backing.free(piece.backed)
+    def _drop_unused(self, key: _Key) -> bool:
+        """Let go of a piece, unless somebody copies from it."""
+        if self._pieces[key].users:
+            return False
+        self.backing.free(self._pieces.pop(key).backed)
+        return True
 
     def sweep(self, gone: Callable[[bytes], bool]) -> None:
         """Let go of the segments that are ``gone``, as far as nobody copies from them."""
         with self._lock:
-            for segment_id in {key[0] for key in (*self._pieces, *self._wishes)}:
-                if gone(segment_id):
-                    self._sealed.pop(segment_id, None)
-                    for key in [key for key in self._wishes if key[0] == segment_id]:
-                        del self._wishes[key]
-                    self._drop_all(key for key in list(self._pieces) if key[0] == segment_id)
-
-    def _drop_all(self, keys: Iterable[_Key]) -> None:
-        for key in keys:
-            if not self._pieces[key].users:
-                self._drop(key)
+            known = {key[0] for key in (*self._pieces, *self._wishes)}
+        dropped = set(filter(gone, known))
+        with self._lock:
+            for segment_id in dropped:
+                self._sealed.pop(segment_id, None)
+            for key in [key for key in self._wishes if key[0] in dropped]:
+                del self._wishes[key]
+            for key in [key for key in self._pieces if key[0] in dropped]:
+                self._drop_unused(key)
 
     def close(self) -> None:
         """Let go of everything that nobody copies from, the rest when it is released, and make no more."""
@@ -247,6 +271,7 @@ class InPlace:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._drop_all(list(self._pieces))
-        if not self._pieces:
+        for key in list(self._pieces):
+            self._drop_unused(key)
+        if not self._pieces and self._maker is None:
             self.backing.close()

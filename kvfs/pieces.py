@@ -42,25 +42,22 @@ class FullError(Exception):
 
 
 class Budget:
-    """What may be pinned: of the host's processes together, and what this device has of it."""
+    """What may be pinned, of the host's processes together."""
 
     def __init__(self, account: PinnedBytes, files: Files, limit: int) -> None:
         self._account, self._files, self.limit = account, files, limit
-        self.taken = 0
 
     def take(self, nbytes: int) -> None:
         """FullError if that is too much."""
         if not self._account.take(nbytes, self.limit, self._files.monotonic()):
             raise FullError
-        self.taken += nbytes
 
     def give_back(self, nbytes: int) -> None:
         self._account.give_back(nbytes)
-        self.taken -= nbytes
 
 
 class Backing(Protocol):
-    """How pieces are made. The caller holds a lock."""
+    """How pieces are made: by one thread at a time. Another may free some meanwhile."""
 
     name: str
     budget: Budget

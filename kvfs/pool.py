@@ -6,6 +6,7 @@ one held, and the next call waits for ever. Here the caller touches only what on
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 import time
@@ -44,9 +45,12 @@ class _Task(Generic[T]):
         self.finished = True
         self.done.release()
 
-    def wait(self) -> None:
+    def wait(self, pool: Pool) -> None:
         while not self.finished:
             self.done.acquire(timeout=_WAIT_SECONDS)
+            if pool.closed and not self.finished and self.skip():
+                self.error = OSError(errno.ECANCELED, "the pool was closed")
+                return
 
     def skip(self) -> bool:
         """Do not begin it any more; False if it has begun."""
@@ -60,13 +64,13 @@ class _Task(Generic[T]):
 class Begun(Generic[T]):
     """Calls that were begun."""
 
-    def __init__(self, tasks: Sequence[_Task[T]]) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: Sequence[_Task[T]], pool: Pool) -> None:
+        self._tasks, self._pool = tasks, pool
 
     def wait(self) -> None:
         """Wait for all of them; raises what the first one that failed did."""
         for task in self._tasks:
-            task.wait()
+            task.wait(self._pool)
         for task in self._tasks:
             if task.error is not None:
                 raise task.error
@@ -79,6 +83,7 @@ class Pool:
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._name = name
         self._threads: list[threading.Thread] = []
+        self.closed = False
         self.grow(threads)
 
     def grow(self, threads: int) -> None:
@@ -103,7 +108,7 @@ class Pool:
             if helping:
                 tasks = [task for task in tasks if not task.skip()]
             for task in tasks:
-                task.wait()
+                task.wait(self)
         except BaseException:
             self._end(tasks)
             raise
@@ -117,26 +122,27 @@ class Pool:
         tasks = [_Task(call) for call in calls]
         for task in tasks:
             self._queue.put(task)
-        return Begun(tasks)
+        return Begun(tasks, self)
 
-    @staticmethod
-    def _end(tasks: Sequence[_Task[Any]]) -> None:
+    def _end(self, tasks: Sequence[_Task[Any]]) -> None:
         """Buffers of the caller must not be touched behind his back, however often he is interrupted."""
         while True:
             try:
                 for task in [task for task in tasks if not task.skip()]:
-                    task.wait()
+                    task.wait(self)
                 return
             except BaseException:  # the first one is raised when all has ended
                 continue
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait for all threads together at most so long: those that a disk keeps end when it comes back."""
+        """Wait for all threads together at most so long: those that a disk keeps end when it comes back. What has not
+        begun by then ends with an OSError."""
         for _ in self._threads:
             self._queue.put(None)
         end = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+        self.closed = True
 
     def _loop(self) -> None:
         while (task := self._queue.get()) is not None:

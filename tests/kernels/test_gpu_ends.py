@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import TransferState, gpusave, hostsave
 from kvfs.cuda import CudaError
+from kvfs.inplace import MAKING_SECONDS
 from kvfs.liveness import Liveness
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, ns, prompt, saved, store
@@ -178,3 +179,74 @@ def test_what_is_pinned_can_be_let_go_of_while_it_is_being_counted(
         thread.start()
         thread.join(SECONDS / 10)
         assert not thread.is_alive() and not device.maps()
+
+
+@pytest.mark.parametrize("transport", ["in_place", "arena"])
+def test_a_piece_that_hangs_while_it_is_made_keeps_nobody_from_loading_and_closing(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Its bytes come from a disk; others' may come from the page cache, and the ring is there."""
+    source, target = saved(ns, 4), Engine()
+    device, go, stuck = SimulatedDevice(), threading.Event(), threading.Event()
+    io = attach(ns, target.kv, device=device, transport=transport)
+    maps = io._gpu_desk.in_place
+    assert maps is not None
+    make_now = maps.backing.make
+
+    def make(*args: Any, **options: Any) -> Any:
+        stuck.set()
+        assert go.wait(SECONDS)
+        return make_now(*args, **options)
+
+    with ns.match(prompt(4)) as match:
+        monkeypatch.setattr(maps.backing, "make", make)
+        hanging = threading.Thread(target=io.warm, args=(match,))
+        hanging.start()
+        assert stuck.wait(SECONDS)
+        for first in (0, 8):
+            result = io.load(match, range(first, first + 8), NOW, deadline=SECONDS / 2).wait(SECONDS)
+            assert result is not None and result.pages == 4
+            assert target.tokens(range(first, first + 8)) == source.tokens(range(8))
+        assert io.warm(match) == 0
+        io.sweep()
+        closing = threading.Thread(target=io.close)
+        closing.start()
+        closing.join(SECONDS / 2)
+        assert not closing.is_alive()
+        go.set()
+        hanging.join(SECONDS)
+    assert not hanging.is_alive()
+    assert not device.registered and not ns._c.pinned.mine and maps.nbytes == 0
+
+
+def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(ns, 4)
+    go, stuck = threading.Event(), threading.Event()
+    with attach(ns, Engine().kv, device=SimulatedDevice()) as io, ns.match(prompt(4)) as match:
+        maps = io._gpu_desk.in_place
+        assert maps is not None
+        make_now, waits = maps.backing.make, list[float | None]()
+        wait_for = maps._made.wait_for
+
+        def make(*args: Any, **options: Any) -> Any:
+            stuck.set()
+            assert go.wait(SECONDS)
+            return make_now(*args, **options)
+
+        def counted_wait(ready: Any, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return wait_for(ready, timeout)
+
+        monkeypatch.setattr(maps.backing, "make", make)
+        monkeypatch.setattr(maps._made, "wait_for", counted_wait)
+        hanging = threading.Thread(target=io.warm, args=(match,))
+        hanging.start()
+        assert stuck.wait(SECONDS)
+        for _ in range(3):
+            assert io.warm(match) == 0
+        assert waits == [MAKING_SECONDS, MAKING_SECONDS, 0.0, 0.0]
+        go.set()
+        hanging.join(SECONDS)
+        assert io.warm(match) == match.nbytes

@@ -307,14 +307,21 @@ def test_calls_that_have_not_begun_are_skipped_after_an_interrupt() -> None:
     pool.close()
 
 
-def test_threads_that_a_disk_keeps_are_not_waited_for_one_by_one() -> None:
-    pool, release = Pool(8, "test-pool"), threading.Event()
-    pool.begin([partial(release.wait, 60)] * 8)
-    begin = time.monotonic()
-    pool.close(0.25)
-    took = time.monotonic() - begin
+def test_threads_that_a_disk_keeps_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, release, waits = Pool(8, "test-pool"), threading.Event(), list[float]()
+    held = pool.begin([partial(release.wait, 60)] * 8)
+    join = threading.Thread.join
+
+    def counted_join(thread: threading.Thread, timeout: float = 1e9) -> None:
+        waits.append(timeout)
+        join(thread, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", counted_join)
+        pool.close(0.25)
     release.set()
-    assert 0.25 <= took < 1.0
+    held.wait()
+    assert len(waits) == 8 and sum(waits) < 0.5, waits
 
 
 def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,3 +343,17 @@ def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, m
         active._leave_lost()
         assert not early, "the upkeep looked elsewhere"
         assert restored(ns, tokens_of(1, 8)) == seeded(1, 8 * TINY_BYTES)
+
+
+def test_what_a_closed_pool_has_not_begun_ends_with_an_error() -> None:
+    """A disk may keep its only thread, or it may have ended: nobody is there to do it."""
+    pool, release = Pool(1, "test-pool"), threading.Event()
+    held = pool.begin([partial(release.wait, 30)])
+    queued = pool.begin([lambda: None])
+    pool.close(timeout=0.05)
+    with pytest.raises(OSError, match="closed"):
+        queued.wait()
+    with pytest.raises(OSError, match="closed"):
+        pool.run([lambda: None])
+    release.set()
+    held.wait()
