@@ -30,11 +30,11 @@ from kvfs.files import Files
 from kvfs.format import Entry, PurgeMark
 from kvfs.hashing import leaf_table, page_key, root_of
 from kvfs.identity import Described, parse_descriptor
-from kvfs.index.environment import Index
+from kvfs.index.environment import FULL, Index
 from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
 from kvfs.index.rows import RUN, Place
 from kvfs.index.runs import Publish, publish
-from kvfs.index.session import Session
+from kvfs.index.session import PAGE, Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.layout import Group, Part
 from kvfs.liveness import NOBODY
@@ -44,6 +44,7 @@ from kvfs.segment_scan import Scan, covered_end, read_descriptor, scan_segment
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z")
 ENTRIES_PER_COMMIT = 20_000
+PAGES_PER_ENTRY = 16  # of the index that one may have copied, twice: what a commit frees, the next but one has
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Report:
     expired: int = 0
     purged: int = 0
     torn: int = 0  # records whose bytes a power cut has taken
+    unnamed: int = 0  # of the oldest, for which the index has no room
     problems: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -193,6 +195,7 @@ class _SegmentBuilder:
         self._namespaces: dict[int, Described] = {}
         self._descriptors: dict[bytes, bytes] = {}
         self._number = 0
+        self._step = 0  # entries that the next commit may add
 
     def __enter__(self) -> _SegmentBuilder:
         return self
@@ -232,11 +235,22 @@ class _SegmentBuilder:
 
         def add(session: Session) -> None:
             self._number = session.add_segment(row)
+            self._look(session)
 
         yield add
-        for first in range(0, len(entries), ENTRIES_PER_COMMIT):
-            batch = entries[first : first + ENTRIES_PER_COMMIT]
+        done = 0
+        while done < len(entries) and self._step:
+            batch = entries[done : done + self._step]
             yield partial(self._publish, entries=batch)
+            done += len(batch)
+        self._report.unnamed += len(entries) - done
+
+    def _look(self, session: Session) -> None:
+        """LMDB copies each leaf that changes: the less room there is, the smaller the commits. Like a writer, a rebuild
+        adds nothing to an index that is full: the segments that are left hold the oldest pages, and go first."""
+        used, size = session.used_bytes(), self._settings.index_bytes
+        free = (size - used) // PAGE
+        self._step = 0 if used > FULL * size else max(1, min(ENTRIES_PER_COMMIT, free // PAGES_PER_ENTRY))
 
     def _entries(self, scan: Scan, mark: PurgeMark | None) -> list[Entry]:
         """What the index is to name, newest first."""
@@ -333,6 +347,7 @@ class _SegmentBuilder:
             session.add_contents(self._number, described.digest, *named)
             self._report.pages += named.records
             self._report.duplicates += len(records) - named.records
+        self._look(session)
 
 
 def _shape(described: Described | None, number: int, packed: bytes) -> tuple[Group, int, int] | None:

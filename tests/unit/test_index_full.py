@@ -95,3 +95,37 @@ def test_packing_keeps_every_row_and_frees_pages(store: kvfs.Store) -> None:
     dense = index.read(lambda s: (s.fullness(), s.used_bytes()), COMMIT_SECONDS)
     assert rows() == before
     assert dense[0] > sparse[0] + 0.1 and dense[1] < sparse[1]
+
+
+def test_a_full_index_can_be_built_anew(memory_path: Path) -> None:
+    """Of segments with many small pages a commit would change each leaf, and find no room for the copies."""
+    count = 0
+    with kvfs.open(memory_path / "s", capacity="512MiB", index_bytes="2MiB", segment_bytes="8MiB") as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        while not is_full(store):
+            assert ns.put(tokens_of(count, 1), PAGES[:TINY_BYTES]).stored == 1
+            count += 1
+        latest = range(count - count // 4, count)
+        there = sum(ns.match(tokens_of(n, 1)).tokens for n in latest)
+        store._core.keeper.stop()
+        store._core.c.index.retire()
+        store._core.rebuild_if_needed()
+        assert sum(ns.match(tokens_of(n, 1)).tokens for n in latest) == there > 0
+        assert ns.put(tokens_of(count, 1), PAGES[:TINY_BYTES]).stored == 1
+        assert store.verify().ok
+
+
+def test_an_index_that_has_become_too_small_names_the_latest_pages(memory_path: Path) -> None:
+    with kvfs.open(memory_path / "s", capacity="256MiB", index_bytes="4MiB", segment_bytes="512KiB") as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        count = fill(ns, store)
+    text = (memory_path / "s" / "kvfs.toml").read_text()
+    (memory_path / "s" / "kvfs.toml").write_text(text.replace(str(4 << 20), str(2 << 20)))
+    (memory_path / "s" / "state").unlink()
+    with kvfs.open(memory_path / "s") as store:
+        assert store.settings.index_bytes == 2 << 20
+        report, ns = store._core.rebuilt, store.namespace("m", tiny(), revision="r1")
+        assert report is not None and report.unnamed
+        stored = [ns.match(tokens_of(n, CHUNKS)).tokens > 0 for n in range(count)]
+        assert stored == sorted(stored) and 0.3 * count < sum(stored) < 0.7 * count, "the oldest are left out"
+        assert ns.put(tokens_of(count, CHUNKS), PAGES).stored == CHUNKS
