@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvfs.descriptors import Descriptor
+from kvfs.descriptors import Descriptor, opened
 from kvfs.directory import Directory
 from kvfs.files import pack_u64
 
@@ -98,8 +98,13 @@ class Recency:
 
     def was_used(self, segment_id: bytes, seq: int) -> bool:
         """Whether a record was used since it was written."""
-        with self._lock, contextlib.suppress(OSError):
-            return any(self._files.read(self._fd(segment_id), STAMP_BYTES, seq * STAMP_BYTES))
+        with contextlib.suppress(OSError):
+            if self._directory.read_only:  # nothing is made, or taken away, for a reader
+                run = self._directory.sub("run/use")
+                with opened(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=run) as fd:
+                    return any(self._files.read(fd, STAMP_BYTES, seq * STAMP_BYTES))
+            with self._lock:
+                return any(self._files.read(self._fd(segment_id), STAMP_BYTES, seq * STAMP_BYTES))
         return False
 
     def version(self, segment_id: bytes) -> tuple[int, int]:

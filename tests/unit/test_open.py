@@ -712,6 +712,22 @@ def test_a_reader_beside_a_writer_sees_what_he_stores(path: Path) -> None:
         assert serves(store) and "rebuilds" not in counters(store)
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_reader_makes_no_file_of_stamps_and_takes_none_away(path: Path, linked: bool) -> None:
+    """Cold pages that nobody has used are read past the page cache: a reader asks for stamps that may not be there."""
+    stamps = path / "run" / "use" / segment_files(path)[0].stem
+    stamps.unlink(missing_ok=True)
+    if linked:  # in a snapshot
+        stamps.write_bytes((5).to_bytes(8, "little") * 4)
+        os.link(stamps, path.parent / "other name")
+    before = tree(path)
+    with kvfs.open(path, read_only=True) as store:
+        recency, segment_id = store._core.c.recency, bytes.fromhex(stamps.name)
+        assert [recency.was_used(segment_id, seq) for seq in (1, 3, 4)] == [linked, linked, False]
+        assert serves(store)
+    assert tree(path) == before
+
+
 def test_one_process_does_not_open_a_store_both_ways(path: Path) -> None:
     with kvfs.open(path, read_only=True), pytest.raises(StoreLockedError, match="read-only"):
         kvfs.open(path)
