@@ -145,8 +145,10 @@ class Reclaimer:
         self._c.counters.add("rows_swept", changed)
         if following is None:
             self._c.index.write(partial(Session.swept, dropped=self._sweep_dropped), COMMIT_SECONDS)
-            forget_namespaces(self._c)
         self._sweep_at = following
+        if following is None:
+            with contextlib.suppress(IndexUnavailableError):  # the next round does it; this one has made its room
+                forget_namespaces(self._c)
         return True
 
     def _clean(self, session: Session, start: bytes, pack: bool) -> tuple[bytes | None, int]:

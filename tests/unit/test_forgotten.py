@@ -11,6 +11,7 @@ import pytest
 
 import kvfs
 from kvfs import gc, space
+from kvfs.errors import IndexUnavailableError
 from kvfs.index.tables import SEALED
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
@@ -154,6 +155,28 @@ def test_pages_that_were_claimed_before_their_namespace_was_forgotten_are_found(
     assert ns.put(tokens_of(5, CHUNKS), PAGES).stored == CHUNKS
     assert times == [1, 1]
     assert restored(ns, tokens_of(5, CHUNKS)) == PAGES
+
+
+def test_a_round_of_sweeping_counts_once_when_no_namespace_can_be_forgotten(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tenant in (1, 2):
+        put(store, tenant)
+        seal(store)
+    first, second = [n for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
+    reclaimer, forget = store._core.evictor.reclaimer, gc.forget_namespaces
+    reclaimer.drop(first)
+
+    def fail(context: Any) -> int:
+        monkeypatch.setattr(gc, "forget_namespaces", forget)
+        reclaimer.drop(second)  # behind the sweep
+        raise IndexUnavailableError("timeout")
+
+    monkeypatch.setattr(gc, "forget_namespaces", fail)
+    reclaimer.sweep_all()
+    assert store._core.c.index.read(lambda s: s.ledger().dropped, 2.0) == 0
+    assert store._core.c.index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == 0
+    assert known(store) == 0
 
 
 def test_a_new_index_is_left_alone(store: kvfs.Store) -> None:
