@@ -256,7 +256,7 @@ class ActiveSegments:
             number, generation, step = left
             if generation == self._c.index.generation:
                 try:
-                    self._c.index.write(partial(_take_step, step, number, self._c.owner), COMMIT_SECONDS)
+                    self._c.index.write(partial(_take_step, step, number, self._c.owner, generation), COMMIT_SECONDS)
                 except IndexUnavailableError:
                     self._c.counters.add("drop_errors")
                     return
@@ -282,7 +282,8 @@ class ActiveSegments:
         except OSError:
             writer.dead = True
             self._c.counters.add("sync_errors")
-            self._c.index.write(lambda s: space.doom(s, writer.number, self._c.owner), COMMIT_SECONDS)
+            doom = partial(space.doom, number=writer.number, owner=self._c.owner, segment_id=writer.segment_id)
+            self._c.index.write(doom, COMMIT_SECONDS)
             raise
 
     def note_use(self, segment_class: SegmentClass) -> None:
@@ -389,5 +390,6 @@ def _give_up(session: Session, number: int, owner: bytes) -> None:
         (space.retire if row.records else space.doom)(session, number, owner)
 
 
-def _take_step(step: Step, number: int, owner: bytes, session: Session) -> None:
-    step(session, number, owner)
+def _take_step(step: Step, number: int, owner: bytes, generation: str, session: Session) -> None:
+    if session.generation == generation:  # numbers mean other segments in another one
+        step(session, number, owner)

@@ -146,11 +146,11 @@ class Evictor:
         """Drop segments all of whose pages have passed their time."""
         now_s = self._c.files.now_us() // 1_000_000
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        overdue = [n for n, row in rows if row.expires and row.expires <= now_s and self._is_left(row)]
+        overdue = {n: row for n, row in rows if row.expires and row.expires <= now_s and self._is_left(row)}
         if overdue:
             with self.lock.hold(self._c.files.monotonic()) as held:
-                for number in overdue if held else ():
-                    self.reclaimer.drop(number)
+                for number, row in overdue.items() if held else ():
+                    self.reclaimer.drop(number, row.segment_id)
                     self._c.counters.add("segments_expired")
 
     def _clear_index(self, end: float) -> bool:
@@ -210,7 +210,8 @@ class Evictor:
             return 0
         if carry:
             self._carry(victim, carry)
-        row = self._c.index.write(partial(space.doom, number=victim.number, owner=self._c.owner), COMMIT_SECONDS)
+        doom = partial(space.doom, number=victim.number, owner=self._c.owner, segment_id=victim.row.segment_id)
+        row = self._c.index.write(doom, COMMIT_SECONDS)
         self.forget(victim.row.segment_id)
         self._c.counters.add("segments_evicted")
         if row is None or not self.reclaimer.finish(victim.number, row):

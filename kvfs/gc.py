@@ -48,9 +48,10 @@ class Reclaimer:
         """Whether it is the file system that fails, not a segment: dooming more would lose pages and free nothing."""
         return self._failures >= FAILURES_MAX
 
-    def drop(self, number: int, *, strict: bool = False) -> bool:
-        """Doom a segment and free its space if nobody holds it; whether it is free. ``strict``: OSError as it comes."""
-        row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner), COMMIT_SECONDS)
+    def drop(self, number: int, segment_id: bytes = b"", *, strict: bool = False) -> bool:
+        """Doom a segment and free its space if nobody holds it; whether it is free. ``segment_id``: see ``space.doom``;
+        ``strict``: OSError as it comes."""
+        row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
         return row is not None and (self._finish if strict else self.finish)(number, row)
 
     def drop_missing(self, segment_id: bytes, number: int, generation: str) -> bool:
@@ -97,7 +98,7 @@ class Reclaimer:
         if self._c.marks.has(row.segment_id):
             files.fsync(doomed)  # a segment that comes back after a power failure must find its mark
             self._c.marks.forget(row.segment_id)
-        self._c.index.write(lambda s: space.gone(s, number), COMMIT_SECONDS)
+        self._c.index.write(lambda s: space.gone(s, number, row.segment_id), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
         self._failures = 0
         return True

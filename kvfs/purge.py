@@ -193,6 +193,8 @@ class Purger:
             elif row.state != DOOMED:
                 freed = self._finish(number, row, generation)
                 dropped += [] if freed is None else [freed]
+        if self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) != generation:
+            raise IndexUnavailableError("replaced meanwhile")  # perhaps by one that was built without these marks
         return dropped
 
     def _finish(self, number: int, row: SegmentRow, generation: str) -> int | None:
@@ -207,7 +209,7 @@ class Purger:
             purged = [e for e in parts if mark.covers(e)]
             left = len(purged) < len(parts)
         if not left and (mark.whole or self._may_drop(number, row)):
-            return row.allocated if self._evictor.reclaimer.drop(number, strict=True) else 0
+            return row.allocated if self._evictor.reclaimer.drop(number, row.segment_id, strict=True) else 0
         if left and row.state != ACTIVE:
             self._kept.add(row.segment_id)
         if mark.pending and not mark.whole:
@@ -248,9 +250,9 @@ class Purger:
         for entries in _slices([e for e in purged if e.seq not in removed]):
             own = [_row_key(segment, entry, entry.chunk_hash) for entry in entries]
             removed |= self._forget(generation, number, own, {entry.seq for entry in entries})
-        self._uncount(number, segment, [e for e in purged if e.seq in removed])
+        self._uncount(number, generation, segment, [e for e in purged if e.seq in removed])
 
-    def _uncount(self, number: int, segment: _Segment, gone: Sequence[Entry]) -> None:
+    def _uncount(self, number: int, generation: str, segment: _Segment, gone: Sequence[Entry]) -> None:
         """What the segment holds of each namespace is less now."""
         sums: dict[bytes, tuple[int, int]] = {}
         for entry in gone:
@@ -260,7 +262,8 @@ class Purger:
                 sums[described.digest] = records + 1, stored + entry.stored_bytes
         for digest, (records, stored) in sums.items():
             self._c.index.write(
-                partial(_subtract, number=number, digest=digest, amount=(records, stored)), COMMIT_SECONDS
+                partial(_subtract, generation=generation, number=number, digest=digest, amount=(records, stored)),
+                COMMIT_SECONDS,
             )
 
     def _forget(self, generation: str, number: int, keys: Sequence[bytes], seqs: set[int]) -> set[int]:
@@ -274,8 +277,9 @@ class Purger:
         return {seq for _, seq in self._c.index.write(transact, COMMIT_SECONDS)}
 
 
-def _subtract(session: Session, number: int, digest: bytes, amount: tuple[int, int]) -> None:
-    session.add_contents(number, digest, -amount[0], -amount[1])
+def _subtract(session: Session, generation: str, number: int, digest: bytes, amount: tuple[int, int]) -> None:
+    if session.generation == generation:
+        session.add_contents(number, digest, -amount[0], -amount[1])
 
 
 def _row_key(segment: _Segment, entry: Entry, head: bytes) -> bytes:

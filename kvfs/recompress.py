@@ -234,7 +234,7 @@ class Recompressor:
             used.add(target)
             report.pages += self._copy(step, row.records, target, codec)
             report.segments += 1
-            self._evictor.reclaimer.drop(step.segment)
+            self._evictor.reclaimer.drop(step.segment, step.segment_id)
             self._evictor.forget(step.segment_id)
 
     def _copy(self, step: RecompressStep, records: int, target: SegmentClass, codec: int) -> int:

@@ -164,18 +164,24 @@ def seal(session: Session, number: int, owner: bytes, generation: str, file_byte
     )
 
 
-def doom(session: Session, number: int, owner: bytes) -> SegmentRow | None:
-    """From this commit on every page of the segment is a miss. Its bytes stay charged."""
+def doom(session: Session, number: int, owner: bytes, segment_id: bytes = b"") -> SegmentRow | None:
+    """From this commit on every page of the segment is a miss. Its bytes stay charged.
+
+    ``segment_id``: for who has the number from an earlier transaction. In an index that was built anew meanwhile it
+    may be another segment's; that one stays, and None is returned.
+    """
     row = session.segment(number)
-    if row is None or row.state == DOOMED:
+    if row is None or (segment_id and row.segment_id != segment_id):
+        return None
+    if row.state == DOOMED:
         return row
     doomed = row._replace(state=DOOMED, owner=owner)
     session.set_segment(number, row, doomed)
     return doomed
 
 
-def gone(session: Session, number: int) -> None:
+def gone(session: Session, number: int, segment_id: bytes) -> None:
     """Nobody holds the unlinked file: its bytes are free."""
     row = session.segment(number)
-    if row is not None and row.state == DOOMED:
+    if row is not None and row.state == DOOMED and row.segment_id == segment_id:
         session.delete_segment(number, row)

@@ -1,0 +1,106 @@
+"""An index that is built anew while something is in progress: numbers of segments mean other segments then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.errors import StoreLockedError
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+
+CHUNKS = 4
+PAGES = seeded(1, CHUNKS * TINY_BYTES)
+SEGMENTS = 4
+
+
+@pytest.fixture
+def store(memory_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as made:
+        made._core.keeper.stop()
+        for n in range(SEGMENTS):
+            assert put(made, n).put(tokens_of(n, CHUNKS), PAGES).skipped == CHUNKS
+            made._core.active.finish_all()
+        yield made
+
+
+def space_of(store: kvfs.Store, n: int) -> kvfs.Namespace:
+    return store.namespace("m", tiny(), revision="r1", salt=f"tenant {n}")
+
+
+def put(store: kvfs.Store, n: int) -> kvfs.Namespace:
+    ns = space_of(store, n)
+    ns.put(tokens_of(n, CHUNKS), PAGES)
+    return ns
+
+
+def rebuild(store: kvfs.Store) -> None:
+    """As ``verify --repair`` of another process, or an error of LMDB, makes one. The newest segment comes first."""
+    store._core.c.index.retire()
+    store._core.rebuild_if_needed()
+
+
+def there(store: kvfs.Store) -> list[bool]:
+    return [restored(space_of(store, n), tokens_of(n, CHUNKS)) == PAGES for n in range(SEGMENTS)]
+
+
+def after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, meanwhile: Callable[[], None]) -> None:
+    """Let something happen behind the first call of a method."""
+    call = getattr(target, name)
+
+    def once(*args: Any, **how: Any) -> Any:
+        result = call(*args, **how)
+        monkeypatch.setattr(target, name, call)
+        meanwhile()
+        return result
+
+    monkeypatch.setattr(target, name, once)
+
+
+def test_an_eviction_spares_what_has_its_victims_number_now(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    evictor = store._core.evictor
+    after(monkeypatch, evictor, "_choose", lambda: rebuild(store))
+    evictor._evict_one()
+    assert there(store) == [True] * SEGMENTS
+    assert evictor._evict_one()
+    assert sum(there(store)) == SEGMENTS - 1
+    assert store.verify().ok
+
+
+def test_a_segment_that_is_about_to_be_removed_does_not_take_another_with_it(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is held stays charged, whatever becomes of one that had its number."""
+    reclaimer, index = store._core.evictor.reclaimer, store._core.c.index
+    number, row = index.read(lambda s: s.segments(), 2.0)[0]
+    with space_of(store, SEGMENTS - 1).match(tokens_of(SEGMENTS - 1, CHUNKS)):
+        last = index.read(lambda s: s.segments(), 2.0)[-1][0]
+        assert not reclaimer.drop(last)
+
+        def meanwhile() -> None:
+            rebuild(store)
+            assert index.read(lambda s: s.segment(number), 2.0).segment_id != row.segment_id
+
+        used = index.read(lambda s: s.ledger().used, 2.0)
+        after(monkeypatch, store._core.c.recency, "forget", meanwhile)
+        reclaimer.drop(number)
+        rows = index.read(lambda s: s.segments(), 2.0)
+        assert sum(r.allocated for _, r in rows) == index.read(lambda s: s.ledger().used, 2.0) <= used
+        files = {f.stem for folder in ("segments", "doomed") for f in (Path(store.path) / folder).glob("*.kvs")}
+        assert files <= {r.segment_id.hex() for _, r in rows}, "a file that nobody is charged for"
+
+
+def test_a_purge_does_not_report_what_an_index_that_was_built_beside_it_may_name(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    purger = store._core.purger
+    monkeypatch.setattr(purger, "_finish", lambda *args: rebuild(store))
+    with pytest.raises(StoreLockedError, match="ask again"):
+        store.purge(namespace="m", salt="tenant 1")
+    monkeypatch.undo()
+    store.purge(namespace="m", salt="tenant 1")
+    assert there(store) == [True, False, True, True]
+    assert store.verify().ok
