@@ -9,7 +9,7 @@ from kvfs.context import LOOKUP_SECONDS, Context
 from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.index.session import Session
 from kvfs.layout import Group, PageLayout, Part
-from kvfs.lookup import ROWS_PER_HOLD, GroupLookup, Prompt, search
+from kvfs.lookup import ROWS_PER_HOLD, Found, GroupLookup, Prompt, search
 from kvfs.match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch
 from kvfs.presence import read_behind_gaps
 from kvfs.segment_files import Held
@@ -84,7 +84,10 @@ class Matcher:
             self.present(prompt, number, group, group.full, first.get(group.name, chunks), chunks, whole=True)
             for number, group in enumerate(self._layout.groups)
         ]
-        generation = max(lookup.generation for lookup in lookups)  # of two, one is gone: its segments cannot be held
+        generation = next((x.generation for x in reversed(lookups) if x.generation), "")
+        for lookup in lookups:
+            if lookup.generation != generation:  # numbers meant other segments then
+                lookup.found, lookup.segments = Found(), {}
         match = self._assemble(lookups, chunks, generation, first)
         self._add_hold(match, self._acquire(match), lookups)
         return match
@@ -148,7 +151,6 @@ class Matcher:
 
         def step(session: Session) -> bool:
             nonlocal run
-            lookup.generation = lookup.generation or session.generation
             lookup.use_parts(self._parts(session, number))
             budget = lookup.rows_read + ROWS_PER_HOLD
             while run < last and lookup.rows_read < budget:
@@ -160,11 +162,19 @@ class Matcher:
                     return True
             return run >= last
 
+        def read(function: Callable[[Session], T]) -> T:
+            def same(session: Session) -> T:
+                lookup.generation = lookup.generation or session.generation
+                _check_generation(session, lookup.generation)
+                return function(session)
+
+            return self.read(same)
+
         try:
-            while run < last and not self.read(step):
+            while run < last and not read(step):
                 pass
             if whole:
-                read_behind_gaps(lookup, self.read)
+                read_behind_gaps(lookup, read)
         except IndexUnavailableError:
             pass  # claiming looks again
         return lookup
@@ -183,9 +193,16 @@ class _FirstParts:
             if not self.generation:
                 self._matcher.use_parts(session, self._lookups)
                 self.generation = session.generation
+            _check_generation(session, self.generation)
             return step(session)
 
         return self._matcher.read(first)
+
+
+def _check_generation(session: Session, generation: str) -> None:
+    """What was found so far names segments by number, and these mean other segments in another index."""
+    if session.generation != generation:
+        raise IndexUnavailableError("replaced meanwhile")
 
 
 def _unpack_part(packed: bytes) -> Part | None:

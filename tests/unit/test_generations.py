@@ -10,7 +10,9 @@ import pytest
 
 import kvfs
 from kvfs.errors import StoreLockedError
-from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+from kvfs.layout import Cell, Group, Need
+from kvfs.lookup import Prompt
+from tests.stores import TINY_BYTES, load, restored, seeded, tiny, tokens_of
 
 CHUNKS = 4
 PAGES = seeded(1, CHUNKS * TINY_BYTES)
@@ -104,3 +106,31 @@ def test_a_purge_does_not_report_what_an_index_that_was_built_beside_it_may_name
     store.purge(namespace="m", salt="tenant 1")
     assert there(store) == [True, False, True, True]
     assert store.verify().ok
+
+
+@pytest.mark.parametrize("how", ["match", "select"])
+def test_groups_that_were_looked_up_in_two_indices_are_no_match(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What has been verified is not summed again at level "first": another segment's page must not be taken for it."""
+    cell = Cell("u8", 1)
+    layout = kvfs.PageLayout.of([Group(name, (n,), 1, cell, Need.all(), 16) for n, name in enumerate(("a", "b"))], 16)
+    size, tokens = layout.groups[0].page_bytes, tokens_of(0, CHUNKS)
+    pages = {name: seeded(n, CHUNKS * size) for n, name in enumerate(("a", "b"))}
+    with kvfs.open(memory_path / "two", capacity="16MiB", segment_bytes="256KiB", verify="first") as store:
+        store._core.keeper.stop()
+        ns = store.namespace("m", layout, revision="r1")
+        for name in pages:
+            other = ({*pages} - {name}).pop()
+            ns.put(tokens, {name: pages[name], other: b""}, {name: 0, other: CHUNKS})
+            store._core.active.finish_all()
+        with ns.match(tokens) as match:
+            assert match.tokens == len(tokens) and load(ns, match) == pages
+        after(monkeypatch, store._core.c.index, "read", lambda: rebuild(store))
+        prompt = Prompt(ns.identity.digest, ns.chunk_hashes(tokens))
+        found = ns.match(tokens) if how == "match" else ns._matcher.select(prompt, {"a": 0, "b": 0})
+        with found:
+            got = load(ns, found)
+            assert all(pages[name].startswith(got[name]) for name in pages), "another page"
+        with ns.match(tokens) as match:
+            assert load(ns, match) == pages
