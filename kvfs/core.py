@@ -230,8 +230,9 @@ class Core:
 
     def _open_private(self) -> None:
         """A reader that may not write builds an index of its own, outside the store."""
-        self._private_of = self.c.marks.version()
+        version = self.c.marks.version()
         old, self.c.index = self.c.index, self.work().private_index()
+        self._private_of = version  # had it failed, the next turn would try again
         old.close()
 
     def _follow_others(self) -> None:

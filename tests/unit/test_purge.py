@@ -347,6 +347,31 @@ def test_a_reader_goes_back_to_the_index_of_a_writer_at_work(path: Path) -> None
             assert match.pages and ns.get(match, bytearray(match.nbytes)) == CHUNKS
 
 
+def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+    (path / "index" / "CURRENT").unlink()
+    with kvfs.open(path, read_only=True) as reader:
+        reader._core.keeper.stop()
+        code = "import sys, kvfs; kvfs.open(sys.argv[1]).purge('m')"
+        with space(reader).match(tokens_of(1, CHUNKS)) as held:  # so that its segment stays
+            assert held.tokens
+            subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+        private_index = reader._core.work().private_index
+
+        def fail() -> None:
+            monkeypatch.setattr(reader._core.work(), "private_index", private_index)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(reader._core.work(), "private_index", fail)
+        with pytest.raises(OSError, match="space"):
+            reader._core._follow_purges()
+        index = reader._core.c.index
+        reader._core._follow_purges()
+        assert reader._core.c.index is not index
+        assert found(space(reader), 1) == 0
+
+
 def test_a_store_from_before_there_were_marks_opens(path: Path) -> None:
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
