@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections.abc import Callable
+
+import lmdb
 
 from kvfs.active import ActiveSegments
 from kvfs.carry import Carrier
@@ -66,6 +69,8 @@ class Workshop:
             build(c.directory, folder, c.settings, c.store_id, alone=False)
             index = Index(c.directory, c.settings.index_bytes, private_path=folder)
             index.open_private()
+        except lmdb.Error as exc:  # no room for it, say
+            raise OSError(errno.EIO, f"no index of one's own can be made there ({exc})", folder) from None
         finally:  # open it stays; so nothing is left behind, however this process ends
             shutil.rmtree(folder, ignore_errors=True)
         return index

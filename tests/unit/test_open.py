@@ -687,6 +687,25 @@ def test_a_private_index_leaves_nothing_behind(path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir()) and tree(path) == before
 
 
+@pytest.mark.needs_root("mounting")
+def test_a_private_index_that_finds_no_room_is_an_error_that_says_so(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dirty(path)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(tmp_path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no mounts here")
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with pytest.raises(StoreAccessError, match=r"no index of one's own.*kvfs-index-"):
+            kvfs.open(path, read_only=True)
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    with kvfs.open(path, read_only=True) as store:
+        assert serves(store)
+
+
 def read_elsewhere(path: Path, tokens: list[int]) -> bytes:
     """What a process that opens the store to read finds."""
     code = (
