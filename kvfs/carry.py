@@ -56,13 +56,16 @@ class Carrier:
             if held is None:
                 raise Declined("a segment is gone")
             make_room(sum(seqs.values()))
-            copied += self.copy(segment_class, held, sorted(seqs))
+            copied += self.copy(segment_class, number, held, sorted(seqs))
         if copied < sum(map(len, wanted.values())):
             raise Declined("some pages changed meanwhile or could not be read")
         return copied
 
-    def copy(self, segment_class: SegmentClass, held: Held, seqs: Sequence[int], *, recode: int | None = None) -> int:
-        """Copy records ``seqs`` of a segment; how many the index names at their new place now.
+    def copy(
+        self, segment_class: SegmentClass, number: int, held: Held, seqs: Sequence[int], *, recode: int | None = None
+    ) -> int:
+        """Copy records ``seqs`` of a segment, whose number is ``number``; how many the index names at their new place
+        now. (Who has held the segment for long may know it by its number in an index that is no more.)
 
         ``recode``: store what is raw in this codec, where that makes it smaller. Then the copies are durable before
         the index names them (as far as the store's level asks for that), and a page that a disk does not give up, or
@@ -98,7 +101,7 @@ class Carrier:
             key = shape
             record = self._read(held, scan, entry, whole=recode is not None)
             if record is not None:
-                batch.append((held.number, seq, entry.chunk % RUN, record))
+                batch.append((number, seq, entry.chunk % RUN, record))
                 largest = max(largest, cost)
         if batch:
             copied += self._write(segment_class, held, scan, batch, key, stamps, recode)

@@ -292,7 +292,7 @@ class Evictor:
             return
         carry = SegmentClass(victim.row.class_id[: space.QUOTA_BYTES] + CARRIED, fmt.FLAG_CARRIED, evictor=True)
         try:
-            copied = self.carrier.copy(carry, held, seqs)
+            copied = self.carrier.copy(carry, victim.number, held, seqs)
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")

@@ -248,7 +248,8 @@ class Recompressor:
             raise Declined("a segment is gone")
         if scan is None or len(scan.entries) < records:
             raise Declined("unreadable")
-        return self._evictor.carrier.copy(target, held, self._named(step.segment, held, scan), recode=codec)
+        named = self._named(step.segment, held, scan)
+        return self._evictor.carrier.copy(target, step.segment, held, named, recode=codec)
 
     def _named(self, number: int, held: Held, scan: Scan) -> list[int]:
         """Records of a segment that the index names, ascending: others were replaced, or moved by an earlier run."""

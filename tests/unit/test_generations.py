@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 
 import kvfs
 from kvfs.errors import StoreLockedError
+from kvfs.format import CODEC_PLANES
 from kvfs.layout import Cell, Group, Need
 from kvfs.lookup import Prompt
+from kvfs.recompress import Recompressor
 from tests.stores import TINY_BYTES, load, restored, seeded, tiny, tokens_of
 
 CHUNKS = 4
@@ -134,3 +138,34 @@ def test_groups_that_were_looked_up_in_two_indices_are_no_match(
             assert all(pages[name].startswith(got[name]) for name in pages), "another page"
         with ns.match(tokens) as match:
             assert load(ns, match) == pages
+
+
+def test_a_segment_that_somebody_holds_since_an_earlier_index_can_be_pinned(store: kvfs.Store) -> None:
+    with space_of(store, 0).match(tokens_of(0, CHUNKS)) as earlier:
+        assert earlier.tokens
+        rebuild(store)
+        assert store.pin("system prompt", space_of(store, 0), tokens_of(0, CHUNKS)) == CHUNKS * 16
+    assert there(store) == [True] * SEGMENTS
+
+
+def test_recompressing_moves_what_is_held_under_an_earlier_number(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load of a match from before opens the segment when it has been looked at."""
+    layout = tiny(head_dim=64)
+    ns, pages = store.namespace("zeros", layout, revision="r1"), bytes(CHUNKS * layout.page_bytes)
+    for n in range(3):
+        ns.put(tokens_of(n, CHUNKS), pages)
+    store._core.active.finish_all()
+    match = pickle.loads(pickle.dumps(ns.match(tokens_of(0, CHUNKS))))
+    gc.collect()
+    rebuild(store)
+    evictor, held = store._core.evictor, []
+
+    def hold() -> None:
+        held.append(store._core.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
+
+    after(monkeypatch, Recompressor, "_look", hold)
+    done = Recompressor(store._core.c, evictor, store._core.active).run(CODEC_PLANES, 0.0)
+    assert done.segments
+    assert [restored(ns, tokens_of(n, CHUNKS)) == pages for n in range(3)] == [True] * 3
