@@ -118,7 +118,10 @@ class Reclaimer:
         """Finish what can be finished, whoever doomed it; bytes freed. One that cannot be removed keeps none of the
         others; ``strict``: its OSError is raised in the end."""
         freed, failed = 0, None
-        for number, row in self._c.index.read(lambda s: s.segments_in(DOOMED), COMMIT_SECONDS):
+        rows = self._c.index.read(lambda s: s.segments_in(DOOMED), COMMIT_SECONDS)
+        if not rows:  # what could not be removed here somebody else has removed
+            self._failures = 0
+        for number, row in rows:
             try:
                 if self._finish(number, row):
                     freed += row.allocated

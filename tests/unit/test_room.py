@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import kvfs
 from kvfs import Quota
 from kvfs.config import quota_id
 from kvfs.files import Files
+from kvfs.gc import Reclaimer
 from kvfs.testing import FakeClock
 from kvfs.writer import SPACE_SECONDS
 from tests.stores import restored, seeded, tokens_of
@@ -124,3 +126,24 @@ def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: p
     assert seed < 20
     monkeypatch.setattr(files, "sleep", lambda seconds: busy.release())
     assert put(small, "less", seed, 0).stored == 4
+
+
+def test_who_could_not_remove_segments_evicts_again_when_others_have_removed_them(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvfs.open(memory_path / "s", capacity="16MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
+        store._core.keeper.stop()
+        ns, evictor = store.namespace("m", LAYOUT, revision="r1"), store._core.evictor
+        for n in range(40):
+            assert ns.put(tokens_of(n, 4), PAGES).stored == 4
+        with monkeypatch.context() as failing:
+
+            def fail(*args: Any, **how: Any) -> None:
+                raise OSError(errno.EIO, "Input/output error")
+
+            failing.setattr(store._core.c.files, "rename", fail)
+            while not evictor.reclaimer.fails:
+                assert evictor._evict_one() == 0
+        assert Reclaimer(store._core.c).finish_doomed() > 0, "another process"
+        for n in range(40, 400):
+            assert ns.put(tokens_of(n, 4), PAGES) == (4, 0, 0, 0, "")
