@@ -101,7 +101,8 @@ def rebuild(
             report = build(directory, path, settings, store_id, alone=alone, cancelled=cancelled)
             index.install(name, timeout=5.0)
         except BaseException as exc:
-            discard_generation(path)
+            if not isinstance(exc, TimeoutError):  # it may become current yet; what does not the next rebuild removes
+                discard_generation(path)
             if isinstance(exc, lmdb.Error):
                 raise IndexUnavailableError(f"index error: {exc}") from None
             raise

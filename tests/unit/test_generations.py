@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 import kvfs
 from kvfs.errors import StoreLockedError
 from kvfs.format import CODEC_PLANES
+from kvfs.index import environment
+from kvfs.index.worker import GRACE_SECONDS
 from kvfs.layout import Cell, Group, Need
 from kvfs.lookup import Prompt
 from kvfs.recompress import Recompressor
@@ -169,3 +173,26 @@ def test_recompressing_moves_what_is_held_under_an_earlier_number(
     done = Recompressor(store._core.c, evictor, store._core.active).run(CODEC_PLANES, 0.0)
     assert done.segments
     assert [restored(ns, tokens_of(n, CHUNKS)) == pages for n in range(3)] == [True] * 3
+
+
+def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that syncs slowly: who has asked for it waits no longer, and it becomes current all the same."""
+    core, write_state, index = store._core, environment.write_state, store._core.c.index
+    index.retire()
+    installed = threading.Event()
+
+    def slowly(*args: Any) -> None:
+        monkeypatch.setattr(environment, "write_state", write_state)
+        time.sleep(GRACE_SECONDS + 0.5)
+        write_state(*args)
+        installed.set()
+
+    monkeypatch.setattr(environment, "write_state", slowly)
+    monkeypatch.setattr(index, "install", lambda name, timeout: environment.Index.install(index, name, 0.01))
+    with pytest.raises(TimeoutError):
+        core.rebuild_if_needed()
+    assert installed.wait(10)
+    assert there(store) == [True] * SEGMENTS
+    current = (Path(store.path) / "index" / "CURRENT").read_text()
+    assert (Path(store.path) / "index" / current / "data.mdb").exists()
+    assert (Path(store.path) / "index" / current / "users").exists()
