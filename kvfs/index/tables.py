@@ -164,7 +164,10 @@ class Contents(NamedTuple):
 
 def add_contents(txn: Any, db: Any, change: Contents) -> None:
     key = _CONTENTS + _NUMBER.pack(change.segment) + change.digest
-    old = _unpack(_AMOUNT, txn.get(key, db=db)) or (0, 0)
+    data = txn.get(key, db=db)
+    old = (0, 0) if data is None else _unpack(_AMOUNT, data)
+    if old is None:  # damaged: there is something, and nobody knows what is left of it
+        return
     records, stored = old[0] + change.records, old[1] + change.stored_bytes
     if records > 0:
         txn.put(key, _pack(_AMOUNT.pack(records, max(0, stored))), db=db)

@@ -204,6 +204,21 @@ def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
 
+def test_damaged_contents_stay_some_whatever_is_added_and_taken_away(store: kvfs.Store) -> None:
+    ns = put(store, 1)
+
+    def damage(session: Any) -> None:
+        with session.txn.cursor(db=session.db.meta) as cursor:
+            assert cursor.set_range(b"contents/")
+            cursor.put(cursor.key(), b"nonsense")
+
+    store._core.c.index.write(damage, 2.0)
+    put(store, 1, seed=1)  # into the same segment
+    store.purge(ns, prefix=tokens_of(1, CHUNKS))
+    assert gc.forget_namespaces(store._core.c) == 0
+    assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
+
+
 def test_whatever_is_stored_and_dropped_a_namespace_is_known_while_it_has_pages(store: kvfs.Store) -> None:
     draw, forgotten = random.Random(5), 0
     for step in range(400):
