@@ -132,6 +132,10 @@ class Reclaimer:
             raise failed
         return freed
 
+    def abandon(self) -> None:
+        """In a forked child: a thread that was sweeping is the parent's, and never lets go of the lock here."""
+        self._sweeping, self._sweep_at = threading.Lock(), None
+
     def sweep_step(self, slices: int = 4, *, pack: bool = False) -> bool:
         """Clean some page rows, if segments were dropped since the last full round; whether there is more to clean.
         ``pack``: and have the index take no more pages for them than it must."""

@@ -111,4 +111,5 @@ class Workshop:
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's is touched any more."""
         self.active.abandon()
+        self.evictor.reclaimer.abandon()
         self.reader.abandon()

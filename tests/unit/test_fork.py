@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,3 +232,16 @@ def test_the_last_to_leave_closes_the_index(memory_path: Path) -> None:
     store.close()
     with kvfs.open(path) as store:
         assert serves(store.namespace("m", tiny(), revision="r1"), 1) and "rebuilds" not in counters(store)
+
+
+def test_a_child_of_a_process_that_was_sweeping_sweeps(tmp_path: Path) -> None:
+    """The keeper's thread is not in the child, and a lock that it holds would be held for ever, with the evictors'."""
+    with kvfs.open(tmp_path / "swept", capacity="16MiB") as store:
+
+        def sweep() -> dict[str, int]:
+            signal.alarm(20)
+            return store.gc(0)
+
+        with store._core.evictor.reclaimer._sweeping:
+            assert run_child(sweep)["bytes_after"] >= 0
+        assert store.gc(0)["bytes_after"] >= 0
