@@ -20,7 +20,8 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.files import Files
-from kvfs.index.environment import Index, trust_version
+from kvfs.guest import Guest
+from kvfs.index.environment import Index
 from kvfs.keeper import Chore, Keeper
 from kvfs.liveness import HEARTBEAT_SECONDS, Liveness
 from kvfs.marks import Marks
@@ -69,8 +70,6 @@ class Core:
         self._closing = False
         self._rebuilder: threading.Thread | None = None
         self._rebuild_failed = False
-        self._private_of: tuple[int, ...] | None = None  # version of the purge marks that a private index obeys
-        self._distrusted: object = None  # version of the store's index that was not to be trusted
         self._making = threading.Lock()
         self._workshop: Workshop | None = None
         self._keeper: Keeper | None = None
@@ -124,6 +123,7 @@ class Core:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
         else:
             self.c = context
+        self._guest = Guest(self.c, lambda: self.work().private_index())
 
     # -- what reads, writes and evicts -------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Core:
         if self.is_ready():
             return
         if self.read_only:
-            self._open_private()
+            self._guest.open_own()
             return
         self._rebuilder = threading.Thread(target=self._rebuild_quietly, name="kvfs-rebuild", daemon=True)
         deadline = self.c.files.monotonic() + READY_SECONDS
@@ -228,48 +228,16 @@ class Core:
             if self.c.verify is Verify.OFF and (report.segments or report.unreadable_segments):
                 self.c.verify = Verify.FIRST  # unchecked reads never follow an unclean stop
 
-    def _open_private(self) -> None:
-        """A reader that may not write builds an index of its own, outside the store."""
-        version = self.c.marks.version()
-        old, self.c.index = self.c.index, self.work().private_index()
-        self._private_of = version  # had it failed, the next turn would try again
-        old.close()
-
-    def _follow_others(self) -> None:
-        """An index of one's own does not learn of what others store and purge: the store's takes its place as soon as
-        there is one to trust, and it is built anew after a purge."""
-        if self._private_of is None:
-            return
-        seen = trust_version(self.directory)
-        if seen != self._distrusted and self._go_back():
-            return
-        self._distrusted = seen
-        if self._private_of != self.c.marks.version():
-            self._open_private()
-
-    def _go_back(self) -> bool:
-        """From an index of one's own to the store's, if that may be trusted."""
-        shared = Index(self.directory, self.c.settings.index_bytes)
-        try:
-            shared.read(lambda session: None, COMMIT_SECONDS)
-        except IndexUnavailableError as exc:
-            shared.close()
-            if str(exc) == "timeout":  # that says nothing
-                raise
-            return False
-        old, self.c.index, self._private_of = self.c.index, shared, None
-        old.close()
-        return True
-
     # -- upkeep ------------------------------------------------------------------------------
 
     def _chores(self) -> list[Chore]:
         chores = [
             Chore("leave", 0.0, self._leave),
             Chore(HOLDS, 1.0, self._expire_holds),
-            Chore("follow", 1.0, self._follow_others),
             Chore(SETTINGS, 2.0, self._follow_settings),
         ]
+        if self.read_only:
+            chores.append(Chore("follow", 1.0, self._guest.follow))
         if self.c.liveness is not None:
             chores += [
                 Chore("rebuild", 1.0, self._rebuild_quietly),

@@ -12,9 +12,9 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvfs import space
 from kvfs.context import COMMIT_SECONDS, Context
@@ -26,11 +26,13 @@ from kvfs.index.session import PAGE, Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.segment import file_name
 
+T = TypeVar("T")
+_Look: TypeAlias = Callable[[Session, bytes, int], tuple[list[T], bytes | None]]  # what, and where to go on
 SWEEP_ROWS = 256
 ROOM_BYTES_MIN = 128 << 10  # what one commit may add to the index, and some: it is refused if that fills it
 ROOM_SHARE = 64
 FAILURES_MAX = 4
-FORGET_MAX = 64  # namespaces that one commit forgets
+FORGET_MAX = 32  # namespaces that one commit forgets
 
 
 class Reclaimer:
@@ -171,11 +173,10 @@ class Reclaimer:
             pass
 
 
-class _Seen(NamedTuple):
-    """Namespaces, and what may gain pages: the segments that are active, and those that are yet to come."""
+class _Growing(NamedTuple):
+    """What may gain pages: the segments that are active, and those that are yet to come."""
 
     generation: str
-    digests: set[bytes]
     active: list[int]
     next_segment: int
 
@@ -186,36 +187,39 @@ def forget_namespaces(context: Context) -> int:
     None but an active segment gains pages. So a namespace has none if no segment held one when it was looked at, and
     none is in those that were active before, or are new: the latter are few, and looked at again when it is removed.
     """
-    seen = context.index.read(_see, COMMIT_SECONDS)
-    empty, after = seen.digests, b""
-    while empty:
-        batch, following = context.index.read(
-            partial(Session.contents, after=after, rows_max=SWEEP_ROWS), COMMIT_SECONDS
-        )
-        empty.difference_update(c.digest for c in batch)
-        if following is None:
-            break
-        after = following
+    growing = context.index.read(_see, COMMIT_SECONDS)
+    empty = set(_slices(context, Session.digests))
+    for held in _slices(context, Session.contents) if empty else ():
+        empty.discard(held.digest)
     left, forgotten = sorted(empty), 0
     while left:
-        batch_of, left = left[:FORGET_MAX], left[FORGET_MAX:]
-        forgotten += context.index.write(partial(_forget, seen=seen, digests=batch_of), COMMIT_SECONDS)
+        digests, left = left[:FORGET_MAX], left[FORGET_MAX:]
+        forgotten += context.index.write(partial(_forget, growing=growing, digests=digests), COMMIT_SECONDS)
     context.counters.add("namespaces_forgotten", forgotten)
     return forgotten
 
 
-def _see(session: Session) -> _Seen:
+def _slices(context: Context, look: _Look[T]) -> Iterator[T]:
+    after: bytes | None = b""
+    while after is not None:
+        found, after = context.index.read(partial(_slice, look, after), COMMIT_SECONDS)
+        yield from found
+
+
+def _slice(look: _Look[T], after: bytes, session: Session) -> tuple[list[T], bytes | None]:
+    return look(session, after, SWEEP_ROWS)
+
+
+def _see(session: Session) -> _Growing:
     active = [number for number, _ in session.segments_in(ACTIVE)]
-    return _Seen(session.generation, set(session.digests()), active, session.ledger().next_segment)
+    return _Growing(session.generation, active, session.ledger().next_segment)
 
 
-def _forget(session: Session, seen: _Seen, digests: Sequence[bytes]) -> int:
-    if session.generation != seen.generation:
+def _forget(session: Session, growing: _Growing, digests: Sequence[bytes]) -> int:
+    if session.generation != growing.generation:
         return 0
-    used: set[bytes] = set()
-    for number in (*seen.active, *range(seen.next_segment, session.ledger().next_segment)):
-        used |= session.namespaces_in(number)
-    empty = [digest for digest in digests if digest not in used]
+    numbers = [*growing.active, *range(growing.next_segment, session.ledger().next_segment)]
+    empty = [digest for digest in digests if not any(session.has_contents(n, digest) for n in numbers)]
     for digest in empty:
         session.delete_namespace(digest)
     return len(empty)

@@ -6,6 +6,7 @@ finishes it (``resume``).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -99,7 +100,8 @@ class Purger:
             files.fsync(folder)
         self._c.counters.add("pages_purged", pages)
         dropped = self._finish_all(self._c.marks.ids())
-        forget_namespaces(self._c)
+        with contextlib.suppress(IndexUnavailableError):  # a sweep does it; the pages are gone
+            forget_namespaces(self._c)
         return PurgeResult(pages, len(dropped), sum(dropped))
 
     def _protected(self, segment_id: bytes) -> ConfigError:

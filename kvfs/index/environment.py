@@ -297,7 +297,7 @@ class Index:
         def do() -> None:
             self._env = open_environment(path, self._map_size, 0o600)
             self._tables = open_tables(self._env, create=False)
-            self.generation = "private"
+            self.generation = f"private-{self._files.random(4).hex()}"  # numbers mean other segments in the next one
 
         self._worker.call(do, 5.0)
 

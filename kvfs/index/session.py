@@ -183,10 +183,19 @@ class Session:
         with self.txn.cursor(db=self.db.namespaces) as cursor:
             return [(key, value) for key, value in cursor if len(key) == DIGEST_BYTES]
 
-    def digests(self) -> list[bytes]:
-        """Digests of all namespaces."""
+    def digests(self, after: bytes, rows_max: int) -> tuple[list[bytes], bytes | None]:
+        """Digests of namespaces, in slices; like ``tables.read_contents``."""
+        found, key = list[bytes](), after
         with self.txn.cursor(db=self.db.namespaces) as cursor:
-            return [key for key in cursor.iternext(keys=True, values=False) if len(key) == DIGEST_BYTES]
+            more = cursor.set_range(after + b"\0") if after else cursor.first()
+            for _ in range(rows_max):
+                if not more:
+                    return found, None
+                key = cursor.key()
+                if len(key) == DIGEST_BYTES:
+                    found.append(key)
+                more = cursor.next()
+        return found, key
 
     def delete_namespace(self, digest: bytes) -> None:
         """Forget a namespace and its part shapes; none of its pages may be in the index."""
@@ -195,9 +204,9 @@ class Session:
             while found and cursor.key().startswith(digest):
                 found = cursor.delete()
 
-    def namespaces_in(self, segment: int) -> set[bytes]:
-        """Digests of the namespaces that a segment holds pages of."""
-        return tables.namespaces_in(self.txn, self.db.meta, segment)
+    def has_contents(self, segment: int, digest: bytes) -> bool:
+        """Whether a segment holds pages of a namespace."""
+        return tables.has_contents(self.txn, self.db.meta, segment, digest)
 
     def add_contents(self, segment: int, digest: bytes, records: int, stored_bytes: int) -> None:
         """A segment has so many more (or fewer) records of a namespace."""

@@ -191,16 +191,9 @@ def read_contents(txn: Any, db: Any, after: bytes, rows_max: int) -> tuple[list[
     return found, None
 
 
-def namespaces_in(txn: Any, db: Any, number: int) -> set[bytes]:
-    """Digests of the namespaces that a segment holds pages of."""
-    prefix, found = _CONTENTS + _NUMBER.pack(number), set[bytes]()
-    with txn.cursor(db=db) as cursor:
-        if cursor.set_range(prefix):
-            for key in cursor.iternext(keys=True, values=False):
-                if not key.startswith(prefix):
-                    break
-                found.add(key[len(prefix) :])
-    return found
+def has_contents(txn: Any, db: Any, number: int, digest: bytes) -> bool:
+    """Whether a segment holds pages of a namespace."""
+    return txn.get(_CONTENTS + _NUMBER.pack(number) + digest, db=db) is not None
 
 
 def delete_contents(txn: Any, db: Any, number: int) -> None:

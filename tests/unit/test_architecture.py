@@ -24,6 +24,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "store",
         "core",
         "cores",
+        "guest",
         "workshop",
         "disabled",
         "namespace",

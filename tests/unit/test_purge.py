@@ -19,6 +19,8 @@ import pytest
 import kvfs
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.files import Files
+from kvfs.guest import MISSING_SECONDS
+from kvfs.testing import FakeClock
 from tests.stores import TINY_BYTES, counted, load, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 40  # a run and a bit
@@ -292,21 +294,52 @@ def test_a_reader_with_an_index_of_his_own_follows(path: Path, trusted: bool) ->
         put(space(store, "n"), 2)
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, read_only=True) as reader:
+        reader._core.keeper.stop()
         assert found(space(reader), 1) == CHUNKS
-        reader._core._follow_others()
-        assert reader._core.c.index.generation == "private"
+        reader._core._guest.follow()
+        assert reader._core.c.index.generation.startswith("private-")
         with another_process(path) as writer:
             assert writer('store.purge("m").pages') == str(CHUNKS)
             assert writer('put(space(store, "n"), 3)') == "None"
         if not trusted:
             (path / "index" / "CURRENT").unlink()
-        reader._core._follow_others()
-        assert (reader._core.c.index.generation == "private") is not trusted
+        reader._core._guest.follow()
+        assert reader._core.c.index.generation.startswith("private-") is not trusted
         assert [found(space(reader), 1), found(space(reader, "n"), 2), found(space(reader, "n"), 3)] == [
             0,
             CHUNKS,
             CHUNKS,
         ]
+
+
+def test_a_reader_whose_index_is_given_up_builds_his_own_unless_somebody_else_does(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+    files = Clock()
+    with kvfs.open(path, read_only=True, files=files) as reader:
+        core = reader._core
+        core.keeper.stop()
+        shared = core.c.index
+        assert found(space(reader), 1) == CHUNKS
+        (path / "index" / "CURRENT").rename(path / "index" / "aside")
+        for passed in (0.0, MISSING_SECONDS / 2):
+            files.advance(passed)
+            core._guest.follow()
+            assert core.c.index is shared
+        (path / "index" / "aside").rename(path / "index" / "CURRENT")
+        core._guest.follow()
+        assert found(space(reader), 1) == CHUNKS
+        (path / "index" / "CURRENT").unlink()
+        for passed in (MISSING_SECONDS, MISSING_SECONDS):
+            assert core.c.index is shared
+            files.advance(passed)
+            core._guest.follow()
+        assert core.c.index.generation.startswith("private-")
+        assert found(space(reader), 1) == CHUNKS
+
+
+class Clock(FakeClock, Files):
+    """The real file system under a clock that is set by hand."""
 
 
 @contextlib.contextmanager
@@ -357,6 +390,7 @@ def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pyt
         with space(reader).match(tokens_of(1, CHUNKS)) as held:  # so that its segment stays
             assert held.tokens
             subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+        (path / "index" / "CURRENT").unlink()  # nor is the one that they left to be trusted
         private_index = reader._core.work().private_index
 
         def fail() -> None:
@@ -365,9 +399,9 @@ def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pyt
 
         monkeypatch.setattr(reader._core.work(), "private_index", fail)
         with pytest.raises(OSError, match="space"):
-            reader._core._follow_purges()
+            reader._core._guest.follow()
         index = reader._core.c.index
-        reader._core._follow_purges()
+        reader._core._guest.follow()
         assert reader._core.c.index is not index
         assert found(space(reader), 1) == 0
 
