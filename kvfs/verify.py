@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -77,10 +77,11 @@ class Verifier:
         self._named: set[tuple[int, int]] = set()  # bad records that the index names
         self._foreign: list[str] = []  # names in segments/ that are no segment's
         self._records: dict[int, dict[int, bytes]] = {}  # segment number -> seq -> check of hash, root, place
+        self._generation = ""  # of the index that was checked: numbers mean other segments in another one
 
     def run(self) -> Verification:
         """Check everything; IndexUnavailableError if the index does not answer."""
-        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        rows, self._generation = self._c.index.read(lambda s: (s.segments(), s.generation), COMMIT_SECONDS)
         if not self._c.index.read(lambda s: s.check_ledger(), COMMIT_SECONDS):
             self.report.index_errors += 1
             self.report.note("index: the ledger is not the sum of its segments")
@@ -220,14 +221,15 @@ class Verifier:
     def repair(self) -> None:
         """Take bad pages out of the index; retire an index that contradicts the segments."""
         self._quarantine()
+        if not self._is_the_same():
+            self.report.note("index: given up meanwhile, and built anew: check again")
+            return
         wrong = {(number, seq) for number, seqs in self._bad.items() for seq in seqs}
         if wrong:
             keys = [key for key, value in self._rows() if _names(key, value, wrong)]
             for first in range(0, len(keys), ROWS_PER_HOLD):
                 some = keys[first : first + ROWS_PER_HOLD]
-                self.report.repaired += self._c.index.write(
-                    partial(forget_place, keys=some, wrong=wrong), COMMIT_SECONDS
-                )
+                self.report.repaired += self._c.index.write(partial(self._forget, some, wrong), COMMIT_SECONDS)
         if self.report.index_errors or self.report.bad_segments:
             try:
                 self._c.index.retire()
@@ -235,6 +237,15 @@ class Verifier:
                 self.report.note(f"index: not rebuilt ({exc})")
             else:
                 self.report.repaired += self.report.index_errors + self.report.bad_segments
+
+    def _is_the_same(self) -> bool:
+        try:
+            return self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) == self._generation
+        except IndexUnavailableError:
+            return False
+
+    def _forget(self, keys: Sequence[bytes], wrong: set[tuple[int, int]], session: Session) -> int:
+        return forget_place(session, keys, wrong) if session.generation == self._generation else 0
 
     def _quarantine(self) -> None:
         """Move what is not kvfs's out of the way; it is never deleted, and there is room for so much only."""

@@ -200,4 +200,4 @@ def test_a_table_that_could_not_be_read_once_is_judged_anew(store: kvfs.Store, f
     _, blind, _ = evictor.survey()
     files.refused = lambda what, name: False
     _, seen, _ = evictor.survey()
-    assert not any(summary.pieces for summary in blind) and all(summary.pieces for summary in seen)
+    assert not any(summary.pieces.stamps for summary in blind) and all(summary.pieces.stamps for summary in seen)

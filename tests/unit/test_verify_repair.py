@@ -14,6 +14,7 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.index.rows import pack_row, parse_row
 from kvfs.index.session import Session
 from kvfs.plan import make_plan
+from kvfs.verify import Verifier
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
 PROMPTS = 6
@@ -89,6 +90,25 @@ def test_damage_is_named_and_mended(path: Path, damage: Callable[[Path], None]) 
         ns = store.namespace("alpha", tiny(), "1a")
         for seed in range(PROMPTS):
             assert seeded(seed, 60 * TINY_BYTES).startswith(restored(ns, tokens_of(seed, 60)))
+
+
+def test_repair_takes_nothing_out_of_an_index_that_it_did_not_check(path: Path) -> None:
+    """Numbers mean other segments there."""
+    flip_payload(path)
+    with kvfs.open(path) as store:
+        verifier = Verifier(store._core.c, 1.0, 0)
+        assert verifier.run().bad_pages == 1
+        (number,) = verifier._bad
+        store._core.c.index.retire()
+        store._core.rebuild_if_needed()
+        rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
+        verifier._bad = {n: set(range(1000)) for n, _ in rows} | {number: set(range(1000))}
+        verifier.repair()
+        assert verifier.report.repaired == 0 and "check again" in verifier.report.problems[-1]
+        assert store.verify(repair=True).repaired == 1
+        ns = store.namespace("alpha", tiny(), "1a")
+        whole = [seed for seed in range(PROMPTS) if len(restored(ns, tokens_of(seed, 60))) == 60 * TINY_BYTES]
+        assert whole == [0, 1, 2, 4, 5]
 
 
 def test_foreign_files_are_put_aside_and_never_deleted(path: Path) -> None:
