@@ -141,7 +141,7 @@ class Pool:
         while (run := self._queue.get()) is not None:
             try:
                 run()
-            except Exception:  # a bug in one transfer must not end the others
+            except BaseException:  # a bug in one transfer must not end the others, whatever a callback raises
                 log.exception("a transfer crashed")
 
     def close(self, timeout: float) -> None:

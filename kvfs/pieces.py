@@ -89,7 +89,7 @@ class RegisteredMaps:
 
     def __init__(self, device: Device, files: Files, budget: Budget) -> None:
         self._device, self._files, self.budget = device, files, budget
-        self.failed = 0  # registrations that the driver refused
+        self.failed = 0  # registrations that the driver refused, one after the other
         self._seconds, self._registered = 0.0, 0.0  # spent on how many bytes, of late
 
     @property
@@ -116,6 +116,7 @@ class RegisteredMaps:
             self.budget.give_back(nbytes)
             self.failed += 1
             return None
+        self.failed = 0
         self._registered += nbytes
         self._seconds += self._files.monotonic() - begin
         if self._registered > REMEMBERED_BYTES:

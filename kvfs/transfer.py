@@ -227,19 +227,24 @@ class Transfer:
 
     def _dispatch(self) -> None:
         """Call what is due. One thread at a time, so that the order holds; others leave their events to it."""
+        interrupt: KeyboardInterrupt | None = None
         while True:
             with self._cond:
                 if self._dispatching or not self._events:
-                    return
+                    break
                 self._dispatching = True
                 event = self._events.popleft()
             try:
                 event()
-            except Exception:  # an engine's callback must not end a worker
+            except KeyboardInterrupt as exc:
+                interrupt = exc  # whoever waits for the end is told first
+            except BaseException:  # an engine's callback must not end a worker
                 log.exception("a callback of a transfer failed")
             finally:
                 with self._cond:
                     self._dispatching = False
+        if interrupt is not None:
+            raise interrupt
 
     def _layers_ready(self, layers: Iterable[int]) -> None:
         """All pages of these MODEL layers are there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import multiprocessing
 import os
@@ -411,17 +412,20 @@ def test_an_event_that_raises_is_a_failure(ns: kvfs.Namespace) -> None:
         settled(io)
 
 
-def test_callbacks_that_raise_disturb_nobody(ns: kvfs.Namespace) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, asyncio.CancelledError, KeyboardInterrupt])
+def test_callbacks_that_raise_disturb_nobody(ns: kvfs.Namespace, error: type[BaseException]) -> None:
     calls: list[object] = []
 
     def broken(what: object) -> None:
         calls.append(what)
-        raise RuntimeError
+        raise error
 
     with ns.attach(Engine().kv) as io:
-        t = io.save(ns.plan_save(prompt(3)), blocks(3), on_page=broken, on_done=broken)
-        assert t.wait(SECONDS) is not None and t.state is TransferState.DONE
-    assert len(calls) == 4 and calls[-1] is t
+        for first in range(0, 4000, 1000):  # more than there are threads
+            t = io.save(ns.plan_save(prompt(3, first)), blocks(3), on_page=broken, on_done=broken)
+            assert t.wait(SECONDS) is not None and t.state is TransferState.DONE
+            assert len(calls) == 4 and calls[-1] is t
+            calls.clear()
 
 
 # -- a disk that stalls, a ring that is full ---------------------------------------------------
