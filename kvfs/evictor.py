@@ -5,25 +5,19 @@ The choice is made by ``kvfs.eviction`` (pure); this module feeds it and carries
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Set
 from functools import partial
 
 from kvfs import eviction, space
 from kvfs import format as fmt
 from kvfs.active import STEP, Declined, SegmentClass
 from kvfs.carry import Carrier
-from kvfs.config import quota_id
 from kvfs.context import COMMIT_SECONDS, Context
-from kvfs.descriptors import Descriptor
 from kvfs.errors import IndexUnavailableError
 from kvfs.gc import GcLock, Reclaimer, index_is_full
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
-from kvfs.segment import file_name
-from kvfs.survey import Candidate, Survey
-from kvfs.usage import Summary
+from kvfs.victims import Victim, Victims
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
 MISSING_SECONDS = 0.5  # another evictor is waited for; what is still missing is asked for again
@@ -42,12 +36,10 @@ class Evictor:
     """One per open store. Thread-safe; among processes one evictor works at a time."""
 
     carrier: Carrier
-    pinned: Callable[[], set[bytes]]  # ids of segments that pins protect
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._survey = Survey(context)
-        self._policy = eviction.Policy()
+        self.victims = Victims(context)
         self.budget = eviction.WriteBudget(context.settings.segment_bytes)
         self.lock = GcLock(context)
         self._waited = False  # in vain, the last time
@@ -187,15 +179,11 @@ class Evictor:
             with self.lock.hold(self._c.files.monotonic() + MISSING_SECONDS) as held:
                 for segment_id, (number, generation) in missing.items() if held else ():
                     if self.reclaimer.drop_missing(segment_id, number, generation):
-                        self.forget(segment_id)
+                        self.victims.forget(segment_id)
                         self._c.counters.add("segments_missing")
 
     def sweep(self) -> None:
         self.reclaimer.sweep_step()
-
-    def forget(self, segment_id: bytes) -> None:
-        """What is known of a segment is out of date."""
-        self._survey.forget(segment_id)
 
     # -- one victim --------------------------------------------------------------------------
 
@@ -203,96 +191,35 @@ class Evictor:
         """Drop the best victim; bytes that are free now (0: still held by somebody), None if there is none."""
         if self.reclaimer.fails:
             return None
-        victim, carry = self._choose(owner, spared)
+        victim = self.victims.choose(self.budget.available, owner, spared)
         if victim is None:
             return None
+        self.budget.carried(victim.carry_bytes)
         if victim.row.state == ACTIVE and not self._take_over(victim):
             return 0
-        if carry:
-            self._carry(victim, carry)
+        if victim.seqs:
+            self._carry(victim)
         doom = partial(space.doom, number=victim.number, owner=self._c.owner, segment_id=victim.row.segment_id)
         row = self._c.index.write(doom, COMMIT_SECONDS)
-        self.forget(victim.row.segment_id)
+        self.victims.dropped(victim)
         self._c.counters.add("segments_evicted")
         if row is None or not self.reclaimer.finish(victim.number, row):
             return 0
         return row.allocated
 
-    def _choose(self, owner: bytes, spared: Set[bytes]) -> tuple[Candidate | None, Sequence[int]]:
-        """The victim and the ordinals of its pages to carry. Segments that somebody holds come last."""
-        evictable, uses, now = self.survey(owner, spared)
-        for plan in self._policy.ranked(uses, now, self.budget.available):
-            victim = Candidate(plan.victim, evictable[plan.victim])
-            if not self.is_held(victim.row):
-                self.budget.carried(plan.carry_bytes)
-                return victim, plan.carry
-        if evictable and not self._c.index.read(_doomed, COMMIT_SECONDS):
-            return Candidate(*next(iter(evictable.items()))), ()  # one at a time: it frees nothing yet
-        return None, ()
-
-    def survey(
-        self, owner: bytes = b"", spared: Set[bytes] = frozenset()
-    ) -> tuple[dict[int, SegmentRow], list[Summary], int]:
-        """(segments that may be dropped, what the policy sees of all, the time of that)."""
-        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        evictable = {
-            n: r for n, r in self._evictable(rows, owner).items() if spared.isdisjoint((r.segment_id, r.class_id))
-        }
-        return evictable, *self._survey.summaries(rows, evictable)
-
-    def is_held(self, row: SegmentRow) -> bool:
-        """Whether a reader has the segment open, so that dropping it would not free its blocks."""
-        files = self._c.files
-        try:
-            segments = self._c.directory.sub("segments")
-            file = Descriptor.open(files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments)
-        except OSError:
-            return False
-        try:
-            return not files.flock(file.fd, fcntl.LOCK_EX)
-        finally:
-            file.close()
-
-    def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
-        """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
-        pinned, spare = self.pinned(), self._above_guarantee(rows)
-        free = {}
-        for number, row in rows:
-            mine = row.class_id[: space.QUOTA_BYTES]
-            if row.state == DOOMED or row.segment_id in pinned:
-                continue
-            if mine != owner and mine in spare and row.allocated > spare[mine]:
-                continue  # others would take what was promised; a quota's own pages may make room for new ones
-            if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
-                continue
-            if row.class_id.startswith(owner):
-                free[number] = row
-        return free
-
-    def _above_guarantee(self, rows: Iterable[tuple[int, SegmentRow]]) -> dict[bytes, int]:
-        """Quota classes that were promised something -> what they use above it (negative: below)."""
-        promised = {quota_id(name): q.guaranteed_bytes for name, q in self._c.settings.quotas.items()}
-        above = {i: -nbytes for i, nbytes in promised.items() if nbytes}
-        for _, row in rows:
-            mine = row.class_id[: space.QUOTA_BYTES]
-            if mine in above and row.state != DOOMED:
-                above[mine] += row.allocated
-        return above
-
-    def _take_over(self, victim: Candidate) -> bool:
+    def _take_over(self, victim: Victim) -> bool:
         """A dead owner's active segment becomes ours, so that nobody goes on with it while it is dropped."""
         take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
-    def _carry(self, victim: Candidate, ordinals: Sequence[int]) -> None:
+    def _carry(self, victim: Victim) -> None:
         """Copy hot pages to a segment of their own; what does not fit is lost."""
-        seqs = self._survey.seqs(victim.row.segment_id, ordinals)
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return
         carry = SegmentClass(victim.row.class_id[: space.QUOTA_BYTES] + CARRIED, fmt.FLAG_CARRIED, evictor=True)
         try:
-            copied = self.carrier.copy(carry, victim.number, held, seqs)
+            copied = self.carrier.copy(carry, victim.number, held, victim.seqs)
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")

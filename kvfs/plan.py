@@ -50,12 +50,12 @@ def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> P
     used = context.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
     limit = space.budget(context.settings).limit if target_bytes is None else target_bytes
     doomed = sum(row.allocated for row in rows.values() if row.state == DOOMED)
-    pinned = frozenset(evictor.pinned())
+    pinned = frozenset(evictor.victims.pinned())
     if used <= limit:
         return Plan(used, limit, doomed, (), pinned)  # without reading a table
-    evictable, summaries, now = evictor.survey()
+    evictable, summaries, now = evictor.victims.survey()
     # one flock each, once: who holds a segment now is who would keep its blocks
-    held = {n for n, row in evictable.items() if evictor.is_held(row)}
+    held = {n for n, row in evictable.items() if evictor.victims.is_held(row)}
     alive = {s.number: replace(s, held=s.number in held) for s in summaries}
     budget = eviction.WriteBudget(context.settings.segment_bytes, evictor.budget.tokens)
     policy, steps, left = eviction.Policy(), list[Step](), used

@@ -93,7 +93,7 @@ class Purger:
                 raise self._protected(segment_id)
             self._c.marks.write(mark)
             pages += count
-            self._evictor.forget(segment_id)
+            self._evictor.victims.forget(segment_id)
         # dropped before, but perhaps not yet out of a rebuild's sight
         self._evictor.reclaimer.finish_doomed(strict=True)
         for folder in (directory.sub("segments"), directory.sub("doomed"), directory.root):

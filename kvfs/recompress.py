@@ -93,7 +93,7 @@ class Recompressor:
         """
         deadline = None if seconds is None else self._c.files.monotonic() + seconds
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        pinned, steps, left = self._evictor.pinned(), list[RecompressStep](), dict[str, int]()
+        pinned, steps, left = self._evictor.victims.pinned(), list[RecompressStep](), dict[str, int]()
         for number, row in rows:
             if row.state != SEALED:
                 continue
@@ -112,7 +112,7 @@ class Recompressor:
 
     def _look(self, number: int, row: SegmentRow, codec: int, idle_seconds: float) -> RecompressStep | str:
         """The step for a segment, or why it is left alone."""
-        if self._evictor.is_held(row):
+        if self._evictor.victims.is_held(row):
             return "in use"
         mark = self._c.marks.read(row.segment_id)
         if mark is not None and mark.pending:
@@ -181,7 +181,7 @@ class Recompressor:
         try:
             rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
             sealed = sorted((n, row) for n, row in rows if row.state == SEALED)
-            pinned = self._evictor.pinned()
+            pinned = self._evictor.victims.pinned()
             for done, (number, row) in enumerate(sealed):
                 progress(done, len(sealed))
                 if end is not None and clock() >= end:
@@ -228,14 +228,14 @@ class Recompressor:
             row = self._c.index.read(lambda s: s.segment(step.segment), COMMIT_SECONDS)
             if row is None or row.state != SEALED or row.segment_id != step.segment_id:
                 return
-            if step.segment_id in self._evictor.pinned():  # meanwhile
+            if step.segment_id in self._evictor.victims.pinned():  # meanwhile
                 return
             target = _class_of(row)
             used.add(target)
             report.pages += self._copy(step, row.records, target, codec)
             report.segments += 1
             self._evictor.reclaimer.drop(step.segment, step.segment_id)
-            self._evictor.forget(step.segment_id)
+            self._evictor.victims.forget(step.segment_id)
 
     def _copy(self, step: RecompressStep, records: int, target: SegmentClass, codec: int) -> int:
         """Copy all that the index names of a segment; the source is not held any more on return.

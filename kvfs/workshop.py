@@ -38,7 +38,7 @@ class Workshop:
         self.appender = Appender(context, self.active, self.evictor.budget.stored)
         self.evictor.carrier = Carrier(context, self.appender)
         self.pins = Pins(context, self.active, self.evictor.carrier, self.evictor.make_room_locked)
-        self.evictor.pinned = self.pins.segments
+        self.evictor.victims.pinned = self.pins.segments
         self.purger = Purger(context, self.evictor, self.active, self.pins)
         self.listen()
 

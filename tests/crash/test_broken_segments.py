@@ -197,7 +197,7 @@ def test_a_table_that_could_not_be_read_once_is_judged_anew(store: kvfs.Store, f
     """It counted as a segment without pages for as long as nobody used it, and was dropped first."""
     names, evictor = fill(store, 3), store._core.evictor
     files.refused = lambda what, name: what == "open" and name in names
-    _, blind, _ = evictor.survey()
+    _, blind, _ = evictor.victims.survey()
     files.refused = lambda what, name: False
-    _, seen, _ = evictor.survey()
+    _, seen, _ = evictor.victims.survey()
     assert not any(summary.pieces.stamps for summary in blind) and all(summary.pieces.stamps for summary in seen)

@@ -31,6 +31,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "gc",
         "evictor",
         "survey",
+        "victims",
         "keeper",
         "verify",
         "rebuild",

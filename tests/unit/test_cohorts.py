@@ -184,7 +184,7 @@ def test_carried_records_keep_their_cohort(store: kvfs.Store) -> None:
     seal(store)
     evictor = store._core.evictor
     rows = store._core.c.index.read(lambda s: s.segments(), 1.0)
-    found = [evictor._survey.table(Candidate(n, row), False).cohorts.shapes for n, row in rows]
+    found = [evictor.victims._survey.table(Candidate(n, row), False).cohorts.shapes for n, row in rows]
     assert [[s.attempt for s in shapes] for shapes in found] == [[b"cohort 1"] * 2, [b"cohort 1"], [b"cohort 1"]]
     assert LAYERS * GROUP.heads == found[0][0].whole
 

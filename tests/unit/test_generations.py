@@ -72,7 +72,7 @@ def after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, meanwhile: Ca
 
 def test_an_eviction_spares_what_has_its_victims_number_now(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     evictor = store._core.evictor
-    after(monkeypatch, evictor, "_choose", lambda: rebuild(store))
+    after(monkeypatch, evictor.victims, "choose", lambda: rebuild(store))
     evictor._evict_one()
     assert there(store) == [True] * SEGMENTS
     assert evictor._evict_one()

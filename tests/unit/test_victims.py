@@ -1,0 +1,132 @@
+"""Victims of one look: taken in its order, and each only if it may still go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs import Quota, victims
+from kvfs.files import Files
+from kvfs.testing import FakeClock
+from kvfs.victims import LOOK_SECONDS
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+
+CHUNKS = 8
+PAGES = seeded(1, CHUNKS * TINY_BYTES)
+SEGMENTS = 12
+
+
+class Clock(FakeClock, Files):
+    """The real file system under a clock that is set by hand."""
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many segments each look was; one serves for a third of them."""
+    monkeypatch.setattr(victims, "SEGMENTS_PER_VICTIM", 3)
+    made, survey = list[int](), victims.Victims.survey
+
+    def counted(*args: Any, **how: Any) -> Any:
+        result = survey(*args, **how)
+        made.append(len(result[1]))
+        return result
+
+    monkeypatch.setattr(victims.Victims, "survey", counted)
+    return made
+
+
+@pytest.fixture
+def store(memory_path: Path, looks: list[int]) -> Iterator[kvfs.Store]:
+    quotas = {"kept": Quota(guaranteed_bytes=1 << 20)}
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="32MiB", segment_bytes="256KiB", quotas=quotas, files=Clock()) as made:
+        made._core.keeper.stop()
+        ns = made.namespace("m", tiny(), revision="r1")
+        for seed in range(SEGMENTS):
+            assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
+            made._core.active.finish_all()
+            clock(made).advance(1.0)
+        yield made
+
+
+def clock(store: kvfs.Store) -> Clock:
+    files = store._core.c.files
+    assert isinstance(files, Clock)
+    return files
+
+
+def left(store: kvfs.Store) -> list[int]:
+    ns = store.namespace("m", tiny(), revision="r1")
+    return [seed for seed in range(SEGMENTS) if restored(ns, tokens_of(seed, CHUNKS)) == PAGES]
+
+
+def evict(store: kvfs.Store, times: int) -> None:
+    for _ in range(times):
+        assert store._core.evictor._evict_one()
+
+
+def test_one_look_serves_for_a_share_of_the_segments_in_order(store: kvfs.Store, looks: list[int]) -> None:
+    evict(store, 4)
+    assert looks == [SEGMENTS]
+    evict(store, 1)
+    assert looks == [SEGMENTS, SEGMENTS - 4] and left(store) == list(range(5, SEGMENTS))
+
+
+def test_a_small_store_is_looked_at_for_each_victim(
+    store: kvfs.Store, looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(victims, "SEGMENTS_PER_VICTIM", 512)
+    evict(store, 3)
+    assert looks == [SEGMENTS, SEGMENTS - 1, SEGMENTS - 2]
+
+
+def test_a_look_is_good_for_a_moment_only(store: kvfs.Store, looks: list[int]) -> None:
+    evict(store, 1)
+    ns = store.namespace("m", tiny(), revision="r1")
+    assert restored(ns, tokens_of(1, CHUNKS)) == PAGES  # used now
+    clock(store).advance(LOOK_SECONDS)
+    evict(store, 1)
+    assert len(looks) == 2 and left(store) == [1, *range(3, SEGMENTS)]
+
+
+def test_what_was_pinned_or_is_held_since_the_look_stays(store: kvfs.Store, looks: list[int]) -> None:
+    ns = store.namespace("m", tiny(), revision="r1")
+    evict(store, 1)
+    store.pin("one", ns, tokens_of(1, CHUNKS))
+    with ns.match(tokens_of(2, CHUNKS)) as held:
+        assert held.tokens
+        evict(store, 2)
+        assert len(looks) == 2
+    assert left(store) == [1, 2, *range(4, SEGMENTS)]
+    assert store.verify().ok
+
+
+def test_what_was_purged_or_carried_since_the_look_is_no_victim(store: kvfs.Store, looks: list[int]) -> None:
+    evict(store, 1)
+    ns = store.namespace("m", tiny(), revision="r1")
+    assert store.purge(ns, prefix=tokens_of(1, CHUNKS)).pages == CHUNKS
+    evict(store, 1)
+    assert len(looks) == 2 and left(store) == list(range(3, SEGMENTS))
+    assert ns.put(tokens_of(1, CHUNKS), PAGES).stored == CHUNKS
+
+
+def test_what_a_quota_was_promised_since_the_look_stays(memory_path: Path, looks: list[int]) -> None:
+    quotas = {"m": Quota(guaranteed_bytes=1 << 20)}
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="32MiB", segment_bytes="256KiB", quotas=quotas, files=Clock()) as store:
+        store._core.keeper.stop()
+        ns = store.namespace("m", tiny(), revision="r1")
+        for seed in range(SEGMENTS):
+            assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
+            store._core.active.finish_all()
+            clock(store).advance(1.0)
+        promised = 2 * store._core.c.index.read(lambda s: s.segments(), 2.0)[0][1].allocated
+        store._core.c.settings.quotas["m"] = Quota(guaranteed_bytes=promised)  # type: ignore[index]
+        while store._core.evictor._evict_one():
+            pass
+        assert left(store) == [SEGMENTS - 2, SEGMENTS - 1]
+        assert len(looks) < SEGMENTS - 2
