@@ -159,6 +159,11 @@ class DictTxn:
     def delete(self, key: bytes, *, db: str) -> None:
         self.dbs.get(db, {}).pop(key, None)
 
+    def stat(self, db: str) -> dict[str, int]:
+        rows = self.dbs.get(db, {})
+        nbytes = sum(len(key) + len(value) for key, value in rows.items())
+        return {"entries": len(rows), "branch_pages": 0, "leaf_pages": -(-nbytes // 4096), "overflow_pages": 0}
+
     @contextmanager
     def cursor(self, *, db: str) -> Iterator[DictCursor]:
         yield DictCursor(self.dbs.get(db, {}))
