@@ -1,7 +1,7 @@
 """The index of somebody who may only read: the store's while there is one to trust, else one outside the store.
 
 The latter does not learn of what others store and purge. So the store's takes its place as soon as it may be trusted,
-and it is built anew after a purge.
+and it is built anew after a purge, or an error of LMDB.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Guest:
         if seen != self._distrusted and self._go_back():
             return
         self._distrusted = seen
-        if self._obeys != self._c.marks.version():
+        if self._obeys != self._c.marks.version() or self._c.index.is_missing(COMMIT_SECONDS):
             self.open_own()
 
     def _leave_missing(self) -> None:

@@ -142,7 +142,8 @@ class Index:
                 self._gate.release()
 
     def _in_transaction(self, function: Callable[[Session], T], write: bool) -> T:
-        assert self._env is not None and self._tables is not None
+        if self._env is None or self._tables is None:  # a private index, closed meanwhile or given up after an error
+            raise IndexUnavailableError("closed" if self._closed else "rebuilding")
         now_s = self._files.now_us() // 1_000_000
         try:
             with self._env.begin(write=write) as txn:

@@ -406,6 +406,20 @@ def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pyt
         assert found(space(reader), 1) == 0
 
 
+def test_a_reader_whose_own_index_was_closed_or_given_up_misses(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+    (path / "index" / "CURRENT").unlink()
+    with kvfs.open(path, read_only=True) as reader:
+        reader._core.keeper.stop()
+        ns, index = space(reader), reader._core.c.index
+        index._worker.call(index._close_environment, 5.0)  # as between a lookup's first and second step, or by an error
+        assert not restored(ns, tokens_of(1, CHUNKS))
+        assert reader._core.c.counters.snapshot()["lookup_unavailable_rebuilding"] == 1
+        reader._core._guest.follow()
+        assert found(ns, 1) == CHUNKS and reader._core.c.index is not index
+
+
 def test_a_store_from_before_there_were_marks_opens(path: Path) -> None:
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
