@@ -38,9 +38,8 @@ class Guest:
             self._leave_missing()
             return
         seen = trust_version(self._c.directory)
-        if seen != self._distrusted and self._go_back():
+        if seen != self._distrusted and self._go_back(seen):
             return
-        self._distrusted = seen
         if self._obeys != self._c.marks.version() or self._c.index.is_missing(COMMIT_SECONDS):
             self.open_own()
 
@@ -54,15 +53,15 @@ class Guest:
         else:
             self._missing_since = min(self._missing_since, now)
 
-    def _go_back(self) -> bool:
-        """To the store's index, if that may be trusted."""
+    def _go_back(self, seen: object) -> bool:
+        """To the store's index, if that may be trusted; ``seen``: its version."""
         shared = Index(self._c.directory, self._c.settings.index_bytes)
         try:
             shared.read(lambda session: None, COMMIT_SECONDS)
         except IndexUnavailableError as exc:
             shared.close()
-            if str(exc) == "timeout":  # that says nothing
-                raise
+            if str(exc) == "rebuilding":  # no time, or no descriptor, says nothing about it
+                self._distrusted = seen
             return False
         old, self._c.index, self._obeys = self._c.index, shared, None
         old.close()

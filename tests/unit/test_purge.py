@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import random
@@ -404,6 +405,31 @@ def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pyt
         reader._core._guest.follow()
         assert reader._core.c.index is not index
         assert found(space(reader), 1) == 0
+
+
+def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+    (path / "index" / "CURRENT").unlink()
+    files = Files()
+    with kvfs.open(path, read_only=True, files=files) as reader:
+        reader._core.keeper.stop()
+        with another_process(path) as writer:
+            assert writer("put(space(store), 2)") == "None"
+
+        def fail(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
+            if name == "users":
+                raise OSError(errno.EMFILE, "Too many open files")
+            return Files.open(files, name, flags, mode, **where)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "open", fail)
+            reader._core._guest.follow()
+        assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, 0]
+        reader._core._guest.follow()
+        assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, CHUNKS]
 
 
 def test_a_reader_whose_own_index_was_closed_or_given_up_misses(path: Path) -> None:
