@@ -123,7 +123,7 @@ class Core:
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
         else:
             self.c = context
-        self._guest = Guest(self.c, lambda: self.work().private_index())
+        self._guest = Guest(self.c, lambda: self.work().private_index(lambda: self._closing))
 
     # -- what reads, writes and evicts -------------------------------------------------------
 

@@ -62,11 +62,11 @@ class Workshop:
         alone = not c.liveness.others() and not self.active.active_numbers()
         return rebuild(c.directory, c.index, c.settings, c.store_id, alone=alone, cancelled=cancelled)
 
-    def private_index(self) -> Index:
-        """An index outside the store."""
+    def private_index(self, cancelled: Callable[[], bool]) -> Index:
+        """An index outside the store; IndexUnavailableError when ``cancelled`` says so meanwhile."""
         c, folder = self._c, tempfile.mkdtemp(prefix="kvfs-index-")
         try:
-            build(c.directory, folder, c.settings, c.store_id, alone=False)
+            build(c.directory, folder, c.settings, c.store_id, alone=False, cancelled=cancelled)
             index = Index(c.directory, c.settings.index_bytes, private_path=folder)
             index.open_private()
         except lmdb.Error as exc:  # no room for it, say

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -394,7 +395,7 @@ def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pyt
         (path / "index" / "CURRENT").unlink()  # nor is the one that they left to be trusted
         private_index = reader._core.work().private_index
 
-        def fail() -> None:
+        def fail(cancelled: Callable[[], bool]) -> None:
             monkeypatch.setattr(reader._core.work(), "private_index", private_index)
             raise OSError(28, "No space left on device")
 
@@ -430,6 +431,30 @@ def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, 0]
         reader._core._guest.follow()
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, CHUNKS]
+
+
+def test_a_reader_that_is_closed_while_it_builds_an_index_of_its_own_ends_that(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        put(space(store), 1)
+    (path / "index" / "CURRENT").unlink()
+    files, begun = Files(), threading.Event()
+    reader = kvfs.open(path, read_only=True, files=files)
+    core, index = reader._core, reader._core.c.index
+    monkeypatch.setattr(core.c.marks, "version", lambda: (1,))  # as after a purge: the index is built anew
+
+    def slow(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
+        if name.endswith(".kvs"):
+            begun.set()
+            while not core._closing:
+                time.sleep(0.01)
+        return Files.open(files, name, flags, mode, **where)
+
+    monkeypatch.setattr(files, "open", slow)
+    assert begun.wait(20)  # the reader's own thread looks once a second
+    reader.close()
+    assert core.c.index is index and core.c.counters.snapshot()["chore_follow_failed"] == 1
 
 
 def test_a_reader_whose_own_index_was_closed_or_given_up_misses(path: Path) -> None:
