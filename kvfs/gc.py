@@ -43,6 +43,7 @@ class Reclaimer:
         self._sweeping = threading.Lock()
         self._sweep_at: bytes | None = None
         self._sweep_dropped = 0
+        self._sweep_generation = ""
         self._failures = 0  # segments doomed one after the other that could not be removed
 
     @property
@@ -145,21 +146,26 @@ class Reclaimer:
             return all(self._sweep_slice(pack) for _ in range(slices))
 
     def _sweep_slice(self, pack: bool) -> bool:
-        if self._sweep_at is None:
-            dropped = self._c.index.read(lambda s: s.ledger().dropped, COMMIT_SECONDS)
+        dropped, generation = self._c.index.read(lambda s: (s.ledger().dropped, s.generation), COMMIT_SECONDS)
+        if self._sweep_at is None or self._sweep_generation != generation:  # of another index nothing was swept here
+            self._sweep_at = None
             if not dropped:
                 return False
-            self._sweep_at, self._sweep_dropped = b"\0", dropped
+            self._sweep_at, self._sweep_dropped, self._sweep_generation = b"\0", dropped, generation
         clean = partial(self._clean, start=self._sweep_at, pack=pack)
         following, changed = self._c.index.write(clean, COMMIT_SECONDS)
         self._c.counters.add("rows_swept", changed)
         if following is None:
-            self._c.index.write(partial(Session.swept, dropped=self._sweep_dropped), COMMIT_SECONDS)
+            self._c.index.write(self._swept, COMMIT_SECONDS)
         self._sweep_at = following
         if following is None:
             with contextlib.suppress(IndexUnavailableError):  # the next round does it; this one has made its room
                 forget_namespaces(self._c)
         return True
+
+    def _swept(self, session: Session) -> None:
+        if session.generation == self._sweep_generation:
+            session.swept(self._sweep_dropped)
 
     def _clean(self, session: Session, start: bytes, pack: bool) -> tuple[bytes | None, int]:
         """LMDB copies each leaf that changes, and has the old ones back two commits later: a small index that is

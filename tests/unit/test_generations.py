@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs import gc as kvfs_gc
 from kvfs.errors import StoreLockedError
 from kvfs.format import CODEC_PLANES
 from kvfs.index import environment
+from kvfs.index.rows import parse_row
+from kvfs.index.session import Session
 from kvfs.index.worker import GRACE_SECONDS
 from kvfs.layout import Cell, Group, Need
 from kvfs.lookup import Prompt
@@ -196,3 +199,21 @@ def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: p
     current = (Path(store.path) / "index" / "CURRENT").read_text()
     assert (Path(store.path) / "index" / current / "data.mdb").exists()
     assert (Path(store.path) / "index" / current / "users").exists()
+
+
+def test_a_sweep_begins_anew_in_a_new_index(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvfs_gc, "SWEEP_ROWS", 1)
+    index, reclaimer = store._core.c.index, store._core.evictor.reclaimer
+
+    def first_segment(session: Session) -> int:
+        with session.txn.cursor(db=session.db.pages) as cursor:
+            row = parse_row(*next(iter(cursor)))
+        assert row is not None
+        return row.extents[0].segment
+
+    assert reclaimer.drop(index.read(lambda s: s.segments(), 2.0)[0][0])
+    assert reclaimer.sweep_step(1)  # one row of four
+    rebuild(store)
+    assert reclaimer.drop(index.read(first_segment, 2.0))
+    reclaimer.sweep_all()
+    assert index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == SEGMENTS - 2
