@@ -331,6 +331,7 @@ class Importer:
 
         def reserve(session: Session) -> int:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
+            session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())
             allocated = max(writer.allocated, fmt.align(writer.tail + need))
             space.reserve(session, writer.number, row, allocated, writer.records + count + 8, limits)
             return allocated
@@ -355,7 +356,7 @@ class Importer:
 
         def commit(session: Session) -> Named:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
-            session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())
+            session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())  # see ``writer``
             stored = publish(session, key, leaves, named)
             session.add_contents(writer.number, digest, *stored)
             expires = max(row.expires, first.entry.expires) if first.entry.expires else row.expires

@@ -189,7 +189,8 @@ class Appender:
                 skipped += claims.skipped
                 in_flight += claims.in_flight
             allocated = writer.allocated
-            if targets:
+            if targets:  # known before its bytes lie anywhere: who wants them gone names it, whatever comes of this
+                session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
                 end = writer.tail + writer.need(job.identity.digest, job.descriptor, size, leaf_bytes, len(targets))
                 if end > allocated:
                     step = max(end, allocated + segment_bytes // STEP)
@@ -223,6 +224,7 @@ class Appender:
 
         def transact(session: Session) -> int:
             row = space.own_segment(session, writer.number, self._c.owner, generation)
+            # again: it had no page, and may have been forgotten
             session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
             count, stored_bytes = publish(session, job.row_key, job.group.leaves(job.part), named)
             session.add_contents(writer.number, job.identity.digest, count, stored_bytes)

@@ -67,6 +67,17 @@ def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.
     assert store.verify().ok
 
 
+def test_a_namespace_is_known_before_its_bytes_lie_anywhere(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuild may bring back what a dead writer had appended: whoever wants it gone must be able to name it."""
+
+    def die(*args: Any, **how: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("kvfs.segment.SegmentWriter.append", die)
+    assert space_of(store, 1).put(tokens_of(1, CHUNKS), PAGES).declined == CHUNKS
+    assert [d.name for d in store.catalog.described()] == ["m"]
+
+
 def test_a_purged_namespace_is_no_longer_listed(store: kvfs.Store) -> None:
     other = store.namespace("n", tiny(), revision="r1")
     other.put(tokens_of(1, CHUNKS), PAGES)
