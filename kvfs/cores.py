@@ -34,7 +34,7 @@ def enter(
         with _LOCK:
             key = _key(path)
             core, leaving = _CORES.get(key), _LEAVING.get(key)
-            forgotten = core is not None and len(core.abandoned) >= core.users
+            forgotten = core is not None and 0 < core.users <= len(core.abandoned)
             if leaving is None and not forgotten:
                 return _enter(key, path, read_only, verify, threads, files, declines, looks)
         if leaving is None:

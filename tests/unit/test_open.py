@@ -36,6 +36,7 @@ from kvfs import (
     StoreLockedError,
     StoreNotFoundError,
     StoreReadOnlyError,
+    cores,
 )
 from kvfs.config import make_settings, parse_duration, parse_size, parse_toml, to_toml
 from kvfs.directory import _canonical
@@ -865,3 +866,27 @@ def test_a_forgotten_reader_does_not_keep_a_writer_out(tmp_path: Path) -> None:
     del reader
     with kvfs.open(tmp_path / "store") as writer:
         assert not writer.read_only
+
+
+def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvfs.open(tmp_path / "store", capacity="16MiB").close()
+    real, struck = cores.Core.work, list[None]()
+
+    def work(core: cores.Core) -> Any:
+        if core in cores._CORES.values() and not struck:  # it is made, and has no user yet
+            struck.append(None)
+            raise KeyboardInterrupt
+        return real(core)
+
+    monkeypatch.setattr(cores.Core, "work", work)
+    with pytest.raises(KeyboardInterrupt):
+        kvfs.open(tmp_path / "store")
+    opened: list[kvfs.Store] = []
+    opening = threading.Thread(target=lambda: opened.append(kvfs.open(tmp_path / "store")), daemon=True)
+    opening.start()
+    opening.join(20.0)
+    assert opened, "it waits for nothing"
+    opened[0].close()
+    assert not cores._CORES
