@@ -120,6 +120,7 @@ class Core:
             Tallies(directory, liveness), self._declines,
         )  # fmt: skip
         if again:
+            context.tallies.muted = self.c.tallies.muted
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
         else:
             self.c = context

@@ -63,6 +63,7 @@ def _enter(
     if core is None:
         core = _CORES[key] = Core(path, read_only, verify, threads, files, declines, looks=looks)
         core.on_abandoned = _settle
+        core.c.tallies.muted = looks
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
     elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
@@ -71,6 +72,7 @@ def _enter(
             "all stores of one directory in a process share these; leave them out or close the other one"
         )
     if not looks:
+        core.c.tallies.muted = False  # who looks beside somebody who serves does not silence him
         core.work()
     core.users += 1
     return core

@@ -92,7 +92,6 @@ def open_store(
     directories.check_filesystem(where)
     declines = "read-only" if forced else ""
     shared = cores.enter(where, read_only, policy, threads, files, declines, looks=not counted)
-    shared.c.tallies.muted = not counted
     return Store(shared)
 
 

@@ -146,6 +146,25 @@ def test_a_process_that_only_looks_is_not_counted(path: Path) -> None:
     assert total(path) == {}
 
 
+@pytest.mark.parametrize("counted_first", [True, False])
+def test_who_looks_in_a_process_that_serves_does_not_silence_it(path: Path, counted_first: bool) -> None:
+    with kvfs.open(path, counted=counted_first) as one, kvfs.open(path, counted=not counted_first):
+        one.namespace("alpha", tiny(), "9213176").put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
+    with kvfs.open(path, counted=False) as store:
+        assert store.stats()["totals"]["pages_stored"] == 4
+
+
+def test_a_child_of_a_process_that_only_looks_is_not_counted(path: Path) -> None:
+    def look() -> dict[str, Any]:
+        store.namespace("alpha", tiny(), "9213176").match(tokens_of(1, 4)).close()
+        store.close()
+        return {}
+
+    with kvfs.open(path, counted=False) as store:
+        run_child(look)
+    assert total(path) == {}
+
+
 @pytest.mark.parametrize("end", ["close", "forget"])
 def test_what_is_said_after_the_end_reaches_nobodys_file(path: Path, tmp_path: Path, end: str) -> None:
     directory = Directory(str(path), Files(), read_only=False)
