@@ -57,10 +57,6 @@ class Identity:
             )
         if not isinstance(self.rope, Mapping) or not isinstance(self.extra, Mapping):
             raise ConfigError("rope and extra must map names to plain JSON data")
-        try:
-            self.salt.encode()
-        except UnicodeEncodeError as exc:
-            raise ConfigError(f"salt is no Unicode text ({exc.reason}): decode it as UTF-8 first") from None
         if type(self.epoch) is not int or not 0 <= self.epoch < 2**63:
             raise ConfigError(f"epoch is {self.epoch!r}: pass a count of weight changes, 0 or more")
         packed = self.descriptor_bytes()
@@ -92,7 +88,11 @@ class Identity:
 
 def salt_digest(salt: str) -> str:
     """What a store may show of a salt."""
-    return hashlib.blake2b(b"kvfs salt 1\n" + salt.encode(), digest_size=16).hexdigest() if salt else ""
+    try:
+        secret = salt.encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"salt is no Unicode text ({exc.reason}): decode it as UTF-8 first") from None
+    return hashlib.blake2b(b"kvfs salt 1\n" + secret, digest_size=16).hexdigest() if secret else ""
 
 
 def digest_of(descriptor: bytes) -> bytes:

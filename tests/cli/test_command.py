@@ -288,6 +288,11 @@ def test_a_salted_namespace_needs_its_salt(store_path: Path, tmp_path: Path) -> 
     assert json.loads(done.stdout)["pages"] == 4
 
 
+def test_a_salt_that_is_no_text_is_a_mistake_of_usage(store: Path) -> None:
+    done = called("-C", str(store), "rm", "--tenant", "-y", KVFS_SALT="\udcff")
+    assert done.returncode == 2 and "no Unicode text" in done.stderr
+
+
 def test_config_keeps_comments_and_refuses_what_would_not_hold(store: Path) -> None:
     settings = store / "kvfs.toml"
     settings.write_text('# ours\ncapacity = "64MiB"  # for now\n\n[quota."a b"]  # theirs\ncap = 1000\n')
