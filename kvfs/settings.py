@@ -115,15 +115,19 @@ def read(path: str, files: Files) -> list[Setting]:
 
 def change(path: str, key: str, value: str, files: Files) -> Settings:
     """Set one setting and replace the file atomically; ConfigError or NoSpaceError if the result would not hold."""
+    try:
+        f"{key}{value}".encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"setting {key!r} to {value!r}: that is no Unicode text") from None
     section, name = _locate(key)
     directory = Directory(path, files, read_only=False)
     with contextlib.closing(directory), explained(path):
         directory.store_id()
         with _locked(directory):
             before = _read(directory)
+            old = config.parse_toml(before, f"{path}/{NAME}")
             text = set_value(before.decode("utf-8"), section, name, _literal(name, value))
             settings = config.parse_toml(text.encode(), f"{key} = {value}")
-            old = config.parse_toml(before, f"{path}/{NAME}")
             if settings.mode != old.mode:
                 modes.check(path, settings, files)
             if settings.index_bytes != old.index_bytes and any(alive for _, alive in census(directory)):

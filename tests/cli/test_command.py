@@ -312,6 +312,17 @@ def test_config_keeps_comments_and_refuses_what_would_not_hold(store: Path) -> N
     assert done.returncode == 2 and "half the capacity" in done.stderr and settings.read_bytes() == before
 
 
+@pytest.mark.parametrize("key", ["sync", "quota.a\udcff.cap"])
+def test_settings_that_are_no_text_are_named_in_one_line(store: Path, key: str) -> None:
+    settings = store / "kvfs.toml"
+    if key == "sync":
+        settings.write_bytes(settings.read_bytes() + b"# caf\xe9\n")
+    before = settings.read_bytes()
+    done = called("-C", str(store), "config", "set", key, "batch" if key == "sync" else "1MiB")
+    assert done.returncode == 2 and "this is a bug" not in done.stderr, done.stderr
+    assert settings.read_bytes() == before
+
+
 def test_index_bytes_cannot_change_under_a_user(store: Path) -> None:
     with kvfs.open(store):
         assert called("-C", str(store), "config", "set", "index_bytes", "8MiB").returncode == 11
