@@ -13,6 +13,7 @@ from kvfs.cli import text
 from kvfs.cli.app import App, common, complete_namespaces
 
 _FILTER = re.compile(r"\s*([a-z_]+)\s*(<=|>=|=|<|>)\s*(.+?)\s*\Z")
+_NUMBER = re.compile(r"[0-9]{1,30}\Z")
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq,
 }  # fmt: skip
@@ -156,7 +157,7 @@ def _test(expression: str) -> Callable[[Item], bool]:
         wanted: float = parse_duration(value, "accessed")
     elif key == "size":
         wanted = parse_size(value, "size")
-    elif value.isdigit():
+    elif _NUMBER.match(value):
         wanted = int(value)
     else:
         raise ConfigError(f"filter is {expression!r}: {key} is a number")

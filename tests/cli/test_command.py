@@ -82,6 +82,8 @@ def no_settings(path: Path) -> None:
         (2, ("nonsense",), None),
         (2, ("ls", "--nonsense"), None),
         (2, ("ls", "--filter", "x"), None),
+        (2, ("ls", "--filter", "pages>²"), None),
+        (2, ("ls", "--filter", "pages>" + 5000 * "9"), None),
         (2, ("ls", "--sort", "x"), None),
         (2, ("match", "/nonexistent"), None),
         (2, ("config", "set", "capacity", "lots"), None),
