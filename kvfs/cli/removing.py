@@ -45,8 +45,11 @@ def rm_command(
         infos = {i.digest: i for i in store.catalog.namespaces()}
         if ids is not None:
             ns = app.namespace(store, ref)
-            with ns.match(ids) as match:
-                pages, nbytes = len(match.pages), match.nbytes
+            prompt_pages = ns.prompt(ids)  # not a match: that ends at a gap, and of windows has the last pages only
+            prompt_pages.look()
+            stored = {name: bits.bit_count() for name, bits in prompt_pages.stored.items()}
+            pages = sum(stored.values())
+            nbytes = sum(n * ns.layout.group(name).page_bytes for name, n in stored.items())
             what = [f"{text.count(pages)} pages of {prompt} ({text.size(nbytes)})"]
         else:
             if tenant:

@@ -290,6 +290,20 @@ def test_a_salted_namespace_needs_its_salt(store_path: Path, tmp_path: Path) -> 
     assert json.loads(done.stdout)["pages"] == 4
 
 
+def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, tmp_path: Path) -> None:
+    """Of a window a match has the last pages only; all of them go."""
+    full = kvfs.PageLayout.kv(layers=[0], kv_heads=1, head_dim=16, dtype="bfloat16", page_tokens=16)
+    window = kvfs.PageLayout.kv(layers=[1], kv_heads=1, head_dim=16, dtype="bfloat16", page_tokens=16, window=16)
+    layout = kvfs.PageLayout.of([*full.groups, *window.groups], 16)
+    with kvfs.open(store_path, capacity="64MiB") as s:
+        pages = {g.name: bytes(20 * g.page_bytes) for g in layout.groups}
+        assert s.namespace("hybrid", layout, "1").put(list(range(320)), pages).stored == 40
+    (tmp_path / "p.ids").write_text(" ".join(map(str, range(320))))
+    remove = ("-C", str(store_path), "--json", "rm", "--prompt", str(tmp_path / "p.ids"), "-n", "hybrid")
+    would, did = (json.loads(called(*remove, how).stdout) for how in ("--dry-run", "--yes"))
+    assert would["pages"] == did["pages"] == 40 and would["bytes"] == 20 * layout.page_bytes
+
+
 def test_a_salt_that_is_no_text_is_a_mistake_of_usage(store: Path) -> None:
     done = called("-C", str(store), "rm", "--tenant", "-y", KVFS_SALT="\udcff")
     assert done.returncode == 2 and "no Unicode text" in done.stderr
