@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # 10 no store, 11 locked, 12 format, 14 no space, 90 corrupt: ``kvfs.errors`` has them.
 EXIT_FAILED, EXIT_USAGE, EXIT_PROBLEMS, EXIT_INTERRUPTED = 1, 2, 3, 130
 REBUILD_SECONDS = 3600.0
+SILENT_SECONDS = 30.0  # somebody holds it and is stopped, or waits for a disk
 
 
 class App:
@@ -56,7 +58,7 @@ class App:
             raise self.no_store() from None
         if not store.wait_ready(0.0):
             self.out.draw("the index is being rebuilt from the segments ...")
-            if not store.wait_ready(REBUILD_SECONDS):
+            if not _rebuilt(store):
                 raise StoreLockedError(f"{self.path}: the index does not answer; kvfs doctor says who holds it")
             self.out.clear()
         return store
@@ -103,6 +105,18 @@ class App:
         else:
             described = store.catalog.find(ref)
         return store.namespace(**identity_of(described, os.environ.get("KVFS_SALT", "")))
+
+
+def _rebuilt(store: Store) -> bool:
+    """Wait for an index that is being built; for one that is there and does not answer much shorter."""
+    end, silent = time.monotonic() + REBUILD_SECONDS, time.monotonic() + SILENT_SECONDS
+    while not store.wait_ready(1.0):
+        now = time.monotonic()
+        if store.stats()["index"]["state"] == "rebuilding":
+            silent = now + SILENT_SECONDS
+        if now >= min(end, silent):
+            return False
+    return True
 
 
 def default_path() -> str:

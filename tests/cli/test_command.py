@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -302,6 +303,21 @@ def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, t
     remove = ("-C", str(store_path), "--json", "rm", "--prompt", str(tmp_path / "p.ids"), "-n", "hybrid")
     would, did = (json.loads(called(*remove, how).stdout) for how in ("--dry-run", "--yes"))
     assert would["pages"] == did["pages"] == 40 and would["bytes"] == 20 * layout.page_bytes
+
+
+def test_an_index_that_somebody_holds_is_not_waited_for_like_a_rebuild(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.cli.app.SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("kvfs.cli.app.REBUILD_SECONDS", 20.0)
+    waited = list[float]()
+    wait_ready = kvfs.Store.wait_ready
+    monkeypatch.setattr(kvfs.Store, "wait_ready", lambda s, t: (waited.append(t), wait_ready(s, t))[1])
+    with (store / "gate").open("rb") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        done = called("-C", str(store), "ls")
+    assert done.returncode == 11 and "does not answer" in done.stderr, done.stderr
+    assert sum(waited) < 20.0, "it waited as for a rebuild"
 
 
 def test_a_salt_that_is_no_text_is_a_mistake_of_usage(store: Path) -> None:
