@@ -200,7 +200,7 @@ MUTATIONS = (
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "evict pinned pages", "kvfs/evictor.py",
+        "evict pinned pages", "kvfs/victims.py",
         "if row.state == DOOMED or row.segment_id in pinned:", "if row.state == DOOMED:",
         ("tests/golden/test_golden.py::test_a_pin_of_format_1_protects_its_pages",),
     ),

@@ -98,6 +98,7 @@ def namespace_table(infos: Iterable[NamespaceInfo], now_us: int) -> list[str]:
 
 def _store(app: App, store: Store) -> None:
     from kvfs.directory import Directory
+    from kvfs.errors import StoreLockedError
     from kvfs.files import Files
     from kvfs.liveness import census
 
@@ -107,6 +108,8 @@ def _store(app: App, store: Store) -> None:
         users = sum(alive for _, alive in census(directory)) - (not store.read_only)
     finally:
         directory.close()
+    if "used_bytes" not in stats:
+        raise StoreLockedError(f"{store.path}: the index does not answer; kvfs doctor says who holds it")
     used = stats["used_bytes"] + store.settings.index_bytes
     pins = len(store.pins())
     data = {
@@ -136,9 +139,10 @@ def _store(app: App, store: Store) -> None:
 
 
 def _namespace(app: App, catalog: Catalog, described: Described) -> None:
+    from kvfs.catalog import NamespaceInfo
     from kvfs.files import Files
 
-    info = next(i for i in catalog.namespaces() if i.digest == described.digest)
+    info = next((i for i in catalog.namespaces() if i.digest == described.digest), NamespaceInfo(described))
     body = described.body
     groups: list[dict[str, Any]] = [
         {"name": g.name, "layers": len(g.layers), "heads": g.heads, "cell": g.cell.encoding, "need": g.need.kind,

@@ -32,6 +32,7 @@ def rm_command(
 
     Refused while a pin protects some of it. Bytes leave the disk with their segments.
     """
+    from kvfs.catalog import NamespaceInfo
     from kvfs.errors import ConfigError
     from kvfs.identity import salt_digest
 
@@ -55,7 +56,8 @@ def rm_command(
             if tenant:
                 chosen = [i for i in infos.values() if i.described.salt == salt_digest(salt)]
             else:
-                chosen = [infos[d.digest] for d in map(store.catalog.find, dict.fromkeys(namespaces))]
+                found = map(store.catalog.find, dict.fromkeys(namespaces))
+                chosen = [infos.get(d.digest) or NamespaceInfo(d) for d in found]
             chosen = [i for i in chosen if i.pages or not tenant]
             pages, nbytes = sum(i.pages for i in chosen), sum(i.nbytes for i in chosen)
             what = [f"{i.label} ({text.count(i.pages)} pages, {text.size(i.nbytes)})" for i in chosen]
