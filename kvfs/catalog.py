@@ -151,10 +151,11 @@ class Catalog:
             for info in missing.values():
                 info.last_used_us = max(info.last_used_us, min(now, st.st_mtime_ns // 1000))
 
-    def find(self, ref: str) -> Described:
-        """The namespace that ``ref`` names: name, name@revision (its beginning), or 6 digits of the digest or more."""
+    def find(self, ref: str, known: Sequence[Described] | None = None) -> Described:
+        """The namespace that ``ref`` names: name, name@revision (its beginning), or 6 digits of the digest or more.
+        ``known``: all of them, if they have been read."""
         name, _, revision = ref.rpartition("@") if "@" in ref else (ref, "", "")
-        known = self.described()
+        known = self.described() if known is None else known
         found = [d for d in known if d.name == ref]
         found = found or [d for d in known if name and d.name == name and d.revision.startswith(revision)]
         if not found and _is_short(ref):
@@ -183,28 +184,28 @@ class Catalog:
 
     def find_pages(self, ref: str) -> list[PageInfo]:
         """Records of the page whose chunk hash begins with ``ref``; ConfigError if that is true of several pages."""
-        if not _is_short(ref):
-            return []
-        pages: list[PageInfo] = []
-        names: set[bytes] = set()
-        wanted = bytes.fromhex(ref[: len(ref) // 2 * 2])
+        return self.find_all_pages([ref])[ref]
+
+    def find_all_pages(self, refs: Sequence[str]) -> dict[str, list[PageInfo]]:
+        """``find_pages`` of each, in one walk."""
+        pages: dict[str, list[PageInfo]] = {ref: [] for ref in refs}
+        short = set(filter(_is_short, refs))
+        lengths = sorted(set(map(len, short)))
+        only = bytes.fromhex(refs[0][: len(refs[0]) // 2 * 2]) if len(refs) == len(short) == 1 else b""
         with Records(self._c) as records:
-            for key, value, segments in Walk(self._c).hashes():
-                if wanted not in value:
-                    continue
-                row = parse_row(key, value)
+            for key, value, segments in Walk(self._c).hashes() if short else ():
+                row = parse_row(key, value) if only in value else None
                 for _, place in row.places() if row is not None else ():
-                    if place.flags or place.segment not in segments or not place.chunk_hash.hex().startswith(ref):
-                        continue
-                    names.add(place.chunk_hash)
-                    segment_id = segments[place.segment]
-                    located = records.locate(segment_id, place.seq)
-                    stamps = records.stamps(segment_id)
-                    used = stamps[place.seq] if place.seq < len(stamps) else 0
-                    used = used or (located.entry.written_us if located is not None else 0)
-                    pages.append(PageInfo(place.chunk_hash, place, segment_id, located, used))
-        if len(names) > 1:
-            raise ConfigError(_ambiguous(ref, "pages", sorted(n.hex()[:16] for n in names)))
+                    digits = place.chunk_hash.hex()
+                    named = [digits[:n] for n in lengths if digits[:n] in short]
+                    if named and not place.flags and place.segment in segments:
+                        page = _page_info(records, place, segments[place.segment])
+                        for ref in named:
+                            pages[ref].append(page)
+        for ref, found in pages.items():
+            names = {page.chunk_hash.hex()[:16] for page in found}
+            if len(names) > 1:
+                raise ConfigError(_ambiguous(ref, "pages", sorted(names)))
         return pages
 
     def hashes_of_prefix(self, ref: str) -> tuple[Described, list[bytes]]:
@@ -252,6 +253,13 @@ def identity_of(described: Described, salt: str = "") -> dict[str, Any]:
     if Identity(**arguments).digest != described.digest:
         raise KvfsError(f"namespace {described.name} was written in a way that this version cannot name")
     return arguments
+
+
+def _page_info(records: Records, place: Place, segment_id: bytes) -> PageInfo:
+    located, stamps = records.locate(segment_id, place.seq), records.stamps(segment_id)
+    used = stamps[place.seq] if place.seq < len(stamps) else 0
+    used = used or (located.entry.written_us if located is not None else 0)
+    return PageInfo(place.chunk_hash, place, segment_id, located, used)
 
 
 def _contents(session: Session, after: bytes) -> tuple[list[Contents], bytes | None]:

@@ -68,10 +68,8 @@ class Warmer:
 
     def of_prefixes(self, ids: Sequence[str]) -> list[Range]:
         """What the requests used last that used these pages (digits of their hashes) last."""
-        catalog = Catalog(self._c)
         keys = set()
-        for ref in ids:
-            pages = catalog.find_pages(ref.lower())
+        for ref, pages in Catalog(self._c).find_all_pages([ref.lower() for ref in ids]).items() if ids else ():
             if not pages:
                 raise NotFoundError(
                     f"nothing here answers to {ref!r}: give a namespace, or an id from kvfs ls NAMESPACE"

@@ -98,9 +98,11 @@ def _sort_out(store: Store, names: list[str]) -> tuple[list[str], list[str]]:
     from kvfs.catalog import NotFoundError
 
     spaces, prefixes = [], []
+    catalog = store.catalog
+    known = catalog.described() if names else ()
     for name in names:
         try:
-            store.catalog.find(name)
+            catalog.find(name, known)
             spaces.append(name)
         except NotFoundError:
             prefixes.append(name)

@@ -140,6 +140,25 @@ def test_a_page_is_found_by_digits_of_its_hash(store: kvfs.Store) -> None:
     assert store.catalog.find_pages("00") == []
 
 
+def test_any_number_of_pages_is_found_in_one_walk(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    alpha = store.namespace("alpha", tiny(), "1a")
+    for seed in range(8):
+        put(alpha, seed, 40)
+    ids = [p.last_hash.hex()[: 6 + 2 * n] for n, p in enumerate(store.catalog.prefixes(store.catalog.find("alpha"))[0])]
+    each = {ref: store.catalog.find_pages(ref) for ref in ids}
+    walks, hashes = list[object](), Walk.hashes
+
+    def counted(walk: Walk) -> object:
+        walks.append(walk)
+        return hashes(walk)
+
+    monkeypatch.setattr(Walk, "hashes", counted)
+    assert len(ids) == 8 and store.catalog.find_all_pages([*ids, "ffffff", "no"]) == {**each, "ffffff": [], "no": []}
+    assert store.warm(prefixes=ids).nbytes == store.warm(["alpha"]).nbytes
+    assert len(walks) == 2
+    assert store.catalog.find_all_pages(["no"]) == {"no": []} and len(walks) == 2
+
+
 def test_entries_are_found_across_chained_tables_and_damage_is_none(store_path: Path) -> None:
     store = kvfs.open(store_path, capacity="64MiB", segment_bytes="2MiB")
     alpha = store.namespace("alpha", tiny(page_tokens=16, head_dim=2), "1a")
