@@ -1,6 +1,6 @@
 """Evicting: keeps the store below its limit by dropping whole segments, and carries their hot pages forward.
 
-The choice is made by ``kvfs.eviction`` (pure); this module feeds it and carries it out.
+``kvfs.victims`` chooses; this module says when, and carries it out.
 """
 
 from __future__ import annotations

@@ -252,4 +252,4 @@ def index_is_full(session: Session, index_bytes: int, *, room: bool = False) -> 
     return session.used_bytes() > FULL * index_bytes - (max(ROOM_BYTES_MIN, index_bytes // ROOM_SHARE) if room else 0)
 
 
-__all__ = ["GcLock", "IndexUnavailableError", "Reclaimer", "index_is_full"]
+__all__ = ["GcLock", "IndexUnavailableError", "Reclaimer", "forget_namespaces", "index_is_full"]

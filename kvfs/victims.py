@@ -82,7 +82,12 @@ class Victims:
 
     def _may_go(self, victim: Victim) -> bool:
         mine = victim.row.class_id[: space.QUOTA_BYTES]
-        row, used = self._c.index.read(lambda s: (s.segment(victim.number), s.quota_used(mine)), COMMIT_SECONDS)
+
+        def look(session: Session) -> tuple[SegmentRow | None, int]:
+            doomed = sum(r.allocated for _, r in session.segments_in(DOOMED) if r.class_id.startswith(mine))
+            return session.segment(victim.number), session.quota_used(mine) - doomed
+
+        row, used = self._c.index.read(look, COMMIT_SECONDS)
         if row != victim.row or row.segment_id in self.pinned():
             return False
         promised = self._promised()

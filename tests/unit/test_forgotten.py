@@ -202,16 +202,17 @@ def test_a_new_index_is_left_alone(store: kvfs.Store) -> None:
     assert index.write(lambda s: gc._forget(s, growing, digests), 2.0) == 1
 
 
+def damage_contents(session: Any) -> None:
+    with session.txn.cursor(db=session.db.meta) as cursor:
+        assert cursor.set_range(b"contents/")
+        cursor.put(cursor.key(), b"nonsense")
+
+
 def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
     ns = put(store, 1)
 
-    def damage(session: Any) -> None:
-        with session.txn.cursor(db=session.db.meta) as cursor:
-            assert cursor.set_range(b"contents/")
-            cursor.put(cursor.key(), b"nonsense")
-
     seal(store)
-    store._core.c.index.write(damage, 2.0)
+    store._core.c.index.write(damage_contents, 2.0)
     assert gc.forget_namespaces(store._core.c) == 0
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
@@ -219,12 +220,7 @@ def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
 def test_damaged_contents_stay_some_whatever_is_added_and_taken_away(store: kvfs.Store) -> None:
     ns = put(store, 1)
 
-    def damage(session: Any) -> None:
-        with session.txn.cursor(db=session.db.meta) as cursor:
-            assert cursor.set_range(b"contents/")
-            cursor.put(cursor.key(), b"nonsense")
-
-    store._core.c.index.write(damage, 2.0)
+    store._core.c.index.write(damage_contents, 2.0)
     put(store, 1, seed=1)  # into the same segment
     store.purge(ns, prefix=tokens_of(1, CHUNKS))
     assert gc.forget_namespaces(store._core.c) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import kvfs
 from kvfs import Quota, victims
 from kvfs.files import Files
+from kvfs.index.tables import SEALED
 from kvfs.testing import FakeClock
 from kvfs.victims import LOOK_SECONDS
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
@@ -41,7 +43,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def store(memory_path: Path, looks: list[int]) -> Iterator[kvfs.Store]:
-    quotas = {"kept": Quota(guaranteed_bytes=1 << 20)}
+    """Of one quota; each prompt is a segment, and a second older than the next."""
+    quotas = {"m": Quota(guaranteed_bytes=4096)}
     path = memory_path / "store"
     with kvfs.open(path, capacity="32MiB", segment_bytes="256KiB", quotas=quotas, files=Clock()) as made:
         made._core.keeper.stop()
@@ -114,19 +117,43 @@ def test_what_was_purged_or_carried_since_the_look_is_no_victim(store: kvfs.Stor
     assert ns.put(tokens_of(1, CHUNKS), PAGES).stored == CHUNKS
 
 
-def test_what_a_quota_was_promised_since_the_look_stays(memory_path: Path, looks: list[int]) -> None:
-    quotas = {"m": Quota(guaranteed_bytes=1 << 20)}
-    path = memory_path / "store"
-    with kvfs.open(path, capacity="32MiB", segment_bytes="256KiB", quotas=quotas, files=Clock()) as store:
-        store._core.keeper.stop()
-        ns = store.namespace("m", tiny(), revision="r1")
-        for seed in range(SEGMENTS):
-            assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
-            store._core.active.finish_all()
-            clock(store).advance(1.0)
-        promised = 2 * store._core.c.index.read(lambda s: s.segments(), 2.0)[0][1].allocated
-        store._core.c.settings.quotas["m"] = Quota(guaranteed_bytes=promised)  # type: ignore[index]
-        while store._core.evictor._evict_one():
-            pass
-        assert left(store) == [SEGMENTS - 2, SEGMENTS - 1]
-        assert len(looks) < SEGMENTS - 2
+@pytest.mark.parametrize("change", ["pinned", "dropped by another process"])
+def test_a_victim_that_is_not_what_it_was_is_not_taken(store: kvfs.Store, looks: list[int], change: str) -> None:
+    evictor = store._core.evictor
+    evict(store, 1)
+    number, row = store._core.c.index.read(lambda s: s.segments(), 2.0)[0]
+    if change == "pinned":
+        evictor.victims.pinned = lambda: {row.segment_id}
+    else:
+        assert evictor.reclaimer.drop(number)
+    evict(store, 1)
+    assert len(looks) == 2
+    assert left(store) == ([1] if change == "pinned" else []) + list(range(3, SEGMENTS))
+
+
+def promise(store: kvfs.Store, segments: int) -> list[int]:
+    """Guarantee the quota so many segments; the numbers of all that are not doomed."""
+    rows = [(n, row) for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
+    store._core.c.settings.quotas["m"] = Quota(guaranteed_bytes=segments * rows[0][1].allocated)  # type: ignore[index]
+    return [number for number, _ in rows]
+
+
+def test_what_a_quota_was_promised_stays(store: kvfs.Store, looks: list[int]) -> None:
+    promise(store, 2)
+    while store._core.evictor._evict_one():
+        pass
+    assert left(store) == [SEGMENTS - 2, SEGMENTS - 1]
+    assert len(looks) < SEGMENTS - 2
+
+
+def test_what_a_quota_has_lost_since_the_look_does_not_count_although_it_is_charged(store: kvfs.Store) -> None:
+    ns = store.namespace("m", tiny(), revision="r1")
+    with contextlib.ExitStack() as held:
+        for seed in (9, 10, 11):
+            held.enter_context(ns.match(tokens_of(seed, CHUNKS)))
+        numbers = promise(store, 8)
+        evict(store, 1)
+        for number in numbers[-3:]:
+            assert not store._core.evictor.reclaimer.drop(number), "somebody holds it"
+        assert not store._core.evictor._evict_one()
+        assert left(store) == list(range(1, 9))
