@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Container
 from functools import partial
 from itertools import product
@@ -19,6 +18,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
 from kvfs.segment import SegmentWriter, file_name
 from kvfs.space import ANY_CLASS, NeedSpaceError, StaleWriterError
+from kvfs.turns import Turns
 
 T = TypeVar("T")
 STEP = 4  # a segment's blocks are allocated in this many steps
@@ -26,6 +26,7 @@ IDLE_SECONDS = 10.0
 CLASSES_MAX = 16  # active segments of one process
 LANES = 4  # of a class, at most
 BUSY_SECONDS = 0.005  # between looks at segments that others append to
+CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # for appends in progress
 
 
 Step: TypeAlias = Callable[[Session, int, bytes], object]  # of a segment's life: see ``space``
@@ -60,26 +61,20 @@ class Active(NamedTuple):
     generation: str
 
 
-#: Each as long as somebody refers to it: holds it, or is about to.
-_Locks = weakref.WeakValueDictionary[SegmentClass, threading.Lock]
-
-
 class ActiveSegments:
     """Segments that this process appends to. Whoever appends holds ``lock(segment_class)``."""
 
     def __init__(self, context: Context, make_room: Callable[..., bool]) -> None:
         self._c = context
         self._make_room = make_room  # ``Evictor.make_room``
-        self._lock = threading.Lock()
-        self._locks = _Locks()
+        self.turns = Turns()
         self._writers: dict[SegmentClass, Active] = {}
         self._used_at: dict[SegmentClass, float] = {}  # of writers, but for those that rest, trimmed
         self._dirty: set[SegmentClass] = set()
         self._left: list[tuple[int, str, Step]] = []  # rows of this process that nobody appends to any more
 
     def lock(self, segment_class: SegmentClass) -> threading.Lock:
-        with self._lock:
-            return self._locks.setdefault(segment_class, threading.Lock())
+        return self.turns.lock(segment_class)
 
     def with_room(self, transact: Callable[[Session], T], deadline: float, own: SegmentClass) -> T:
         """Run a reserving transaction for a class; where space is missing, evict and try again until the deadline."""
@@ -127,13 +122,9 @@ class ActiveSegments:
         return self._make_room(nbytes, deadline, b"", disk_full=True)
 
     def writer(
-        self,
-        segment_class: SegmentClass,
-        fresh: int,
-        wanted: int,
-        need: Callable[[SegmentWriter], int],
+        self, segment_class: SegmentClass, fresh: int, wanted: int, need: Callable[[SegmentWriter], int],
         deadline: float,
-    ) -> Active:
+    ) -> Active:  # fmt: skip
         """The active segment of the class with room for a record; seals the old one if it is full.
 
         ``need`` tells what the record takes in a given segment, ``fresh`` the size of a segment with nothing else,
@@ -180,9 +171,8 @@ class ActiveSegments:
     def _adopt(self, segment_class: SegmentClass, fresh: int) -> Active | None:
         """Go on with the active segment of a process that is gone, if it was written in this process's way."""
         wanted = (segment_class.class_id, segment_class.flags | self._c.mode.segment_flags)
-        limit = (
-            space.segment_limit(self._c.settings, fresh) - fresh
-        )  # an append takes no more there than in a fresh segment
+        # an append takes no more there than in a fresh segment
+        limit = space.segment_limit(self._c.settings, fresh) - fresh
 
         def look(session: Session) -> tuple[list[tuple[int, SegmentRow]], str]:
             rows = [
@@ -269,9 +259,12 @@ class ActiveSegments:
         for number, row in rows:
             if row.owner == self._c.owner and number not in self.active_numbers():
                 flags = row.flags & ~FLAG_DIRECT
+                classes = [SegmentClass(row.class_id, flags, *who) for who in product((False, True), range(LANES))]
+                if not all(map(self.turns.comes, classes)):
+                    continue  # next time
                 with contextlib.ExitStack() as locks:  # it may be about to be used, for a put or by an evictor
-                    for evictor, lane in product((False, True), range(LANES)):
-                        locks.enter_context(self.lock(SegmentClass(row.class_id, flags, evictor, lane)))
+                    for one in classes:
+                        locks.enter_context(self.lock(one))
                     if number not in self.active_numbers():
                         self._leave(number, generation, _give_up)
 
@@ -297,6 +290,8 @@ class ActiveSegments:
     def sync_dirty(self) -> None:
         """fdatasync what was appended since the last call (level ``batch``)."""
         for segment_class in list(self._dirty):
+            if not self.turns.comes(segment_class, SYNC_SECONDS):
+                continue
             with self.lock(segment_class):
                 current = self._writers.get(segment_class)
                 self._dirty.discard(segment_class)
@@ -314,7 +309,8 @@ class ActiveSegments:
         # prompts of many lifetimes and quotas: no more segments stay open than a process may append to
         spare = len(self._writers) - CLASSES_MAX
         for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):  # those that rest first
-            if spare > 0 or now - self._used_at.get(segment_class, now) >= IDLE_SECONDS:
+            rests = spare > 0 or now - self._used_at.get(segment_class, now) >= IDLE_SECONDS
+            if rests and self.turns.comes(segment_class):
                 self._used_at.pop(segment_class, None)
                 if spare > 0 or segment_class.expires:
                     self.finish(segment_class)  # nothing is added to a lifetime that is past; sealed, it can go
@@ -346,10 +342,11 @@ class ActiveSegments:
             self._c.counters.add("tidy_errors")
 
     def finish(self, segment_class: SegmentClass) -> None:
-        """Seal the class's segment now: nothing more belongs in it."""
-        with self.lock(segment_class):
-            if segment_class in self._writers:
-                self._seal_or_drop(segment_class)
+        """Seal the class's segment now, unless an append to it hangs: nothing more belongs in it."""
+        if self.turns.comes(segment_class, CLOSE_SECONDS):
+            with self.lock(segment_class):
+                if segment_class in self._writers:
+                    self._seal_or_drop(segment_class)
 
     def _seal_or_drop(self, segment_class: SegmentClass) -> None:
         try:
@@ -363,21 +360,28 @@ class ActiveSegments:
             if ids is None or writer.segment_id in ids:
                 self.finish(segment_class)
 
-    def close(self) -> None:
-        """Leave the active segments, trimmed, to whoever comes next."""
+    def close(self) -> bool:
+        """Leave the active segments, trimmed, to whoever comes next.
+
+        False if a disk that hangs keeps one of them: nobody else may append where that write may still come.
+        """
+        end = self._c.files.monotonic() + CLOSE_SECONDS
         for segment_class in list(self._writers):
+            if not self.turns.comes(segment_class, max(0.0, end - self._c.files.monotonic())):
+                continue
             with self.lock(segment_class):
                 self._rest(segment_class, let_go=True)
                 current = self._writers.pop(segment_class, None)
                 if current is not None:
                     current[0].close()
+        return not self._writers
 
     def abandon(self) -> None:
         """In a forked child: the parent goes on writing its segments; this process starts its own."""
         for writer, _ in self._writers.values():
             writer.close()
-        self._lock = threading.Lock()
-        self._locks, self._writers, self._used_at, self._dirty, self._left = _Locks(), {}, {}, set(), []
+        self.turns = Turns()
+        self._writers, self._used_at, self._dirty, self._left = {}, {}, set(), []
 
     def active_numbers(self) -> set[int]:
         return {writer.number for writer, _ in self._writers.values()}

@@ -8,6 +8,7 @@ command longer than all that it does.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 READY_SECONDS = 5.0  # how long open waits for a rebuild, its own or another's; a large one goes on beside serving
 READY_POLL_SECONDS = 0.02
+log = logging.getLogger("kvfs")
 CLOSE_SECONDS = 10.0
 
 
@@ -113,7 +115,12 @@ class Core:
             liveness.refuse_foreign_kernel()
         self.directory, self._follower = directory, settings.Follower(directory, loaded)
         index = Index(directory, loaded.index_bytes)
-        undo.callback(lambda: self.c.index.close())
+
+        def close_index() -> None:
+            current = getattr(self, "c", None)  # which may have another one by then; or none, after an interrupt
+            (current.index if current is not None and current.directory is directory else index).close()
+
+        undo.callback(close_index)
         context = Context(
             directory, files, loaded, store_id, index, liveness, Recency(directory),
             SegmentFiles(directory, modes.of(loaded)), Marks(directory), self._verify, self._threads,
@@ -295,13 +302,15 @@ class Core:
             self._workshop.stop()
         if self._rebuilder is not None:
             self._rebuilder.join(CLOSE_SECONDS)
-        if self._workshop is not None:
-            self._workshop.close()
+        free = self._workshop is None or self._workshop.close()
         for hold in list(self.c.holds):
             hold.release()
         self.c.index.close()
         self.c.recency.close()
         self.c.tallies.close(self.c.counters.snapshot())
+        if not free:
+            log.warning("%s: a write hangs; what it writes to stays this process's until it ends", self.path)
+            return
         if self.c.liveness is not None:
             self.c.liveness.close()
         self.directory.close()

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from kvfs.covering import useful_parts
 from kvfs.hashing import HASH_BYTES, page_key, page_keys
 from kvfs.index.rows import CLAIM, RUN, Row, parse_row
 from kvfs.index.session import Session
@@ -20,7 +20,6 @@ from kvfs.layout import Group, Part
 
 #: Rows read in one hold of the gate (notes: no hold beyond about 1 ms).
 ROWS_PER_HOLD = 256
-PARTS_MAX = 256
 
 
 @dataclass
@@ -107,22 +106,19 @@ class GroupLookup:
         self.generation = ""  # of the index that was read
         self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
         self.gapped: list[int] = []  # runs that were read and lack chunks
-        self.parts: list[Part] = []
+        self._useful = useful_parts(want, ())
         # one block of memory for the index thread: the caller's core has what the hashes are, another one has not
         self._hashes = prompt.joined
-        self._cells: list[list[int]] = []
         self._page_key = page_keys(prompt.digest, group.name)
-        self._packed: list[bytes] = []
-        self._first_is_enough = False
 
-    def use_parts(self, known: Sequence[Part]) -> None:
+    def use_parts(self, known: tuple[Part, ...]) -> None:
         """Tell which parts the namespace has; those that help are read, the most useful first."""
-        useful = [p for p in known if p.intersect(self.want) is not None]
-        useful.sort(key=lambda p: (p != self.want, not p.contains(self.want), p.heads * p.layers, p.pack()))
-        self.parts = useful[:PARTS_MAX]
-        self._packed = [part.pack() for part in self.parts]
-        self._first_is_enough = bool(self.parts) and self.parts[0].contains(self.want)
-        self._cells = _elementary(self.want, self.parts)
+        self._useful = useful_parts(self.want, known)
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Those that help."""
+        return self._useful.parts
 
     def read_run(self, session: Session, run: int, *, stop_at_gap: bool) -> RunFound:
         """Look one run up in all useful parts, until they cover it."""
@@ -134,31 +130,32 @@ class GroupLookup:
         That one row has all of a run is the usual case, so there is no bookkeeping in it. Returns the next run, too.
         """
         found, length, hits, whole = self.found, self.prompt.run_length, list[Hit](), 0
+        parts, first_is_enough = self._useful.parts, self._useful.first_is_enough
         for number in range(run, end):
             first = number * length
             wanted = self._hashes[HASH_BYTES * first : HASH_BYTES * (first + length)]
             count = len(wanted) // HASH_BYTES
             whole = (1 << count) - 1
-            key, row = self._read_row(session, 0, first) if self.parts else (b"", None)
-            if row is None or not self._first_is_enough or not self._is_whole(session, row, wanted, count):
-                head = (key, row) if self.parts else None
+            key, row = self._read_row(session, 0, first) if parts else (b"", None)
+            if row is None or not first_is_enough or not self._is_whole(session, row, wanted, count):
+                head = (key, row) if parts else None
                 result = self._read_parts(session, number, wanted, whole, stop_at_gap, head)
                 found.add(number, length, result)
                 if not result.whole:
                     self.gapped.append(number)
                 return number + 1, result
             found.present |= whole << first
-            found.hits[number] = hits = [Hit(number, self.parts[0], key, row.value, whole, row)]
+            found.hits[number] = hits = [Hit(number, parts[0], key, row.value, whole, row)]
         return end, RunFound(whole, 0, hits, True)
 
     def keys_within(self, run: int) -> list[bytes]:
         """Keys of the rows that chunks of a run may have of their own, other than its first one."""
         first, count = self.prompt.run(run)
         pages = map(self._page_key, self.prompt.hashes[first + 1 : first + count])
-        return [page + part for page in pages for part in self._packed]
+        return [page + part for page in pages for part in self._useful.packed]
 
     def _read_row(self, session: Session, part: int, chunk: int) -> _Read:
-        key = self._page_key(self.prompt.hashes[chunk]) + self._packed[part]
+        key = self._page_key(self.prompt.hashes[chunk]) + self._useful.packed[part]
         self.rows_read += 1
         return key, session.row(key)
 
@@ -233,33 +230,16 @@ class GroupLookup:
 
     def _cover(self, live: Sequence[int], whole: int) -> int:
         """Chunks whose every elementary rectangle lies in some live part."""
-        if self._first_is_enough and live[0] == whole:
+        if self._useful.first_is_enough and live[0] == whole:
             return whole
         covered = whole
-        for parts in self._cells:
+        for parts in self._useful.cells:
             union = 0
             for index in parts:
                 if index < len(live):
                     union |= live[index]
             covered &= union
-        return covered if self._cells else 0
-
-
-def _elementary(want: Part, parts: Sequence[Part]) -> list[list[int]]:
-    """For each cell of the grid that the parts' edges cut ``want`` into: the parts that contain it."""
-    clipped = [p.intersect(want) for p in parts]
-    heads = {want.head, want.head + want.heads}
-    layers = {want.layer, want.layer + want.layers}
-    for c in clipped:
-        assert c is not None
-        heads |= {c.head, c.head + c.heads}
-        layers |= {c.layer, c.layer + c.layers}
-    grid = []
-    for h0, h1 in pairwise(sorted(heads)):
-        for l0, l1 in pairwise(sorted(layers)):
-            cell = Part(h0, h1 - h0, l0, l1 - l0)
-            grid.append([i for i, p in enumerate(parts) if p.contains(cell)])
-    return grid
+        return covered
 
 
 def prefix_length(bits: int) -> int:

@@ -27,7 +27,7 @@ class Matcher:
         self._digest = digest
         self._layout = layout
         self._tiers = tiers
-        self._parts_of: dict[int, list[Part]] = {}  # by group, at ``_parts_at``; for the index thread alone
+        self._parts_of: dict[int, tuple[Part, ...]] = {}  # by group, at ``_parts_at``; for the index thread alone
         self._parts_at: object = None
 
     def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
@@ -54,14 +54,14 @@ class Matcher:
         for number, lookup in enumerate(lookups):
             lookup.use_parts(self._parts(session, number))
 
-    def _parts(self, session: Session, number: int) -> list[Part]:
+    def _parts(self, session: Session, number: int) -> tuple[Part, ...]:
         """Parts of a group; looked up again after every commit, of whatever process."""
         if self._parts_at != session.state:
             self._parts_at, self._parts_of = session.state, {}
         parts = self._parts_of.get(number)
         if parts is None:
             packed = session.parts(self._digest, number)
-            parts = self._parts_of[number] = [p for p in map(_unpack_part, packed) if p is not None]
+            parts = self._parts_of[number] = tuple(p for p in map(_unpack_part, packed) if p is not None)
         return parts
 
     def read(self, function: Callable[[Session], T]) -> T:

@@ -69,6 +69,7 @@ class Transfer:
         self._state = TransferState.QUEUED
         self._open = dict(task.pages)
         self._outcomes: dict[PageOutcome, dict[int, int]] = {}
+        self._expected: tuple[Outcomes, tuple[int, dict[Tier, int]]] | None = None  # and what that comes to
         self._leases: set[Lease] = set()
         self._moving = 0
         self._touching = 0  # of these, steps that read or write the engine's memory
@@ -220,6 +221,10 @@ class Transfer:
                     partial(self._task.on_page, PageDone(name, chunk, outcome)) for chunk in members(fresh)
                 ]
 
+    def _expect(self, outcomes: Outcomes) -> None:
+        """What will most likely become of the pages: summed up by a worker that has to wait anyway."""
+        self._expected = outcomes, self._task.summarise(outcomes)
+
     def _settle_rest(self, outcome: PageOutcome) -> None:
         """Note what became of all pages that are still open."""
         for group, chunks in self._open.items():
@@ -284,7 +289,8 @@ class Transfer:
                 moved += chunks.bit_count()
                 nbytes += chunks.bit_count() * self._task.groups[group][2]
         skipped, total = self._count(PageOutcome.SKIPPED), sum(map(self._count, self._outcomes))
-        tokens, tiers = self._task.summarise(self._outcomes)
+        foreseen = self._expected is not None and self._expected[0] == self._outcomes
+        tokens, tiers = self._expected[1] if self._expected and foreseen else self._task.summarise(self._outcomes)
         declined = total - moved - skipped
         reason = self._reason if declined or not total else ""
         return TransferResult(tokens, moved, nbytes, skipped, declined, tiers, reason)

@@ -13,13 +13,13 @@ from functools import partial
 from typing import NamedTuple
 
 from kvfs import format as fmt
-from kvfs.context import Context
+from kvfs.context import LOOKUP_SECONDS, Context
 from kvfs.index.rows import CLAIM, parse_row
 from kvfs.index.session import Session
 from kvfs.records import Records
 
 ROWS_PER_HOLD = 256
-PATIENCE_SECONDS = 10.0  # who only looks may wait longer than an engine
+PATIENCE_SECONDS = 10.0  # who only looks may wait longer than an engine, unless he has a deadline
 PREFIXES_MAX = 200_000
 HASH_BYTES = 32
 
@@ -109,7 +109,7 @@ class Walk:
         self._c.index.read_ahead()
         start, segments = b"\0", dict[int, bytes]()
         while True:
-            rows, more = self._c.index.read(partial(_slice, start=start, segments=segments), PATIENCE_SECONDS)
+            rows, more = self._c.index.read(partial(_slice, start=start, segments=segments), self._patience())
             if rows:
                 self.share = int.from_bytes(rows[-1][0][:4], "big") / 0xFFFF_FFFF
             yield rows, segments
@@ -120,6 +120,11 @@ class Walk:
                 self.complete = False
                 return
             start = rows[-1][0] + b"\0"
+
+    def _patience(self) -> float:
+        """How long the index may keep it waiting."""
+        left = self._deadline - self._c.files.monotonic() if self._deadline is not None else PATIENCE_SECONDS
+        return min(PATIENCE_SECONDS, max(LOOKUP_SECONDS, left))
 
 
 def _slice(session: Session, start: bytes, segments: dict[int, bytes]) -> tuple[list[tuple[bytes, bytes]], bool]:

@@ -103,10 +103,11 @@ class Workshop:
         self.watch.stop()
         self.drops.join()
 
-    def close(self) -> None:
-        if not self._c.directory.read_only:
-            self.active.close()
+    def close(self) -> bool:
+        """False if a write hangs: its segment stays this process's own."""
+        free = self._c.directory.read_only or self.active.close()
         self.reader.close()
+        return free
 
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's is touched any more."""

@@ -31,6 +31,7 @@ from kvfs.space import NeedSpaceError, StaleWriterError
 
 BATCH_PAGES = 256  # pages per commit: 8 rows of 32 chunks, well under a millisecond of the lock
 BATCH_BYTES = 64 << 20
+TURN_SECONDS = 30.0  # that other appends to the segment may take: longer, and the disk hangs
 SPACE_SECONDS = 5.0  # how long a batch waits for eviction before the save declines
 
 
@@ -91,6 +92,7 @@ class Appender:
         done = 0
         while done < len(chunks):
             try:
+                self._wait_for_turn(job.segment_class)
                 with lock:
                     done += self._batch(job, chunks[done:], outcome, deadline)
                 deadline = self._c.files.monotonic() + SPACE_SECONDS  # the time that it took was none of waiting
@@ -104,8 +106,9 @@ class Appender:
                 full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
                 outcome.reason = "space" if full else "io"
                 self._c.counters.add("disk_full" if full else "write_errors")
-                with lock:
-                    self._active.drop(job.segment_class)
+                if self._active.turns.comes(job.segment_class, TURN_SECONDS):
+                    with lock:
+                        self._active.drop(job.segment_class)
                 # the file system is smaller than the capacity, or others fill it
                 if (
                     full
@@ -122,6 +125,10 @@ class Appender:
         if outcome.declined:
             self._c.counters.add(f"pages_declined_{outcome.reason}", outcome.declined)
         return outcome
+
+    def _wait_for_turn(self, segment_class: SegmentClass) -> None:
+        if not self._active.turns.comes(segment_class, TURN_SECONDS):
+            raise Declined("io")
 
     def _batch(self, job: Job, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:
         """Store the leading chunks that fit one batch; returns how many chunks were dealt with."""
@@ -256,6 +263,7 @@ class Appender:
         limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
         size = max(len(m[3].payload) for m in moves)
         shape = (size, LEAF_BYTES * leaves, len(moves))
+        self._wait_for_turn(segment_class)
         with self._active.lock(segment_class):
             writer, generation = self._active.writer(
                 segment_class, SegmentWriter.need_fresh(len(descriptor), *shape), 0,

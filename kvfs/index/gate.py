@@ -27,6 +27,7 @@ class Gate:
         self._root = directory.root
         self._flags = os.O_RDONLY if directory.read_only else os.O_RDWR
         self._fds: dict[str, int] = {}
+        self._inodes: dict[str, int] = {}  # of what is open
         try:
             for name in ("gate", "main"):
                 self._fd(name)
@@ -37,7 +38,13 @@ class Gate:
 
     def _fd(self, name: str) -> int:
         if name not in self._fds:
-            self._fds[name] = self._files.open(name, self._flags, dir_fd=self._root)
+            fd = self._files.open(name, self._flags, dir_fd=self._root)
+            try:
+                self._inodes[name] = self._files.fstat(fd).st_ino
+            except OSError:
+                self._files.close(fd)
+                raise
+            self._fds[name] = fd
         return self._fds[name]
 
     def acquire(self, *, exclusive: bool, deadline: float) -> None:
@@ -84,8 +91,7 @@ class Gate:
         """A lock on a file that somebody replaced excludes nobody."""
         try:
             return all(
-                self._files.stat(name, dir_fd=self._root).st_ino == self._files.fstat(self._fd(name)).st_ino
-                for name in ("gate", "main")
+                self._files.stat(name, dir_fd=self._root).st_ino == inode for name, inode in self._inodes.items()
             )
         except OSError:
             return False

@@ -113,7 +113,7 @@ class Shelf:
 
     def lookup(self, group: Group, want: Part, known: list[Part]) -> GroupLookup:
         lookup = GroupLookup(self.prompt, group, want)
-        lookup.use_parts(known)
+        lookup.use_parts(tuple(known))
         return lookup
 
     def search(self, lookups: list[GroupLookup], lengths: int, holds: list[int] | None = None) -> int:

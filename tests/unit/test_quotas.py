@@ -256,7 +256,7 @@ def test_locks_of_classes_that_are_gone_take_no_memory(store: kvfs.Store) -> Non
     for seed in range(40):
         ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * (seed + 1))
     store._core.active.finish_all()
-    assert not store._core.active._used_at and len(store._core.active._locks) == 0
+    assert not store._core.active._used_at and len(store._core.active.turns._locks) == 0
 
 
 def test_a_rebuild_brings_nothing_expired_back(memory_path: Path) -> None:

@@ -297,7 +297,7 @@ class Tree:
 
     def find(self, session: Session, hashes: list[bytes]) -> int:
         lookup = GroupLookup(Prompt(DIGEST, hashes), GROUP, GROUP.full)
-        lookup.use_parts([GROUP.full])
+        lookup.use_parts((GROUP.full,))
         for run in range(lookup.prompt.runs()):
             lookup.read_run(session, run, stop_at_gap=False)
         return lookup.found.present
@@ -305,7 +305,7 @@ class Tree:
     def walk(self, session: Session, hashes: list[bytes]) -> int:
         """Length of the prefix, the way that a lookup of full attention goes."""
         lookup = GroupLookup(Prompt(DIGEST, hashes), GROUP, GROUP.full)
-        lookup.use_parts([GROUP.full])
+        lookup.use_parts((GROUP.full,))
         for run in range(lookup.prompt.runs()):
             found = lookup.read_run(session, run, stop_at_gap=True)
             if found.covered != (1 << lookup.prompt.run(run)[1]) - 1:

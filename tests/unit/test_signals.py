@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs import core
 from kvfs.index.tables import ACTIVE
 from kvfs.pool import Pool
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
@@ -357,3 +358,25 @@ def test_what_a_closed_pool_has_not_begun_ends_with_an_error() -> None:
         pool.run([lambda: None])
     release.set()
     held.wait()
+
+
+def test_an_interrupt_before_an_open_has_its_parts_together_is_told_as_such(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came out as an AttributeError, and the index's thread and descriptors stayed."""
+
+    class Interrupted(core.Recency):
+        def __init__(self, *args: Any) -> None:
+            raise KeyboardInterrupt
+
+    with kvfs.open(store_path, capacity="16MiB") as store:
+        store.namespace("model", tiny(), "1").put(tokens_of(1, 8), seeded(1, 8 * TINY_BYTES))
+    before, files = {t.name for t in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "Recency", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            kvfs.open(store_path)
+    assert {t.name for t in threading.enumerate()} == before
+    assert len(os.listdir("/proc/self/fd")) == files
+    with kvfs.open(store_path) as store:
+        assert restored(store.namespace("model", tiny(), "1"), tokens_of(1, 8)) == seeded(1, 8 * TINY_BYTES)

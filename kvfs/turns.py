@@ -1,0 +1,45 @@
+"""Whose turn it is to append to a segment: one lock for each class of segments, and waits for it that end."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Hashable
+
+POLL_SECONDS = 0.001
+
+#: Each as long as somebody refers to it: holds it, or is about to.
+_Locks = weakref.WeakValueDictionary[Hashable, threading.Lock]
+
+
+class Turns:
+    """Locks by what they are for. Whoever wants one calls ``comes`` first, since a write may hang with its disk::
+
+    if turns.comes(key, 1.0):
+        with turns.lock(key):
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks = _Locks()
+
+    def lock(self, key: Hashable) -> threading.Lock:
+        with self._lock:
+            return self._locks.setdefault(key, threading.Lock())
+
+    def comes(self, key: Hashable, seconds: float = 0.0) -> bool:
+        """Whether the lock is free within so many seconds. Not held then: only ``with`` never leaves one held for good.
+
+        In the main thread an interrupt may come between acquiring a lock and knowing that, so that one only looks.
+        """
+        lock = self.lock(key)
+        if threading.current_thread() is not threading.main_thread():
+            free = lock.acquire(timeout=seconds)
+            if free:
+                lock.release()
+            return free
+        end = time.monotonic() + seconds
+        while lock.locked() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        return not lock.locked()

@@ -1,0 +1,135 @@
+"""A disk that hangs in the middle of a write holds up whoever wrote, and nobody else for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs import active, writer
+from kvfs.files import Files
+from kvfs.index.tables import ACTIVE
+from tests.stores import TINY_BYTES, counted, run_child, seeded, tiny, tokens_of
+
+SECONDS = 60.0
+
+
+class Hanging(Files):
+    """Writes of payloads of the threads named "hangs" do not come back until they are let go."""
+
+    def __init__(self) -> None:
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        if threading.current_thread().name == "hangs" and not self.goes_on.is_set():
+            self.hangs.set()
+            assert self.goes_on.wait(SECONDS)
+        return super().pwritev(fd, buffers, offset)
+
+
+class Put:
+    """One that hangs, in a thread of its own."""
+
+    def __init__(self, ns: kvfs.Namespace, files: Hanging) -> None:
+        self.result: Any = None
+        self._ns, self._files = ns, files
+        self.thread = threading.Thread(target=self._run, name="hangs", daemon=True)
+        self.thread.start()
+        assert files.hangs.wait(SECONDS)
+
+    def _run(self) -> None:
+        self.result = put(self._ns, 7)
+
+    def end(self) -> Any:
+        self._files.goes_on.set()
+        self.thread.join(SECONDS)
+        assert not self.thread.is_alive()
+        return self.result
+
+
+def put(ns: kvfs.Namespace, seed: int, chunks: int = 4) -> Any:
+    return ns.put(tokens_of(seed, chunks), seeded(seed, chunks * TINY_BYTES))
+
+
+@pytest.fixture
+def files() -> Iterator[Hanging]:
+    hanging = Hanging()
+    yield hanging
+    hanging.goes_on.set()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "TURN_SECONDS", 0.2)
+
+
+def test_a_store_can_be_closed_and_its_segment_stays_its_own(store_path: Path, files: Hanging) -> None:
+    store = kvfs.open(store_path, capacity="64MiB", files=files)
+    ns = store.namespace("m", tiny(), "1")
+    assert put(ns, 1).stored == 4
+    hanging = Put(ns, files)
+    owner = ns._c.owner
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(SECONDS)
+    assert not closing.is_alive(), "the close hangs with the disk"
+
+    def another_process() -> list[bool]:
+        with kvfs.open(store_path) as other:
+            mine = other.namespace("m", tiny(), "1")
+            stored = put(mine, 2).stored == 4
+            rows = mine._c.index.read(lambda s: s.segments_in(ACTIVE), 5.0)
+            owners = {row.owner for _, row in rows}
+            return [stored, owner in owners, len(rows) == 2, mine.match(tokens_of(1, 4)).tokens > 0]
+
+    assert run_child(another_process) == [True] * 4, "somebody appends where the write may still come"
+    result = hanging.end()
+    assert result.stored == 0 and result.declined == 4, result
+    with kvfs.open(store_path) as later:
+        assert later.verify().ok
+        again = later.namespace("m", tiny(), "1")
+        for seed in (1, 2):
+            with again.match(tokens_of(seed, 4)) as match:
+                out = bytearray(match.nbytes)
+                assert again.get(match, out) == 4 and bytes(out) == seeded(seed, 4 * TINY_BYTES)
+
+
+def test_other_puts_decline_after_a_while(store_path: Path, files: Hanging) -> None:
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store, counted(store) as count:
+        ns = store.namespace("m", tiny(), "1")
+        hanging = Put(ns, files)
+        result = put(ns, 2)
+        assert (result.stored, result.declined, result.reason) == (0, 4, "io")
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(put(ns, 3)), daemon=True)
+        thread.start()
+        thread.join(SECONDS)
+        assert results and results[0].reason == "io"
+        assert count("pages_declined_io") == 8
+        assert hanging.end().stored == 4
+        assert put(ns, 2).stored == 4, "the disk is back"
+
+
+def test_upkeep_goes_on_meanwhile(store_path: Path, files: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(active, "SYNC_SECONDS", 0.1)
+    with kvfs.open(store_path, capacity="64MiB", files=files, sync="batch") as store:
+        ns = store.namespace("m", tiny(), "1")
+        put(ns, 1)
+        segments = ns._appender._active
+        hanging = Put(ns, files)
+        for chore in (segments.tidy, segments.sync_dirty):
+            thread = threading.Thread(target=chore, daemon=True)
+            thread.start()
+            thread.join(SECONDS)
+            assert not thread.is_alive(), f"{chore.__name__} waits for the disk"
+        assert hanging.end().stored == 4
+        segments.sync_dirty()
+        assert not segments._dirty
+        segments.tidy()
+        assert put(ns, 2).stored == 4
