@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch does not offer: host registration, and copies from raw addresses.
+"""The few calls of the CUDA driver that torch does not offer: host registration, copies from raw addresses, launches.
 
 Copies are asynchronous and want pinned memory on the host's side; their calls take microseconds and keep the GIL, so
 that a busy Python thread cannot come between two of them. The driver's functions report errors by value, so a failed
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST, _DEVICE = 1, 2  # CUmemorytype
@@ -40,6 +41,10 @@ class _Driver:
         self.copy_in = _typed(quick.cuMemcpyHtoDAsync_v2, _Device, _Pointer, _Size, _Stream)
         self.copy_out = _typed(quick.cuMemcpyDtoHAsync_v2, _Pointer, _Device, _Size, _Stream)
         self.copy_2d = _typed(quick.cuMemcpy2DAsync_v2, _Pointer, _Stream)
+        size = ctypes.c_uint
+        self.launch = _typed(
+            quick.cuLaunchKernel, _Pointer, size, size, size, size, size, size, size, _Stream, _Pointer, _Pointer
+        )
 
     def check(self, code: int, what: str) -> None:
         if code:
@@ -96,3 +101,10 @@ def copy_in_2d(
     code = _driver().copy_2d(ctypes.byref(copy), stream)
     if code:
         _driver().check(code, f"copy of {height} x {width} bytes to the device")
+
+
+def launch(function: int, programs: int, threads: int, shared: int, stream: int, parameters: ctypes.Array[Any]) -> None:
+    """``programs`` blocks of ``threads``, with ``shared`` bytes of shared memory. ``parameters``: addresses of them."""
+    code = _driver().launch(function, programs, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+    if code:
+        _driver().check(code, f"launch of {programs} x {threads} threads")

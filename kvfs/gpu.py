@@ -11,13 +11,14 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvfs import cuda
 from kvfs.errors import ConfigError
 from kvfs.kernels import by_torch
+from kvfs.kernels.launch import Launch, launch_of
 from kvfs.kernels.work import Shape, Work
 
 #: Of the kernels. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
@@ -144,6 +145,7 @@ class _Stream:
     def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
         self._torch, self._stream, self._constants = torch, stream, constants
         self._handle = int(stream.cuda_stream)
+        self._launches: dict[object, Launch | None] = {}  # None: only Triton can
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
         cuda.copy_in(target, source, nbytes, self._handle)
@@ -188,12 +190,31 @@ class _Stream:
             return
         from kvfs.kernels import cells
 
-        cells.move(work.words, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=copy_warps(shape))
+        kernel = (to_page, shape.buffers, shape.states, shape.rows, shape.cols, shape.element)
+        warps = copy_warps(shape)
+        self._launch(
+            kernel, lambda: cells.move(work.words, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=warps),
+            COPY_PROGRAMS, work.address,
+        )  # fmt: skip
 
     def _sum(self, work: Work, shape: Shape, *, check: bool) -> None:
         from kvfs.kernels import xxh3
 
-        xxh3.leaves(work.words, self._constants, shape, check=check, programs=SUM_PROGRAMS)
+        self._launch(
+            (check, shape.aligned),
+            lambda: xxh3.leaves(work.words, self._constants, shape, check=check, programs=SUM_PROGRAMS),
+            SUM_PROGRAMS, work.address, self._constants.data_ptr(),
+        )  # fmt: skip
+
+    def _launch(self, kernel: object, by_triton: Callable[[], Any], programs: int, *addresses: int) -> None:
+        """``kernel``: what Triton compiles it for. Once that is done the driver launches it, if it can."""
+        launch = self._launches.get(kernel)
+        if launch is not None:
+            launch(*addresses)
+            return
+        made = by_triton()
+        if kernel not in self._launches:
+            self._launches[kernel] = launch_of(made, len(addresses), programs, self._handle)
 
     def _elements(self, address: int, elements: int, element: int) -> Any:
         return self._torch.as_tensor(_Raw(address, elements, element), device=self._stream.device)

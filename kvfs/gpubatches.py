@@ -15,7 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvfs.gpu import Event
-from kvfs.gpujobs import GpuDesk
+from kvfs.gpujobs import POLL_SECONDS, GpuDesk
 from kvfs.gpulane import ALIGN, Launches, Slot
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached
@@ -25,6 +25,7 @@ from kvfs.reads import Run
 BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
 AHEAD = 3  # batches that are prepared behind the one that was sent
 FLAG = 4
+UNKNOWN = 2  # whether a leaf table is good
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ class Batches:
         self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
         self._bands, self._wanted = bands, wanted
         self._ready = False  # the part of the sheet
-        self._tables: dict[int, bytes | None] = {}  # by chunk, for the later bands
+        self._size = source.table_bytes  # of the leaf table of a page
+        # of the wanted pages, for the later bands; and which of them are good
+        self._tables, self._good = bytearray(), bytearray()
+        if bands > 1:
+            self._tables, self._good = bytearray(self._size * len(wanted)), bytearray([UNKNOWN]) * len(wanted)
         self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
         self.ended: deque[Band] = deque()  # and not taken yet
         self.ends = 0  # of bands, that wait to be enqueued
@@ -104,13 +109,22 @@ class Batches:
         if whole:
             self._source.expect(window.runs)
         for number, batch in enumerate(batches):
-            if self._stop():
+            if not self._may_go_on():
                 return False
             copied = self._copy(batch, first, rows)
             self._launches.add(partial(self._launch_copied, copied))
             for run in chain(*batches[number + 1 if number == 0 else number + AHEAD : number + AHEAD + 1]):
                 self._source.prepare(run)
         return self._send_assembled(window.others)
+
+    def _may_go_on(self) -> bool:
+        """Wait until few enough batches are under way; False if the load is to end."""
+        due = self._lane.due()
+        while not self._stop():
+            if due is None or due.query():
+                return True
+            self._desk.context.files.sleep(POLL_SECONDS)
+        return False
 
     def _slot(self, nbytes: int) -> Slot:
         while True:
@@ -140,13 +154,13 @@ class Batches:
         """Pages that were written for other head slots or layers than these, or in a codec; False as ``send``."""
         left, size = list(chunks), self.page_bytes
         step = max(1, self._desk.batch_bytes // size)
-        while left and not self._stop():
+        while left and self._may_go_on():
             self._launches.all()
             slot, words = self._slot(min(step, len(left)) * size), array("q")
             taken, good = self._source.send_assembled(left[:step], slot.address)
             self._lane.dma.record(slot.arrived)
             for i in good:
-                words += self._words(taken[i], [b""], i * size, size, self._shape.layers * self._shape.leaf_bytes)
+                words += self._words(taken[i], b"\1", i * size, size, self._shape.layers * self._shape.leaf_bytes)
             self._launch(slot, words, b"", 0, self._shape.layers, check=False)
             if not taken:
                 return False
@@ -157,28 +171,32 @@ class Batches:
 
     def _launch_copied(self, copied: _Copied) -> None:
         slot, parts, first, rows = copied
-        words, tables = array("q"), []
+        words, tables = array("q"), list[bytes]()
         for run, at, stride in parts:
-            found = self._found(run)
-            words += self._words(run.chunk, found, at, stride, rows * self._shape.leaf_bytes)
-            tables += [table for table in found if table is not None]
+            found, good = self._found(run)
+            words += self._words(run.chunk, good, at, stride, rows * self._shape.leaf_bytes)
+            tables += [found[self._size * i : self._size * (i + n)] for i, n in streaks(good)]
         whole = b"".join(tables)
         if whole and rows < self._shape.layers:
             whole = _columns(whole, self._shape.layers, first, rows)
         self._launch(slot, words, whole, first, rows, check=self._source.sums)
 
-    def _found(self, run: Run) -> list[bytes | None]:
-        """The leaf tables of a run; read and checked once."""
+    def _found(self, run: Run) -> tuple[bytes, bytes]:
+        """The leaf tables of a run, and which of them are good; read and checked once."""
+        if not self._ready:
+            self._prepare()
         if self._bands == 1:
             return self._source.tables(run)
-        if run.chunk not in self._tables:  # the batches of all bands are cut alike, or finer
-            self._tables.update(zip(range(run.chunk, run.chunk + run.count), self._source.tables(run), strict=True))
-        return [self._tables[chunk] for chunk in range(run.chunk, run.chunk + run.count)]
+        first, end = self.index[run.chunk], self.index[run.chunk] + run.count
+        if self._good[first] == UNKNOWN:  # the batches of all bands are cut alike, or finer
+            tables = self._source.tables(run)
+            self._tables[first * self._size : end * self._size], self._good[first:end] = tables
+        return bytes(self._tables[first * self._size : end * self._size]), bytes(self._good[first:end])
 
-    def _words(self, chunk: int, tables: Sequence[bytes | None], offset: int, stride: int, step: int) -> array[int]:
+    def _words(self, chunk: int, good: bytes, offset: int, stride: int, step: int) -> array[int]:
         """The granules of pages from ``chunk`` on that lie ``stride`` apart from ``offset`` of a slot on.
 
-        Pages without a table are left out; granules of a page lie ``step`` apart.
+        Pages that are not ``good`` are left out; granules of a page lie ``step`` apart.
         """
         if not self._ready:
             self._prepare()
@@ -186,14 +204,13 @@ class Batches:
         jump = 1 if states == 1 else states // granules
         even = granules == 1 or stride == granules * step
         words = array("q")
-        for first, count in streaks([table is not None for table in tables], len(tables) if even else 1):
+        for first, count in streaks(good, len(good) if even else 1):
             chunks = range(chunk + first, chunk + first + count)
             self.sent.update(dict.fromkeys(chunks))
-            begin = chunks[0] * (1 if states == 1 else states)
+            begin, page = chunks[0] * (1 if states == 1 else states), self.index[chunks[0]]
             words += granule_words(
                 offset + first * stride, stride if granules == 1 else step,
-                range(begin, begin + count * granules * jump, jump),
-                [self.index[c] for c in chunks for _ in range(granules)],
+                range(begin, begin + count * granules * jump, jump), range(page, page + count), granules,
             )  # fmt: skip
         return words
 

@@ -22,7 +22,8 @@ from kvfs.gpujobs import GpuDesk
 from kvfs.gpulane import BATCHES, Lane, aligned
 from kvfs.gpuload import GpuLoad
 from kvfs.gpusave import BATCH_BYTES, GpuSave
-from kvfs.hostio import CLOSE_SECONDS, HostIO
+from kvfs.gpuwarm import pin_hottest, pin_match
+from kvfs.hostio import CLOSE_SECONDS, WARM_SECONDS, HostIO
 from kvfs.hostjobs import Writes, make_ring
 from kvfs.inplace import PIECE_BYTES, InPlace
 from kvfs.kernels.work import Shape, pack, shape_of
@@ -31,7 +32,6 @@ from kvfs.memory import memory_limit
 from kvfs.pieces import Arena, Budget, Probe, RegisteredMaps, probe
 from kvfs.pool import Pool
 from kvfs.reader import Reader
-from kvfs.reads import plan_runs, published
 from kvfs.segment import file_name
 from kvfs.sigterm import at_sigterm
 from kvfs.transfer import Transfer
@@ -147,7 +147,8 @@ class GpuIO(HostIO):
 
     def _pieces(self, readers: Pool) -> InPlace | None:
         """What loads read segments from, other than the ring."""
-        if not self._registered_bytes or self._asked_for == "ring" or not self._c.mode.maps:
+        off = self._c.declines == "disabled"
+        if off or not self._registered_bytes or self._asked_for == "ring" or not self._c.mode.maps:
             return None
         files = self._c.files
         budget = Budget(self._c.pinned, files, self._registered_bytes)
@@ -166,8 +167,8 @@ class GpuIO(HostIO):
         if self._c.liveness is None:
             return Probe(True)  # nothing may be written: the first load shows
         name = f"probe-{os.urandom(8).hex()}"
-        run = directory.sub("run")
         try:
+            run = directory.sub("run")
             fd = files.create(name, directory.file_mode, dir_fd=run)
         except OSError as exc:
             return Probe(False, f"no file for the probe: {exc}")
@@ -183,16 +184,21 @@ class GpuIO(HostIO):
     # -- for everybody -----------------------------------------------------------------------
 
     def warm(self, match: PrefixMatch) -> int:
-        """Pin what a match needs ahead of its load; bytes of it that the GPU can read without the ring now."""
-        maps, ready = self._gpu_desk.in_place, 0
+        super().warm(match)
+        maps = self._gpu_desk.in_place
         if maps is None:
             return 0
-        with self._device.current(), self._gpu_desk.reader.held(match) as held:
-            for gm in match.groups:
-                ends = published(gm)
-                for run in plan_runs(gm, held)[0]:
-                    ready += maps.warm(run.held, run.offset, run.span, ends[run.segment])
-        return ready
+        with self._device.current():
+            return pin_match(maps, self._gpu_desk.reader, match)
+
+    def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
+        super().warm_hottest(nbytes, deadline)
+        maps, end = self._gpu_desk.in_place, self._c.files.monotonic() + deadline
+        if maps is None:
+            return 0
+        limit, attached = parse_size(nbytes, "nbytes"), self._attached.values()
+        with self._device.current():
+            return pin_hottest(self._c, maps, self._identity.digest, attached, limit, end)
 
     def let_go(self) -> None:
         """Unpin what loads read from, as far as none does: before the process dies."""

@@ -21,6 +21,9 @@ from kvfs.types import BufferLike
 ALIGN = 256
 BATCHES = 4  # of full size that scratch holds
 PENDING = 4  # copies, and ends of bands, ahead of their launches
+#: Batches that are enqueued and not over. The driver takes about a thousand calls ahead, and a batch some fifteen; with
+#: more of them the host would wait in the driver, and keep the interpreter.
+QUEUED = 24
 #: Of one ``push``: on an H200 up to 24 KiB of pageable memory go ahead of large copies in other streams, and any number
 #: of them; from pinned memory they queue up behind these after the first few.
 PUSH_BYTES = 4096
@@ -73,7 +76,7 @@ class Sheet:
     def work(self, offset: int, unit_ids: int, units: int) -> Work:
         """The work list that was put last, at ``offset``; ``units`` ids lie at ``unit_ids``."""
         ids = self._host[unit_ids : unit_ids + units * WORD]
-        return Work(self._device.words(offset), self._host[offset : self._used].cast("q"), ids.cast("q"))
+        return Work(self._device, offset, self._host[offset : self._used].cast("q"), ids.cast("q"))
 
     def send(self, stream: Stream, first: int) -> None:
         """Copy what was put from ``first`` on, past large copies of other streams."""
@@ -103,6 +106,12 @@ class Lane:
         self._slots: deque[Slot] = deque()  # oldest first, round the scratch
         self._events: list[tuple[Event, Event]] = []  # to be used again
         self._sheet: Sheet | None = None
+        self._ends = [self.dma.event() for _ in range(QUEUED)]  # of the last batches, round and round
+        self._finished = 0
+
+    def due(self) -> Event | None:
+        """What has to be over before another batch is enqueued; None while there are few."""
+        return self._ends[self._finished % QUEUED] if self._finished >= QUEUED else None
 
     def slot(self, nbytes: int, stream: Stream) -> Slot | None:
         """Scratch for a batch, which ``stream`` is to fill: it waits for the last uses of it.
@@ -135,6 +144,8 @@ class Lane:
     def finished(self, slot: Slot, stream: Stream) -> None:
         """Behind what ``stream`` has been given so far, the slot may be used again."""
         stream.record(slot.done)
+        stream.record(self._ends[self._finished % QUEUED])
+        self._finished += 1
         slot.enqueued = True
 
     def sheet(self, nbytes: int) -> Sheet:

@@ -25,7 +25,8 @@ from kvfs.segment_files import Held
 from kvfs.types import PageOutcome, TransferState
 
 BANDS = 8  # of a layer-wise load, at most
-BAND_BYTES_MIN = 32 << 20  # what smaller ones cost the host is more than what their copies take
+#: What smaller ones cost the host is more than what their copies take: of a band, and of a page's share in it.
+BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
 WINDOW_PAGES = 32  # that are planned before the first copy; then twice as many, while those are on their way
 
 
@@ -87,12 +88,16 @@ class GpuLoad(Load):
             launches.all()
             self._announce(groups, wait=True)  # what has come must not wait for what a disk may never bring
 
+        def stop() -> bool:
+            self._announce(groups, wait=False)  # nor for room for what follows
+            return self._stop()
+
         try:
             for number, (attached, chunks) in enumerate(self.pages):
                 limit = self.match.restorable(self.possible)
                 wanted = [chunk for chunk in chunks if chunk < limit]
                 if wanted and not self.transfer.stopped:
-                    groups.append(self._begin(launches, attached, wanted, held, catch_up))
+                    groups.append(self._begin(launches, attached, wanted, held, catch_up, stop))
                     behind = sum(len(later) * a.page_bytes for a, later in self.pages[number + 1 :])
                     self._send(groups, held, behind)
                     if groups[-1].source.has_slots:  # which the next group may want
@@ -114,17 +119,20 @@ class GpuLoad(Load):
 
     def _bands(self, attached: Attached, pages: int) -> int:
         """In how many bands so many pages come, at most."""
-        return max(1, min(BANDS, pages * attached.page_bytes // BAND_BYTES_MIN)) if self.layerwise else 1
+        if not self.layerwise:
+            return 1
+        each = attached.page_bytes
+        return max(1, min(BANDS, pages * each // BAND_BYTES_MIN, each // SHARE_BYTES_MIN))
 
     def _begin(
         self, launches: Launches, attached: Attached, wanted: list[int], held: dict[int, Held],
-        catch_up: Callable[[], None],
+        catch_up: Callable[[], None], stop: Callable[[], bool],
     ) -> _Group:  # fmt: skip
         gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
         source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from, catch_up)
         batches = Batches(
             self.gpu, launches, attached, source, self.units[attached.number], wanted,
-            bands=self._bands(attached, len(wanted)), first_token=self.first_token, stop=self._stop,
+            bands=self._bands(attached, len(wanted)), first_token=self.first_token, stop=stop,
         )  # fmt: skip
         return _Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
 
@@ -175,6 +183,7 @@ class GpuLoad(Load):
     def _finish(self, launches: Launches, groups: list[_Group]) -> None:
         """Wait for these groups, and settle them."""
         launches.all()
+        self.transfer._expect({PageOutcome.LOADED: {g.attached.number: bits_of(g.wanted) for g in groups}})
         self._announce(groups, wait=True)
         if not all(group.whole for group in groups):  # else the ends of the last bands were the ends of everything
             self.gpu.loads.quiet()
@@ -203,7 +212,10 @@ class GpuLoad(Load):
     def _announce(self, groups: Sequence[_Group], *, wait: bool) -> None:
         """Bands that have arrived: while all pages are well, their layers are ready."""
         for group in groups:
-            layers, bands = group.attached.group.layers[group.attached.part.layer :], group.batches.ended
+            bands = group.batches.ended
+            if not bands:
+                continue
+            layers = group.attached.group.layers[group.attached.part.layer :]
             while bands and (wait or bands[0].end.query()):
                 band = bands.popleft()
                 wait_until(self.gpu, band.end)

@@ -17,7 +17,7 @@ from kvfs.bits import span
 from kvfs.gpu import Event
 from kvfs.gpufill import Fills
 from kvfs.gpujobs import GpuDesk
-from kvfs.hashing import leaf_table, root_of
+from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.hostjobs import Attached
 from kvfs.inplace import Stretch, Use
 from kvfs.match import GroupMatch, Source
@@ -57,6 +57,7 @@ class PageSource:
         self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
         self._fills = Fills(desk, self._published, self._past)
         self.sums = self._summed and desk.context.verify is not Verify.OFF
+        self.table_bytes = attached.group.leaves(attached.part) * LEAF_BYTES if self.sums else 0  # of a page
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
 
@@ -307,25 +308,25 @@ class PageSource:
 
     # -- checksums, the end --------------------------------------------------------------------
 
-    def tables(self, run: Run) -> list[bytes | None]:
-        """What the GPU's sums of each page must be; None for a table that the index does not vouch for."""
+    def tables(self, run: Run) -> tuple[bytes, bytes]:
+        """What the GPU's sums of the pages must be, and for each page 1 if the index vouches for that, or else 0."""
         if not self.sums:
-            return [b""] * run.count
-        c, size = self._desk.context, run.leaf_bytes
+            return b"", b"\1" * run.count
+        c, size = self._desk.context, self.table_bytes
         try:
-            raw = c.files.read(run.held.fd, size * run.count, run.leaf) if run.leaf else b""
+            raw = c.files.read(run.held.fd, size * run.count, run.leaf) if run.leaf and run.leaf_bytes == size else b""
         except OSError:
             c.counters.add("read_errors")
             raw = b""
-        tables: list[bytes | None] = []
-        for i in range(run.count):
-            table = raw[i * size : (i + 1) * size]
-            fine = bool(table) and root_of(table) == run.root(i)
-            tables.append(table if fine else None)
-            if not fine:
-                c.counters.add("pages_corrupt")
-                self._refuse([(run.chunk + i, run.seqs[i])], run.segment)
-        return tables
+        raw = raw.ljust(size * run.count, b"\0")
+        roots = [root_of(raw[at : at + size]) for at in range(0, len(raw), size)]
+        if b"".join(roots) == run.roots:
+            return raw, b"\1" * run.count
+        good = bytes(root == run.root(i) for i, root in enumerate(roots))
+        for i in [i for i, fine in enumerate(good) if not fine]:
+            c.counters.add("pages_corrupt")
+            self._refuse([(run.chunk + i, run.seqs[i])], run.segment)
+        return raw, good
 
     def _refuse(self, pages: Sequence[tuple[int, int]], segment: int) -> None:
         for chunk, seq in pages:
@@ -349,8 +350,11 @@ class PageSource:
             self._desk.in_place.release(self._use)
 
 
-def streaks(good: Sequence[bool], most: int = 1 << 62) -> Iterator[tuple[int, int]]:
-    """(first, count) of each run of True, in pieces of at most ``most``."""
+def streaks(good: Sequence[int], most: int = 1 << 62) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of what is true, in pieces of at most ``most``."""
+    if most >= len(good) and all(good):
+        yield 0, len(good)
+        return
     first = 0
     for i in range(1, len(good) + 1):
         if i == len(good) or good[i] != good[first] or i - first == most:

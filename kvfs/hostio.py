@@ -14,6 +14,7 @@ from typing import Any
 
 from kvfs.active import SegmentClass
 from kvfs.bits import bits_of, span
+from kvfs.config import parse_size
 from kvfs.context import Context
 from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError, StoreReadOnlyError
@@ -34,6 +35,7 @@ from kvfs.writer import Appender
 SAVE_SECONDS = 2.0
 LOAD_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
+WARM_SECONDS = 10.0
 
 #: Unit ids of a prompt: one sequence, or one per group name.
 Units = Any
@@ -176,6 +178,24 @@ class HostIO:
         load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
         return self._submit(transfer, self._reads, load.run)
 
+    def warm(self, match: PrefixMatch) -> int:
+        """Pin what a match needs ahead of its load, on a GPU; bytes of it that are there without the ring now."""
+        self._check_process()
+        return 0
+
+    def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
+        """Pin the pages that were used last, on a GPU, before traffic: else a process's first loads have to.
+
+        Of this namespace's pages those that lie as this rank wants them, up to ``nbytes`` in whole pieces of segments;
+        what the page cache does not hold is left out (``store.warm`` brings it there), and so is what does not fit
+        into ``registered_bytes`` beside what is pinned. Walks the index; what was found and pinned after ``deadline``
+        seconds has to do. Returns the bytes that are pinned for loads then. Raises ConfigError.
+        """
+        self._check_open()
+        parse_size(nbytes, "nbytes")
+        self._check_deadline(deadline)
+        return 0
+
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Finish what was accepted, at most ``timeout`` seconds; what is left then ends as declined ("closed").
 
@@ -205,9 +225,12 @@ class HostIO:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ConfigError("this HostIO belongs to the parent process: call ns.attach(...) in this one")
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ConfigError("this HostIO was closed: call ns.attach(...) again")
 
@@ -256,13 +279,16 @@ class HostIO:
         self, kind: str, pages: Sequence[tuple[Attached, list[int]]], deadline: float, after: Any, on_page: OnPage,
         on_done: OnDone, summarise: Summary,
     ) -> Task:  # fmt: skip
-        if not isinstance(deadline, (int, float)) or not deadline >= 0:
-            raise ConfigError(f"deadline is {deadline!r}: pass seconds from now, 0 or more")
+        self._check_deadline(deadline)
         self._check_after(after)
         groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._attached.values()}
         end = self._c.files.monotonic() + deadline
         offered = {a.number: bits_of(chunks) for a, chunks in pages}
         return Task(kind, offered, groups, end, summarise, on_page, on_done)
+
+    def _check_deadline(self, deadline: float) -> None:
+        if not isinstance(deadline, (int, float)) or not deadline >= 0:
+            raise ConfigError(f"deadline is {deadline!r}: pass seconds from now, 0 or more")
 
     def _check_after(self, after: Any) -> None:
         if not (after is None or callable(after) or hasattr(after, "wait") or hasattr(after, "synchronize")):

@@ -82,6 +82,11 @@ class InPlace:
         """Of all pieces."""
         return sum(piece.nbytes for piece in list(self._pieces.values()))
 
+    @property
+    def pinned(self) -> int:
+        """What is pinned for them."""
+        return sum(self.backing.cost(piece.nbytes) for piece in list(self._pieces.values()))
+
     def stretches(
         self, held: Held, offset: int, nbytes: int, published: int, use: Use, *, register: bool
     ) -> list[Stretch] | None:
@@ -153,12 +158,21 @@ class InPlace:
             for number, inside, end in self._cuts(offset, nbytes)
         ]
 
-    def warm(self, held: Held, offset: int, nbytes: int, published: int) -> int:
-        """Have a stretch of a segment made; bytes of it that are there now."""
+    def missing(self, held: Held, offset: int, nbytes: int, published: int) -> list[tuple[int, int]]:
+        """(first byte, bytes that it would have) of each piece that a stretch lies in and that is not there."""
+        found = []
+        for number, _, need in self._cuts(offset, nbytes):
+            key = (held.segment_id, number)
+            if self._take(key, need, None) is None:
+                found.append((number * self._piece_bytes, self._published(key, held, published)))
+        return found
+
+    def warm(self, held: Held, offset: int, nbytes: int, published: int, *, spare: bool = False) -> int:
+        """Have a stretch of a segment made; bytes of it that are there now. ``spare``: no other piece goes for it."""
         ready = 0
         for number, inside, need in self._cuts(offset, nbytes):
             key = (held.segment_id, number)
-            if self._take(key, need, None) or self._make(key, held, need, published, None, ahead=True):
+            if self._take(key, need, None) or self._make(key, held, need, published, None, ahead=True, spare=spare):
                 ready += need - inside
         return ready
 
@@ -180,10 +194,12 @@ class InPlace:
                 key, wish = self._wishes.popitem()
             self._make(key, wish.held, self._published(key, *wish), wish.published, None, ahead=True)
 
-    def _make(self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool) -> _Piece | None:
+    def _make(
+        self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool, spare: bool = False
+    ) -> _Piece | None:
         """All of a piece that is published, as far as is known; None if that is less than ``need``, or cannot be had.
 
-        What is there of it, less than is needed and not in use, goes.
+        What is there of it, less than is needed and not in use, goes; if ``spare``, only when there is more.
         """
         me = object()
         try:
@@ -192,7 +208,7 @@ class InPlace:
                     self._stuck = True
                     return None
                 self._maker = me
-            return self._make_alone(key, held, max(need, 1), published, use, ahead=ahead)
+            return self._make_alone(key, held, max(need, 1), published, use, ahead=ahead, spare=spare)
         finally:
             with self._made:
                 if self._maker is me:
@@ -202,7 +218,7 @@ class InPlace:
                         self._let_go()
 
     def _make_alone(
-        self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool
+        self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool, spare: bool
     ) -> _Piece | None:
         nbytes = self._published(key, held, published)
         with self._lock:
@@ -210,19 +226,22 @@ class InPlace:
             there = self._take(key, need, use)  # made while this one waited
             if self._closed or there is not None:
                 return there
-            if key in self._pieces and not self._drop_unused(key):
+            if key in self._pieces and not spare and not self._drop_unused(key):
                 return None
         while nbytes >= need:
             try:
                 backed = self.backing.make(held, key[1] * self._piece_bytes, nbytes, ahead=ahead)
             except FullError:
                 with self._lock:
-                    if not any(self._drop_unused(oldest) for oldest in list(self._pieces)):
+                    if spare or not any(self._drop_unused(oldest) for oldest in list(self._pieces)):
                         return None
                 continue
             if backed is None:
                 return None
             with self._lock:
+                if key in self._pieces and not self._drop_unused(key):  # a smaller one, ``spare``, that a copy uses
+                    self.backing.free(backed)
+                    return None
                 self._pieces[key] = _Piece(backed)
                 return self._take(key, need, use) if not self._closed else None
         return None

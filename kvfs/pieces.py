@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvfs.buffers import address_of_readonly
 from kvfs.cuda import CudaError
-from kvfs.files import Files
+from kvfs.files import HUGE_BYTES, Files, Mapping
 from kvfs.gpu import Device, Pinned
 from kvfs.pool import Pool
 from kvfs.registered import PinnedBytes
@@ -69,6 +69,9 @@ class Backing(Protocol):
     def ready(self) -> bool:
         """Whether a load gains by making the pieces that it needs, rather than going through the ring."""
 
+    def cost(self, nbytes: int) -> int:
+        """What is pinned for a piece of so many bytes."""
+
     def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
         """[start, start + nbytes) of a segment, all of it published. ``ahead``: no load waits for it.
 
@@ -100,15 +103,20 @@ class RegisteredMaps:
         dear = self._seconds * (1 << 30) > SECONDS_PER_GIB_MAX * self._registered
         return self.failed < FAILURES_MAX and not (dear and self._registered >= MEASURED_BYTES)
 
+    def cost(self, nbytes: int) -> int:
+        return nbytes
+
     def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
         if not may_map(self._files, held):
             return None
+        begin = self._files.monotonic()
         try:
             mapping = self._files.map(held.fd, nbytes, start)
+            self._bring_in(held, mapping, start, nbytes)
         except (OSError, ValueError):
             return None
         self.budget.take(nbytes)
-        begin = self._files.monotonic()
+        begin = self._files.monotonic() if ahead else begin
         address = address_of_readonly(mapping)
         try:
             self._device.register(address, nbytes, read_only=True)
@@ -122,6 +130,16 @@ class RegisteredMaps:
         if self._registered > REMEMBERED_BYTES:
             self._registered, self._seconds = self._registered / 2, self._seconds / 2
         return Backed(held, address, nbytes, mapping)
+
+    def _bring_in(self, held: Held, mapping: Mapping, start: int, nbytes: int) -> None:
+        """Read what the page cache lacks: the driver would do it page by page, and let nobody launch meanwhile."""
+        files = self._files
+        if files.cached_bytes(held.fd, start, nbytes) in (nbytes, None):
+            return
+        for at in range(0, nbytes, HUGE_BYTES):
+            size = min(HUGE_BYTES, nbytes - at)
+            if files.cached_bytes(held.fd, start + at, size) != size:
+                files.populate(mapping, at, size)
 
     def free(self, backed: Backed) -> None:
         with contextlib.suppress(CudaError):
@@ -147,6 +165,9 @@ class Arena:
 
     def ready(self) -> bool:
         return bool(self._free) or self._full
+
+    def cost(self, nbytes: int) -> int:
+        return self._block_bytes  # however much of it is filled
 
     def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
         block = self._block(ahead=ahead)

@@ -20,10 +20,17 @@ class PinnedBytes:
         self.mine = 0
 
     def take(self, nbytes: int, limit: int, now: float) -> bool:
-        """Pin ``nbytes`` more, if all processes together then keep at most ``limit``; ``now``: monotonic seconds."""
+        """Pin ``nbytes`` more, if all processes together then keep at most ``limit``; ``now``: monotonic seconds.
+
+        Not while nobody can tell what the others have: a process that is out of descriptors cannot list them.
+        """
         with self._lock:
             if self._liveness is not None and now - self._asked > FRESH_SECONDS:
-                self._others, self._asked = self._liveness.pinned_by_others(), now
+                try:
+                    self._others = self._liveness.pinned_by_others()
+                except OSError:
+                    return False
+                self._asked = now
             if self._others + self.mine + nbytes > limit:
                 return False
             self._say(self.mine + nbytes)

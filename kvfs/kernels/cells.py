@@ -87,9 +87,12 @@ def _cells(  # type: ignore[no-untyped-def]
 _KINDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-def move(work: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 8) -> None:
-    """Run on the current stream. ``work``: an i64 tensor that begins with a work list (``kvfs.kernels.work``)."""
-    _cells[(programs,)](
+def move(work: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 8) -> Any:
+    """Run on the current stream. ``work``: an i64 tensor that begins with a work list (``kvfs.kernels.work``).
+
+    What was compiled; None under the interpreter.
+    """
+    return _cells[(programs,)](
         work, shape.buffers, shape.states, shape.rows, shape.cols, shape.element, _KINDS[shape.element], to_page,
         num_warps=warps,
     )  # fmt: skip

@@ -70,9 +70,20 @@ class Shape:
 class Work(NamedTuple):
     """A work list, and what it is about where the host has it: i64 words all."""
 
-    words: Any  # a tensor of the device that begins with the work list
-    host: memoryview  # the same
+    memory: Any  # of the device (``kvfs.gpu.Memory``)
+    offset: int  # in it
+    host: memoryview  # the same words
     unit_ids: memoryview
+
+    @property
+    def words(self) -> Any:
+        """A tensor of the device that begins with the work list."""
+        return self.memory.words(self.offset)
+
+    @property
+    def address(self) -> int:
+        """Of the work list, on the device."""
+        return int(self.memory.address + self.offset)
 
 
 def shape_of(group: Group, part: Part, device: DeviceKV) -> Shape:
@@ -104,12 +115,13 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def granule_words(offset: int, step: int, tokens: Sequence[int], pages: Sequence[int]) -> array[int]:
-    """Words of granules that lie ``step`` bytes apart from ``offset`` on."""
+def granule_words(offset: int, step: int, tokens: Sequence[int], pages: Sequence[int], granules: int = 1) -> array[int]:
+    """Words of granules that lie ``step`` bytes apart from ``offset`` on; ``granules`` of each of ``pages``."""
     words = array("q", bytes(len(tokens) * GRANULE_WORDS * WORD))
     words[0::GRANULE_WORDS] = array("q", range(offset, offset + step * len(tokens), step))
     words[1::GRANULE_WORDS] = array("q", tokens)
-    words[2::GRANULE_WORDS] = array("q", pages)
+    for i in range(granules):
+        words[2 + i * GRANULE_WORDS :: granules * GRANULE_WORDS] = array("q", pages)
     return words
 
 

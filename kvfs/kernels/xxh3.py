@@ -138,9 +138,10 @@ def _leaves(  # type: ignore[no-untyped-def]
             tl.store(leaves + leaf, digest, mask=there)
 
 
-def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> None:
+def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> Any:
     """Sum the leaves of a batch on the current stream: against ``leaves``, setting flags (``check``), or into it.
 
-    ``constants``: an i64 tensor that holds CONSTANTS. ``shape.sums`` must be true.
+    ``constants``: an i64 tensor that holds CONSTANTS. ``shape.sums`` must be true. Returns what was compiled;
+    None under the interpreter.
     """
-    _leaves[(programs,)](work, constants, LEAVES, shape.aligned, check, num_warps=WARPS)
+    return _leaves[(programs,)](work, constants, LEAVES, shape.aligned, check, num_warps=WARPS)

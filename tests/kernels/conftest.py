@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import kvfs
 from kvfs import gpuload
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(store_path, capacity="64MiB") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ns(store: kvfs.Store) -> kvfs.Namespace:
+    from tests.kernels.test_gpu_transport import LAYOUT  # which needs triton
+
+    return store.namespace("model", LAYOUT, "1")
 
 
 @pytest.fixture(autouse=True)
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer-wise loads of a few pages come in as many bands as large ones."""
     monkeypatch.setattr(gpuload, "BAND_BYTES_MIN", 1)
+    monkeypatch.setattr(gpuload, "SHARE_BYTES_MIN", 1)

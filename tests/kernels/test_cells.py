@@ -49,7 +49,7 @@ def run(
     )  # fmt: skip
     if BY == "torch":
         host = memoryview(bytearray(work)).cast("q")
-        by_torch.move(Work(None, host, memoryview(bytearray(ids)).cast("q")), shape, at_host, to_page=to_page)
+        by_torch.move(Work(None, 0, host, memoryview(bytearray(ids)).cast("q")), shape, at_host, to_page=to_page)
     else:
         cells.move(words(work), shape, to_page=to_page, programs=PROGRAMS)
 

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvfs.kernels import cells, xxh3
+from kvfs.kernels import cells, launch, xxh3
 
 
 def compile_for(capability, kernel, pointers, warps, constants):
@@ -25,6 +25,7 @@ def compile_for(capability, kernel, pointers, warps, constants):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     assert made.asm["cubin"]
+    assert launch.addresses(made.asm["ptx"]) in range(len(pointers), len(pointers) + launch.SCRATCH + 1)
 
 
 for capability in map(int, sys.argv[1:]):

@@ -15,11 +15,11 @@ from kvfs import codec
 from kvfs import format as fmt
 from kvfs.layout import Part
 from kvfs.types import Tier
-from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, ns, prompt, store, way
+from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, way
 from tests.stores import counted
 from tests.unit.test_codec import entries_of, flip
 
-__all__ = ["ns", "store", "way"]  # fixtures
+__all__ = ["way"]  # a fixture
 
 
 def engine(seed: int) -> Engine:

@@ -20,9 +20,7 @@ from kvfs.cuda import CudaError
 from kvfs.inplace import MAKING_SECONDS
 from kvfs.liveness import Liveness
 from tests.kernels.simulated import SimulatedDevice
-from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, ns, prompt, saved, store
-
-__all__ = ["ns", "store"]
+from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, prompt, saved
 
 
 def test_slots_that_are_being_read_into_stay_with_a_load_that_fails(

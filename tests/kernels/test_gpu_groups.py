@@ -16,10 +16,10 @@ from kvfs import gpubatches, gpulane
 from kvfs.gpusource import PageSource
 from kvfs.layout import Group, Need, PageLayout
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, store, way
+from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, way
 from tests.stores import counted, segment_files
 
-__all__ = ["store", "way"]  # fixtures
+__all__ = ["way"]  # a fixture
 PAGE, CHUNKS, WINDOW = 16, 12, 4
 CELL = PageLayout.kv(layers=1, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=PAGE).groups[0].cell
 LAYOUT = PageLayout.of(

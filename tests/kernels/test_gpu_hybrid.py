@@ -21,9 +21,7 @@ from kvfs.hostio import HostIO
 from kvfs.layout import Cell, Group, Need, PageLayout
 from kvfs.staging import Lease
 from tests.kernels.simulated import Happened, SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import BLOCK, LATE, NOW, ORDER, PAGE, SECONDS, attach, prompt, store
-
-__all__ = ["store"]  # a fixture
+from tests.kernels.test_gpu_transport import BLOCK, LATE, NOW, ORDER, PAGE, SECONDS, attach, prompt
 
 CELL = Cell("bf16 k8+v8", 32)
 CHUNKS = 12

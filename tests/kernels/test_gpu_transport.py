@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,17 +77,6 @@ class Engine:
 
 def prompt(chunks: int, first: int = 0) -> list[int]:
     return list(range(first, first + chunks * PAGE))
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[kvfs.Store]:
-    with kvfs.open(store_path, capacity="64MiB") as opened:
-        yield opened
-
-
-@pytest.fixture
-def ns(store: kvfs.Store) -> kvfs.Namespace:
-    return store.namespace("model", LAYOUT, "1")
 
 
 @pytest.fixture(params=["in_place", "arena", "ring", "refused", "torch"])

@@ -285,3 +285,35 @@ def test_a_device_that_is_not_there_is_refused(store: kvfs.Store) -> None:
     far = tuple(dataclasses.replace(buffer, memory="cuda:99") for buffer in rank.kv.buffers)
     with pytest.raises(kvfs.ConfigError, match="memory is on cuda:99"):
         ns.attach(kvfs.DeviceKV(rank.kv.group, far))
+
+
+def test_the_driver_launches_what_triton_has_compiled(store: kvfs.Store) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    source, target = Rank(seed=1), Rank()
+    with ns.attach(source.kv) as saves, ns.attach(target.kv) as loads:
+        for first in (0, 1000):  # the first save is Triton's, of which there are no more then
+            tokens, blocks = list(range(first, first + 512)), range(first // 100, first // 100 + 32)
+            saved = saves.save(ns.plan_save(tokens), blocks, event()).wait(SECONDS)
+            assert saved is not None and saved.pages == 32, saved
+            with ns.match(tokens) as match:
+                loaded = loads.load(match, blocks, event()).wait(SECONDS)
+                assert loaded is not None and loaded.tokens == 512, loaded
+        for stream in (saves._gpu_desk.saves.kernels, loads._gpu_desk.loads.kernels):
+            assert stream._launches and all(stream._launches.values()), stream._launches
+    used = [*range(32), *range(10, 42)]
+    for mine, theirs in zip(target.tensors, source.tensors, strict=True):
+        assert torch.equal(mine[:, used], theirs[:, used])
+
+
+@pytest.mark.parametrize("transport", ["in_place", "arena"])
+def test_what_was_used_last_is_pinned_before_the_first_load(store: kvfs.Store, transport: str) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    source, target, tokens = Rank(seed=1), Rank(), list(range(512))
+    save(ns, source, tokens, range(32))
+    with ns.attach(target.kv, transport=transport) as io, ns.match(tokens) as match:
+        assert io.warm_hottest("1GiB") >= match.nbytes
+        before = io._gpu_desk.in_place.nbytes
+        result = io.load(match, range(32), event()).wait(SECONDS)
+        assert result is not None and result.tokens == 512, result
+        assert io._gpu_desk.in_place.nbytes == before, "the load had to pin more"
+    assert target.same(source, 32)

@@ -47,6 +47,7 @@ DOC = (ROOT / "docs" / "vllm.md").read_text()
         ({"path": "/x", "blocks_per_chunk": 0}, "blocks_per_chunk is 0"),
         ({"path": "/x", "block_size": "64"}, "block_size is '64'"),
         ({"path": "/x", "ring_bytes": None}, "ring_bytes is None"),
+        ({"path": "/x", "warm_bytes": "lots"}, "warm_bytes is 'lots'"),
         ({"path": "/x", "spec_name": "CPUOffloadingSpec"}, "spec_name is 'CPUOffloadingSpec'"),
     ],
 )

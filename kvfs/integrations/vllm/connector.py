@@ -115,6 +115,8 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
             [a.device for a in groups], ring_bytes=settings.ring_bytes, threads=settings.threads,
             registered_bytes=settings.registered_bytes,
         )  # fmt: skip
+        if settings.warm_bytes:
+            io.warm_hottest(settings.warm_bytes)  # now: later, kernels would wait for the driver meanwhile
         self.worker = KvfsWorker(io, groups, self._spec.blocks_per_chunk, settings)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:

@@ -36,6 +36,7 @@ class VllmSettings:
     store_seconds: float = 2.0  # what is not copied by then is not stored
     ring_bytes: int | str = "256MiB"  # of pinned memory, per rank
     registered_bytes: int | str | None = None  # pinned by all ranks for loads; None: a quarter of the memory
+    warm_bytes: int | str = "8GiB"  # of the pages that were used last, pinned for loads when a rank starts, on a GPU
     threads: int = 2  # of copies, per rank and direction
 
 
@@ -99,7 +100,7 @@ def _check(name: str, value: Any) -> None:
             raise ConfigError(f"mode is {value!r}: choose one of {', '.join(MODES)}")
     elif name == "codec" and value is not None:
         parse_codec(value)
-    elif name == "ring_bytes" or (name in ("capacity", "registered_bytes") and value is not None):
+    elif name in ("ring_bytes", "warm_bytes") or (name in ("capacity", "registered_bytes") and value is not None):
         parse_size(value, name)
 
 

@@ -1,0 +1,191 @@
+"""What the host asks of a driver that answers late: few batches at once, and no disk under the driver's lock."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the GPU transport needs triton")
+
+import kvfs
+from kvfs import gpulane
+from kvfs.files import HUGE_BYTES, Files, Mapping
+from kvfs.gpu import Event, Stream
+from kvfs.gpubatches import Batches
+from kvfs.gpulane import Lane
+from kvfs.pieces import Budget, RegisteredMaps
+from tests.kernels.simulated import SimulatedDevice, SimulatedStream
+from tests.kernels.test_gpu_transport import NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+
+CHUNKS = 8
+
+
+class Later:
+    """An event that is over when it has been asked for often enough, or when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.left = 0.0
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def synchronize(self) -> None:
+        self.left = 0
+
+
+class LateStream(SimulatedStream):
+    def event(self) -> Event:
+        return Later()
+
+    def record(self, event: Any = None) -> Event:
+        event = event or Later()
+        event.left = self._device.asks  # type: ignore[attr-defined]
+        return event  # type: ignore[no-any-return]
+
+
+class LateDevice(SimulatedDevice):
+    def __init__(self, asks: float = 3) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def stream(self) -> Stream:
+        return LateStream(self)
+
+
+@pytest.fixture(autouse=True)
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpulane, "QUEUED", 2)
+
+
+def test_a_lane_knows_which_batch_has_to_be_over() -> None:
+    device = LateDevice()
+    lane = Lane(device, 4096)
+    ends = []
+    for number in range(5):
+        due = lane.due()
+        assert (due is None) == (number < 2)
+        if due is not None:
+            assert due is ends[number - 2], "the oldest of two"
+        slot = lane.slot(256, lane.dma)
+        assert slot is not None
+        lane.finished(slot, lane.kernels)
+        ends.append(lane._ends[number % 2])
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_few_batches_are_under_way(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, layerwise: bool) -> None:
+    source, target, seen = saved(ns, CHUNKS), Engine(), []
+    copy = Batches._copy
+
+    def watched(self: Batches, *args: Any) -> Any:
+        due = self._lane.due()
+        seen.append(due is None or due.left < 0)  # type: ignore[attr-defined]
+        return copy(self, *args)
+
+    monkeypatch.setattr(Batches, "_copy", watched)
+    with attach(ns, target.kv, device=LateDevice(), scratch_bytes=1) as io, ns.match(prompt(CHUNKS)) as match:
+        io.warm(match)
+        result = io.load(match, range(2 * CHUNKS), NOW, layerwise=layerwise).wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE, result
+    assert target.tokens(range(2 * CHUNKS)) == source.tokens(range(2 * CHUNKS))
+    assert all(seen) and len(seen) >= CHUNKS / 2
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+def test_a_load_that_waits_for_room_can_be_ended(ns: kvfs.Namespace, end: str) -> None:
+    saved(ns, CHUNKS)
+    target, device = Engine(), LateDevice()
+    with attach(ns, target.kv, device=device, scratch_bytes=1) as io, ns.match(prompt(CHUNKS)) as match:
+        io.warm(match)
+        device.asks = float("inf")
+        lane = io._gpu_desk.loads
+        transfer = io.load(match, range(2 * CHUNKS), NOW, deadline=SECONDS if end == "cancel" else 0.5)
+        stop = time.monotonic() + SECONDS
+        while lane.due() is None:
+            assert time.monotonic() < stop
+            time.sleep(0.001)
+        device.asks = 3
+        if end == "cancel":
+            assert transfer.cancel(SECONDS)
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens < CHUNKS * PAGE
+        assert result.reason == {"cancel": "cancelled", "deadline": "deadline"}[end]
+
+
+def test_layers_that_have_come_are_told_while_others_wait_for_room(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, device = saved(ns, CHUNKS), Engine(), LateDevice(0)
+    stuck, goes_on, calls = threading.Event(), threading.Event(), []
+
+    def due(self: Lane) -> Event | None:
+        if self._finished == 2:
+            calls.append(self)  # the end of the first band is launched behind the first of them
+        if len(calls) < 2:
+            return None
+        stuck.set()
+        return SimpleNamespace(query=goes_on.is_set)  # type: ignore[return-value]
+
+    with attach(ns, target.kv, device=device, scratch_bytes=1) as io, ns.match(prompt(CHUNKS)) as match:
+        io.warm(match)
+        monkeypatch.setattr(Lane, "due", due)
+        transfer = io.load(match, range(2 * CHUNKS), NOW, layerwise=True)
+        try:
+            assert stuck.wait(SECONDS)
+            assert transfer.layer_ready(0).wait(SECONDS), "the first layers wait for the last"
+            assert not transfer.done.is_set()
+        finally:
+            goes_on.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE, result
+    assert target.tokens(range(2 * CHUNKS)) == source.tokens(range(2 * CHUNKS))
+
+
+class SparseFiles(Files):
+    """A page cache that lacks the second and the last stretch of a file."""
+
+    def __init__(self) -> None:
+        self.read_in: list[tuple[int, int]] = []
+        self.code = 0
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
+        if nbytes > HUGE_BYTES:
+            return nbytes - 2
+        return nbytes - (offset // HUGE_BYTES in (1, 3))
+
+    def populate(self, mapping: Mapping, offset: int = 0, nbytes: int = 0) -> None:
+        self.read_in.append((offset, nbytes))
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", [0, errno.EIO])
+def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
+    store: kvfs.Store, tmp_path: Path, code: int
+) -> None:
+    files, device = SparseFiles(), SimulatedDevice()
+    files.code = code
+    maps = RegisteredMaps(device, files, Budget(store._core.c.pinned, files, 1 << 40))
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        held: Any = SimpleNamespace(fd=fd, mappable=True)
+        made = maps.make(held, 0, 4 * HUGE_BYTES - 4096, ahead=True)
+        lacking = [(HUGE_BYTES, HUGE_BYTES), (3 * HUGE_BYTES, HUGE_BYTES - 4096)]
+        if code:
+            assert made is None and files.read_in == lacking[:1]
+        else:
+            assert made is not None and files.read_in == lacking
+            maps.free(made)
+    finally:
+        os.close(fd)
+    assert not device.registered and store._core.c.pinned.mine == 0 and maps.failed == 0

@@ -1,0 +1,314 @@
+"""Pinning ahead of traffic: the pages that were used last, and nothing that should not be."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the GPU transport needs triton")
+
+import kvfs
+from kvfs import walk
+from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.files import Files
+from kvfs.gpuio import GpuIO
+from kvfs.testing import Fault, FaultyFiles
+from tests.kernels.simulated import SimulatedDevice
+from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+
+PIECE = 16 << 10  # two pages
+CHUNKS = 8  # of a prompt: 64 KiB
+PROMPTS = [1000 * i for i in range(4)]
+
+
+class Rank:
+    """A new process's GpuIO, with small pieces."""
+
+    def __init__(self, ns: kvfs.Namespace, piece: int = PIECE, **changes: Any) -> None:
+        self.ns, self.engine, self.device = ns, Engine(), SimulatedDevice()
+        self.io: GpuIO = attach(ns, self.engine.kv, device=self.device, **changes)
+        maps = self.io._gpu_desk.in_place
+        assert maps is not None
+        self.maps, maps._piece_bytes = maps, piece
+        if self.io.transport == "arena":
+            maps.backing._block_bytes = piece  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.io.close()
+
+    def pinned(self, first: int) -> bool:
+        """Whether all of a prompt is."""
+        with self.ns.match(prompt(CHUNKS, first)) as match:
+            held = match.hold.held  # type: ignore[union-attr]
+            return all(
+                self.maps.covers(held[ref.place.segment], ref.place.block * 4096, ref.place.stored_bytes)
+                for sources in match.groups[0].sources().values() for ref in sources
+            )  # fmt: skip
+
+    def load(self, first: int) -> bytes:
+        with self.ns.match(prompt(CHUNKS, first)) as match:
+            result = self.io.load(match, range(2 * CHUNKS), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE, result
+        return self.engine.tokens(range(2 * CHUNKS))
+
+
+@pytest.fixture
+def sources(ns: kvfs.Namespace) -> list[Engine]:
+    """What was saved, one prompt after the other."""
+    return [saved(ns, CHUNKS, seed=i, first=first) for i, first in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("transport", ["in_place", "arena"])
+def test_the_first_load_of_what_was_used_last_finds_everything_pinned(
+    ns: kvfs.Namespace, sources: list[Engine], transport: str
+) -> None:
+    with Rank(ns) as before:
+        before.load(PROMPTS[1])  # the third is next, and then the second, which was used again
+    with Rank(ns, transport=transport) as rank:
+        assert not rank.pinned(PROMPTS[1])
+        there = rank.io.warm_hottest(10 * PIECE)
+        assert 8 * PIECE <= there <= 10 * PIECE and there == rank.maps.nbytes
+        assert [rank.pinned(first) for first in PROMPTS] == [False, True, False, True]
+        known = dict(rank.device.registered)
+        assert rank.load(PROMPTS[1]) == sources[1].tokens(range(2 * CHUNKS))
+        assert rank.device.registered == known, "the load had to register"
+    assert not rank.device.registered
+
+
+def test_what_is_asked_for_in_all_is_an_upper_limit(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+    with Rank(ns) as rank:
+        for nbytes in (0, PIECE, 3 * PIECE + 1):
+            assert nbytes - PIECE <= rank.io.warm_hottest(nbytes) <= nbytes
+        there = rank.maps.nbytes
+        assert rank.io.warm_hottest(PIECE) == there > PIECE, "less than there is: nothing goes"
+        assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes == rank.device.maps()
+        assert all(map(rank.pinned, PROMPTS))
+        assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes, "pinned twice"
+
+
+def test_nothing_that_is_pinned_goes_for_it(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+    with Rank(ns, registered_bytes=5 * PIECE) as rank:
+        with ns.match(prompt(CHUNKS, PROMPTS[0])) as match:
+            assert rank.io.warm(match) == match.nbytes
+        assert rank.pinned(PROMPTS[0])
+        assert rank.io.warm_hottest("1GiB") <= 5 * PIECE
+        assert rank.pinned(PROMPTS[0]), "the oldest prompt was asked for, and went for one that was not"
+
+
+@pytest.mark.parametrize("transport", ["in_place", "arena"])
+def test_a_piece_that_cannot_become_larger_stays_as_it_is(ns: kvfs.Namespace, transport: str) -> None:
+    """The active segment has grown since it was pinned, and the driver pins no more."""
+    saved(ns, 1)
+    with Rank(ns, transport=transport, piece=1 << 20) as rank, ns.match(prompt(1)) as match:
+        assert rank.io.warm(match) == match.nbytes
+        there = rank.maps.nbytes
+        saved(ns, 1, seed=2, first=1000)
+        rank.device.refuse, rank.device.pinned_max = True, 0
+        assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes == there
+        rank.device.refuse, rank.device.pinned_max = False, 1 << 30
+        assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes > there
+        assert ns._c.pinned.mine in (rank.maps.nbytes, 2 << 20)
+    assert not rank.device.registered and not ns._c.pinned.mine
+
+
+def test_a_piece_that_is_copied_from_is_not_taken_away_for_a_larger_one(ns: kvfs.Namespace) -> None:
+    saved(ns, 1)
+    with Rank(ns, piece=1 << 20) as rank, ns.match(prompt(1)) as match:
+        assert rank.io.warm(match) == match.nbytes
+        there = dict(rank.device.registered)
+        [piece] = rank.maps._pieces.values()
+        piece.users += 1
+        saved(ns, 1, seed=2, first=1000)
+        rank.io.warm_hottest("1GiB")
+        assert rank.device.registered == there and ns._c.pinned.mine == rank.maps.nbytes
+        piece.users -= 1
+
+
+def test_blocks_of_an_arena_that_are_not_full_count_as_a_whole(ns: kvfs.Namespace) -> None:
+    """A few pages in each of many segments would pin many times what was asked for."""
+    saved(ns, 1)
+    with Rank(ns, transport="arena", piece=1 << 20) as rank:
+        assert rank.io.warm_hottest((1 << 20) - 1) == 0 and not ns._c.pinned.mine
+        assert 0 < rank.io.warm_hottest(1 << 20) < 1 << 20 == ns._c.pinned.mine
+
+
+def test_a_forked_child_pins_nothing_with_what_its_parent_attached(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+    with Rank(ns) as rank, ns.attach(Engine().kv) as host, ns.match(prompt(CHUNKS)) as match:
+        pid = os.fork()
+        if not pid:
+            refused = 0
+            for io in (rank.io, host):
+                try:
+                    io.warm(match)
+                except ConfigError:
+                    refused += 1
+            os._exit(0 if refused == 2 and not rank.device.maps() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_what_the_page_cache_does_not_hold_is_left_out(
+    ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rank(ns) as rank:
+        monkeypatch.setattr(Files, "cached_bytes", lambda self, fd, offset, nbytes: nbytes - 1)
+        assert rank.io.warm_hottest("1GiB") == 0
+        monkeypatch.setattr(Files, "cached_bytes", lambda self, fd, offset, nbytes: None)  # the kernel does not say
+        assert rank.io.warm_hottest("1GiB") > 0
+
+
+def test_only_own_pages_of_the_namespace_are_pinned(store: kvfs.Store, ns: kvfs.Namespace) -> None:
+    saved(ns, CHUNKS)
+    other = store.namespace("other", LAYOUT, "1")
+    half = Engine(seed=2, heads=(0, 1))
+    with attach(ns, half.kv) as io, Rank(other) as rank:
+        assert io.warm_hottest("1GiB") == 0, "pages of whole parts do not lie as a rank of two wants them"
+        assert rank.io.warm_hottest("1GiB") == 0
+
+
+def test_a_sealed_segment_whose_table_was_never_filled_is_pinned_by_a_reader(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB") as writer:
+        saved(writer.namespace("model", LAYOUT, "1"), CHUNKS)
+    with kvfs.open(store_path, read_only=True) as reader, Rank(reader.namespace("model", LAYOUT, "1")) as rank:
+        rank.maps._piece_bytes = 1 << 20
+        assert rank.io.warm_hottest("1GiB") >= CHUNKS * PAGE * 256
+        assert rank.pinned(0)
+
+
+def test_where_the_budget_is_spent_each_piece_is_tried_once_and_not_for_each_of_its_pages(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that share a budget would each take all of their time to find out that there is none left."""
+    with kvfs.open(store_path, capacity="64MiB") as writer:
+        for i in range(6):
+            saved(writer.namespace("model", LAYOUT, "1"), 1, seed=i, first=1000 * i)
+    tries = list[tuple[bytes, int]]()
+    with (
+        kvfs.open(store_path, read_only=True) as reader,
+        Rank(reader.namespace("model", LAYOUT, "1"), piece=1 << 20, registered_bytes=4096) as rank,
+    ):
+        make = rank.maps.backing.make
+
+        def counted(held: Any, start: int, nbytes: int, *, ahead: bool) -> Any:
+            tries.append((held.segment_id, start))
+            return make(held, start, nbytes, ahead=ahead)
+
+        monkeypatch.setattr(rank.maps.backing, "make", counted)
+        assert rank.io.warm_hottest("1GiB") == 0
+    assert tries and len(tries) == len(set(tries))
+
+
+def test_a_store_that_is_switched_off_has_nothing_to_pin(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFS_DISABLE", "1")
+    with kvfs.open(store_path) as off, attach(off.namespace("model", LAYOUT, "1"), Engine(seed=1).kv) as io:
+        assert io.transport == "ring" and io.warm_hottest("1GiB") == 0
+        ns = off.namespace("model", LAYOUT, "1")
+        result = io.save(ns.plan_save(prompt(2)), range(4), NOW).wait(SECONDS)
+        assert result is not None and (result.pages, result.reason) == (0, "disabled"), result
+        with ns.match(prompt(2)) as match:
+            result = io.load(match, range(4), NOW).wait(SECONDS)
+        assert result is not None and result.tokens == 0, result
+
+
+def test_an_index_that_does_not_answer_pins_nothing(
+    ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise IndexUnavailableError("timeout")
+
+    with Rank(ns) as rank:
+        monkeypatch.setattr(ns._c.index, "read", fails)
+        assert rank.io.warm_hottest("1GiB") == 0
+
+
+def test_after_its_deadline_it_has_what_it_has(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+    with Rank(ns) as rank:
+        assert rank.io.warm_hottest("1GiB", deadline=0) == 0
+
+
+def test_an_index_that_takes_longer_to_walk_than_there_is_time_leaves_time_to_pin(
+    ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else large stores, which need it most, would pin nothing at all."""
+    look = walk._slice
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return look(*args, **options)
+
+    monkeypatch.setattr(walk, "ROWS_PER_HOLD", 1)
+    monkeypatch.setattr(walk, "_slice", slow)
+    with Rank(ns) as rank:
+        assert rank.io.warm_hottest("1GiB", deadline=0.8) > 0
+
+
+def test_an_index_that_somebody_holds_does_not_keep_it_beyond_its_deadline(
+    ns: kvfs.Namespace, sources: list[Engine], store_path: Path
+) -> None:
+    with Rank(ns) as rank:
+        fd = os.open(store_path / "main", os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            began = time.monotonic()
+            assert rank.io.warm_hottest("1GiB", deadline=0.5) == 0
+            assert time.monotonic() - began < 2.5
+        finally:
+            os.close(fd)
+
+
+def test_a_disk_that_is_slow_to_say_whose_pages_there_are_does_not_keep_it_beyond_its_deadline(
+    store_path: Path,
+) -> None:
+    """A cold store: each record that the walk looks up is a read."""
+    files = FaultyFiles()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as opened:
+        ns = opened.namespace("model", LAYOUT, "1")
+        for i in range(20):
+            saved(ns, 1, seed=i, first=1000 * i)
+        with Rank(ns) as rank:
+            files.arm(Fault(kind="preadv", action="delay", seconds=0.2, persistent=True))
+            began = time.monotonic()
+            rank.io.warm_hottest("1GiB", deadline=0.4)
+            assert time.monotonic() - began < 3.0
+            files.arm()
+
+
+def test_a_process_out_of_descriptors_loads_and_starts_all_the_same(store_path: Path) -> None:
+    """What others have pinned cannot be listed then: nothing more is, and the ring is there."""
+    files = FaultyFiles()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as opened:
+        ns = opened.namespace("model", LAYOUT, "1")
+        source = saved(ns, CHUNKS)
+        with Rank(ns) as rank:
+            files.arm(Fault(kind="listdir", error=errno.EMFILE, persistent=True))
+            assert rank.io.warm_hottest("1GiB") == 0
+            assert rank.load(0) == source.tokens(range(2 * CHUNKS)) and rank.maps.nbytes == 0
+            files.arm()
+            assert rank.io.warm_hottest("1GiB") > 0
+
+
+def test_the_ring_and_host_memory_have_nothing_to_pin(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+    with attach(ns, Engine().kv, registered_bytes=0) as io, ns.match(prompt(CHUNKS)) as match:
+        assert (io.warm_hottest("1GiB"), io.warm(match)) == (0, 0)
+    with ns.attach(Engine().kv) as host, ns.match(prompt(CHUNKS)) as match:
+        assert (host.warm_hottest("1GiB"), host.warm(match)) == (0, 0)
+
+
+def test_bad_arguments_are_named(ns: kvfs.Namespace) -> None:
+    with ns.attach(Engine().kv) as host, Rank(ns) as rank:
+        for io in (host, rank.io):
+            with pytest.raises(ConfigError, match="nbytes is 'much'"):
+                io.warm_hottest("much")
+            with pytest.raises(ConfigError, match="deadline is -1"):
+                io.warm_hottest(1, deadline=-1)
+    for io in (host, rank.io):
+        with pytest.raises(ConfigError, match="closed"):
+            io.warm_hottest("1GiB")
