@@ -2,14 +2,15 @@
 
     python -m tools.gpu_worker [--tokens N,...] [--path DIR] [--weights-gib N]
 
-A Llama of 8B's shape with random weights. Three processes, each with a new CUDA context:
+A Llama of 8B's shape with random weights. Four processes, each with a new CUDA context:
 
     A  computes the prompt (scaled dot product attention of torch), its first token, and saves the KV
     B  restores it from the page cache, after a file as large as the weights was read, and computes the rest
-    C  restores it from the disk: the page cache was dropped
+    C  the same, but what was used last was pinned before the first request came
+    D  restores it from the disk: the page cache was dropped
 
 Time to first token is from the request to the token, the model loaded and the store attached; compute starts with
-layer 0 while later layers are still coming. The KV must be the same in all three, bit for bit, and so must the first
+layer 0 while later layers are still coming. The KV must be the same in all four, bit for bit, and so must the first
 token; the following ones are shown, but at 32k tokens the model itself does not repeat them from the same bytes.
 """
 
@@ -35,6 +36,7 @@ SECONDS = 120.0
 REST = 8  # tokens behind the last whole page: those are computed
 FIRST = 16  # tokens that are compared
 LAYERS, HEADS, DIM = 32, 8, 128
+PIN_BYTES = 16 << 30
 LAYOUT = PageLayout.kv(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="bfloat16", page_tokens=64)
 ORDER = "batch,head,token,dim"
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", default="16384,32768", help="prompt lengths, multiples of 64")
     parser.add_argument("--path", default=tempfile.gettempdir(), help="where the store is made, and removed")
     parser.add_argument("--weights-gib", type=int, default=16, help="size of the file that is read before B")
-    parser.add_argument("--role", choices="ABC", help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices="ABCD", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     lengths = [int(n) for n in args.tokens.split(",")]
     if any(n < 64 or n % 64 for n in lengths):
@@ -61,31 +63,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(folder: Path, tokens: str, weights_gib: int) -> int:
     results = {}
-    for role in "ABC":
+    for role in "ABCD":
         if role == "B":
             _read_weights(folder / "weights", weights_gib)
-        if role == "C":
+        if role == "D":
             os.sync()
             Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")  # needs root
         command = [sys.executable, "-m", "tools.gpu_worker", "--role", role, "--tokens", tokens, "--path", str(folder)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
         results[role] = json.loads(done.stdout.splitlines()[-1])
     print(
-        "tokens  recomputed   restored warm        again          restored cold    layer 0 after  KV  tokens identical"
+        "tokens  recomputed   restored warm        again          pinned ahead     restored cold    layer 0 after  KV"
+        "  tokens identical"
     )
     same = True
     for i, row in enumerate(results["A"]):
-        a, b, c = (results[role][i] for role in "ABC")
-        equal = a["kv"] == b["kv"] == c["kv"]
-        agree = next((n for n in range(FIRST) if len({r["first"][n] for r in (a, b, c)}) > 1), FIRST)
+        rows = a, b, c, d = [results[role][i] for role in "ABCD"]
+        equal = len({r["kv"] for r in rows}) == 1
+        agree = next((n for n in range(FIRST) if len({r["first"][n] for r in rows}) > 1), FIRST)
         same = same and equal and agree > 0
-        full, warm, again, cold = a["seconds"], b["seconds"], b["again"], c["seconds"]
+        full, warm, again, ahead, cold = a["seconds"], b["seconds"], b["again"], c["seconds"], d["seconds"]
         print(
             f"{row['tokens']:>6}  {full * 1e3:>7.0f} ms  {warm * 1e3:>7.1f} ms ({full / warm:.0f}x)"
-            f"  {again * 1e3:>7.1f} ms ({full / again:.0f}x)  {cold * 1e3:>7.0f} ms ({full / cold:.1f}x)"
+            f"  {again * 1e3:>7.1f} ms ({full / again:.0f}x)  {ahead * 1e3:>7.1f} ms ({full / ahead:.0f}x)"
+            f"  {cold * 1e3:>7.0f} ms ({full / cold:.1f}x)"
             f"  {b['layer0'] * 1e3:>7.1f} ms  {'same' if equal else 'DIFFERS'}  the first {agree} of {FIRST}"
         )
-    print(f"attach {results['B'][0]['attach']:.1f} s, transport {results['B'][0]['transport']}")
+    ahead = results["C"][0]
+    print(
+        f"attach {results['B'][0]['attach']:.1f} s, transport {results['B'][0]['transport']}; "
+        f"pinned ahead: {ahead['pinned'] / (1 << 30):.1f} GiB in {ahead['pinning'] * 1e3:.0f} ms"
+    )
     return 0 if same else 1
 
 
@@ -110,7 +118,7 @@ def _role(role: str, folder: Path, lengths: list[int]) -> list[dict[str, Any]]:
         ns = store.namespace("llama-8b-shape", LAYOUT, "random")
         if role == "A":
             return [_compute(torch, model, ns, _prompt(n)) for n in lengths]
-        worker = Worker(torch, model, ns, max(lengths) + REST + FIRST)
+        worker = Worker(torch, model, ns, max(lengths) + REST + FIRST, ahead=PIN_BYTES if role == "C" else 0)
         return [worker.serve(_prompt(n), again=role == "B") for n in lengths]
 
 
@@ -182,21 +190,24 @@ def _digest(torch: Any, tensors: Sequence[Any], tokens: int) -> int:
 class Worker:
     """A model with KV memory of its own, attached to a store."""
 
-    def __init__(self, torch: Any, model: Any, ns: kvfs.Namespace, tokens: int) -> None:
+    def __init__(self, torch: Any, model: Any, ns: kvfs.Namespace, tokens: int, *, ahead: int) -> None:
         self._torch, self._model, self._ns = torch, model, ns
         shape = (1, HEADS, tokens, DIM)
         self._tensors = [
             tuple(torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)) for _ in range(LAYERS)
         ]
         begin = time.perf_counter()
-        self._io: Any = ns.attach(kvfs.describe(LAYOUT.groups[0], self._tensors, ORDER), registered_bytes="16GiB")
+        self._io: Any = ns.attach(kvfs.describe(LAYOUT.groups[0], self._tensors, ORDER), registered_bytes=PIN_BYTES)
         self.attach_seconds = time.perf_counter() - begin
+        self.pinned = self._io.warm_hottest(ahead) if ahead else 0
+        self.pinning_seconds = time.perf_counter() - begin - self.attach_seconds
 
     def serve(self, prompt: list[int], *, again: bool) -> dict[str, Any]:
         seconds, layer0, first = self._answer(prompt)
         row = {
             "tokens": len(prompt) - REST, "seconds": seconds, "layer0": layer0, "first": first,
             "attach": self.attach_seconds, "transport": self._io.transport,
+            "pinned": self.pinned, "pinning": self.pinning_seconds,
             "kv": _digest(self._torch, self._tensors, len(prompt) - REST),
         }  # fmt: skip
         return {**row, "again": self._answer(prompt)[0]} if again else row

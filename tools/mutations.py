@@ -174,9 +174,28 @@ MUTATIONS = (
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpuload.py",
-        "        launches.all()\n        self._announce(groups, wait=True)\n        if not",
-        "        self._announce(groups, wait=True)\n        if not",
+        "        launches.all()\n        self.transfer._expect", "        self.transfer._expect",
         ("tests/kernels/test_gpu_groups.py",),
+    ),
+    Mutation(
+        "enqueue batches without end", "kvfs/gpubatches.py",
+        "            if due is None or due.query():", "            if True:",
+        ("tests/kernels/test_gpu_queue.py",),
+    ),
+    Mutation(
+        "register what the disk has yet to bring", "kvfs/pieces.py",
+        "            self._bring_in(held, mapping, start, nbytes)\n", "",
+        ("tests/kernels/test_gpu_queue.py",),
+    ),
+    Mutation(
+        "pin ahead what was used first", "kvfs/gpuwarm.py",
+        "key=lambda s: -s.stamp_us", "key=lambda s: s.stamp_us",
+        ("tests/kernels/test_gpu_warm.py",),
+    ),
+    Mutation(
+        "let others append where a write hangs", "kvfs/core.py",
+        "        if not free:\n", "        if False:\n",
+        ("tests/unit/test_hanging_writes.py",),
     ),
     Mutation(
         "scatter a page that differs", "kvfs/kernels/cells.py",
