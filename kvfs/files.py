@@ -39,6 +39,23 @@ _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)  # 
 HUGE_BYTES = 2 << 20
 
 
+class BareMap:
+    """A shared read-only map that is an address and nothing else: it keeps no descriptor, and lies there until closed.
+
+    A process may have far fewer descriptors than it has reason to map pieces of files.
+    """
+
+    __slots__ = ("address", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address, self.nbytes = address, nbytes
+
+    def close(self) -> None:
+        nbytes, self.nbytes = self.nbytes, 0
+        if nbytes:
+            _munmap(self.address, nbytes)
+
+
 class Files:
     """The real file system and the real clocks."""
 
@@ -218,18 +235,27 @@ class Files:
         """A shared read-only map. Python's map keeps a duplicate of ``fd``, so a flock lives as long as it."""
         return mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
 
+    def map_bare(self, fd: int, length: int, offset: int) -> BareMap:
+        """The same without a duplicate of ``fd``: whoever maps keeps it open. OSError past the end of the file."""
+        if offset + length > self.fstat(fd).st_size:
+            raise OSError(errno.EINVAL, "the file ends before the map would")
+        return BareMap(_mmap(fd, length, offset), length)
+
     def populate(self, mapping: Mapping, offset: int = 0, nbytes: int = 0) -> None:
-        """Read a map in, or part of it; a bad sector is an ``OSError`` here and would be SIGBUS later.
+        """Read a map in, or part of it."""
+        self.populate_at(address_of_readonly(mapping) + offset, nbytes or len(mapping) - offset)
+
+    def populate_at(self, address: int, nbytes: int) -> None:
+        """Read in what is mapped at an address; a bad sector is an ``OSError`` here and would be SIGBUS later.
 
         What a large map misses comes in folios of 2 MiB where the kernel has them: they cost it a fraction of the work.
         Other threads run meanwhile: ``mapping.madvise`` would keep the interpreter until the disk has answered.
         """
-        start, length = address_of_readonly(mapping) + offset, nbytes or len(mapping) - offset
-        if length >= HUGE_BYTES:
+        if nbytes >= HUGE_BYTES:
             with contextlib.suppress(OSError):
-                _madvise(start, length, _MADV_HUGEPAGE)
+                _madvise(address, nbytes, _MADV_HUGEPAGE)
         try:
-            _madvise(start, length, _MADV_POPULATE_READ)
+            _madvise(address, nbytes, _MADV_POPULATE_READ)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # kernels before 5.14 do not know the advice
                 raise
@@ -276,6 +302,22 @@ def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+
+
+def _mmap(fd: int, nbytes: int, offset: int) -> int:
+    call = _libc().mmap64 if hasattr(_libc(), "mmap64") else _libc().mmap
+    call.restype = ctypes.c_void_p
+    flags = mmap.PROT_READ, mmap.MAP_SHARED
+    address = call(None, ctypes.c_size_t(nbytes), *flags, fd, ctypes.c_int64(offset))
+    if address in (None, ctypes.c_void_p(-1).value):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(address)
+
+
+def _munmap(address: int, nbytes: int) -> None:
+    code = 0 if _libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0 else ctypes.get_errno()
+    assert code == 0, f"munmap of {nbytes} bytes at {address:#x}: {os.strerror(code)}"
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> None:

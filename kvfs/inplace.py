@@ -2,13 +2,15 @@
 
 A piece is up to PIECE_BYTES of a segment, out of the page cache or in an arena (``kvfs.pieces``). Published bytes never
 change, so what is there stays right; a piece covers published bytes only. Pieces cost pinned memory: their sum is
-bounded, the least recently used go first, and none goes while a copy uses it. A piece keeps the segment's shared lock,
-so a dropped segment counts as used space until its pieces are let go (``sweep``).
+bounded, the least recently used go first, and none goes while a copy uses it. A piece keeps its segment open: at most a
+quarter of the descriptors that this process may have go for that. It keeps the segment's shared lock, too, so a dropped
+segment counts as used space until its pieces are let go (``sweep``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -75,6 +77,8 @@ class InPlace:
         self._wishes: dict[_Key, _Wish] = {}
         self._seen: OrderedDict[_Key, None] = OrderedDict()  # went through the ring once
         self._sealed: dict[bytes, int] = {}
+        files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._segments_max = files_max // 4 if files_max != resource.RLIM_INFINITY else SEEN_MAX
         self._closed = False
 
     @property
@@ -230,6 +234,8 @@ class InPlace:
                 return None
         while nbytes >= need:
             try:
+                if self._too_many_with(held.segment_id):
+                    raise FullError
                 backed = self.backing.make(held, key[1] * self._piece_bytes, nbytes, ahead=ahead)
             except FullError:
                 with self._lock:
@@ -245,6 +251,13 @@ class InPlace:
                 self._pieces[key] = _Piece(backed)
                 return self._take(key, need, use) if not self._closed else None
         return None
+
+    def _too_many_with(self, segment_id: bytes) -> bool:
+        """Whether a piece of this segment would keep one more open than may be."""
+        if len(self._pieces) < self._segments_max:
+            return False
+        segments = {key[0] for key in list(self._pieces)}
+        return segment_id not in segments and len(segments) >= self._segments_max
 
     def _published(self, key: _Key, held: Held, published: int) -> int:
         """Bytes of a piece that are published, as far as is known."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvfs.buffers import address_of_readonly
 from kvfs.cuda import CudaError
-from kvfs.files import HUGE_BYTES, Files, Mapping
+from kvfs.files import HUGE_BYTES, Files
 from kvfs.gpu import Device, Pinned
 from kvfs.pool import Pool
 from kvfs.registered import PinnedBytes
@@ -111,27 +111,37 @@ class RegisteredMaps:
             return None
         begin = self._files.monotonic()
         try:
-            mapping = self._files.map(held.fd, nbytes, start)
-            self._bring_in(held, mapping, start, nbytes)
-        except (OSError, ValueError):
+            mapping = self._files.map_bare(held.fd, nbytes, start)
+        except OSError:
             return None
-        self.budget.take(nbytes)
-        begin = self._files.monotonic() if ahead else begin
-        address = address_of_readonly(mapping)
         try:
-            self._device.register(address, nbytes, read_only=True)
+            self._bring_in(held, mapping.address, start, nbytes)
+            self.budget.take(nbytes)
+        except FullError:
+            mapping.close()
+            raise
+        except OSError:
+            mapping.close()
+            return None
+        return self._register(Backed(held, mapping.address, nbytes, mapping), begin, ahead=ahead)
+
+    def _register(self, backed: Backed, begin: float, *, ahead: bool) -> Backed | None:
+        begin = self._files.monotonic() if ahead else begin
+        try:
+            self._device.register(backed.address, backed.nbytes, read_only=True)
         except CudaError:
-            self.budget.give_back(nbytes)
+            backed.memory.close()
+            self.budget.give_back(backed.nbytes)
             self.failed += 1
             return None
         self.failed = 0
-        self._registered += nbytes
+        self._registered += backed.nbytes
         self._seconds += self._files.monotonic() - begin
         if self._registered > REMEMBERED_BYTES:
             self._registered, self._seconds = self._registered / 2, self._seconds / 2
-        return Backed(held, address, nbytes, mapping)
+        return backed
 
-    def _bring_in(self, held: Held, mapping: Mapping, start: int, nbytes: int) -> None:
+    def _bring_in(self, held: Held, address: int, start: int, nbytes: int) -> None:
         """Read what the page cache lacks: the driver would do it page by page, and let nobody launch meanwhile."""
         files = self._files
         if files.cached_bytes(held.fd, start, nbytes) in (nbytes, None):
@@ -139,7 +149,7 @@ class RegisteredMaps:
         for at in range(0, nbytes, HUGE_BYTES):
             size = min(HUGE_BYTES, nbytes - at)
             if files.cached_bytes(held.fd, start + at, size) != size:
-                files.populate(mapping, at, size)
+                files.populate_at(address + at, size)
 
     def free(self, backed: Backed) -> None:
         with contextlib.suppress(CudaError):

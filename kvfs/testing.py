@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvfs.direct import aligned
-from kvfs.files import Files
+from kvfs.files import BareMap, Files
 from kvfs.files import Mapping as Map
 from kvfs.format import BLOCK
 
@@ -232,9 +232,13 @@ class FaultyFiles(Files):
         self._enter("map", fd)
         return super().map(fd, length, offset)
 
-    def populate(self, mapping: Map, offset: int = 0, nbytes: int = 0) -> None:
+    def map_bare(self, fd: int, length: int, offset: int) -> BareMap:
+        self._enter("map", fd)
+        return super().map_bare(fd, length, offset)
+
+    def populate_at(self, address: int, nbytes: int) -> None:
         self._enter("populate")
-        super().populate(mapping, offset, nbytes)
+        super().populate_at(address, nbytes)
 
     def flock(self, fd: int, operation: int) -> bool:
         self._enter("flock", f"{fd} {operation}")

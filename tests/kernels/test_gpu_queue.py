@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import gpulane
-from kvfs.files import HUGE_BYTES, Files, Mapping
+from kvfs.files import HUGE_BYTES, BareMap, Files
 from kvfs.gpu import Event, Stream
 from kvfs.gpubatches import Batches
 from kvfs.gpulane import Lane
@@ -154,15 +154,20 @@ class SparseFiles(Files):
 
     def __init__(self) -> None:
         self.read_in: list[tuple[int, int]] = []
-        self.code = 0
+        self.code = self.base = 0
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
         if nbytes > HUGE_BYTES:
             return nbytes - 2
         return nbytes - (offset // HUGE_BYTES in (1, 3))
 
-    def populate(self, mapping: Mapping, offset: int = 0, nbytes: int = 0) -> None:
-        self.read_in.append((offset, nbytes))
+    def map_bare(self, fd: int, length: int, offset: int) -> BareMap:
+        made = super().map_bare(fd, length, offset)
+        self.base = made.address
+        return made
+
+    def populate_at(self, address: int, nbytes: int) -> None:
+        self.read_in.append((address - self.base, nbytes))
         if self.code:
             raise OSError(self.code, os.strerror(self.code))
 

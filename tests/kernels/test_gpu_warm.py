@@ -21,6 +21,7 @@ from kvfs.gpuio import GpuIO
 from kvfs.testing import Fault, FaultyFiles
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.stores import segment_files
 
 PIECE = 16 << 10  # two pages
 CHUNKS = 8  # of a prompt: 64 KiB
@@ -312,3 +313,34 @@ def test_bad_arguments_are_named(ns: kvfs.Namespace) -> None:
     for io in (host, rank.io):
         with pytest.raises(ConfigError, match="closed"):
             io.warm_hottest("1GiB")
+
+
+def test_a_pinned_piece_needs_no_descriptor_beside_its_segments(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+    def descriptors() -> int:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(os.readlink(link).endswith(".kvs") for link in links)
+
+    with Rank(ns) as rank:
+        before = descriptors()  # of segments that are appended to
+        assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes
+        segments = {key[0] for key in rank.maps._pieces}
+        assert descriptors() - before == len(segments) < len(rank.maps._pieces) - 10
+
+
+def test_pinned_pieces_keep_a_bounded_number_of_segments_open(store_path: Path) -> None:
+    """A process that is out of descriptors serves nothing at all."""
+    with kvfs.open(store_path, capacity="64MiB", segment_bytes="256KiB") as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        firsts = [1000 * i for i in range(12)]
+        written = [saved(ns, CHUNKS, seed=i, first=first) for i, first in enumerate(firsts)]
+        assert len(segment_files(Path(store.path))) > 3
+        with Rank(ns) as rank:
+            rank.maps._segments_max = 2
+            for _ in range(2):
+                for first, engine in zip(firsts, written, strict=True):
+                    with ns.match(prompt(CHUNKS, first)) as match:
+                        rank.io.warm(match)
+                        assert len({key[0] for key in rank.maps._pieces}) <= 2
+                    assert rank.load(first) == engine.tokens(range(2 * CHUNKS))
+            there = rank.maps.nbytes
+            assert rank.io.warm_hottest("1GiB") == there, "others went for what is only likely to be wanted"
