@@ -296,10 +296,12 @@ class Store:
         self, path: str, namespaces: Sequence[str] = (), *, match: PrefixMatch | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:  # fmt: skip
-        """Write the pages of namespaces, or of a match, to a bundle; see ``kvfs.bundle``."""
+        """Write the pages of namespaces, or of a match, to a bundle; see ``kvfs.bundle``. ConfigError for neither."""
         from kvfs import bundle
 
         self._check_open()
+        if not namespaces and match is None:
+            raise ConfigError("nothing is chosen to be exported: pass names or ids of namespaces, or match=")
         c = self._core.c
         check_output(path)
         with directories.explained(path):

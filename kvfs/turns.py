@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Hashable
 
 POLL_SECONDS = 0.001
+TURN_SECONDS = 30.0  # that other appends to a segment may take: longer, and the disk hangs
 
 #: Each as long as somebody refers to it: holds it, or is about to.
 _Locks = weakref.WeakValueDictionary[Hashable, threading.Lock]

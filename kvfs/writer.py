@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfs import format as fmt
-from kvfs import space
+from kvfs import space, turns
 from kvfs.active import STEP, ActiveSegments, Declined, SegmentClass
 from kvfs.config import Settings
 from kvfs.context import COMMIT_SECONDS, Context
@@ -31,7 +31,6 @@ from kvfs.space import NeedSpaceError, StaleWriterError
 
 BATCH_PAGES = 256  # pages per commit: 8 rows of 32 chunks, well under a millisecond of the lock
 BATCH_BYTES = 64 << 20
-TURN_SECONDS = 30.0  # that other appends to the segment may take: longer, and the disk hangs
 SPACE_SECONDS = 5.0  # how long a batch waits for eviction before the save declines
 
 
@@ -106,7 +105,7 @@ class Appender:
                 full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
                 outcome.reason = "space" if full else "io"
                 self._c.counters.add("disk_full" if full else "write_errors")
-                if self._active.turns.comes(job.segment_class, TURN_SECONDS):
+                if self._active.turns.comes(job.segment_class, turns.TURN_SECONDS):
                     with lock:
                         self._active.drop(job.segment_class)
                 # the file system is smaller than the capacity, or others fill it
@@ -127,7 +126,7 @@ class Appender:
         return outcome
 
     def _wait_for_turn(self, segment_class: SegmentClass) -> None:
-        if not self._active.turns.comes(segment_class, TURN_SECONDS):
+        if not self._active.turns.comes(segment_class, turns.TURN_SECONDS):
             raise Declined("io")
 
     def _batch(self, job: Job, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:

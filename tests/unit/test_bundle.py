@@ -55,6 +55,12 @@ def test_a_prompt_alone(source: kvfs.Store, target: kvfs.Store, tmp_path: Path) 
     assert there.match(tokens_of(1, 40)).tokens == 0
 
 
+def test_an_export_of_nothing_is_a_mistake(source: kvfs.Store, tmp_path: Path) -> None:
+    with pytest.raises(kvfs.ConfigError, match="nothing is chosen"):
+        source.export(str(tmp_path / "b"))
+    assert not list(tmp_path.glob("b*"))
+
+
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_forks_are_reachable_whatever_the_other_store_has_of_them(
     source: kvfs.Store, target: kvfs.Store, tmp_path: Path, order: int

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import active, writer
+from kvfs import active, turns
+from kvfs.errors import StoreAccessError
 from kvfs.files import Files
 from kvfs.index.tables import ACTIVE
 from tests.stores import TINY_BYTES, counted, run_child, seeded, tiny, tokens_of
@@ -65,7 +66,7 @@ def files() -> Iterator[Hanging]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(writer, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.2)
 
 
 def test_a_store_can_be_closed_and_its_segment_stays_its_own(store_path: Path, files: Hanging) -> None:
@@ -133,3 +134,27 @@ def test_upkeep_goes_on_meanwhile(store_path: Path, files: Hanging, monkeypatch:
         assert not segments._dirty
         segments.tidy()
         assert put(ns, 2).stored == 4
+
+
+def test_an_import_says_that_a_write_hangs(store_path: Path, tmp_path: Path, files: Hanging) -> None:
+    bundle = tmp_path / "bundle.tar"
+    with kvfs.open(tmp_path / "other", capacity="64MiB") as other:
+        put(other.namespace("m", tiny(), "1"), 2)
+        other.export(str(bundle), ["m"])
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("m", tiny(), "1")
+        hanging = Put(ns, files)
+        raised: list[BaseException] = []
+
+        def take() -> None:
+            try:
+                store.import_bundle(str(bundle))
+            except StoreAccessError as exc:
+                raised.append(exc)
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        thread.join(SECONDS)
+        assert raised and "another write has hung" in str(raised[0]), "the import waits for the disk"
+        assert hanging.end().stored == 4
+        assert store.import_bundle(str(bundle)).stored == 4
