@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import IO, Any, NamedTuple
@@ -26,7 +26,7 @@ from kvfs.codec import CodecError, decoded, fits
 from kvfs.context import Context
 from kvfs.descriptors import Descriptor
 from kvfs.directory import private
-from kvfs.errors import KvfsError
+from kvfs.errors import ConfigError, KvfsError
 from kvfs.files import Files
 from kvfs.format import BLOCK, Entry, Header
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
@@ -69,8 +69,15 @@ class Exported:
     left_out: int = 0
 
 
-def choose_namespaces(context: Context, wanted: Iterable[Described]) -> list[Chosen]:
-    """All live records of these namespaces."""
+def choose(context: Context, namespaces: Collection[Described], match: PrefixMatch | None) -> list[Chosen]:
+    """All live records of these namespaces, and those of a match. ConfigError for neither."""
+    if not namespaces and match is None:
+        raise ConfigError("nothing is chosen to be exported: pass names or ids of namespaces, or match=")
+    chosen = _of_namespaces(context, namespaces) if namespaces else []
+    return chosen + _of_match(match) if match is not None else chosen
+
+
+def _of_namespaces(context: Context, wanted: Iterable[Described]) -> list[Chosen]:
     digests = {d.digest for d in wanted}
     numbers = {c.segment for c in Catalog(context).contents() if c.digest in digests}
     return sorted(
@@ -80,8 +87,7 @@ def choose_namespaces(context: Context, wanted: Iterable[Described]) -> list[Cho
     )
 
 
-def choose_match(match: PrefixMatch) -> list[Chosen]:
-    """The records of a match."""
+def _of_match(match: PrefixMatch) -> list[Chosen]:
     return sorted(
         Chosen(match.namespace, g.number, s.part.pack(), match.at_us, match.segments[s.place.segment], s.place.seq, 1)
         for g in match.groups

@@ -6,12 +6,10 @@ evictions are those of this store. What is there already is skipped.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +17,7 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 from kvfs import format as fmt
-from kvfs import space, turns
+from kvfs import space
 from kvfs.active import ActiveSegments, Declined, SegmentClass
 from kvfs.bundle import MANIFEST, BundleError, Member, TooLargeError, Window, entry_problem, read_manifest, read_members
 from kvfs.codec import CodecError, decoded, fits
@@ -275,7 +273,7 @@ class Importer:
         segment_class = self._class(pages[0].described, pages[0].entry.expires)
         deadline = self._c.files.monotonic() + self._pace.space_seconds
         try:
-            with explained(self._c.directory.path), self._turn(segment_class):
+            with explained(self._c.directory.path), self._active.turns.soon(segment_class):
                 while missing:
                     try:
                         done = self._append(segment_class, missing, key, at_us, deadline)
@@ -292,11 +290,6 @@ class Importer:
             raise NoSpaceError(
                 f"no room for more ({exc.reason}): {self.report.stored} pages are imported; raise the capacity"
             ) from None
-
-    def _turn(self, segment_class: SegmentClass) -> threading.Lock:
-        if not self._active.turns.comes(segment_class, turns.TURN_SECONDS):
-            raise OSError(errno.ETIMEDOUT, f"another write has hung for {turns.TURN_SECONDS:g} s")
-        return self._active.lock(segment_class)
 
     def _place(self, page: _Page, opaque: bool) -> tuple[bytes, int]:
         """(head, slot) of the row that takes a page: its run's, where that is known to begin the run; else its own.

@@ -300,13 +300,10 @@ class Store:
         from kvfs import bundle
 
         self._check_open()
-        if not namespaces and match is None:
-            raise ConfigError("nothing is chosen to be exported: pass names or ids of namespaces, or match=")
         c = self._core.c
         check_output(path)
         with directories.explained(path):
-            chosen = bundle.choose_namespaces(c, [self.catalog.find(n) for n in namespaces]) if namespaces else []
-            chosen += bundle.choose_match(match) if match is not None else []
+            chosen = bundle.choose(c, [self.catalog.find(n) for n in namespaces], match)
             return bundle.export(c, chosen, path, progress)
 
     def match_prefix(self, ref: str) -> PrefixMatch:

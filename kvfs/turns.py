@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 import weakref
@@ -28,6 +29,12 @@ class Turns:
     def lock(self, key: Hashable) -> threading.Lock:
         with self._lock:
             return self._locks.setdefault(key, threading.Lock())
+
+    def soon(self, key: Hashable) -> threading.Lock:
+        """The lock, which is free by now. OSError if a write has hung for TURN_SECONDS."""
+        if not self.comes(key, TURN_SECONDS):
+            raise OSError(errno.ETIMEDOUT, f"another write has hung for {TURN_SECONDS:g} s")
+        return self.lock(key)
 
     def comes(self, key: Hashable, seconds: float = 0.0) -> bool:
         """Whether the lock is free within so many seconds. Not held then: only ``with`` never leaves one held for good.
