@@ -16,6 +16,9 @@ Prompt = Callable[..., list[int]]
 #: 48 blocks of 32 tokens: four requests of 300 tokens fit until they have generated some
 SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 3 << 20, "max_model_len": 1024, "max_num_batched_tokens": 1024}
 
+EXAMPLE = {"kv_connector": "ExampleConnector"}
+FAILING = {"kv_connector": "FailingConnector", "kv_connector_module_path": "tests.vllm.failing"}
+
 
 def test_preemption_while_pages_are_loaded_and_saved(model: Models, prompt: Prompt, memory_path: Path) -> None:
     """In memory: those that come back must not be quicker than a disk."""
@@ -52,19 +55,22 @@ def test_requests_given_up_while_pages_are_loaded_and_saved(model: Models, promp
         assert [tokens for _, tokens in warm] == [tokens for _, tokens in plain.generate(*fresh, max_tokens=8)]
 
 
-def test_below_multiconnector(model: Models, prompt: Prompt, tmp_path: Path) -> None:
-    """kvfs first, another connector behind it. What kvfs cannot read is computed, or read by the other."""
-    store = tmp_path / "store"
+def beside(store: Path, other: dict[str, Any], shared: Path) -> dict[str, Any]:
+    """A configuration of kvfs, and of another connector behind it."""
     children = [
         {"kv_connector": "KvfsConnector", "kv_role": "kv_both",
          "kv_connector_extra_config": {"path": str(store), "capacity": "256MiB"}},
-        {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
-         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")}},
+        {"kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": str(shared)}, **other},
     ]  # fmt: skip
-    transfer = {
+    return {
         "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children},
     }  # fmt: skip
+
+
+def test_below_multiconnector(model: Models, prompt: Prompt, tmp_path: Path) -> None:
+    """What kvfs cannot read is computed, or read by the other."""
+    transfer = beside(tmp_path / "store", EXAMPLE, tmp_path / "other")
     with Engine(model("llama"), transfer=transfer) as first:
         expected = first.generate(prompt(1), prompt(2))
     with Engine(model("llama"), transfer=transfer) as second:
@@ -73,3 +79,21 @@ def test_below_multiconnector(model: Models, prompt: Prompt, tmp_path: Path) -> 
         second.fault(kind="preadv")
         assert second.generate(prompt(2))[0][1] == expected[1][1]
         assert second.metrics()["kvfs_loads_failed"] == 1
+
+
+def test_what_another_connector_loads_within_a_step_is_stored_only_if_it_is_right(
+    model: Models, prompt: Prompt, tmp_path: Path
+) -> None:
+    store, shared, (right, wrong, fresh) = tmp_path / "store", tmp_path / "shared", map(prompt, range(3))
+    with Engine(model("llama"), transfer=beside(tmp_path / "first", EXAMPLE, shared)) as first:
+        expected = first.generate(right, wrong, fresh)
+    with Engine(model("llama"), transfer=beside(store, EXAMPLE, shared)) as good:
+        assert good.generate(right) == [(672, expected[0][1])]
+        good.generate(prompt(8, 40))  # a step after it
+    with Engine(model("llama"), transfer=beside(store, FAILING, shared)) as bad:
+        assert bad.generate(wrong)[0][1] == expected[1][1], "the engine computes it again"
+        bad.generate(prompt(8, 40))
+    with Engine(model("llama"), store) as alone:
+        assert alone.generate(right) == [(640, expected[0][1])]
+        assert alone.generate(wrong) == [(0, expected[1][1])]
+        assert alone.generate(fresh) == [(0, expected[2][1])]

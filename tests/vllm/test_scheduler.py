@@ -167,3 +167,67 @@ def test_a_load_that_failed_counts_until_a_preemption(connector: KvfsConnector) 
         report(connector, job)
     preempt(connector, request)
     assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
+
+
+def admit(connector: KvfsConnector, name: str, ids: Iterable[int], *, loads: bool = False) -> tuple[Request, Any]:
+    """A request that gets blocks, and what the workers are told. ``loads``: another connector fills some then."""
+    request = arrive(connector, name)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, ids)
+    return request, step(connector, (request, ids), has_sync_kv_loads=loads).store_jobs
+
+
+def go_on(connector: KvfsConnector, *requests: Request) -> dict[str, int]:
+    """Another step of these; pages of each that it begins to store."""
+    jobs = step(connector, num_scheduled_tokens={r.request_id: 1 for r in requests}).store_jobs
+    return {job.req_id: len(job.src_spec.block_ids) * BLOCK // 64 for job in jobs.values()}
+
+
+def fail_others(connector: KvfsConnector) -> None:
+    connector.update_connector_output(KVConnectorOutput(invalid_block_ids={3}))
+
+
+def test_what_another_connector_loads_within_a_step_is_stored_when_that_went_well(connector: KvfsConnector) -> None:
+    """Its failure comes with what was computed from it, and no later than the first token."""
+    request, jobs = admit(connector, "a", FIRST, loads=True)
+    assert not jobs and not go_on(connector, request)
+    sharing, jobs = admit(connector, "b", range(10, 19))
+    assert not jobs, "it may have blocks of the first one"
+    request.append_output_token_ids(7)
+    assert go_on(connector, request, sharing) == {"a": 2}
+    third, jobs = admit(connector, "c", range(19, 24))
+    assert not jobs, "it may share blocks with the second"
+    sharing.append_output_token_ids(7)
+    assert go_on(connector, request, sharing, third) == {"b": 2}
+    third.append_output_token_ids(7)
+    computed(connector, "d", range(1, 10))
+
+
+def test_nothing_is_stored_of_requests_in_doubt_when_another_connector_fails(connector: KvfsConnector) -> None:
+    request, jobs = admit(connector, "a", range(10, 19), loads=True)
+    assert not jobs
+    fail_others(connector)
+    later, jobs = admit(connector, "b", range(19, 24))
+    assert not jobs, "the blocks that it shares may not have been computed again yet"
+    request.append_output_token_ids(7)
+    last, jobs = admit(connector, "last", range(1, 10))
+    assert not jobs and go_on(connector, request, later, last) == {}
+    for each in (later, last):
+        each.append_output_token_ids(7)
+    assert go_on(connector, request, later, last) == {"last": 2}
+    for each in (request, later):
+        each.status = RequestStatus.FINISHED_STOPPED
+        connector.request_finished_all_groups(each, (list(FIRST),))
+    assert not step(connector, finished_req_ids={"a", "b"}).store_jobs
+    computed(connector, "c", range(10, 19))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_request_in_doubt_that_ends_is_stored_if_it_has_a_token(connector: KvfsConnector, tokens: int) -> None:
+    request, jobs = admit(connector, "a", FIRST, loads=True)
+    assert not jobs
+    request.append_output_token_ids([7] * tokens)
+    request.status = RequestStatus.FINISHED_STOPPED if tokens else RequestStatus.FINISHED_ABORTED
+    connector.request_finished_all_groups(request, (list(FIRST),))
+    assert len(step(connector, finished_req_ids={"a"}).store_jobs) == tokens
+    assert not connector.scheduler.doubts._doubts  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
@@ -37,6 +38,7 @@ from vllm.v1.request import Request
 
 from kvfs.errors import ConfigError
 from kvfs.integrations.vllm import versions
+from kvfs.integrations.vllm.doubts import Doubts
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
 from kvfs.integrations.vllm.model import EngineModel, model_of
@@ -97,6 +99,29 @@ class KvfsOffloadingSpec(OffloadingSpec):
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
+
+
+class KvfsConnectorScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler half, except that nothing is stored that may rest on a failed load of another connector."""
+
+    def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig) -> None:
+        super().__init__(spec, config, cache)
+        self.doubts = Doubts()
+
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        admitted = chain((new.req_id for new in scheduler_output.scheduled_new_reqs), resumed)
+        states = [self._req_status[req_id] for req_id in admitted if req_id in self._req_status]
+        self.doubts.admitted((state.req for state in states), loads=scheduler_output.has_sync_kv_loads)
+        if withheld := self.doubts.withheld():  # as if they had not been scheduled: they are offered later
+            scheduled = {k: n for k, n in scheduler_output.num_scheduled_tokens.items() if k not in withheld}
+            finished = set(scheduler_output.finished_req_ids or ()) - withheld
+            trusted = replace(scheduler_output, num_scheduled_tokens=scheduled, finished_req_ids=finished)
+        else:
+            trusted = scheduler_output
+        self.doubts.finished(scheduler_output.finished_req_ids or ())
+        jobs: dict[int, TransferJob] = super()._build_store_jobs(trusted)
+        return jobs
 
 
 class KvfsConnectorWorker(OffloadingConnectorWorker):
@@ -170,7 +195,7 @@ class KvfsConnector(OffloadingConnector):
         self.connector_scheduler = self.connector_worker = None
         model = spec.open(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self.connector_scheduler = OffloadingConnectorScheduler(spec, vllm_config, kv_cache_config)
+            self.connector_scheduler = KvfsConnectorScheduler(spec, vllm_config, kv_cache_config)
             logger.info(
                 "kvfs: %s, namespace %s of %s, pages of %d tokens and %d bytes",
                 settings_of(spec.extra_config).path, spec.namespace.identity.digest.hex()[:12], model.name,
@@ -229,6 +254,8 @@ class KvfsConnector(OffloadingConnector):
         # below MultiConnector, the loads of others may have failed, too
         ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
+        if connector_output.invalid_block_ids:
+            self.scheduler.doubts.loads_failed()
         for req_id in ours:
             self._manager.load_failed(req_id)
             status = self.scheduler._req_status.get(req_id)
