@@ -247,10 +247,7 @@ class GpuIO(HostIO):
     def _forget(self, transfer: Transfer) -> None:
         super()._forget(transfer)
         if self._shut:  # it has outlived the close
-            try:
-                self._unpin()
-            except Exception:  # the transfer ends in any case
-                log.exception("the GPU could not be let go of")
+            self._unpin()
 
     def _unpin(self) -> None:
         """Let go of lanes, ring and readers when the last transfer has ended; of what none copies from at once."""
@@ -258,15 +255,18 @@ class GpuIO(HostIO):
         with self._changed:
             over = not self._unfinished and not self._unpinned
             self._unpinned = self._unpinned or over
-        with contextlib.suppress(CudaError), self._device.current():
-            if over:
-                for lane in (desk.saves, desk.loads):
-                    lane.quiet()
-                    lane.close()
-            if desk.in_place is not None:
-                desk.in_place.close()
-            if over:
-                self._pinned.close()
+        try:
+            with self._device.current():
+                if over:
+                    for lane in (desk.saves, desk.loads):
+                        lane.quiet()
+                        lane.close()
+                if desk.in_place is not None:
+                    desk.in_place.close()
+                if over:
+                    self._pinned.close()
+        except Exception:  # whatever it was that broke the GPU: the store is to be closed in any case
+            log.exception("%s could not be let go of", self._device.name)
         if over:
             desk.readers.close()
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import TransferState, gpusave, hostsave
 from kvfs.cuda import CudaError
+from kvfs.gpulane import Lane
 from kvfs.inplace import MAKING_SECONDS
 from kvfs.liveness import Liveness
 from tests.kernels.simulated import SimulatedDevice
-from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, Engine, attach, prompt, saved
+from tests.kernels.test_gpu_transport import LATE, LAYOUT, NOW, SECONDS, Engine, attach, prompt, saved
 
 
 def test_slots_that_are_being_read_into_stay_with_a_load_that_fails(
@@ -248,3 +250,24 @@ def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done
         go.set()
         hanging.join(SECONDS)
         assert io.warm(match) == match.nbytes
+
+
+@pytest.mark.parametrize("where", ["current", "quiet"])
+def test_a_store_is_closed_though_its_gpu_is_broken(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """An illegal address in whatever kernel, and each later call fails; torch says so with a RuntimeError."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    store = kvfs.open(store_path, capacity="64MiB")
+    ns, device = store.namespace("model", LAYOUT, "1"), SimulatedDevice()
+    saved(ns, 2)
+    io = attach(ns, Engine().kv, device=device)
+    with ns.match(prompt(2)) as match:
+        assert io.warm(match)
+    monkeypatch.setattr(*((device, "current") if where == "current" else (Lane, "quiet")), broken)
+    store.close()
+    assert "could not be let go of" in caplog.text
+    assert not list((store_path / "run").glob("*.live"))
