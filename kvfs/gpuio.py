@@ -213,11 +213,18 @@ class GpuIO(HostIO):
         return self._desk
 
     def sweep(self) -> None:
-        """Let go of maps whose segments were dropped. Called every second."""
+        """Let go of maps whose segments were dropped. Called every second.
+
+        The driver is asked nothing while there is nothing to do: it may refuse that while a graph is captured in
+        another thread, and end the capture.
+        """
         maps = self._gpu_desk.in_place
-        if maps is not None:
+        if maps is None:
+            return
+        gone = maps.gone(self._gone)
+        if gone or maps.wished:
             with self._device.current():
-                maps.sweep(self._gone)
+                maps.sweep(gone)
                 maps.work()
 
     def _gone(self, segment_id: bytes) -> bool:

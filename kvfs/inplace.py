@@ -14,7 +14,7 @@ import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from kvfs.files import Files
@@ -282,17 +282,25 @@ class InPlace:
         self.backing.free(self._pieces.pop(key).backed)
         return True
 
-    def sweep(self, gone: Callable[[bytes], bool]) -> None:
-        """Let go of the segments that are ``gone``, as far as nobody copies from them."""
+    @property
+    def wished(self) -> bool:
+        """Whether there is anything for ``work``."""
+        return bool(self._wishes)
+
+    def gone(self, dropped: Callable[[bytes], bool]) -> set[bytes]:
+        """The segments of pieces, and of wishes, that were ``dropped``."""
         with self._lock:
             known = {key[0] for key in (*self._pieces, *self._wishes)}
-        dropped = set(filter(gone, known))
+        return set(filter(dropped, known))
+
+    def sweep(self, gone: Collection[bytes]) -> None:
+        """Let go of these segments, as far as nobody copies from them."""
         with self._lock:
-            for segment_id in dropped:
+            for segment_id in gone:
                 self._sealed.pop(segment_id, None)
-            for key in [key for key in self._wishes if key[0] in dropped]:
+            for key in [key for key in self._wishes if key[0] in gone]:
                 del self._wishes[key]
-            for key in [key for key in self._pieces if key[0] in dropped]:
+            for key in [key for key in self._pieces if key[0] in gone]:
                 self._drop_unused(key)
 
     def close(self) -> None:

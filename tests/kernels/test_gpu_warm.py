@@ -344,3 +344,24 @@ def test_pinned_pieces_keep_a_bounded_number_of_segments_open(store_path: Path) 
                     assert rank.load(first) == engine.tokens(range(2 * CHUNKS))
             there = rank.maps.nbytes
             assert rank.io.warm_hottest("1GiB") == there, "others went for what is only likely to be wanted"
+
+
+def test_the_upkeep_asks_nothing_of_the_driver_while_there_is_nothing_to_do(
+    ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines capture graphs for many seconds when they start, and any other thread's call may end a capture."""
+    with Rank(ns) as rank:
+        assert rank.io.warm_hottest("1GiB") > 0
+        calls, current = list[int](), rank.device.current
+
+        def counted() -> Any:
+            calls.append(1)
+            return current()
+
+        monkeypatch.setattr(rank.device, "current", counted)
+        rank.io.sweep()
+        assert not calls
+        pinned = rank.device.maps()
+        monkeypatch.setattr(rank.io, "_gone", lambda _: True)
+        rank.io.sweep()
+        assert calls and rank.device.maps() < pinned
