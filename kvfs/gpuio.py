@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvfs.active import LANES
@@ -188,8 +191,7 @@ class GpuIO(HostIO):
         maps = self._gpu_desk.in_place
         if maps is None:
             return 0
-        with self._device.current():
-            return pin_match(maps, self._gpu_desk.reader, match)
+        return self._pin(partial(pin_match, maps, self._gpu_desk.reader, match))
 
     def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
         super().warm_hottest(nbytes, deadline)
@@ -197,8 +199,22 @@ class GpuIO(HostIO):
         if maps is None:
             return 0
         limit, attached = parse_size(nbytes, "nbytes"), self._attached.values()
-        with self._device.current():
-            return pin_hottest(self._c, maps, self._identity.digest, attached, limit, end)
+        return self._pin(partial(pin_hottest, self._c, maps, self._identity.digest, attached, limit, end))
+
+    def _pin(self, pins: Callable[[Callable[[], bool]], int]) -> int:
+        """In a thread of its own, told when to stop: what an interrupt leaves half made would stay pinned for good."""
+        pool, done, stop = Pool(1, "kvfs-pin"), list[int](), threading.Event()
+
+        def pin() -> None:
+            self._device.enter()
+            done.append(pins(stop.is_set))
+
+        try:
+            pool.begin([pin]).wait()
+        finally:
+            stop.set()
+            pool.close(0.0)
+        return done[0]
 
     def let_go(self) -> None:
         """Unpin what loads read from, as far as none does: before the process dies."""

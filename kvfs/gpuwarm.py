@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from kvfs import format as fmt
 from kvfs.context import Context
@@ -17,25 +17,34 @@ from kvfs.segment_files import Held
 from kvfs.walk import Stretch, Walk
 
 
-def pin_match(maps: InPlace, reader: Reader, match: PrefixMatch) -> int:
-    """Pin what a match needs; bytes of it that the GPU can read without the ring now."""
+def pin_match(maps: InPlace, reader: Reader, match: PrefixMatch, stopped: Callable[[], bool]) -> int:
+    """Pin what a match needs, until ``stopped``; bytes of it that the GPU can read without the ring now."""
     ready = 0
     with reader.held(match) as held:
         for gm in match.groups:
             ends = published(gm)
             for run in plan_runs(gm, held)[0]:
+                if stopped():
+                    return ready
                 ready += maps.warm(run.held, run.offset, run.span, ends[run.segment])
     return ready
 
 
 def pin_hottest(
-    context: Context, maps: InPlace, digest: bytes, attached: Collection[Attached], nbytes: int, deadline: float
+    context: Context,
+    maps: InPlace,
+    digest: bytes,
+    attached: Collection[Attached],
+    nbytes: int,
+    deadline: float,
+    stopped: Callable[[], bool],
 ) -> int:
     """Pin the pages of a namespace that were used last, up to ``nbytes``; what is pinned then, of whatever.
 
     Pages that lie as these groups' own parts want them, and that the page cache holds, as it does half of the piece
     around them: to fault cold ones in by registering them takes longer than to read them. Nothing that is pinned goes
-    for them. ``deadline``: monotonic; the search for pages has half of the time until then.
+    for them. ``deadline``: monotonic; the search for pages has half of the time until then; ``stopped`` ends
+    it, too.
     """
     own = {(a.number, a.part.pack()): a.page_bytes for a in attached}
     files, generation = context.files, context.index.generation
@@ -45,7 +54,7 @@ def pin_hottest(
     for s in found:
         ends[s.segment_id] = max(ends.get(s.segment_id, 0), _end(s))
     for s in found:
-        if maps.pinned >= nbytes or files.monotonic() >= deadline:
+        if maps.pinned >= nbytes or files.monotonic() >= deadline or stopped():
             break
         held = context.segments.acquire(s.segment, s.segment_id, generation)
         if held is None:

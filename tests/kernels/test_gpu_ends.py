@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import math
 import mmap
@@ -271,3 +272,32 @@ def test_a_store_is_closed_though_its_gpu_is_broken(
     store.close()
     assert "could not be let go of" in caplog.text
     assert not list((store_path / "run").glob("*.live"))
+
+
+@pytest.mark.parametrize("call", ["warm", "warm_hottest"])
+@pytest.mark.parametrize("transport", ["in_place", "arena"])
+def test_an_interrupt_while_pieces_are_made_leaves_nothing_pinned_behind(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, call: str, transport: str
+) -> None:
+    saved(ns, 2)
+    device = SimulatedDevice()
+    with attach(ns, Engine().kv, device=device, transport=transport) as io, ns.match(prompt(2)) as match:
+        register_now, before = device.register, dict(device.registered)
+
+        def register(*args: Any, **options: Any) -> None:
+            register_now(*args, **options)
+            _thread.interrupt_main()
+            time.sleep(0.01)  # in the main thread it strikes here, before anybody knows of what was registered
+
+        monkeypatch.setattr(device, "register", register)
+        with pytest.raises(KeyboardInterrupt):
+            io.warm(match) if call == "warm" else io.warm_hottest("1GiB")
+            time.sleep(1)
+        monkeypatch.setattr(device, "register", register_now)
+        end = time.monotonic() + SECONDS
+        while any(thread.name == "kvfs-pin" for thread in threading.enumerate()):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert ns._c.pinned.mine in (0, sum(n for at, (n, _) in device.registered.items() if at not in before))
+        assert io.warm(match) == match.nbytes
+    assert not device.registered and not ns._c.pinned.mine
