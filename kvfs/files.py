@@ -252,13 +252,17 @@ class Files:
         Other threads run meanwhile: ``mapping.madvise`` would keep the interpreter until the disk has answered.
         """
         if nbytes >= HUGE_BYTES:
-            with contextlib.suppress(OSError):
-                _madvise(address, nbytes, _MADV_HUGEPAGE)
+            self.prefer_huge(address, nbytes)
         try:
             _madvise(address, nbytes, _MADV_POPULATE_READ)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # kernels before 5.14 do not know the advice
                 raise
+
+    def prefer_huge(self, address: int, nbytes: int) -> None:
+        """Of what is mapped there: the kernel cuts a map in two where such advice ends, and a process has few maps."""
+        with contextlib.suppress(OSError):
+            _madvise(address, nbytes, _MADV_HUGEPAGE)
 
     # -- locks and the page cache --------------------------------------------------------------
 

@@ -146,6 +146,7 @@ class RegisteredMaps:
         files = self._files
         if files.cached_bytes(held.fd, start, nbytes) in (nbytes, None):
             return
+        files.prefer_huge(address, nbytes)
         for at in range(0, nbytes, HUGE_BYTES):
             size = min(HUGE_BYTES, nbytes - at)
             if files.cached_bytes(held.fd, start + at, size) != size:

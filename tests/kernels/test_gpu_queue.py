@@ -194,3 +194,29 @@ def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
     finally:
         os.close(fd)
     assert not device.registered and store._core.c.pinned.mine == 0 and maps.failed == 0
+
+
+class HalfCachedFiles(Files):
+    """A page cache that holds every second stretch."""
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
+        return nbytes // 2 if nbytes > HUGE_BYTES else nbytes * (offset // HUGE_BYTES % 2)
+
+
+def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path) -> None:
+    """A process may have 65530, and the engine wants some."""
+    files, device, size = HalfCachedFiles(), SimulatedDevice(), 16 * HUGE_BYTES
+    maps = RegisteredMaps(device, files, Budget(store._core.c.pinned, files, 1 << 40))
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, size)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        held: Any = SimpleNamespace(fd=fd, mappable=True)
+        made = maps.make(held, 0, size, ahead=True)
+        assert made is not None
+        with open("/proc/self/maps") as known:
+            assert sum(str(path) in line for line in known) == 1
+        maps.free(made)
+    finally:
+        os.close(fd)
