@@ -110,18 +110,17 @@ class RegisteredMaps:
         if not may_map(self._files, held):
             return None
         begin = self._files.monotonic()
+        self.budget.take(nbytes)  # before anything is read for it
         try:
             mapping = self._files.map_bare(held.fd, nbytes, start)
         except OSError:
+            self.budget.give_back(nbytes)
             return None
         try:
             self._bring_in(held, mapping.address, start, nbytes)
-            self.budget.take(nbytes)
-        except FullError:
-            mapping.close()
-            raise
         except OSError:
             mapping.close()
+            self.budget.give_back(nbytes)
             return None
         return self._register(Backed(held, mapping.address, nbytes, mapping), begin, ahead=ahead)
 

@@ -184,7 +184,7 @@ MUTATIONS = (
     ),
     Mutation(
         "register what the disk has yet to bring", "kvfs/pieces.py",
-        "            self._bring_in(held, mapping.address, start, nbytes)\n", "",
+        "            self._bring_in(held, mapping.address, start, nbytes)\n", "            pass\n",
         ("tests/kernels/test_gpu_queue.py",),
     ),
     Mutation(

@@ -20,7 +20,7 @@ from kvfs.files import HUGE_BYTES, BareMap, Files
 from kvfs.gpu import Event, Stream
 from kvfs.gpubatches import Batches
 from kvfs.gpulane import Lane
-from kvfs.pieces import Budget, RegisteredMaps
+from kvfs.pieces import Budget, FullError, RegisteredMaps
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 
@@ -220,3 +220,21 @@ def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path)
         maps.free(made)
     finally:
         os.close(fd)
+
+
+def test_nothing_is_read_for_a_piece_that_the_budget_does_not_allow(store: kvfs.Store, tmp_path: Path) -> None:
+    """A rank that begins when others have spent it would read for its whole deadline, for nothing."""
+    files = SparseFiles()
+    maps = RegisteredMaps(SimulatedDevice(), files, Budget(store._core.c.pinned, files, HUGE_BYTES))
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        held: Any = SimpleNamespace(fd=fd, mappable=True)
+        with pytest.raises(FullError):
+            maps.make(held, 0, 4 * HUGE_BYTES, ahead=True)
+        assert not files.read_in
+        assert maps.make(held, 4 * HUGE_BYTES, HUGE_BYTES, ahead=True) is None, "behind the end of the file"
+    finally:
+        os.close(fd)
+    assert store._core.c.pinned.mine == 0
