@@ -72,10 +72,11 @@ class PageSource:
         maps = self._desk.in_place
         if maps is None or not self._summed:
             return None
-        register = filled or self._registers(run)
-        return maps.stretches(
-            run.held, run.offset, run.span, self._published[run.segment], self._use, register=register
-        )  # fmt: skip
+        published, register = self._published[run.segment], filled or self._registers(run)
+        missing = maps.missing(run.held, run.offset, run.span, published) if register else []
+        if any(self._desk.context.segments.cached_bytes(run.held, *piece) not in (piece[1], None) for piece in missing):
+            self._catch_up()  # the rest of a piece comes from the disk
+        return maps.stretches(run.held, run.offset, run.span, published, self._use, register=register)
 
     def _registers(self, run: Run) -> bool:
         maps, cached = self._desk.in_place, self._desk.context.segments.cached_bytes

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import gpubatches, gpulane
+from kvfs.files import Files
 from kvfs.gpusource import PageSource
 from kvfs.layout import Group, Need, PageLayout
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
@@ -309,3 +310,51 @@ def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(
         assert result is not None and (result.tokens, result.reason) == (0, "cancelled"), result
         assert set(target.blocks("full", 0, CHUNKS)) == {0xA5}
         assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
+
+
+PIECE = 32 << 10
+
+
+class RestOnDisk(Files):
+    """Pages are in the page cache, and the rest of the pieces round them is not, when ``cold``: the disk hangs."""
+
+    def __init__(self) -> None:
+        self.cold, self.stuck, self.go = False, threading.Event(), threading.Event()
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
+        return 0 if self.cold and nbytes <= PIECE else super().cached_bytes(fd, offset, nbytes)
+
+    def populate_at(self, address: int, nbytes: int) -> None:
+        if self.cold:
+            self.stuck.set()
+            assert self.go.wait(SECONDS)
+        super().populate_at(address, nbytes)
+
+
+def test_what_has_come_does_not_wait_for_the_rest_of_a_piece(store_path: Path) -> None:
+    files, target = RestOnDisk(), Engine()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as opened:
+        ns = opened.namespace("hybrid", LAYOUT, "1")
+        source = Engine(seed=1)
+        with attach(ns, *source.kvs) as io:
+            assert io.save(ns.plan_save(TOKENS), units(), NOW).wait(SECONDS)
+        with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
+            maps = io._gpu_desk.in_place
+            assert maps is not None
+            maps._piece_bytes = PIECE
+            assert io.warm(match)
+            window = [ref.place for refs in match.group("window").sources().values() for ref in refs]
+            keep = {place.block * 4096 // PIECE for place in window[-WINDOW:]}
+            for key in [key for key in maps._pieces if key[1] not in keep]:
+                assert maps._drop_unused(key)
+            files.cold = True
+            transfer = io.load(match, units(), NOW)
+            try:
+                assert files.stuck.wait(SECONDS)
+                assert transfer.layer_ready(1).wait(SECONDS / 4), "the window waits for a disk that it does not need"
+                assert not transfer.done.is_set()
+            finally:
+                files.go.set()
+            result = transfer.wait(SECONDS)
+            assert result is not None and result.tokens == CHUNKS * PAGE, result
+    assert target.blocks("full", 0, CHUNKS) == source.blocks("full", 0, CHUNKS)
