@@ -204,7 +204,7 @@ class Arena:
         self.budget.take(self._block_bytes)
         try:
             block = self._device.pinned(self._block_bytes)
-        except CudaError:
+        except OSError:  # the driver's, too; or the process has no room for another map
             self.budget.give_back(self._block_bytes)
             raise FullError from None
         self._blocks.append(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import errno
 import gc
 import math
 import mmap
@@ -301,3 +302,22 @@ def test_an_interrupt_while_pieces_are_made_leaves_nothing_pinned_behind(
         assert ns._c.pinned.mine in (0, sum(n for at, (n, _) in device.registered.items() if at not in before))
         assert io.warm(match) == match.nbytes
     assert not device.registered and not ns._c.pinned.mine
+
+
+def test_an_arena_that_finds_no_room_for_a_block_owes_nothing_for_it(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``vm.max_map_count``, or a limit of the address space."""
+    source, target, device = saved(ns, 2), Engine(), SimulatedDevice()
+    with attach(ns, target.kv, device=device, transport="arena") as io, ns.match(prompt(2)) as match:
+        pinned = device.pinned
+
+        def none(_: int) -> Any:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        monkeypatch.setattr(device, "pinned", none)
+        assert io.warm(match) == 0 and not ns._c.pinned.mine
+        result = io.load(match, range(4), NOW).wait(SECONDS)
+        assert result is not None and result.pages == 2 and target.tokens(range(4)) == source.tokens(range(4))
+        monkeypatch.setattr(device, "pinned", pinned)
+        assert io.warm(match) == match.nbytes
