@@ -288,6 +288,7 @@ class Core:
                 hold.release()
         for io in list(self.c.attached):
             io.sweep()
+        self.c.pinned.say()
 
     # -- the end -----------------------------------------------------------------------------
 

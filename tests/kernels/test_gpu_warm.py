@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvfs import walk
 from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.files import Files
 from kvfs.gpuio import GpuIO
+from kvfs.liveness import Liveness
 from kvfs.testing import Fault, FaultyFiles
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
@@ -365,3 +368,42 @@ def test_the_upkeep_asks_nothing_of_the_driver_while_there_is_nothing_to_do(
         monkeypatch.setattr(rank.io, "_gone", lambda _: True)
         rank.io.sweep()
         assert calls and rank.device.maps() < pinned
+
+
+class HungRun(Files):
+    """Nothing can be written into ``run/`` any more."""
+
+    def __init__(self) -> None:
+        self.hangs, self.go = False, threading.Event()
+
+    def write_all(self, fd: int, buffers: Sequence[Any], offset: int, block: int = 1) -> int:
+        if self.hangs and os.readlink(f"/proc/self/fd/{fd}").endswith(".live"):
+            assert self.go.wait(SECONDS)
+        return super().write_all(fd, buffers, offset, block)
+
+
+def test_what_is_pinned_is_let_go_of_and_read_though_the_disk_hangs(store_path: Path) -> None:
+    files = HungRun()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        source = saved(ns, CHUNKS)
+        with Rank(ns) as rank:
+            assert rank.io.warm_hottest("1GiB") > 0
+            files.hangs = True
+            try:
+                key = next(reversed(rank.maps._pieces))
+                with rank.maps._lock:
+                    assert rank.maps._drop_unused(key)
+                assert ns._c.pinned.mine == rank.maps.nbytes
+                with ns.match(prompt(1)) as match:
+                    transfer = rank.io.load(match, range(2), NOW)
+                    assert transfer.done.wait(SECONDS / 4), "a load of what is pinned waits for the disk"
+                    result = transfer.result
+                    assert result is not None and result.tokens == PAGE
+                assert rank.engine.tokens(range(2)) == source.tokens(range(2))
+            finally:
+                files.go.set()
+            ns._c.pinned.say()
+            other = Liveness(ns._c.directory)
+            assert other.pinned_by_others() == ns._c.pinned.mine
+            other.close()

