@@ -23,6 +23,8 @@ from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_wo
 from kvfs.reads import Run
 
 BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
+RUNS_MAX = 256  # of a batch: each is a copy
+BATCH_CALLS = 10  # that the driver gets for a batch, beside its copies and its small data
 AHEAD = 3  # batches that are prepared behind the one that was sent
 FLAG = 4
 UNKNOWN = 2  # whether a leaf table is good
@@ -161,7 +163,7 @@ class Batches:
             self._lane.dma.record(slot.arrived)
             for i in good:
                 words += self._words(taken[i], b"\1", i * size, size, self._shape.layers * self._shape.leaf_bytes)
-            self._launch(slot, words, b"", 0, self._shape.layers, check=False)
+            self._launch(slot, words, b"", 0, self._shape.layers, check=False, copies=len(good))
             if not taken:
                 return False
             left = left[len(taken) :]
@@ -179,7 +181,7 @@ class Batches:
         whole = b"".join(tables)
         if whole and rows < self._shape.layers:
             whole = _columns(whole, self._shape.layers, first, rows)
-        self._launch(slot, words, whole, first, rows, check=self._source.sums)
+        self._launch(slot, words, whole, first, rows, check=self._source.sums, copies=len(parts))
 
     def _found(self, run: Run) -> tuple[bytes, bytes]:
         """The leaf tables of a run, and which of them are good; read and checked once."""
@@ -214,8 +216,11 @@ class Batches:
             )  # fmt: skip
         return words
 
-    def _launch(self, slot: Slot, words: array[int], tables: bytes, first: int, rows: int, *, check: bool) -> None:
-        """Check and scatter what the DMA stream brings to ``slot``."""
+    def _launch(
+        self, slot: Slot, words: array[int], tables: bytes, first: int, rows: int, *, check: bool, copies: int
+    ) -> None:
+        """Check and scatter what the DMA stream brings to ``slot``, in so many ``copies``."""
+        calls = copies + BATCH_CALLS
         if words:
             kernels, sheet, shape = self._lane.kernels, self._sheet, self._shape
             leaves = sheet.put(tables)
@@ -225,11 +230,11 @@ class Batches:
                 buffers=self._desk.tables[self._attached.number].address, first_token=self._first_token,
                 first_row=first, rows=rows,
             ))  # fmt: skip
-            sheet.send(kernels, leaves)
+            calls += sheet.send(kernels, leaves)
             kernels.after(slot.arrived)
             launch = sheet.work(work, self._units, len(self._unit_ids))
             kernels.scatter(launch, shape, check=check)
-        self._lane.finished(slot, self._lane.kernels)
+        self._lane.finished(slot, self._lane.kernels, calls)
 
     def end_band(self, first: int, rows: int) -> None:
         """Behind all that was sent so far, it will be among those that ``ended``."""
@@ -280,7 +285,7 @@ def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterato
             take = min(room, run.count - done)
             batch.append(run.cut(done, take) if take < run.count else run)
             done, room, left = done + take, room - take, left - take
-            if not room:
+            if not room or len(batch) == RUNS_MAX:
                 yield batch
                 batch, room = [], min(most, max(least, left // 3))
     if batch:

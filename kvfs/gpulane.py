@@ -21,9 +21,9 @@ from kvfs.types import BufferLike
 ALIGN = 256
 BATCHES = 4  # of full size that scratch holds
 PENDING = 4  # copies, and ends of bands, ahead of their launches
-#: Batches that are enqueued and not over. The driver takes about a thousand calls ahead, and a batch some fifteen; with
-#: more of them the host would wait in the driver, and keep the interpreter.
-QUEUED = 24
+#: Batches, and calls of the driver, that are enqueued and not over. It takes about a thousand calls ahead, then the
+#: host would wait in it, and keep the interpreter.
+QUEUED, CALLS = 24, 512
 #: Of one ``push``: on an H200 up to 24 KiB of pageable memory go ahead of large copies in other streams, and any number
 #: of them; from pinned memory they queue up behind these after the first few.
 PUSH_BYTES = 4096
@@ -78,10 +78,12 @@ class Sheet:
         ids = self._host[unit_ids : unit_ids + units * WORD]
         return Work(self._device, offset, self._host[offset : self._used].cast("q"), ids.cast("q"))
 
-    def send(self, stream: Stream, first: int) -> None:
-        """Copy what was put from ``first`` on, past large copies of other streams."""
-        for at in range(first, self._used, PUSH_BYTES):
+    def send(self, stream: Stream, first: int) -> int:
+        """Copy what was put from ``first`` on, past large copies of other streams; in how many calls."""
+        starts = range(first, self._used, PUSH_BYTES)
+        for at in starts:
             stream.push(self._device.address + at, self._address + at, min(PUSH_BYTES, self._used - at))
+        return len(starts)
 
     def fetch(self, stream: Stream, offset: int, nbytes: int, into: int) -> None:
         """Copy what lies at ``offset`` on the device back, to ``into``."""
@@ -107,11 +109,17 @@ class Lane:
         self._events: list[tuple[Event, Event]] = []  # to be used again
         self._sheet: Sheet | None = None
         self._ends = [self.dma.event() for _ in range(QUEUED)]  # of the last batches, round and round
+        self._calls: deque[int] = deque(maxlen=QUEUED)  # that each of them took, the last one first
         self._finished = 0
 
     def due(self) -> Event | None:
         """What has to be over before another batch is enqueued; None while there are few."""
-        return self._ends[self._finished % QUEUED] if self._finished >= QUEUED else None
+        calls = 0
+        for back, more in enumerate(self._calls):
+            calls += more
+            if calls > CALLS or back + 1 == QUEUED:
+                return self._ends[(self._finished - 1 - back) % QUEUED]
+        return None
 
     def slot(self, nbytes: int, stream: Stream) -> Slot | None:
         """Scratch for a batch, which ``stream`` is to fill: it waits for the last uses of it.
@@ -141,10 +149,11 @@ class Lane:
         slot = self._slots.popleft()
         self._events.append((slot.arrived, slot.done))
 
-    def finished(self, slot: Slot, stream: Stream) -> None:
-        """Behind what ``stream`` has been given so far, the slot may be used again."""
+    def finished(self, slot: Slot, stream: Stream, calls: int = 0) -> None:
+        """Behind what ``stream`` has been given so far, in ``calls`` of the driver, the slot may be used again."""
         stream.record(slot.done)
         stream.record(self._ends[self._finished % QUEUED])
+        self._calls.appendleft(calls)
         self._finished += 1
         slot.enqueued = True
 

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,14 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import gpulane
+from kvfs import gpubatches, gpulane
 from kvfs.files import HUGE_BYTES, BareMap, Files
 from kvfs.gpu import Event, Stream
 from kvfs.gpubatches import Batches
 from kvfs.gpulane import Lane
 from kvfs.pieces import Budget, FullError, RegisteredMaps
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 
 CHUNKS = 8
 
@@ -78,6 +79,44 @@ def test_a_lane_knows_which_batch_has_to_be_over() -> None:
         assert slot is not None
         lane.finished(slot, lane.kernels)
         ends.append(lane._ends[number % 2])
+
+
+def test_a_batch_of_many_calls_counts_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpulane, "QUEUED", 8)
+    monkeypatch.setattr(gpulane, "CALLS", 10)
+    lane = Lane(LateDevice(), 1 << 20)
+    for number, calls, last in [(1, 6, None), (2, 4, None), (3, 1, 0), (4, 9, 1), (5, 30, 4), (6, 2, 4), (7, 8, 4)]:
+        slot = lane.slot(256, lane.dma)
+        assert slot is not None
+        lane.finished(slot, lane.kernels, calls)
+        due = lane.due()
+        assert due is (None if last is None else lane._ends[last]), number
+
+
+def test_pages_that_lie_scattered_come_in_batches_of_few_copies(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, sent = Engine(seed=1), Engine(), []
+    with attach(ns, source.kv) as io:  # every second page, then the rest: no two neighbours lie side by side
+        plan = ns.plan_save(prompt(CHUNKS))
+        for parity in (0, 1):
+            some = replace(plan, missing={name: chunks[parity::2] for name, chunks in plan.missing.items()})
+            assert io.save(some, range(2 * CHUNKS), NOW, deadline=LATE).wait(SECONDS)
+    copy = Batches._copy
+
+    def watched(self: Batches, batch: Any, *args: Any) -> Any:
+        sent.append(len(batch))
+        return copy(self, batch, *args)
+
+    monkeypatch.setattr(Batches, "_copy", watched)
+    monkeypatch.setattr(gpubatches, "RUNS_MAX", 3)
+    for layerwise in (False, True):
+        with attach(ns, target.kv, device=LateDevice()) as io, ns.match(prompt(CHUNKS)) as match:
+            io.warm(match)
+            result = io.load(match, range(2 * CHUNKS), NOW, layerwise=layerwise).wait(SECONDS)
+            assert result is not None and result.tokens == CHUNKS * PAGE, result
+        assert target.tokens(range(2 * CHUNKS)) == source.tokens(range(2 * CHUNKS))
+    assert max(sent) == 3
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
