@@ -14,6 +14,7 @@ from typing import Any
 
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST, _DEVICE = 1, 2  # CUmemorytype
+_RELAXED = 2  # CUstreamCaptureMode
 
 _Pointer, _Size, _Device, _Stream = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 
@@ -38,6 +39,7 @@ class _Driver:
         self.register = _typed(slow.cuMemHostRegister_v2, _Pointer, _Size, ctypes.c_uint)
         self.unregister = _typed(slow.cuMemHostUnregister, _Pointer)
         self.error_string = _typed(slow.cuGetErrorString, ctypes.c_int, _Pointer)
+        self.capture_mode = _typed(quick.cuThreadExchangeStreamCaptureMode, _Pointer)
         self.copy_in = _typed(quick.cuMemcpyHtoDAsync_v2, _Device, _Pointer, _Size, _Stream)
         self.copy_out = _typed(quick.cuMemcpyDtoHAsync_v2, _Pointer, _Device, _Size, _Stream)
         self.copy_2d = _typed(quick.cuMemcpy2DAsync_v2, _Pointer, _Stream)
@@ -74,6 +76,24 @@ def register(address: int, nbytes: int, *, read_only: bool) -> None:
 
 def unregister(address: int) -> None:
     _driver().check(_driver().unregister(address), "unregister")
+
+
+def relax_capture() -> int:
+    """Have the calling thread's calls neither end, nor fail for, a graph that another thread captures.
+
+    By default registering and querying do both. Returns what ``restore_capture`` takes.
+    """
+    return _capture_mode(_RELAXED)
+
+
+def restore_capture(mode: int) -> None:
+    _capture_mode(mode)
+
+
+def _capture_mode(mode: int) -> int:
+    value = ctypes.c_int(mode)
+    _driver().check(_driver().capture_mode(ctypes.byref(value)), "capture mode")
+    return value.value
 
 
 def copy_in(target: int, source: int, nbytes: int, stream: int) -> None:

@@ -263,6 +263,7 @@ class Gpu:
     def enter(self) -> None:
         if not getattr(self._entered, "done", False):
             self._torch.cuda.set_device(self.index)
+            cuda.relax_capture()
             self._torch.cuda.current_stream().query()  # makes the context current where this is a thread's first call
             _wake_soon()
             self._entered.done = True
@@ -270,8 +271,12 @@ class Gpu:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         with self._torch.cuda.device(self.index):
-            self._torch.cuda.current_stream().query()
-            yield
+            mode = cuda.relax_capture()
+            try:
+                self._torch.cuda.current_stream().query()
+                yield
+            finally:
+                cuda.restore_capture(mode)
 
     def stream(self) -> Stream:
         return _Stream(self._torch, self._torch.cuda.Stream(self.index), self._constants)

@@ -317,3 +317,41 @@ def test_what_was_used_last_is_pinned_before_the_first_load(store: kvfs.Store, t
         assert result is not None and result.tokens == 512, result
         assert io._gpu_desk.in_place.nbytes == before, "the load had to pin more"
     assert target.same(source, 32)
+
+
+def test_graphs_are_captured_while_pages_are_moved_and_pinned(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless told otherwise, CUDA lets a call of whatever thread that might be unsafe end a capture, and fail."""
+    ns = store.namespace("model", LAYOUT, "1")
+    source, target, tokens = Rank(seed=1), Rank(), list(range(512))
+    save(ns, source, tokens, range(32))
+    over, happened, turns = threading.Event(), event(), list[tuple[bool, int]]()
+    with ns.attach(target.kv) as io:
+        monkeypatch.setattr(io, "_gone", lambda segment_id: True)  # each sweep unpins all
+
+        def serve() -> None:
+            while not over.is_set():
+                with ns.match(tokens) as match:
+                    pinned = io.warm(match) == match.nbytes
+                    result = io.load(match, range(32), happened).wait(SECONDS)
+                turns.append((pinned, result.tokens if result is not None else -1))
+                io.sweep()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            a = torch.randn(256, 256, device="cuda") / 16
+            for _ in range(200):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):  # in the mode that engines leave it in
+                    b = a
+                    for _ in range(50):
+                        b = b @ a
+                graph.replay()
+            torch.cuda.synchronize()
+        finally:
+            over.set()
+            thread.join()
+    assert len(turns) > 10 and set(turns) == {(True, 512)}, turns
+    assert target.same(source, 32)

@@ -1,0 +1,84 @@
+"""Graphs that an engine captures: what kvfs asks of the driver meanwhile must not end that."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvfs import cuda
+from kvfs.gpu import Gpu
+
+GLOBAL, RELAXED = 0, 2
+
+
+class Driver:
+    """Keeps the mode of each thread, as CUDA does."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self._modes = threading.local()
+
+    @property
+    def mode(self) -> int:
+        return getattr(self._modes, "mode", GLOBAL)
+
+    def capture_mode(self, pointer: Any) -> int:
+        if not self.code:
+            value = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))
+            value[0], self._modes.mode = self.mode, value[0]
+        return self.code
+
+    def check(self, code: int, what: str) -> None:
+        if code:
+            raise cuda.CudaError(what)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(cuda, "_driver", lambda: made)
+    return made
+
+
+@pytest.fixture
+def gpu(driver: Driver) -> Gpu:
+    asked = SimpleNamespace(query=lambda: made.asked.append(driver.mode))
+    made: Any = object.__new__(Gpu)
+    made.index, made.asked, made._entered = 0, [], threading.local()
+    made._torch = SimpleNamespace(cuda=SimpleNamespace(
+        set_device=lambda index: None, current_stream=lambda: asked, device=lambda index: contextlib.nullcontext(),
+    ))  # fmt: skip
+    return made  # type: ignore[no-any-return]
+
+
+def test_a_thread_of_kvfs_is_out_of_it_for_good(gpu: Gpu, driver: Driver) -> None:
+    modes: list[int] = []
+
+    def run() -> None:
+        for _ in range(2):
+            gpu.enter()
+            modes.append(driver.mode)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert modes == [RELAXED, RELAXED] and driver.mode == GLOBAL
+    assert gpu.asked == [RELAXED], "nothing is asked before"  # type: ignore[attr-defined]
+
+
+def test_a_thread_of_the_engine_is_as_it_was(gpu: Gpu, driver: Driver) -> None:
+    with pytest.raises(ValueError, match="whatever"), gpu.current():
+        assert driver.mode == RELAXED
+        with gpu.current():
+            pass
+        assert driver.mode == RELAXED
+        raise ValueError("whatever")
+    assert driver.mode == GLOBAL and gpu.asked == [RELAXED, RELAXED]  # type: ignore[attr-defined]
+    driver.code = 1
+    with pytest.raises(cuda.CudaError), gpu.current():
+        pass
