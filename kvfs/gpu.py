@@ -132,11 +132,14 @@ class Pinned:
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        """Unpin. Nothing may copy any more; views that are left keep the memory, not the pinning."""
+        """Unpin. Nothing may copy any more; views that are left keep the memory, not the pinning.
+
+        CudaError if the driver keeps it. It stays where it is then: the driver would take other memory there for it.
+        """
         if self._map in _MAPS and self._pid == os.getpid():
+            self._device.unregister(self.address)
             self._map.madvise(mmap.MADV_DOFORK)  # a child that drops it unmaps a map of its own
             _MAPS.discard(self._map)
-            self._device.unregister(self.address)
 
 
 class _Stream:

@@ -8,16 +8,19 @@ processes of the host share.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from kvfs.buffers import address_of_readonly
 from kvfs.cuda import CudaError
-from kvfs.files import HUGE_BYTES, Files
+from kvfs.files import HUGE_BYTES, BareMap, Files
 from kvfs.gpu import Device, Pinned
 from kvfs.pool import Pool
 from kvfs.registered import PinnedBytes
 from kvfs.segment_files import Held, may_map
+
+log = logging.getLogger("kvfs")
 
 MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
 REMEMBERED_BYTES = 1 << 30  # about so many count: pages that were just written cost twice what they cost a second later
@@ -152,10 +155,8 @@ class RegisteredMaps:
                 files.populate_at(address + at, size)
 
     def free(self, backed: Backed) -> None:
-        with contextlib.suppress(CudaError):
-            self._device.unregister(backed.address)
-        backed.memory.close()
-        self.budget.give_back(backed.nbytes)
+        if _unpinned(self._device, backed.memory):
+            self.budget.give_back(backed.nbytes)
 
     def close(self) -> None:
         pass
@@ -218,7 +219,7 @@ class Arena:
         for block in self._blocks:
             with contextlib.suppress(CudaError):
                 block.close()
-            self.budget.give_back(self._block_bytes)
+                self.budget.give_back(self._block_bytes)
         self._blocks.clear()
         self._free.clear()
 
@@ -233,25 +234,45 @@ class Probe(NamedTuple):
 def probe(device: Device, fd: int, files: Files, nbytes: int) -> Probe:
     """Register a map of ``nbytes`` of ``fd`` and read it back through the device, byte for byte."""
     try:
-        mapping = files.map(fd, nbytes, 0)
-        files.populate(mapping)
-    except (OSError, ValueError) as exc:
+        mapping = files.map_bare(fd, nbytes, 0)
+    except OSError as exc:
         return Probe(False, f"cannot map: {exc}")
-    address = address_of_readonly(mapping)
     try:
-        device.register(address, nbytes, read_only=True)
-    except CudaError as exc:
-        return Probe(False, str(exc))
+        files.populate_at(mapping.address, nbytes)
+        device.register(mapping.address, nbytes, read_only=True)
+    except OSError as exc:
+        mapping.close()
+        return Probe(False, str(exc) if isinstance(exc, CudaError) else f"cannot map: {exc}")
     try:
-        back, memory, stream = device.pinned(nbytes), device.memory(nbytes), device.stream()
-        stream.copy_in(memory.address, address, nbytes)
-        stream.copy_out(back.address, memory.address, nbytes)
-        stream.record().synchronize()
-        same = back.view[:nbytes] == memoryview(mapping)
-        back.close()
+        same = _read_back(device, mapping.address, nbytes) == ctypes.string_at(mapping.address, nbytes)
     except CudaError as exc:
         return Probe(False, str(exc))
     finally:
-        with contextlib.suppress(CudaError):
-            device.unregister(address)
+        _unpinned(device, mapping)
     return Probe(same, "" if same else "the device read other bytes")
+
+
+def _read_back(device: Device, address: int, nbytes: int) -> bytes:
+    back = device.pinned(nbytes)
+    try:
+        memory, stream = device.memory(nbytes), device.stream()
+        stream.copy_in(memory.address, address, nbytes)
+        stream.copy_out(back.address, memory.address, nbytes)
+        stream.record().synchronize()
+        return bytes(back.view[:nbytes])
+    finally:
+        back.close()
+
+
+def _unpinned(device: Device, mapping: BareMap) -> bool:
+    """Let go of a registered map. False if the driver keeps it: it stays where it is, for good.
+
+    The driver would take whatever came to lie there for it, and read the old pages in place of that.
+    """
+    try:
+        device.unregister(mapping.address)
+    except CudaError as exc:
+        log.warning("%d bytes stay pinned until this process ends: %s", mapping.nbytes, exc)
+        return False
+    mapping.close()
+    return True

@@ -321,3 +321,31 @@ def test_an_arena_that_finds_no_room_for_a_block_owes_nothing_for_it(
         assert result is not None and result.pages == 2 and target.tokens(range(4)) == source.tokens(range(4))
         monkeypatch.setattr(device, "pinned", pinned)
         assert io.warm(match) == match.nbytes
+
+
+@pytest.mark.parametrize("transport", ["in_place", "arena", "ring"])
+def test_what_the_driver_does_not_let_go_of_stays_where_it_is(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    """It would take whatever came to lie there for it: copies of the engine's own would read old pages."""
+
+    def mapped(address: int) -> bool:
+        with open("/proc/self/maps") as maps:
+            spans = [line.split(" ", 1)[0].split("-") for line in maps]
+        return any(int(first, 16) <= address < int(end, 16) for first, end in spans)
+
+    def keep(address: int) -> None:
+        raise CudaError("unregister: not permitted")
+
+    saved(ns, 2)
+    device = SimulatedDevice()
+    with attach(ns, Engine().kv, device=device, transport=transport) as io, ns.match(prompt(2)) as match:
+        assert bool(io.warm(match)) == (transport != "ring")
+        pinned, unregister = ns._c.pinned.mine, device.unregister
+        monkeypatch.setattr(device, "unregister", keep)
+    kept = dict(device.registered)
+    assert kept and all(mapped(address) for address in kept) and ns._c.pinned.mine == pinned
+    assert "not permitted" in caplog.text
+    for address in kept:
+        unregister(address)
+    ns._c.pinned.give_back(pinned)
