@@ -142,10 +142,12 @@ class GpuIO(HostIO):
 
     def _upload(self, data: bytes) -> Memory:
         memory, pinned, stream = self._device.memory(len(data)), self._device.pinned(len(data)), self._device.stream()
-        pinned.view[: len(data)] = data
-        stream.copy_in(memory.address, pinned.address, len(data))
-        stream.record().synchronize()
-        pinned.close()
+        try:
+            pinned.view[: len(data)] = data
+            stream.copy_in(memory.address, pinned.address, len(data))
+            stream.record().synchronize()
+        finally:
+            pinned.close()
         return memory
 
     def _pieces(self, readers: Pool) -> InPlace | None:
