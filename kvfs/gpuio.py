@@ -280,16 +280,17 @@ class GpuIO(HostIO):
         with self._changed:
             over = not self._unfinished and not self._unpinned
             self._unpinned = self._unpinned or over
+        steps: list[Callable[[], None]] = []
+        if over:
+            steps += [desk.saves.quiet, desk.saves.close, desk.loads.quiet, desk.loads.close]
+        if desk.in_place is not None:
+            steps.append(desk.in_place.close)
+        if over:
+            steps.append(self._pinned.close)
         try:
-            with self._device.current():
-                if over:
-                    for lane in (desk.saves, desk.loads):
-                        lane.quiet()
-                        lane.close()
-                if desk.in_place is not None:
-                    desk.in_place.close()
-                if over:
-                    self._pinned.close()
+            with self._device.current(), contextlib.ExitStack() as each:  # whatever becomes of the others
+                for step in reversed(steps):
+                    each.callback(step)
         except Exception:  # whatever it was that broke the GPU: the store is to be closed in any case
             log.exception("%s could not be let go of", self._device.name)
         if over:

@@ -183,6 +183,31 @@ MUTATIONS = (
         ("tests/kernels/test_gpu_queue.py",),
     ),
     Mutation(
+        "take any number of calls for a batch", "kvfs/gpulane.py",
+        "            if calls > CALLS or back", "            if back",
+        ("tests/kernels/test_gpu_queue.py",),
+    ),
+    Mutation(
+        "give out the address of what is still pinned", "kvfs/pieces.py",
+        "        return False\n    mapping.close()\n", "    mapping.close()\n",
+        ("tests/kernels/test_gpu_ends.py",),
+    ),
+    Mutation(
+        "end the capture of a graph", "kvfs/gpu.py",
+        "            cuda.relax_capture()\n", "",
+        ("tests/kernels/test_capture.py",),
+    ),
+    Mutation(
+        "give slots back while copies read them", "kvfs/gpusource.py",
+        "while self._leases and self._leases[0][0].query():", "while self._leases:",
+        ("tests/kernels/test_gpu_late.py",),
+    ),
+    Mutation(
+        "wait for a hung disk to give memory back", "kvfs/registered.py",
+        "            self.mine -= nbytes\n", "            self.mine -= nbytes\n            self._say()\n",
+        ("tests/kernels/test_gpu_warm.py",),
+    ),
+    Mutation(
         "register what the disk has yet to bring", "kvfs/pieces.py",
         "            self._bring_in(held, mapping.address, start, nbytes)\n", "            pass\n",
         ("tests/kernels/test_gpu_queue.py",),
