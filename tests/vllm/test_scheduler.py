@@ -169,6 +169,22 @@ def test_a_load_that_failed_counts_until_a_preemption(connector: KvfsConnector) 
     assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
 
 
+def test_blocks_that_a_preemption_took_are_not_stored_when_the_last_token_comes_later(connector: KvfsConnector) -> None:
+    """With asynchronous scheduling a step is under way when its request loses its blocks. The token that it brings may
+    end the request, and fill a page of it; by then, another request writes into these blocks."""
+    connector.scheduler.config = connector.scheduler.config._replace(offload_prompt_only=False)
+    request, job = computed(connector, "a", range(1, 13))
+    request.append_output_token_ids([7] * 61)
+    step(connector, num_scheduled_tokens={"a": 61})
+    report(connector, job)
+    preempt(connector, request)
+    request.append_output_token_ids([7, 7])  # 193 tokens: the KV of three pages was there
+    request.status = RequestStatus.FINISHED_STOPPED
+    connector.request_finished_all_groups(request, ([],))
+    computed(connector, "b", range(1, 13))
+    assert not step(connector, finished_req_ids={"a"}).store_jobs
+
+
 def admit(connector: KvfsConnector, name: str, ids: Iterable[int], *, loads: bool = False) -> tuple[Request, Any]:
     """A request that gets blocks, and what the workers are told. ``loads``: another connector fills some then."""
     request = arrive(connector, name)

@@ -102,11 +102,19 @@ class KvfsOffloadingSpec(OffloadingSpec):
 
 
 class KvfsConnectorScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler half, except that nothing is stored that may rest on a failed load of another connector."""
+    """vLLM's scheduler half, except that nothing is stored out of blocks that were given up or not filled, nor what may
+    rest on a failed load of another connector."""
 
     def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig) -> None:
         super().__init__(spec, config, cache)
         self.doubts = Doubts()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        for req_id in scheduler_output.preempted_req_ids or ():
+            status = self._req_status.get(req_id)
+            for group in status.group_states if status is not None else ():
+                group.block_ids.clear()  # others write into them: a token that was under way may still end the request
+        return super().build_connector_meta(scheduler_output)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
