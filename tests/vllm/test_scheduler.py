@@ -185,6 +185,20 @@ def test_blocks_that_a_preemption_took_are_not_stored_when_the_last_token_comes_
     assert not step(connector, finished_req_ids={"a"}).store_jobs
 
 
+def test_an_error_in_the_midst_of_a_prompt_stores_nothing_more(connector: KvfsConnector) -> None:
+    """Its last block is there, and not filled: vLLM takes whoever ends without being aborted to have a whole prompt."""
+    request = arrive(connector, "a")
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, range(1, 9))
+    assert not step(connector, (request, range(1, 9)), num_scheduled_tokens={"a": 60}).store_jobs
+    request.num_computed_tokens = 60
+    step(connector, num_scheduled_tokens={"a": 60})
+    request.num_computed_tokens = 120
+    request.status = RequestStatus.FINISHED_ERROR
+    connector.request_finished_all_groups(request, (list(range(1, 9)),))
+    assert not step(connector, finished_req_ids={"a"}).store_jobs
+
+
 def admit(connector: KvfsConnector, name: str, ids: Iterable[int], *, loads: bool = False) -> tuple[Request, Any]:
     """A request that gets blocks, and what the workers are told. ``loads``: another connector fills some then."""
     request = arrive(connector, name)

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvfs.errors import ConfigError
 from kvfs.integrations.vllm import versions
@@ -121,7 +121,9 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         admitted = chain((new.req_id for new in scheduler_output.scheduled_new_reqs), resumed)
         states = [self._req_status[req_id] for req_id in admitted if req_id in self._req_status]
         self.doubts.admitted((state.req for state in states), loads=scheduler_output.has_sync_kv_loads)
-        if withheld := self.doubts.withheld():  # as if they had not been scheduled: they are offered later
+        if withheld := self.doubts.withheld() | self._failed(
+            scheduler_output
+        ):  # as if they had not been scheduled: they are offered later
             scheduled = {k: n for k, n in scheduler_output.num_scheduled_tokens.items() if k not in withheld}
             finished = set(scheduler_output.finished_req_ids or ()) - withheld
             trusted = replace(scheduler_output, num_scheduled_tokens=scheduled, finished_req_ids=finished)
@@ -130,6 +132,12 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         self.doubts.finished(scheduler_output.finished_req_ids or ())
         jobs: dict[int, TransferJob] = super()._build_store_jobs(trusted)
         return jobs
+
+    def _failed(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Requests that ended with an error, of which vLLM's half believes that their whole prompt was computed."""
+        ended = (self._req_status.get(req_id) for req_id in scheduler_output.finished_req_ids or ())
+        failed = RequestStatus.FINISHED_ERROR
+        return {status.req.request_id for status in ended if status is not None and status.req.status is failed}
 
 
 class KvfsConnectorWorker(OffloadingConnectorWorker):
