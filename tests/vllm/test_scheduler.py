@@ -199,11 +199,14 @@ def test_an_error_in_the_midst_of_a_prompt_stores_nothing_more(connector: KvfsCo
     assert not step(connector, finished_req_ids={"a"}).store_jobs
 
 
-def admit(connector: KvfsConnector, name: str, ids: Iterable[int], *, loads: bool = False) -> tuple[Request, Any]:
-    """A request that gets blocks, and what the workers are told. ``loads``: another connector fills some then."""
+def admit(
+    connector: KvfsConnector, name: str, ids: Iterable[int], *, loads: bool = False, shared: int = 0
+) -> tuple[Request, Any]:
+    """A request that gets blocks, and what the workers are told. ``loads``: another connector fills some then.
+    ``shared``: how many of the first ones come from the engine's own prefix cache."""
     request = arrive(connector, name)
-    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    allocate(connector, request, ids)
+    assert connector.get_num_new_matched_tokens(request, shared * BLOCK) == (0, False)
+    allocate(connector, request, ids, shared=shared)
     return request, step(connector, (request, ids), has_sync_kv_loads=loads).store_jobs
 
 
@@ -233,23 +236,68 @@ def test_what_another_connector_loads_within_a_step_is_stored_when_that_went_wel
     computed(connector, "d", range(1, 10))
 
 
+def end(connector: KvfsConnector, *requests: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> Any:
+    for request in requests:
+        request.status = status
+        connector.request_finished_all_groups(request, ([],))
+    return step(connector, finished_req_ids={request.request_id for request in requests}).store_jobs
+
+
 def test_nothing_is_stored_of_requests_in_doubt_when_another_connector_fails(connector: KvfsConnector) -> None:
     request, jobs = admit(connector, "a", range(10, 19), loads=True)
     assert not jobs
     fail_others(connector)
-    later, jobs = admit(connector, "b", range(19, 24))
+    later, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
     assert not jobs, "the blocks that it shares may not have been computed again yet"
-    request.append_output_token_ids(7)
     last, jobs = admit(connector, "last", range(1, 10))
     assert not jobs and go_on(connector, request, later, last) == {}
-    for each in (later, last):
+    for each in (request, later, last):
         each.append_output_token_ids(7)
     assert go_on(connector, request, later, last) == {"last": 2}
-    for each in (request, later):
-        each.status = RequestStatus.FINISHED_STOPPED
-        connector.request_finished_all_groups(each, (list(FIRST),))
-    assert not step(connector, finished_req_ids={"a", "b"}).store_jobs
+    assert not end(connector, request, later)
     computed(connector, "c", range(10, 19))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_a_request_left_in_the_prefix_cache_when_a_load_failed_is_never_stored(
+    connector: KvfsConnector, known: bool
+) -> None:
+    """It is given up before it has computed those blocks again. The engine lets others share them; what these compute
+    from them is as wrong, and shared in turn. Blocks that are given out anew are filled anew."""
+    request, _ = admit(connector, "a", range(10, 19), loads=True)
+    if known:
+        fail_others(connector)
+    end(connector, request, status=RequestStatus.FINISHED_ABORTED)
+    if not known:
+        fail_others(connector)
+    sharing, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
+    assert not jobs
+    sharing.append_output_token_ids(7)
+    assert go_on(connector, sharing) == {} and not end(connector, sharing)
+    other, jobs = admit(connector, "other", [*range(19, 24), *range(1, 5)], shared=5)
+    assert not jobs and not end(connector, other)
+    other, jobs = admit(connector, "fresh", [*range(5, 10), *range(20, 24)])
+    assert jobs, "it shares nothing"
+    computed(connector, "again", range(10, 19))
+    assert admit(connector, "shared again", range(10, 19), shared=9)[1]
+
+
+def test_a_token_that_was_computed_from_a_failed_load_makes_nothing_right(connector: KvfsConnector) -> None:
+    """With asynchronous scheduling, the step after the one that failed is under way, and brings such a token."""
+    request, _ = admit(connector, "a", range(10, 19), loads=True)
+    go_on(connector, request)
+    fail_others(connector)
+    go_on(connector, request)
+    request.append_output_token_ids(7)
+    sharing, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
+    assert not jobs
+    sharing.append_output_token_ids(7)
+    assert go_on(connector, request, sharing) == {}
+    preempt(connector, sharing)
+    assert connector.get_num_new_matched_tokens(sharing, 8 * BLOCK) == (0, False)
+    again = [*range(10, 14), *range(19, 24)]
+    allocate(connector, sharing, again, shared=8)
+    assert not step(connector, (sharing, again)).store_jobs, "it finds its own blocks again"
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -7,13 +7,13 @@ arms their stores again. Written for the interfaces of the versions in ``version
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvfs.errors import ConfigError
 from kvfs.integrations.vllm import versions
-from kvfs.integrations.vllm.doubts import Doubts
+from kvfs.integrations.vllm.doubts import Doubts, Given
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
 from kvfs.integrations.vllm.model import EngineModel, model_of
@@ -117,25 +117,36 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        admitted = chain((new.req_id for new in scheduler_output.scheduled_new_reqs), resumed)
-        states = [self._req_status[req_id] for req_id in admitted if req_id in self._req_status]
-        self.doubts.admitted((state.req for state in states), loads=scheduler_output.has_sync_kv_loads)
-        if withheld := self.doubts.withheld() | self._failed(
-            scheduler_output
-        ):  # as if they had not been scheduled: they are offered later
+        ended, loads = scheduler_output.finished_req_ids or set(), scheduler_output.has_sync_kv_loads
+        withheld = self.doubts.finished(ended) | self._failed(ended)
+        if loads or self.doubts:
+            self.doubts.given(list(self._given(scheduler_output)), loads=loads)
+            withheld |= self.doubts.withheld()
+        trusted = scheduler_output
+        if withheld:  # as if they had not been scheduled: they are offered later
             scheduled = {k: n for k, n in scheduler_output.num_scheduled_tokens.items() if k not in withheld}
-            finished = set(scheduler_output.finished_req_ids or ()) - withheld
-            trusted = replace(scheduler_output, num_scheduled_tokens=scheduled, finished_req_ids=finished)
-        else:
-            trusted = scheduler_output
-        self.doubts.finished(scheduler_output.finished_req_ids or ())
+            trusted = replace(scheduler_output, num_scheduled_tokens=scheduled, finished_req_ids=ended - withheld)
         jobs: dict[int, TransferJob] = super()._build_store_jobs(trusted)
         return jobs
 
-    def _failed(self, scheduler_output: SchedulerOutput) -> set[str]:
+    def _given(self, scheduler_output: SchedulerOutput) -> Iterator[Given]:
+        new = {data.req_id for data in scheduler_output.scheduled_new_reqs}
+        for req_id, groups, resumed in yield_req_data(scheduler_output):
+            status = self._req_status[req_id]
+            admitted = resumed or req_id in new
+            shared: list[int] = []
+            fresh: list[int] = []
+            for config in self.config.kv_group_configs if groups else ():
+                ids = groups[config.group_idx]
+                first = status.num_locally_computed_tokens // config.tokens_per_block if admitted else 0
+                shared += ids[:first]
+                fresh += filter(None, ids[first:])  # 0 is no block
+            if shared or fresh:
+                yield Given(status.req, admitted, shared, fresh)
+
+    def _failed(self, req_ids: Iterable[str]) -> set[str]:
         """Requests that ended with an error, of which vLLM's half believes that their whole prompt was computed."""
-        ended = (self._req_status.get(req_id) for req_id in scheduler_output.finished_req_ids or ())
+        ended = (self._req_status.get(req_id) for req_id in req_ids)
         failed = RequestStatus.FINISHED_ERROR
         return {status.req.request_id for status in ended if status is not None and status.req.status is failed}
 
@@ -271,7 +282,7 @@ class KvfsConnector(OffloadingConnector):
         ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
         if connector_output.invalid_block_ids:
-            self.scheduler.doubts.loads_failed()
+            self.scheduler.doubts.loads_failed(connector_output.invalid_block_ids)
         for req_id in ours:
             self._manager.load_failed(req_id)
             status = self.scheduler._req_status.get(req_id)
