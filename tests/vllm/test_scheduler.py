@@ -300,6 +300,20 @@ def test_a_token_that_was_computed_from_a_failed_load_makes_nothing_right(connec
     assert not step(connector, (sharing, again)).store_jobs, "it finds its own blocks again"
 
 
+def test_a_request_in_doubt_that_lost_its_blocks_is_stored_when_it_has_a_token(connector: KvfsConnector) -> None:
+    """A long piece of its prompt was under way when it was preempted. No output of that is ever taken up: the engine
+    drops it, or waits for it before it gives the request blocks again."""
+    request, jobs = admit(connector, "a", FIRST, loads=True)
+    assert not jobs
+    preempt(connector, request)
+    request.num_stale_output_tokens, request.drop_stale_output = TOKENS, True
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, FIRST)
+    assert not step(connector, (request, FIRST)).store_jobs
+    request.append_output_token_ids(7)
+    assert go_on(connector, request) == {"a": 2}
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_request_in_doubt_that_ends_is_stored_if_it_has_a_token(connector: KvfsConnector, tokens: int) -> None:
     request, jobs = admit(connector, "a", FIRST, loads=True)

@@ -101,6 +101,5 @@ class Doubts:
 
 
 def _doubt(gift: Given, before: Iterable[int] = ()) -> _Doubt:
-    # what is still under way from before a preemption says nothing
-    tokens = gift.request.num_output_tokens + gift.request.num_stale_output_tokens
-    return _Doubt(gift.request, tokens, {*before, *gift.fresh})
+    # what was under way when it was preempted adds none: it is dropped, or came before the request got blocks again
+    return _Doubt(gift.request, gift.request.num_output_tokens, {*before, *gift.fresh})
