@@ -40,13 +40,14 @@ from vllm.v1.request import Request
 
 import kvfs
 from kvfs.errors import UnsupportedModelError
-from kvfs.integrations.vllm import manager
+from kvfs.integrations.vllm import manager, worker
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.model import model_of
 from kvfs.integrations.vllm.settings import set_defaults, settings_of
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.testing import Fault, FaultyFiles
+from kvfs.types import TransferResult
 
 BLOCKS, BLOCK = 24, 16
 CAT, DOG = "ca" * 32, "d0" * 32  # hashes of their content
@@ -407,6 +408,23 @@ def test_a_load_whose_disk_stalls_ends_and_is_recomputed(
         assert all(torch.equal(before[layer], now) for layer, now in rank.tokens(target).items())
         again.load(target, {0: 0}, job=4)
         assert finish(rank, 4).success
+
+
+def test_the_log_of_a_disk_that_fails_is_not_flooded(
+    engine_config: VllmConfig, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(worker.logger, "warning", lambda message, *args, **_: told.append(message % args))
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
+        for pages in range(1, 4):
+            rank.worker._refused("load", TimeoutError(f"attempt {pages}"))
+            result = TransferResult(0, 0, 0, 0, pages, {}, "space")
+            rank.worker._publishing = [SimpleNamespace(result=result)]  # type: ignore[list-item]
+            rank.worker.get_finished()
+    assert told == [
+        "kvfs: a load was refused: attempt 1",
+        "kvfs: pages were not stored (space, 1 the first time)",
+    ]
 
 
 def test_after_a_reset_among_requests_nothing_is_stored(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:

@@ -46,6 +46,7 @@ class KvfsWorker(OffloadingWorker):
         self._publishing: list[Transfer] = []  # saves whose blocks are free and whose result is not there yet
         self._page_bytes = {a.group.name: io._attached[a.group.name].page_bytes for a in groups}
         self._on_gpu = groups[0].device.memory.startswith("cuda")
+        self._told: set[str] = set()  # what the log has been told once
         self.metrics = Metrics()
 
     # -- saves -------------------------------------------------------------------------------
@@ -147,7 +148,13 @@ class KvfsWorker(OffloadingWorker):
 
     def _refused(self, what: str, exc: Exception) -> None:
         self.metrics.add(f"{what}s_refused")
-        logger.warning_once("kvfs: a %s was refused: %s", what, exc)
+        self._tell_once(f"{what} {type(exc).__name__}", "kvfs: a %s was refused: %s", what, exc)
+
+    def _tell_once(self, kind: str, message: str, *args: object) -> None:
+        """Of each kind once. vLLM's own ``warning_once`` says again what has other arguments, and keeps these."""
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning(message, *args)
 
     def wait_idle(self) -> None:
         """In a step that has nothing to compute: let the transfers have the interpreter."""
@@ -202,7 +209,7 @@ class KvfsWorker(OffloadingWorker):
                 reasons[transfer.result.reason] += transfer.result.declined
         self._publishing = left
         for reason, pages in reasons.items():
-            logger.warning_once("kvfs: pages were not stored (%s, %d the first time)", reason, pages)
+            self._tell_once(reason, "kvfs: pages were not stored (%s, %d the first time)", reason, pages)
 
     def wait(self, job_ids: set[int]) -> None:
         """Until the blocks of these jobs may be reused: never for a disk, and for all together two seconds at most."""
