@@ -434,6 +434,13 @@ def test_a_revision_is_trusted(store: Any) -> None:
     assert restored_after(store, model_of("llama"), model_of("llama", seed=2), same, same) == 48
 
 
+def test_weights_do_not_pass_for_those_of_the_commit_that_their_config_came_from(store: Any) -> None:
+    """A config read from a checkpoint bears its commit in some releases; so does a model made of it anew."""
+    one, two = model_of("llama"), model_of("llama", seed=2)
+    one.config._commit_hash = two.config._commit_hash = "0123abc" * 5
+    assert restored_after(store, one, two, {}, {}) == 0
+
+
 def test_a_revision_that_moves_is_refused(store: Any) -> None:
     with pytest.raises(ConfigError, match="revision"):
         namespace_for(store, model_of("llama"), revision="main")

@@ -33,10 +33,10 @@ def namespace_for(
 ) -> PrefixCache:  # fmt: skip
     """The part of ``store`` that holds KV of exactly this model.
 
-    ``revision``: a commit or digest of the weights, for which the caller then vouches. Default: the commit
-    that the model was loaded from if it tells, else ``weights_digest(model)``, which reads all weights once;
-    both with a digest of the config. ``adapter``: a digest of the content of active PEFT adapters, ``epoch``:
-    a count of in-place changes of the weights, ``salt``: a tenant's secret, ``name``: default the model type.
+    ``revision``: a commit or digest of the weights, for which the caller then vouches. Default:
+    ``weights_digest(model)``, which reads all weights once, with a digest of the config. ``adapter``: a digest
+    of the content of active PEFT adapters, ``epoch``: a count of in-place changes of the weights, ``salt``: a
+    tenant's secret, ``name``: default the model type.
 
     UnsupportedModelError: a model whose KV must not be reused, or whose cache is not understood (quantised,
     multimodal, linear attention, KV sharing, encoder-decoder, offloaded, adapters without a digest, RoPE

@@ -81,10 +81,11 @@ def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) 
     extra = _rotary_precision(model)
     seen = None
     if revision is None:
-        commit = getattr(model.config, "_commit_hash", None)
-        revision = commit or f"weights-{weights_digest(model)}"
+        # not the commit that the config may bear: it is that of the config's file, and weights are exchanged,
+        # trained, merged and cast without it
+        revision = f"weights-{weights_digest(model)}"
         seen = fingerprint(model)
-        # options given to from_pretrained change KV without changing commit or weights
+        # options given to from_pretrained change KV without changing weights
         extra["config"] = config_digest(model.config)
     return Source(model, layout, revision, rope_identity(model.config), adapter, extra, seen)
 
