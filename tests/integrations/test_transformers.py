@@ -460,6 +460,21 @@ def test_the_digest_of_weights_sees_one_changed_number() -> None:
     assert weights_digest(model) != before
 
 
+def test_equal_weights_in_other_code_are_another_model(store: Any) -> None:
+    other = model_of("llama")
+    attention = type(other.model.layers[0].self_attn)
+
+    class Bidirectional(attention):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.is_causal = False
+            return super().forward(*args, **{**kwargs, "attention_mask": None})
+
+    for layer in other.model.layers:
+        layer.self_attn.__class__ = Bidirectional
+    for same in ({}, {"revision": "0123abc"}):
+        assert restored_after(store, model_of("llama"), other, same, same) == 0
+
+
 @pytest.mark.parametrize("how", ["weights", "train", "adapter"])
 def test_a_model_changed_behind_the_cache_gets_and_gives_nothing(how: str, store: Any) -> None:
     model = model_of("llama")

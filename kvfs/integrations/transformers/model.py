@@ -78,7 +78,7 @@ def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) 
         _refuse(
             "this release of transformers keeps the KV of MLA expanded to all heads, not the latents: take a newer one"
         )
-    extra = _rotary_precision(model)
+    extra = {**_rotary_precision(model), **_foreign_code(model)}
     seen = None
     if revision is None:
         # not the commit that the config may bear: it is that of the config's file, and weights are exchanged,
@@ -183,6 +183,13 @@ def _rotary_precision(model: Any) -> dict[str, str]:
     kinds = {str(b.dtype) for name, b in model.named_buffers() if name.endswith("inv_freq")}
     other = sorted(kinds - {"torch.float32"})
     return {"inv_freq": ",".join(other)} if other else {}
+
+
+def _foreign_code(model: Any) -> dict[str, str]:
+    """Classes that are not the library's: equal weights give other KV there. Those of PEFT come with a digest."""
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in map(type, model.modules())}
+    foreign = sorted(kind for kind in kinds if not kind.startswith(("torch.nn.", "transformers.", "peft.")))
+    return {"code": ",".join(foreign)} if foreign else {}
 
 
 def _encoding(group: Group) -> str:
