@@ -655,13 +655,20 @@ def test_encoder_decoders_are_refused(store: Any) -> None:
         namespace_for(store, transformers.T5ForConditionalGeneration(config).eval())
 
 
-@pytest.mark.parametrize("what", ["quantised", "adapter", "offloaded", "parallel"])
+@pytest.mark.parametrize("what", ["quantised", "packed", "subclass", "adapter", "offloaded", "parallel"])
 def test_models_that_are_more_than_their_weights_are_refused(
     what: str, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama")
     if what == "quantised":
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    elif what == "packed":  # as torch.ao.quantization.quantize_dynamic does: no parameter, no buffer holds the weights
+        where = {"__module__": "torch.ao.nn.quantized.dynamic.modules.linear"}
+        model.lm_head = type("Linear", (torch.nn.Module,), where)()
+    elif what == "subclass":  # as torchao.quantize_ does
+        kind = type("Packed", (torch.Tensor,), {})
+        weight = torch.Tensor._make_subclass(kind, model.lm_head.weight.data)
+        model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
     elif what == "adapter":
         model.peft_config = {"default": object()}
     elif what == "offloaded":

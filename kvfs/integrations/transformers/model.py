@@ -96,6 +96,10 @@ def _check(model: Any, adapter: str) -> None:
         raise ConfigError(f"model is {type(model).__name__}: pass a model of transformers")
     if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None):
         _refuse("its weights are quantised, and KV depends on the kernels and options of that")
+    if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for _, tensor in _tensors(model)) or any(
+        type(module).__module__.startswith("torch.ao.") for module in model.modules()
+    ):
+        _refuse("some of its weights are no plain tensors (quantised, or split over processes)")
     if config.get_text_config(decoder=True) is not config:
         _refuse("it takes more than text, and KV behind an image is no function of the token ids")
     if getattr(model, "tp_size", None) not in (None, 1):
