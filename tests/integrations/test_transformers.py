@@ -475,7 +475,7 @@ def test_equal_weights_in_other_code_are_another_model(store: Any) -> None:
         assert restored_after(store, model_of("llama"), other, same, same) == 0
 
 
-@pytest.mark.parametrize("how", ["weights", "train", "adapter"])
+@pytest.mark.parametrize("how", ["weights", "train", "train a part", "adapter"])
 def test_a_model_changed_behind_the_cache_gets_and_gives_nothing(how: str, store: Any) -> None:
     model = model_of("llama")
     cache = namespace_for(store, model, page_tokens=16)
@@ -485,17 +485,19 @@ def test_a_model_changed_behind_the_cache_gets_and_gives_nothing(how: str, store
             model.lm_head.weight.mul_(2)
     elif how == "train":
         model.train()
+    elif how == "train a part":
+        model.model.layers[0].self_attn.train()
     else:
         model.peft_config = {"default": object()}
     past, columns = cache.load(prompt(50))
     assert (columns, past.get_seq_length()) == (0, 0)
-    assert how in cache.reason
+    assert how.split()[0] in cache.reason
     whole = transformers.DynamicCache()
     with torch.no_grad():
         model(prompt(90, seed=3), past_key_values=whole)
     result = cache.save(prompt(90, seed=3), whole)
     assert (result.stored, result.declined) == (0, 5)
-    assert how in result.reason
+    assert how.split()[0] in result.reason
 
 
 # ---------------------------------------------------------------- batches
@@ -690,6 +692,10 @@ def test_an_adapter_with_a_digest_is_accepted(store: Any) -> None:
 def test_a_model_in_training_mode_is_refused(store: Any) -> None:
     with pytest.raises(ConfigError, match="eval"):
         namespace_for(store, model_of("llama").train())
+    part = model_of("llama", attention_dropout=0.5)
+    part.model.layers[1].self_attn.train()
+    with pytest.raises(ConfigError, match="eval"):
+        namespace_for(store, part)
 
 
 def test_something_else_than_a_model_is_refused(store: Any) -> None:

@@ -51,8 +51,8 @@ class Source:
 
     def changed(self) -> str:
         """Why the model no longer makes the KV that the identity promises; "" if it does."""
-        if self.model.training:
-            return "the model is in training mode, dropout changes KV: call model.eval()"
+        if in_training(self.model):
+            return "the model is in training mode, or a part of it, dropout changes KV: call model.eval()"
         if has_adapters(self.model) and not self.adapter:
             return "an adapter was attached to the model: make a namespace with adapter="
         if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
@@ -108,8 +108,13 @@ def _check(model: Any, adapter: str) -> None:
         _refuse("weights are offloaded (device meta)")
     if has_adapters(model) and not adapter:
         _refuse("adapters are attached; pass adapter= a digest of the content of the active ones")
-    if model.training:
-        raise ConfigError("the model is in training mode, dropout changes KV: call model.eval()")
+    if in_training(model):
+        raise ConfigError("the model is in training mode, or a part of it, dropout changes KV: call model.eval()")
+
+
+def in_training(model: Any) -> bool:
+    """Whether any part is: each asks itself, not the model."""
+    return any(module.training for module in model.modules())
 
 
 def has_adapters(model: Any) -> bool:
