@@ -698,6 +698,19 @@ def test_a_model_in_training_mode_is_refused(store: Any) -> None:
         namespace_for(store, part)
 
 
+def test_nothing_computed_under_autocast_passes_for_full_precision(store: Any) -> None:
+    """The cache says float32: its numbers were rounded before they came there."""
+    model = model_of("llama")
+    cache = namespace_for(store, model, page_tokens=16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        done = generate(model, cache, prompt(50), **NEW)
+    assert (done.saved.stored, done.saved.declined) == (0, 3)
+    assert "autocast" in done.saved.reason
+    assert generate(model, cache, prompt(50), **NEW).restored == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cache.load(prompt(50))[1] == 0
+
+
 def test_something_else_than_a_model_is_refused(store: Any) -> None:
     with pytest.raises(ConfigError, match="model"):
         namespace_for(store, "meta-llama/Llama-3.1-8B")

@@ -53,6 +53,8 @@ class Source:
         """Why the model no longer makes the KV that the identity promises; "" if it does."""
         if in_training(self.model):
             return "the model is in training mode, or a part of it, dropout changes KV: call model.eval()"
+        if torch.is_autocast_enabled(self.model.device.type):
+            return "autocast is on, KV is computed in another precision: load and save without"
         if has_adapters(self.model) and not self.adapter:
             return "an adapter was attached to the model: make a namespace with adapter="
         if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
