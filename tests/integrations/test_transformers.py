@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -687,6 +687,43 @@ def test_an_adapter_with_a_digest_is_accepted(store: Any) -> None:
     cache = namespace_for(store, model, adapter="0123abc", page_tokens=16)
     generate(model, cache, prompt(50), **NEW)
     assert generate(model, cache, prompt(50), **NEW).restored == 48
+
+
+class Lora(torch.nn.Module):  # type: ignore[misc]
+    """A layer as PEFT wraps it."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters, self.merged_adapters = base, ["one"], list[str]()
+        self.disable_adapters, self.scaling = False, {"one": 0.1, "two": 0.9}
+        self.eval()
+
+    def forward(self, x: Any) -> Any:
+        scale = 0.0 if self.disable_adapters else self.scaling[self.active_adapters[0]]
+        return self.base_layer(x) + scale * x[..., :16]
+
+
+Lora.__module__ = "peft.tuners.lora.layer"
+SWITCHES: dict[str, Callable[[Lora], Any]] = {
+    "other": lambda layer: setattr(layer, "active_adapters", ["two"]),
+    "off": lambda layer: setattr(layer, "disable_adapters", True),
+    "merged": lambda layer: layer.merged_adapters.append("one"),
+    "scaled": lambda layer: layer.scaling.update(one=0.2),
+}
+
+
+@pytest.mark.parametrize("what", SWITCHES)
+def test_kv_of_another_adapter_is_not_stored_under_the_digest_of_the_first(what: str, store: Any) -> None:
+    model = model_of("llama")
+    for layer in model.model.layers:
+        layer.self_attn.v_proj = Lora(layer.self_attn.v_proj)
+    cache = namespace_for(store, model, adapter="0123abc", revision="0123abc", page_tokens=16)
+    generate(model, cache, prompt(50), **NEW)
+    SWITCHES[what](model.model.layers[1].self_attn.v_proj)
+    assert cache.load(prompt(50))[1] == 0
+    done = generate(model, cache, prompt(90, seed=3), **NEW)
+    assert (done.saved.stored, done.saved.declined) == (0, 6)
+    assert "adapter" in done.saved.reason
 
 
 def test_a_model_in_training_mode_is_refused(store: Any) -> None:

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from kvfs.errors import ConfigError, UnsupportedModelError
 from kvfs.hf_config import config_digest, rope_identity
+from kvfs.integrations.transformers.adapters import has_adapters, switches
 from kvfs.integrations.transformers.layers import fits
 from kvfs.layout import Group, PageLayout
 
@@ -41,6 +42,7 @@ class Source:
     revision: str
     rope: dict[str, Any]
     adapter: str
+    switches: tuple[str, ...] = field(repr=False)  # of the adapters that ``adapter`` stands for
     extra: dict[str, str]
     fingerprint: object = field(repr=False)
 
@@ -57,6 +59,8 @@ class Source:
             return "autocast is on, KV is computed in another precision: load and save without"
         if has_adapters(self.model) and not self.adapter:
             return "an adapter was attached to the model: make a namespace with adapter="
+        if self.switches != switches(self.model):
+            return "an adapter was switched, merged or scaled: make a namespace with another adapter="
         if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
             return "the weights changed or moved: make a new namespace"
         return ""
@@ -89,7 +93,7 @@ def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) 
         seen = fingerprint(model)
         # options given to from_pretrained change KV without changing weights
         extra["config"] = config_digest(model.config)
-    return Source(model, layout, revision, rope_identity(model.config), adapter, extra, seen)
+    return Source(model, layout, revision, rope_identity(model.config), adapter, switches(model), extra, seen)
 
 
 def _check(model: Any, adapter: str) -> None:
@@ -117,12 +121,6 @@ def _check(model: Any, adapter: str) -> None:
 def in_training(model: Any) -> bool:
     """Whether any part is: each asks itself, not the model."""
     return any(module.training for module in model.modules())
-
-
-def has_adapters(model: Any) -> bool:
-    """Whether PEFT has changed the model, by its integration or by wrapping."""
-    marked = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
-    return bool(marked) or any(type(m).__module__.partition(".")[0] == "peft" for m in model.modules())
 
 
 def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:

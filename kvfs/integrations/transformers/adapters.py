@@ -1,0 +1,27 @@
+"""What PEFT does to a model, as far as KV depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+#: Attributes of PEFT's modules that say which adapters are at work, and how.
+_SWITCHES = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters", "scaling")
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT has changed the model, by its integration or by wrapping."""
+    marked = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
+    return bool(marked) or any(_modules(model))
+
+
+def switches(model: Any) -> tuple[str, ...]:
+    """Changes when an adapter is switched on or off, merged, unmerged, scaled, added or removed."""
+    return tuple(
+        f"{type(module).__qualname__} {[str(getattr(module, name, None)) for name in _SWITCHES]}"
+        for module in _modules(model)
+    )
+
+
+def _modules(model: Any) -> Iterator[Any]:
+    return (module for module in model.modules() if type(module).__module__.partition(".")[0] == "peft")
