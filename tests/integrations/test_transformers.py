@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -724,6 +725,18 @@ def test_kv_of_another_adapter_is_not_stored_under_the_digest_of_the_first(what:
     done = generate(model, cache, prompt(90, seed=3), **NEW)
     assert (done.saved.stored, done.saved.declined) == (0, 6)
     assert "adapter" in done.saved.reason
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"is_prompt_learning": True}, {"peft_type": "XLORA"}, {"alora_invocation_tokens": [5, 6]}],
+    ids=lambda config: next(iter(config)),
+)
+def test_adapters_with_which_kv_is_no_function_of_the_tokens_are_refused(config: dict[str, Any], store: Any) -> None:
+    model = model_of("llama")
+    model.peft_config = {"default": SimpleNamespace(**config)}
+    with pytest.raises(UnsupportedModelError, match="an adapter"):
+        namespace_for(store, model, adapter="0123abc")
 
 
 def test_a_model_in_training_mode_is_refused(store: Any) -> None:

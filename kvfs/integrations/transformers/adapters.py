@@ -15,6 +15,18 @@ def has_adapters(model: Any) -> bool:
     return bool(marked) or any(_modules(model))
 
 
+def unfit(model: Any) -> str:
+    """Why KV is no function of the tokens with these adapters, column by column; "" if it is."""
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if getattr(config, "is_prompt_learning", False):
+            return "an adapter puts columns of its own before the tokens"
+        kind = getattr(config, "peft_type", "")
+        if getattr(config, "alora_invocation_tokens", None) or getattr(kind, "value", kind) == "XLORA":
+            return "an adapter makes the KV of a token depend on later tokens"
+    return ""
+
+
 def switches(model: Any) -> tuple[str, ...]:
     """Changes when an adapter is switched on or off, merged, unmerged, scaled, added or removed."""
     return tuple(

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from kvfs.errors import ConfigError, UnsupportedModelError
 from kvfs.hf_config import config_digest, rope_identity
-from kvfs.integrations.transformers.adapters import has_adapters, switches
+from kvfs.integrations.transformers.adapters import has_adapters, switches, unfit
 from kvfs.integrations.transformers.layers import fits
 from kvfs.layout import Group, PageLayout
 
@@ -114,6 +114,8 @@ def _check(model: Any, adapter: str) -> None:
         _refuse("weights are offloaded (device meta)")
     if has_adapters(model) and not adapter:
         _refuse("adapters are attached; pass adapter= a digest of the content of the active ones")
+    if unfit(model):
+        _refuse(unfit(model))
     if in_training(model):
         raise ConfigError("the model is in training mode, or a part of it, dropout changes KV: call model.eval()")
 
