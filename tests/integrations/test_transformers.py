@@ -476,6 +476,17 @@ def test_equal_weights_in_other_code_are_another_model(store: Any) -> None:
         assert restored_after(store, model_of("llama"), other, same, same) == 0
 
 
+def test_weights_into_which_an_adapter_was_merged_are_others(store: Any) -> None:
+    """PEFT writes through ``tensor.data``, of which autograd keeps no count."""
+    model = model_of("llama")
+    cache, before = namespace_for(store, model, page_tokens=16), weights_digest(model)
+    delta = torch.randn(32, 2) @ torch.randn(2, 32) * 0.01
+    model.model.layers[1].self_attn.q_proj.weight.data += delta
+    assert generate(model, cache, prompt(50), **NEW).saved.stored == 0
+    assert "weights" in cache.reason
+    assert weights_digest(model) != before
+
+
 @pytest.mark.parametrize("how", ["weights", "train", "train a part", "adapter"])
 def test_a_model_changed_behind_the_cache_gets_and_gives_nothing(how: str, store: Any) -> None:
     model = model_of("llama")

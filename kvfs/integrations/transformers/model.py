@@ -10,7 +10,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from kvfs.integrations.transformers.layers import fits
 from kvfs.layout import Group, PageLayout
 
 DIGEST_THREADS = 8
+SAMPLES = 6  # places along each dimension of a tensor
 #: The last dimensions of keys and values, in what a cell's encoding says. Of MLA: the latents, and the rotary part.
 _CELL = re.compile(r"(bf16|f16|f32) (?:k(\d+)\+v(\d+)|latent (\d+)\+(\d+) (?:interleaved|halves))")
 #: Order of the rotary part in the library's cache, where it is not "interleaved".
@@ -158,8 +159,8 @@ def weights_digest(model: Any) -> str:
     """BLAKE2b over name, shape, dtype and bytes of every parameter and buffer; 64 hex digits.
 
     Reads all weights once per model object and change: about a second per GB and core, up to eight cores.
-    Equal on all devices and in all processes. Changes made behind the back of autograd (``tensor.data``) are
-    not seen until the next process.
+    Equal on all devices and in all processes. Changes made behind the back of autograd (``tensor.data``) that
+    ``fingerprint`` misses are not seen until the next process.
     """
     seen = fingerprint(model)
     known = _digests.get(model)
@@ -185,8 +186,23 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fingerprint(model: Any) -> object:
-    """Changes when a tensor of the model is replaced or written through autograd; reads no weights."""
-    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in _tensors(model))
+    """Changes when a tensor of the model is replaced or written through autograd; of other writes, such as those
+    that merge an adapter (``tensor.data += ...``), when they change one of a few numbers of each tensor."""
+    tensors = [tensor for _, tensor in _tensors(model)]
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors), _samples(tensors)
+
+
+def _samples(tensors: Iterable[torch.Tensor]) -> bytes:
+    """A digest of up to SAMPLES ** dimensions numbers of each tensor; one copy per device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type != "meta":
+            places = tuple(slice(None, None, max(1, -(-size // SAMPLES))) for size in tensor.shape)
+            found.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach()[places].reshape(-1))
+    digest = hashlib.blake2b(digest_size=16)
+    for some in found.values():
+        digest.update(torch.cat(some).cpu().view(torch.uint8).numpy())
+    return digest.digest()
 
 
 def _rotary_precision(model: Any) -> dict[str, str]:
