@@ -179,6 +179,7 @@ class PrefixCache:
 
         ``token_ids``: [n] or [batch, n], what the cache was computed from, column by column; tokens beyond
         the cache (the last one of ``generate``) and columns beyond the tokens are left out.
+        After beam search, or with an assistant, a cache is of no such tokens: do not save it.
         ``attention_mask`` as given to ``load``; columns that it lacks are real. Pages that reach back beyond
         what a window layer retains are not stored: those of a cache that did not come from ``load`` end a
         token short of what a restore needs, unless it is ``DynamicCache()`` without a config. A cache that is
