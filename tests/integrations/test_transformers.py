@@ -476,6 +476,22 @@ def test_equal_weights_in_other_code_are_another_model(store: Any) -> None:
         assert restored_after(store, model_of("llama"), other, same, same) == 0
 
 
+def test_an_attention_function_of_ones_own_is_another_model(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa = transformers.AttentionInterface._global_mapping["sdpa"]
+
+    def backwards(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return sdpa(module, query, key, value, None, **{**kwargs, "is_causal": False})
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "backwards", backwards)
+    model = model_of("llama")
+    before = namespace_for(store, model, page_tokens=16)
+    generate(model, before, prompt(50), **NEW)
+    model.set_attn_implementation("backwards")
+    assert namespace_for(store, model, page_tokens=16).load(prompt(50))[1] == 0
+    assert generate(model, before, prompt(90), **NEW).saved.stored == 0
+    assert "code" in before.reason
+
+
 def test_weights_into_which_an_adapter_was_merged_are_others(store: Any) -> None:
     """PEFT writes through ``tensor.data``, of which autograd keeps no count."""
     model = model_of("llama")

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfs.errors import ConfigError, UnsupportedModelError
 from kvfs.hf_config import config_digest, rope_identity
@@ -62,6 +64,8 @@ class Source:
             return "an adapter was attached to the model: make a namespace with adapter="
         if self.switches != switches(self.model):
             return "an adapter was switched, merged or scaled: make a namespace with another adapter="
+        if self.extra.get("code") != foreign_code(self.model).get("code"):
+            return "code of the model was exchanged: make a new namespace"
         if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
             return "the weights changed or moved: make a new namespace"
         return ""
@@ -85,7 +89,7 @@ def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) 
         _refuse(
             "this release of transformers keeps the KV of MLA expanded to all heads, not the latents: take a newer one"
         )
-    extra = {**_rotary_precision(model), **_foreign_code(model)}
+    extra = {**_rotary_precision(model), **foreign_code(model)}
     seen = None
     if revision is None:
         # not the commit that the config may bear: it is that of the config's file, and weights are exchanged,
@@ -212,10 +216,14 @@ def _rotary_precision(model: Any) -> dict[str, str]:
     return {"inv_freq": ",".join(other)} if other else {}
 
 
-def _foreign_code(model: Any) -> dict[str, str]:
-    """Classes that are not the library's: equal weights give other KV there. Those of PEFT come with a digest."""
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in map(type, model.modules())}
-    foreign = sorted(kind for kind in kinds if not kind.startswith(("torch.nn.", "transformers.", "peft.")))
+def foreign_code(model: Any) -> dict[str, str]:
+    """Classes and attention functions that are not the library's: equal weights give other KV there. Classes of
+    PEFT come with a digest."""
+    chosen = getattr(model.config, "_attn_implementation", None)
+    functions = [table[chosen] for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) if chosen in table]
+    code = [*map(type, model.modules()), *functions]
+    names = {f"{part.__module__}.{getattr(part, '__qualname__', type(part).__qualname__)}" for part in code}
+    foreign = sorted(name for name in names if not name.startswith(("torch.nn.", "transformers.", "peft.")))
     return {"code": ",".join(foreign)} if foreign else {}
 
 
