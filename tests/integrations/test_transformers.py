@@ -492,6 +492,15 @@ def test_an_attention_function_of_ones_own_is_another_model(store: Any, monkeypa
     assert "code" in before.reason
 
 
+def test_a_window_that_was_taken_away_behind_the_cache_is_noticed(store: Any) -> None:
+    """Masks are made of the config with each forward."""
+    model = model_of("mistral")
+    cache = namespace_for(store, model, page_tokens=16)
+    model.config.sliding_window = None
+    assert generate(model, cache, prompt(50), **NEW).saved.stored == 0
+    assert "config" in cache.reason
+
+
 def test_weights_into_which_an_adapter_was_merged_are_others(store: Any) -> None:
     """PEFT writes through ``tensor.data``, of which autograd keeps no count."""
     model = model_of("llama")
