@@ -492,6 +492,17 @@ def test_an_attention_function_of_ones_own_is_another_model(store: Any, monkeypa
     assert "code" in before.reason
 
 
+@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "float16")])
+def test_a_model_that_was_cast_gets_no_kv_of_the_dtype_before(before: str, after: str, store: Any) -> None:
+    model = model_of("llama", before)
+    cache = namespace_for(store, model, revision="0123abc", page_tokens=16)
+    generate(model, cache, prompt(50), **NEW)
+    model.to(getattr(torch, after))
+    done = generate(model, cache, prompt(90), **NEW)
+    assert (done.restored, done.saved.stored) == (0, 0)
+    assert "dtype" in done.saved.reason
+
+
 def test_a_window_that_was_taken_away_behind_the_cache_is_noticed(store: Any) -> None:
     """Masks are made of the config with each forward."""
     model = model_of("mistral")

@@ -66,6 +66,9 @@ class Source:
             return "an adapter was switched, merged or scaled: make a namespace with another adapter="
         if self.extra.get("code") != foreign_code(self.model).get("code"):
             return "code of the model was exchanged: make a new namespace"
+        rounded = self.extra.get("inv_freq") != _rotary_precision(self.model).get("inv_freq")
+        if rounded or self.model.dtype != self.dtype:
+            return "the model was cast to another dtype: make a new namespace"
         if self.extra.get("config", now := config_digest(self.model.config)) != now:
             return "the config changed, which masks are made of: make a new namespace"
         if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
