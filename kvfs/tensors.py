@@ -19,6 +19,7 @@ from kvfs.device import DeviceKV, KVBuffer
 from kvfs.errors import ConfigError
 from kvfs.layout import Group
 
+_FLOATS = {"torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float32": "f32"}
 _NAMES = frozenset({"layer", "block", "slot", "batch", "kv", "token", "head", "2*head", "dim", "2*dim"})
 
 
@@ -60,6 +61,8 @@ def describe(
     offset = 0
     for number, per_layer in enumerate(_columns(tensors, "layer" in orders[0], len(ids))):
         names = orders[min(number, len(orders) - 1)]
+        for tensor in per_layer:
+            _check_dtype(tensor, group)
         arrays = [_array(tensor, names) for tensor in per_layer]
         for piece in _pieces(arrays, row, len(ids)):
             buffers.append(_buffer(group, piece, ids, (first_head, piece.heads), replica, offset, memory, tensors))
@@ -89,6 +92,14 @@ def _columns(tensors: Any, one: bool, count: int) -> list[list[Any]]:
     if len({len(row) for row in split}) != 1:
         raise ConfigError("layers have different numbers of tensors: pass the same pieces for each")
     return [list(column) for column in zip(*split, strict=True)]
+
+
+def _check_dtype(tensor: Any, group: Group) -> None:
+    """Floats of torch are those that the cell says: others, as wide, would be taken for them. (numpy has no bf16.)"""
+    wanted = group.cell.encoding.partition(" ")[0]
+    found = _FLOATS.get(str(getattr(tensor, "dtype", "")), wanted)
+    if wanted in _FLOATS.values() and found != wanted:
+        raise ConfigError(f"a tensor holds {found}, the cells of group {group.name} {wanted}: pass KV of the layout")
 
 
 def _array(tensor: Any, names: tuple[str, ...]) -> _Array:

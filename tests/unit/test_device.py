@@ -205,6 +205,16 @@ def test_an_expanded_tensor_is_refused() -> None:
         describe(GROUP, distinct, "block,token,head,2*dim").check(LAYOUT)
 
 
+def test_halves_do_not_pass_for_bfloat16_of_the_same_width() -> None:
+    torch = pytest.importorskip("torch")
+    shape = (4, 16, 4, 16)
+    for dtype in (torch.float16, torch.float32):
+        with pytest.raises(ConfigError, match="the cells of group full bf16"):
+            describe(GROUP, [torch.zeros(shape, dtype=dtype)] * 4, "block,token,head,2*dim")
+    for dtype in (torch.bfloat16, torch.int16):  # bare words say nothing of what they hold
+        describe(GROUP, [torch.zeros(shape, dtype=dtype)] * 4, "block,token,head,2*dim")
+
+
 def test_k_and_v_that_touch_are_one_piece() -> None:
     touching = describe(GROUP, [tensor(4, 16, 4, 2, 8) for _ in range(4)], "block,token,head,kv,dim")
     assert [b.cell for b in touching.buffers] == [(0, CELL)]
