@@ -32,7 +32,7 @@ from kvfs.format import BLOCK
 #: Calls that are counted and can fail.
 KINDS = (
     "open_root", "open", "mkdir", "listdir", "rename", "unlink", "rmdir", "stat", "fstat", "close", "preadv", "pwritev",
-    "truncate", "fallocate", "fsync", "fdatasync", "map", "populate", "flock", "readahead",
+    "truncate", "fallocate", "fsync", "fdatasync", "map", "map_bare", "populate_at", "flock", "readahead",
     "reopen", "random_access", "drop_cached",
 )  # fmt: skip
 #: What a fault does. ``error``: the call fails and nothing happens. ``torn``: half is written, then it fails.
@@ -233,11 +233,11 @@ class FaultyFiles(Files):
         return super().map(fd, length, offset)
 
     def map_bare(self, fd: int, length: int, offset: int) -> BareMap:
-        self._enter("map", fd)
+        self._enter("map_bare", fd)
         return super().map_bare(fd, length, offset)
 
     def populate_at(self, address: int, nbytes: int) -> None:
-        self._enter("populate")
+        self._enter("populate_at")
         super().populate_at(address, nbytes)
 
     def flock(self, fd: int, operation: int) -> bool:

@@ -52,7 +52,7 @@ def test_the_nth_call_fails(memory_path: Path, judge: Judge, persistent: bool, s
     run_all(memory_path, judge, [Fault(n, None, "error", codes[n % 2], persistent) for n in numbers])
 
 
-@pytest.mark.parametrize("kind", ["flock", "close", "fsync", "fallocate", "rename", "truncate", "map", "populate"])
+@pytest.mark.parametrize("kind", ["flock", "close", "fsync", "fallocate", "rename", "truncate", "map", "populate_at"])
 def test_one_kind_of_call_always_fails(memory_path: Path, judge: Judge, kind: str) -> None:
     run_all(memory_path, judge, [Fault(n, kind, "error", errno.EIO, True) for n in (1, 2, 5)])
 

@@ -104,7 +104,7 @@ def test_what_was_evicted_meanwhile_is_counted_and_raises_nothing(path: Path) ->
         assert done.failed_bytes == done.nbytes > 0
 
 
-@pytest.mark.parametrize("kind", ["map", "populate"])
+@pytest.mark.parametrize("kind", ["map", "populate_at"])
 def test_what_cannot_be_mapped_is_read(path: Path, kind: str) -> None:
     files = FaultyFiles(Fault(kind=kind, persistent=True))
     forget(path)
@@ -125,7 +125,7 @@ def test_kernels_without_large_folios_read_ahead(
     with kvfs.open(path, files=files) as store:
         done = store.warm(["alpha"])
         assert done.read_bytes + done.resident_bytes == done.nbytes and done.read_bytes > 0
-    assert min(files.calls["populate"], 1) == maps
+    assert min(files.calls["populate_at"], 1) == maps
 
 
 def test_a_map_whose_bytes_cannot_be_had_is_an_error_and_no_signal(tmp_path: Path) -> None:

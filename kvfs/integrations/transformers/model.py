@@ -69,7 +69,7 @@ class Source:
         rounded = self.extra.get("inv_freq") != _rotary_precision(self.model).get("inv_freq")
         if rounded or self.model.dtype != self.dtype:
             return "the model was cast to another dtype: make a new namespace"
-        if self.extra.get("config", now := config_digest(self.model.config)) != now:
+        if "config" in self.extra and self.extra["config"] != config_digest(self.model.config):
             return "the config changed, which masks are made of: make a new namespace"
         if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
             return "the weights changed or moved: make a new namespace"
