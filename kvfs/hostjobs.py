@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -124,33 +125,41 @@ def fail(transfer: Transfer, exc: Exception) -> None:
 
 
 class Pool:
-    """Threads that run what is put, in order."""
+    """Threads that run what is put, in order. They end with ``close``, or when the pool is forgotten."""
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._loop, name=f"kvfs-{name}-{i}", daemon=True) for i in range(count)
+            threading.Thread(target=_run_all, args=(self._queue,), name=f"kvfs-{name}-{i}", daemon=True)
+            for i in range(count)
         ]
+        weakref.finalize(self, _dismiss, self._queue, count).atexit = False
         for thread in self._threads:
             thread.start()
 
     def put(self, run: Callable[[], None]) -> None:
         self._queue.put(run)
 
-    def _loop(self) -> None:
-        while (run := self._queue.get()) is not None:
-            try:
-                run()
-            except BaseException:  # a bug in one transfer must not end the others, whatever a callback raises
-                log.exception("a transfer crashed")
-
     def close(self, timeout: float) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
+        _dismiss(self._queue, len(self._threads))
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
+
+
+def _run_all(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := queue.get()) is not None:
+        try:
+            run()
+        except BaseException:  # a bug in one transfer must not end the others, whatever a callback raises
+            log.exception("a transfer crashed")
+        del run  # it has the match, which must not live until the next one
+
+
+def _dismiss(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
+    for _ in range(threads):
+        queue.put(None)
 
 
 def make_ring(

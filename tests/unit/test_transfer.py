@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import multiprocessing
 import os
 import pickle
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -886,6 +888,40 @@ def test_closing_the_store_finishes_and_closes_its_transfers(store_path: Path) -
     io.close()
     with kvfs.open(store_path) as again:
         assert again.namespace("model", LAYOUT, revision="1").match(prompt(6)).chunks == 6
+
+
+def test_a_finished_transfer_keeps_nothing_of_its_match(ns: kvfs.Namespace) -> None:
+    """The threads that ran it have no next one to forget it for."""
+    engine = saved(ns, 2)
+    with ns.attach(engine.kv) as io:
+        match = ns.match(prompt(2))
+        assert io.load(match, blocks(2)).wait(SECONDS).pages == 2  # type: ignore[union-attr]
+        hold = weakref.ref(match.hold)
+        del match
+        end = time.monotonic() + SECONDS
+        while hold() is not None:
+            assert time.monotonic() < end, "its segments cannot be reclaimed"
+            time.sleep(0.001)
+            gc.collect()
+
+
+def test_what_was_attached_and_forgotten_leaves_no_threads(ns: kvfs.Namespace) -> None:
+    saved(ns, 2)
+
+    def running() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name.startswith(("kvfs-copy-", "kvfs-read-", "kvfs-write-"))]
+
+    before = len(running())
+    for _ in range(3):
+        with ns.match(prompt(2)) as match:
+            transfer = ns.attach(Engine(seed=None).kv).load(match, blocks(2))
+        assert transfer.wait(SECONDS).pages == 2  # type: ignore[union-attr]
+        del transfer
+    end = time.monotonic() + SECONDS
+    while len(running()) > before:
+        assert time.monotonic() < end, running()
+        time.sleep(0.001)
+        gc.collect()
 
 
 def test_close_ends_what_does_not_finish_in_time(ns: kvfs.Namespace, files: GatedFiles) -> None:
