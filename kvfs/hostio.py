@@ -247,6 +247,8 @@ class HostIO:
             a = self._attached[name]
             try:
                 given = value.tolist() if hasattr(value, "tolist") else value
+                if isinstance(given, (bytes, bytearray)):
+                    raise TypeError("an array would take eight of them for one id")
                 numbers = UnitIds("q", given)
                 low, high = (min(given), max(given)) if numbers else (0, 0)
             except (TypeError, ValueError, OverflowError):

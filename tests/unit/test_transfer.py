@@ -828,6 +828,7 @@ def test_store_false_and_ttl(ns: kvfs.Namespace) -> None:
         ([0, 64], {}, r"reach from 0 to 64: pass ids in 0\.\.63"),
         ([0, -2], {}, "reach from -2"),
         (["a"], {}, "flat sequence of integers"),
+        (np.array([256, 1]).tobytes(), {}, "flat sequence of integers"),  # no byte of it is above 63
         ({"other": [0]}, {}, "names group 'other'"),
         ([0, 1], {"deadline": -1}, "deadline is -1"),
         ([0, 1], {"after": 3}, "after is int"),
