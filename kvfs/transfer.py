@@ -65,7 +65,8 @@ class Transfer:
         self._at_end = at_end
         self._ready: dict[int, Milestone] = {}  # of layers that somebody has asked for
         self._arrived: set[int] = set()  # layers
-        self._cond = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself: an interrupt in a condition's Python code leaves it held
+        self._cond = threading.Condition(self._lock)
         self._state = TransferState.QUEUED
         self._open = dict(task.pages)
         self._outcomes: dict[PageOutcome, dict[int, int]] = {}
@@ -98,7 +99,7 @@ class Transfer:
         and loads that are not layer-wise, load whole pages: then all layers of a group become ready together.
         """
         self.done.check_process()
-        with self._cond:
+        with self._lock:
             ready = self._ready.get(layer)
             if ready is None:
                 known = {one for _, layers, _ in self._task.groups.values() for one in layers}
@@ -122,10 +123,10 @@ class Transfer:
         """
         self.done.check_process()
         self._stop("cancelled")
-        with self._cond:
+        with self._lock:
             if not self._cond.wait_for(lambda: not self._moving, timeout):
                 return False
-        self._end()
+        self._end_unbroken()
         return True
 
     def withdraw(self, timeout: float) -> bool:
@@ -135,7 +136,7 @@ class Transfer:
         """
         self.done.check_process()
         self._stop("cancelled")
-        with self._cond:
+        with self._lock:
             if not self._cond.wait_for(lambda: not self._touching, timeout):
                 return False
         self.source_free._set()
@@ -153,7 +154,7 @@ class Transfer:
         return self._stopped
 
     def _enter(self, state: TransferState) -> None:
-        with self._cond:
+        with self._lock:
             if not self._ended:
                 self._state = state
 
@@ -164,14 +165,14 @@ class Transfer:
         Callbacks that are due follow, unless ``tell`` is False: for a thread that has several steps at once, since a
         callback may cancel, and wait for all of them.
         """
-        with self._cond:
+        with self._lock:
             allowed = not self._stopped
             self._moving += allowed
             self._touching += allowed and engine
         try:
             yield allowed
         finally:
-            with self._cond:
+            with self._lock:
                 self._moving -= allowed
                 self._touching -= allowed and engine
                 self._cond.notify_all()
@@ -180,7 +181,7 @@ class Transfer:
 
     def _stop(self, reason: str, error: BaseException | None = None) -> None:
         """No new steps; ``reason`` becomes the result's unless there is one already."""
-        with self._cond:
+        with self._lock:
             if not self._ended:
                 self._stopped = True
                 self._reason = self._reason or reason
@@ -188,18 +189,32 @@ class Transfer:
 
     def _try_end(self) -> None:
         """End it if nothing moves; else whoever moves will."""
-        with self._cond:
+        with self._lock:
             if self._moving:
+                return
+        self._end_unbroken()
+
+    def _end_unbroken(self) -> None:
+        """``_end``, in a thread that no signal handler runs in: an interrupt would leave it half done for ever.
+
+        Whoever calls may hold locks that callbacks want, so these are not waited for.
+        """
+        if self._ended:
+            return
+        if threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
+                threading.Thread(target=self._end, name="kvfs-end", daemon=True).start()
+                self.published.wait()
                 return
         self._end()
 
     def _note(self, reason: str) -> None:
-        with self._cond:
+        with self._lock:
             self._reason = self._reason or reason
 
     def _own(self, lease: Lease) -> bool:
         """Tie a lease to this transfer; False, and the lease is released, if it has ended."""
-        with self._cond:
+        with self._lock:
             if not self._ended:
                 self._leases.add(lease)
                 return True
@@ -208,7 +223,7 @@ class Transfer:
 
     def _settle(self, group: int, chunks: int, outcome: PageOutcome) -> None:
         """Note what became of pages; those that were settled before are left out. Callbacks follow the step."""
-        with self._cond:
+        with self._lock:
             fresh = self._open.get(group, 0) & chunks
             if not fresh:
                 return
@@ -234,7 +249,7 @@ class Transfer:
         """Call what is due. One thread at a time, so that the order holds; others leave their events to it."""
         interrupt: KeyboardInterrupt | None = None
         while True:
-            with self._cond:
+            with self._lock:
                 if self._dispatching or not self._events:
                     break
                 self._dispatching = True
@@ -246,21 +261,21 @@ class Transfer:
             except BaseException:  # an engine's callback must not end a worker
                 log.exception("a callback of a transfer failed")
             finally:
-                with self._cond:
+                with self._lock:
                     self._dispatching = False
         if interrupt is not None:
             raise interrupt
 
     def _layers_ready(self, layers: Iterable[int]) -> None:
         """All pages of these MODEL layers are there."""
-        with self._cond:
+        with self._lock:
             self._arrived.update(layers)
             for layer in self._arrived & self._ready.keys():
                 self._ready[layer]._set()
 
     def _end(self) -> None:
         """End it, once: what is still open is declined or cancelled, leases go back, everybody is told."""
-        with self._cond:
+        with self._lock:
             if self._ended:
                 return
             assert not self._moving, "a transfer ends while its bytes move"
@@ -272,7 +287,7 @@ class Transfer:
         self._settle_rest(PageOutcome.CANCELLED if self._reason == "cancelled" else PageOutcome.DECLINED)
         result = self._sum_up()
         self._state = self._last_state(result)
-        with self._cond:
+        with self._lock:
             self._result = result
             for ready in (*self._ready.values(), self.published):
                 ready._set()

@@ -23,6 +23,8 @@ import kvfs
 from kvfs import core
 from kvfs.index.tables import ACTIVE
 from kvfs.pool import Pool
+from kvfs.transfer import Task, Transfer
+from kvfs.types import Tier
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 3
@@ -286,6 +288,28 @@ def test_an_interrupted_load_has_ended_when_the_interrupt_arrives() -> None:
         pool.run([lambda: 1, lambda: 1 // 0])
     assert pool.run([lambda n=n: n * n for n in range(20)]) == [n * n for n in range(20)]  # type: ignore[misc]
     pool.close()
+
+
+def test_a_transfer_ends_though_its_cancel_is_interrupted() -> None:
+    def strike(_number: int, _frame: Any) -> None:
+        raise Interrupted
+
+    def summarise(_done: Any) -> tuple[int, dict[Tier, int]]:
+        signal.raise_signal(signal.SIGALRM)
+        return 0, {}
+
+    ended: list[Transfer] = []
+    for stop in (Transfer.cancel, partial(Transfer.withdraw, timeout=0), Transfer._try_end):
+        task = Task("load", {0: 0b11}, {0: ("full", (0,), 1)}, 0.0, summarise, on_done=ended.append)
+        transfer = Transfer(task, ended.append)
+        old = signal.signal(signal.SIGALRM, strike)
+        try:
+            with pytest.raises(Interrupted):
+                stop(transfer)
+        finally:
+            signal.signal(signal.SIGALRM, old)
+        assert transfer.wait(60) is not None and ended == [transfer, transfer]
+        ended.clear()
 
 
 def test_calls_that_have_not_begun_are_skipped_after_an_interrupt() -> None:
