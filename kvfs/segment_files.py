@@ -69,7 +69,12 @@ class SegmentFiles:
                     return None
                 if file is None:
                     return None
-                held = self._open[segment_id] = Held(number, segment_id, file, generation)
+                held = Held(number, segment_id, file, generation)
+                if self._mode.direct:
+                    held.direct, held.tried_direct = self._reopen_direct(held), True
+                    if held.direct is None:
+                        return None  # short of descriptors, perhaps: its pages are as good as they were
+                self._open[segment_id] = held
             return held
 
     def take_missing(self) -> dict[bytes, tuple[int, str]]:

@@ -168,6 +168,23 @@ def test_what_was_read_once_is_read_from_the_disk_again(path: Path) -> None:
                 assert found(ns) and moved("direct_reads") == times * CHUNKS
 
 
+def test_pages_outlive_a_reader_that_is_short_of_descriptors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which pages there are is everybody's; that a segment cannot be opened once more is the reader's own trouble."""
+
+    def short(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with opened(path) as store:
+        put(store)
+    files = Files()
+    with opened(path, files=files) as store:
+        ns = store.namespace("model", ODD, "1")
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "reopen", short)
+            assert not found(ns)
+        assert found(ns)
+
+
 def test_transfers_of_host_memory(path: Path) -> None:
     layout = LAYOUTS["blocks"]
     source = np.random.default_rng(1).integers(0, 65536, (2, 32, 16, 2, 128), dtype="uint16")
