@@ -303,13 +303,18 @@ class HostIO:
 
     def _submit(self, transfer: Transfer, pool: Pool, run: Callable[[], None]) -> Transfer:
         with self._changed:
-            busy = len(self._unfinished) >= self._queue_max or self._closed
+            busy = self._backlog(pool) >= self._queue_max or self._closed
             if not busy:
                 self._unfinished.add(transfer)
         if busy:
             return _refuse(transfer, "busy")
         pool.put(run)
         return transfer
+
+    def _backlog(self, pool: Pool) -> int:
+        """Transfers that have not ended, or that wait in a queue although they have; a batch of those has no slot."""
+        writes = [one.waiting - self.ring.slots for one in self._writes] if pool is self._copies else []
+        return max(len(self._unfinished), pool.waiting, *writes)
 
     def _forget(self, transfer: Transfer) -> None:
         with self._changed:

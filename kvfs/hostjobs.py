@@ -140,6 +140,11 @@ class Pool:
     def put(self, run: Callable[[], None]) -> None:
         self._queue.put(run)
 
+    @property
+    def waiting(self) -> int:
+        """How much of what was put has not begun, what was cancelled meanwhile included."""
+        return self._queue.qsize()
+
     def close(self, timeout: float) -> None:
         _dismiss(self._queue, len(self._threads))
         end = time.monotonic() + timeout

@@ -550,6 +550,34 @@ def test_too_many_unfinished_transfers_are_declined_at_once(ns: kvfs.Namespace, 
         assert io.save(ns.plan_save(prompt(1, 500)), blocks(1)).wait(SECONDS).pages == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("where", ["queued", "writing"])
+def test_cancelled_transfers_do_not_pile_up_behind_one_that_hangs(
+    ns: kvfs.Namespace, files: GatedFiles, where: str
+) -> None:
+    event, reasons = threading.Event(), Counter[str]()
+    ring = 4 * max(4096, LAYOUT.page_bytes)
+    with ns.attach(Engine().kv, queue_max=5, threads=1, ring_bytes=ring) as io:
+        after = event.wait if where == "queued" else None
+        files.writes.shut()
+        first = io.save(ns.plan_save(prompt(1)), blocks(1), after=after, deadline=LATE)
+        assert after or files.writes.reached.wait(SECONDS)
+        while first.state is TransferState.QUEUED:
+            time.sleep(0.001)
+        for i in range(1, 21):
+            t = io.save(ns.plan_save(prompt(1, 500 * i)), blocks(1), deadline=LATE)
+            assert after or t.source_free.wait(SECONDS)
+            assert t.cancel() and t.wait(SECONDS) is not None
+            reasons[t.result.reason] += 1  # type: ignore[union-attr]
+        kept = 5 if after else 5 + io.ring.slots
+        assert reasons == {"cancelled": kept, "busy": 20 - kept}
+        event.set()
+        files.writes.open()
+        assert first.wait(SECONDS).pages == 1  # type: ignore[union-attr]
+        end = time.monotonic() + SECONDS
+        while not (t := io.save(ns.plan_save(prompt(1, 500)), blocks(1), deadline=LATE)).wait(SECONDS).pages:  # type: ignore[union-attr]
+            assert t.result.reason == "busy" and time.monotonic() < end  # type: ignore[union-attr]
+
+
 def test_a_disk_that_fails_declines(ns: kvfs.Namespace, files: GatedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(fd: int, buffers: Sequence[Any], offset: int) -> int:
         raise OSError(errno.EIO, "broken")
