@@ -231,11 +231,12 @@ class GpuIO(HostIO):
         return self._desk
 
     def sweep(self) -> None:
-        """Let go of maps whose segments were dropped. Called every second.
+        """Let go of maps whose segments were dropped, and of what is late. Called every second.
 
         The driver is asked nothing while there is nothing to do: it may refuse that while a graph is captured in
         another thread, and end the capture.
         """
+        super().sweep()
         maps = self._gpu_desk.in_place
         if maps is None:
             return

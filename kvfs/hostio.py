@@ -29,7 +29,7 @@ from kvfs.reader import Reader
 from kvfs.restored import CameFrom, restored
 from kvfs.staging import StagingRing
 from kvfs.transfer import OnDone, OnPage, Outcomes, Summary, Task, Transfer
-from kvfs.types import SavePlan, Tier
+from kvfs.types import SavePlan, Tier, TransferState
 from kvfs.writer import Appender
 
 SAVE_SECONDS = 2.0
@@ -299,7 +299,14 @@ class HostIO:
             )
 
     def sweep(self) -> None:
-        """Let go of what other processes wait for. Called every second."""
+        """Let go of what other processes wait for, and of what is late. Called every second."""
+        now = self._c.files.monotonic()
+        with self._changed:
+            late = [t for t in self._unfinished if t.state is TransferState.QUEUED and now >= t.deadline]
+        if late:  # those before them stand still
+            for transfer in late:
+                transfer._stop("deadline")
+            threading.Thread(target=_end_all, args=(late,), name="kvfs-end", daemon=True).start()
 
     def _submit(self, transfer: Transfer, pool: Pool, run: Callable[[], None]) -> Transfer:
         with self._changed:
@@ -336,6 +343,12 @@ class HostIO:
             self._forget(transfer)
 
         return forget
+
+
+def _end_all(transfers: Sequence[Transfer]) -> None:
+    """In a thread of their own: what callbacks do must not keep anybody else."""
+    for transfer in transfers:
+        transfer._try_end()
 
 
 def _refuse(transfer: Transfer, reason: str) -> Transfer:

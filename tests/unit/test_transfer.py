@@ -505,6 +505,28 @@ def test_a_stalled_disk_delays_nobodys_source_free(
         settled(io)
 
 
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_what_waits_behind_one_that_hangs_ends_at_its_deadline(ns: kvfs.Namespace, kind: str) -> None:
+    engine, event, log = saved(ns, 1), threading.Event(), Log()
+    with ns.attach(engine.kv, threads=1) as io, ns.match(prompt(1)) as match:
+
+        def start(**options: Any) -> kvfs.Transfer:
+            if kind == "load":
+                return io.load(match, blocks(1), **options)
+            return io.save(ns.plan_save(prompt(1, 500)), blocks(1), **options)
+
+        first = start(after=event.wait, deadline=LATE)
+        late, other = start(deadline=0.1, **log.hooks), start(deadline=LATE)
+        assert late.source_free.wait(SECONDS)
+        result = late.wait(SECONDS)
+        assert result is not None and (result.declined, result.reason) == (1, "deadline")
+        log.check(late, 1)
+        assert first.state is TransferState.WAITING and other.state is TransferState.QUEUED
+        event.set()
+        assert first.wait(SECONDS).pages == 1 and other.wait(SECONDS).reason == ""  # type: ignore[union-attr]
+        settled(io)
+
+
 def test_dirty_bytes_bound_what_is_not_published(ns: kvfs.Namespace, files: GatedFiles) -> None:
     page = max(4096, LAYOUT.page_bytes)
     files.writes.shut()
