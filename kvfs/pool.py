@@ -160,6 +160,7 @@ class Team:
         self._count = threads
         self._name = name
         self._pool: Pool | None = None
+        self._closed = False  # then callers do it all themselves
         self._wanted = 0  # threads that calls in progress can use; too many at worst, after an interrupt
         self._lock = threading.Lock()
 
@@ -169,8 +170,9 @@ class Team:
         Shares may be one and the same iterator: whoever is free takes the next item, and the result of a thread that
         came too late is missing. An interrupt of the caller takes all items that nobody has begun from the others.
         """
-        if len(shares) == 1:
-            return [work(shares[0])]
+        pool = self._started(len(shares) - 1) if len(shares) > 1 else None
+        if pool is None:
+            return [work(share) for share in shares]
         done: list[T] = []
 
         def mine() -> None:
@@ -182,16 +184,17 @@ class Team:
                 raise
 
         calls = [partial(work, share) for share in shares[1:]]
-        pool = self._started(len(calls))
         try:
             return [*pool.run(calls, mine, helping=shares[0] is shares[-1]), *done]
         finally:
             with self._lock:
                 self._wanted -= len(calls)
 
-    def _started(self, threads: int) -> Pool:
-        """The pool, with so many threads more than other calls can use."""
+    def _started(self, threads: int) -> Pool | None:
+        """The pool, with so many threads more than other calls can use; None after ``close``: nobody would end it."""
         with self._lock:
+            if self._closed:
+                return None
             if self._pool is None:
                 self._pool = Pool(0, self._name)
             self._wanted += threads
@@ -199,9 +202,11 @@ class Team:
             return self._pool
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     def abandon(self) -> None:
         """In a forked child: the parent's threads are not here."""

@@ -162,6 +162,16 @@ class Interrupted(BaseException):
     pass
 
 
+def test_a_call_that_comes_after_the_close_is_done_without_threads() -> None:
+    """Nobody would end them: a transfer that a disk keeps may read on when its store was closed."""
+    team = Team(2, "test-late")
+    assert sorted(map(sum, team.each(list, [iter([1, 2]), iter([3]), iter([4])]))) == [3, 3, 4]
+    team.close()
+    assert team.each(list, [iter([1, 2]), iter([3]), iter([4])]) == [[1, 2], [3], [4]]
+    assert team.each(list, [iter([1, 2])] * 3) == [[1, 2], [], []]
+    assert not [t for t in threading.enumerate() if t.name == "test-late"]
+
+
 def test_an_interrupted_caller_leaves_nothing_to_his_helpers() -> None:
     team, begun, done = Team(2, "test-team"), threading.Semaphore(0), list[int]()
     caller = threading.get_ident()
