@@ -6,6 +6,7 @@ one held, and the next call waits for ever. Here the caller touches only what on
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import queue
 import threading
@@ -85,6 +86,10 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self.closed = False
         self.grow(threads)
+
+    @property
+    def size(self) -> int:
+        return len(self._threads)
 
     def grow(self, threads: int) -> None:
         """Have at least so many threads. One caller at a time."""
@@ -191,14 +196,20 @@ class Team:
                 self._wanted -= len(calls)
 
     def _started(self, threads: int) -> Pool | None:
-        """The pool, with so many threads more than other calls can use; None after ``close``: nobody would end it."""
+        """The pool, with so many threads more than other calls can use; None: without threads.
+
+        After ``close`` nobody would end them.
+        """
         with self._lock:
             if self._closed:
                 return None
             if self._pool is None:
                 self._pool = Pool(0, self._name)
+            with contextlib.suppress(RuntimeError):  # the process may have no more threads
+                self._pool.grow(min(self._wanted + threads, self._count))
+            if not self._pool.size:
+                return None
             self._wanted += threads
-            self._pool.grow(min(self._wanted, self._count))
             return self._pool
 
     def close(self) -> None:

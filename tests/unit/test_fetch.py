@@ -162,6 +162,20 @@ class Interrupted(BaseException):
     pass
 
 
+def test_a_process_that_may_have_no_more_threads_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    team = Team(4, "test-few")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert team.each(list, [iter([1, 2]), iter([3]), iter([4])]) == [[1, 2], [3], [4]]
+    assert sorted(map(sum, team.each(list, [iter([1, 2]), iter([3])]))) == [3, 3]
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert sorted(map(sum, team.each(list, [iter([1, 2]), iter([3]), iter([4])]))) == [3, 3, 4]
+    team.close()
+
+
 def test_a_call_that_comes_after_the_close_is_done_without_threads() -> None:
     """Nobody would end them: a transfer that a disk keeps may read on when its store was closed."""
     team = Team(2, "test-late")
