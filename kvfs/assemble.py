@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvfs import codec as codecs
 from kvfs import format as fmt
-from kvfs.codec import CodecError
+from kvfs.codec import CodecError, CodecMemoryError
 from kvfs.context import Context
 from kvfs.hashing import LEAF_BYTES, checksum, leaf_table, root_of
 from kvfs.index.rows import Place
@@ -33,6 +33,7 @@ def assemble(
         file = held.get(source.place.segment)
         if shared is None or file is None or not missing or source.place.codec not in codecs.NAMES:
             continue
+        fine: bool | None
         if source.place.codec == fmt.CODEC_RAW:
             fine = _copy_part(context, file, source, shared, gm, group, target)
         elif source.part == gm.want:
@@ -45,16 +46,20 @@ def assemble(
                 leaf = group.leaf_bytes(source.part)
                 for row in _rows(group, source.part, shared):
                     copy(row, page[row * leaf : (row + 1) * leaf])
-        if not fine:
+        if fine is False:
             wrong.append(source)
+        if not fine:
             continue
         h0, l0 = shared.head - gm.want.head, shared.layer - gm.want.layer
         missing -= {(h0 + h, l0 + x) for h in range(shared.heads) for x in range(shared.layers)}
     return not missing, wrong
 
 
-def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, target: memoryview) -> bool:
-    """Fill ``target`` with the whole part that lies encoded at ``place``; whether it is there, verified."""
+def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, target: memoryview) -> bool | None:
+    """Fill ``target`` with the whole part that lies encoded at ``place``; whether it is there, verified.
+
+    None: there is no memory to tell.
+    """
     try:
         if not codecs.fits(place.codec, place.stored_bytes, len(target)):
             raise CodecError(f"{place.stored_bytes} stored bytes for a page of {len(target)}")
@@ -63,6 +68,9 @@ def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, tar
     except OSError:
         context.counters.add("read_errors")
         return False
+    except (CodecMemoryError, MemoryError):
+        context.counters.add("read_errors")
+        return None
     except CodecError:
         context.counters.add("pages_corrupt")
         return False

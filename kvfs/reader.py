@@ -134,9 +134,11 @@ class Reader:
             encoded = place.codec != fmt.CODEC_RAW and fits(place.codec, place.stored_bytes, gm.part_bytes)
             if part == gm.want and file is not None and encoded:
                 page = memoryview(bytearray(gm.part_bytes))
-                if decode_page(self._c, file, place, leaf_bytes, page):
+                fine = decode_page(self._c, file, place, leaf_bytes, page)
+                if fine:
                     return [page.toreadonly()]
-                bad.append((place.segment, place.seq))
+                if fine is False:
+                    bad.append((place.segment, place.seq))
         return []
 
     def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:

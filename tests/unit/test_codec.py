@@ -21,6 +21,7 @@ import kvfs
 from kvfs import Cell, Group, Need, PageLayout, Part, codec, reader
 from kvfs import format as fmt
 from kvfs.codec import CodecError
+from kvfs.segment_files import SegmentFiles
 from kvfs.segment_scan import scan_segment
 from tests.stores import counted, restored, seeded, segment_files, tokens_of
 from tools.torture.case import allocated_bytes
@@ -497,3 +498,24 @@ def test_a_view_of_a_damaged_page_forgets_it(store: kvfs.Store, monkeypatch: pyt
     assert ns.put(tokens, PAGES).stored == 1
     with ns.match(tokens) as match:
         assert b"".join(ns.view(match)) == PAGES
+
+
+@pytest.mark.parametrize("name", ["zstd", "planes"])
+def test_pages_outlive_a_reader_that_is_short_of_memory(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Which pages there are is everybody's; that one cannot be decoded now is the reader's own trouble."""
+
+    def short(*_: object, **__: object) -> bytes:
+        raise MemoryError
+
+    ns, tokens = store.namespace("model", LAYOUT, "1", codec=name), tokens_of(1, 6)
+    assert ns.put(tokens, PAGES).stored == 6
+    with ns.match(tokens) as match:
+        out = bytearray(match.nbytes)
+        for owner, what in ((codec, "_unzip"), (SegmentFiles, "read_bytes")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, what, short)
+                assert ns.get(match, out) == 0 and ns.view(match) == []
+        assert ns.get(match, out) == 6 and out == PAGES
+    assert not ns.put(tokens, PAGES).stored
