@@ -123,9 +123,9 @@ class PromptPages:
         return self._matcher.select(Prompt(self._identity.digest, self._hashes[:end]), first)
 
     def plan(self, wanted: Mapping[str, Sequence[int]]) -> SavePlan:
-        """A plan to save these chunks (ascending), whether or not they are stored."""
+        """A plan to save these chunks, whether or not they are stored."""
         self._check(wanted, wanted, self.chunks - 1)
-        missing = {name: tuple(chunks) for name, chunks in wanted.items()}
+        missing = {name: tuple(sorted(set(chunks))) for name, chunks in wanted.items()}
         return SavePlan(self.chunks, tuple(self._hashes), missing, self._identity.digest)
 
     def note_lookup(self, matched_tokens: int) -> None:

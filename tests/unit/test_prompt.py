@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvfs
+from kvfs.bits import bits_of
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 CHUNK = 16
@@ -82,6 +83,14 @@ def test_a_plan_saves_what_it_names(ns: kvfs.Namespace) -> None:
         assert pages.stored[group.name] == bits(range(3))
         assert io.save(pages.plan({group.name: [3, 4]}), range(6)).wait(20).pages == 2  # type: ignore[union-attr]
     assert ns.match(tokens).chunks == 5
+
+
+def test_a_save_tells_of_the_pages_that_were_asked_for_in_whatever_order(ns: kvfs.Namespace) -> None:
+    pages = ns.prompt(tokens_of(7, 6))
+    name = ns.layout.groups[0].name
+    for chunks in ([0, 5, 2], [0, 0, 2], [1, 1]):
+        plan = pages.plan({name: chunks})
+        assert bits_of(plan.missing[name]) == sum(1 << chunk for chunk in {*chunks})
 
 
 def test_chunks_outside_the_prompt_are_refused(ns: kvfs.Namespace) -> None:
