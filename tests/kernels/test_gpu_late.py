@@ -64,12 +64,6 @@ class LateStream(SimulatedStream):
         self._device.check_own(target, nbytes)
         self._later(ctypes.memmove, target, data, nbytes)
 
-    def copy_in_2d(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
-    ) -> None:
-        for i in range(height):
-            self.copy_in(target + i * target_pitch, source + i * source_pitch, width)
-
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
         self._later(super().copy_out, target, source, nbytes)
 
