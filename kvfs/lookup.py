@@ -148,6 +148,32 @@ class GroupLookup:
             found.hits[number] = hits = [Hit(number, parts[0], key, row.value, whole, row)]
         return end, RunFound(whole, 0, hits, True)
 
+    def next_there(self, session: Session, run: int, end: int, budget: int) -> int:
+        """The next run from ``run`` on whose first chunk has a row, or ``end``; those before it lack all.
+
+        Asks for ever more keys in bulk, two of which count as a row; ends early when ``rows_read`` is at ``budget``.
+        """
+        length, parts, count = self.prompt.run_length, self._useful.packed, 4
+        if not parts:
+            return end
+        while run < end and self.rows_read < budget:
+            runs = range(run, min(end, run + max(1, min(count, 2 * ROWS_PER_HOLD // len(parts)))))
+            pages = [self._page_key(self.prompt.hashes[number * length]) for number in runs]
+            there = set(session.keys_there([page + part for page in pages for part in parts]))
+            self.rows_read += max(1, len(pages) * len(parts) // 2)
+            for page in pages:
+                if there and any(page + part in there for part in parts):
+                    return run
+                self.gapped.append(run)
+                run += 1
+            count *= 2
+        return run
+
+    def has_some(self, run: int) -> bool:
+        """Whether anything of a run has been found, or is being written."""
+        first, count = self.prompt.run(run)
+        return bool(self.found.hits.get(run) or self.found.claimed >> first & (1 << count) - 1)
+
     def keys_within(self, run: int) -> list[bytes]:
         """Keys of the rows that chunks of a run may have of their own, other than its first one."""
         first, count = self.prompt.run(run)

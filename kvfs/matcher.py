@@ -143,9 +143,13 @@ class Matcher:
         )  # fmt: skip
 
     def present(
-        self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool
-    ) -> GroupLookup:
-        """What is stored or being written of chunks [first, end). Unless ``whole``, ends at the first gap."""
+        self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool,
+        orphans: bool = True,
+    ) -> GroupLookup:  # fmt: skip
+        """What is stored or being written of chunks [first, end). Unless ``whole``, ends at the first gap.
+
+        ``orphans``: also forks in runs, other than the first such, of which nothing else is left.
+        """
         lookup = GroupLookup(prompt, group, part)
         run, last = first // prompt.run_length, -(-end // prompt.run_length)
 
@@ -160,6 +164,8 @@ class Matcher:
                 wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
                 if not whole and wanted & ~(found.covered | found.claimed):
                     return True
+                if not found.hits and not found.claimed:  # most likely nothing follows
+                    run = lookup.next_there(session, run, last, budget)
             return run >= last
 
         def read(function: Callable[[Session], T]) -> T:
@@ -174,7 +180,7 @@ class Matcher:
             while run < last and not read(step):
                 pass
             if whole:
-                read_behind_gaps(lookup, read)
+                read_behind_gaps(lookup, read, orphans=orphans)
         except IndexUnavailableError:
             pass  # claiming looks again
         return lookup

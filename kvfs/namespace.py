@@ -187,12 +187,17 @@ class Namespace:
     def plan_save(
         self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
     ) -> SavePlan:
-        """Which full chunks of a prompt are not stored (nor being written) yet, per group."""
+        """Which full chunks of a prompt are not stored (nor being written) yet, per group.
+
+        Forks that are there although little of what led to them is may be among these: their save skips them.
+        """
         hashes = self._chain(self._tokens(token_ids), extra)
         prompt = Prompt(self.identity.digest, hashes)
         missing = {}
         for number, group in enumerate(self.layout.groups):
-            lookup = self._matcher.present(prompt, number, group, self._part(group, part), 0, len(hashes), whole=True)
+            lookup = self._matcher.present(
+                prompt, number, group, self._part(group, part), 0, len(hashes), whole=True, orphans=False
+            )
             have = lookup.found.present | lookup.found.claimed
             missing[group.name] = tuple(members(span(0, len(hashes)) & ~have))
         return SavePlan(len(hashes), tuple(hashes), missing, self.identity.digest)

@@ -1,6 +1,7 @@
 """What of a prompt is stored behind the gaps of what is there.
 
-A chunk whose slot in its run's row was taken lies in a row of its own, with its successors, and that row may outlive
+Most prompts that are to be stored are not there at all, so when a run has nothing the heads of those that follow are
+asked for in bulk. A chunk whose slot in its run's row was taken lies in a row of its own, with its successors, and that row may outlive
 what leads to it. So behind a gap each chunk may have one; hardly any has. Read one by one they would be 32 reads for
 every run that is not stored, in many holds of the gate; here their keys are made before, and asked for in bulk.
 """
@@ -25,9 +26,16 @@ class Read(Protocol):
     def __call__(self, function: Callable[[Session], T]) -> T: ...
 
 
-def read_behind_gaps(lookup: GroupLookup, read: Read) -> None:
-    """Read the runs that have gaps again, now behind these too, where a chunk has a row of its own."""
+def read_behind_gaps(lookup: GroupLookup, read: Read, *, orphans: bool = True) -> None:
+    """Read the runs that have gaps again, now behind these too, where a chunk has a row of its own.
+
+    Unless ``orphans``, runs of which nothing has been found yet are left out but for the first: rows of their later
+    chunks could only be there without what leads to them.
+    """
     gapped, left = lookup.gapped, list[int]()
+    if not orphans:
+        first = next((run for run in gapped if not lookup.has_some(run)), None)
+        gapped = [run for run in gapped if run == first or lookup.has_some(run)]
     together = max(1, KEYS_PER_HOLD // (RUN * max(1, len(lookup.parts))))
     for first in range(0, len(gapped), together):
         runs = gapped[first : first + together]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvfs.bits import members
 from kvfs.index.rows import CLAIM, RUN, Place, claim, pack_row, parse_row
 from kvfs.layout import Cell, Group, Need, Part
 from kvfs.lookup import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths
@@ -323,6 +324,46 @@ def test_what_lies_behind_gaps_is_found_as_if_read_chunk_by_chunk(rows: list[Any
         bulk.read_run(session, run, stop_at_gap=True)
     read_behind_gaps(bulk, lambda function: function(session))
     assert (one.found, one.segments) == (bulk.found, bulk.segments)
+
+
+@given(st.sets(st.integers(0, 79)), st.integers(0, 80), st.sampled_from([[WHOLE], [LEFT, RIGHT]]), st.integers(1, 99))
+def test_the_next_run_that_is_there_is_found_and_none_that_is_not(
+    runs: set[int], begin: int, known: list[Part], budget: int
+) -> None:
+    group, shelf = make_group("full", Need.all(), heads=2), Shelf(80 * RUN)
+    for run in runs:
+        shelf.store(group, known[run % len(known)], {run * RUN, run * RUN + 3})
+    lookup, session, last = shelf.lookup(group, WHOLE, known), FakeSession(shelf.rows), -1
+    found, expected = begin, min((n for n in runs if n >= begin), default=80)
+    while found != last:  # the budget may end it before
+        lookup.rows_read, last = 0, found
+        found = lookup.next_there(session, last, 80, budget)  # type: ignore[arg-type]
+        assert lookup.rows_read <= budget + ROWS_PER_HOLD and last <= found <= expected
+    assert found == expected and lookup.gapped == list(range(begin, expected))
+
+
+@given(st.sets(st.integers(0, 5 * RUN - 1)), st.integers(0, 5 * RUN - 1), st.data())
+def test_without_orphans_only_forks_are_missed_of_which_nothing_else_is_left(
+    stored: set[int], fork: int, data: st.DataObject
+) -> None:
+    group, shelf = make_group("full", Need.all()), Shelf(5 * RUN)
+    shelf.store(group, group.full, stored)
+    for run in {chunk // RUN for chunk in stored}:  # what led to some runs is gone
+        if data.draw(st.booleans()):
+            del shelf.rows[shelf.prompt.key(group, group.full, run * RUN)]
+    h = shelf.prompt.hashes[fork]
+    key = shelf.prompt.key(group, group.full, fork)
+    shelf.rows[key] = pack_row(key, {fork % RUN: Place(h, bytes(16), 0, 0, 1, 16, 4096, 0, 0, 0)}, 1)
+    session: Any = FakeSession(shelf.rows)
+    both = [shelf.lookup(group, group.full, [group.full]) for _ in range(2)]
+    for lookup, orphans in zip(both, (True, False), strict=True):
+        for run in range(5):
+            lookup.read_run(session, run, stop_at_gap=True)
+        read_behind_gaps(lookup, lambda function: function(session), orphans=orphans)
+    every, some = (lookup.found.present for lookup in both)
+    missed = every & ~some
+    headless = [run for run in range(5) if shelf.prompt.key(group, group.full, run * RUN) not in shelf.rows]
+    assert not some & ~every and {chunk // RUN for chunk in members(missed)} <= {*headless[1:]}
 
 
 @pytest.mark.parametrize("parts", [1, 64])
