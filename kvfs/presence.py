@@ -1,7 +1,6 @@
 """What of a prompt is stored behind the gaps of what is there.
 
-Most prompts that are to be stored are not there at all, so when a run has nothing the heads of those that follow are
-asked for in bulk. A chunk whose slot in its run's row was taken lies in a row of its own, with its successors, and that row may outlive
+A chunk whose slot in its run's row was taken lies in a row of its own, with its successors, and that row may outlive
 what leads to it. So behind a gap each chunk may have one; hardly any has. Read one by one they would be 32 reads for
 every run that is not stored, in many holds of the gate; here their keys are made before, and asked for in bulk.
 """

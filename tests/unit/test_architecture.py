@@ -101,6 +101,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "direct",
         "modes",
         "hashing",
+        "chains",
         "layout",
         "hf_config",
         "config",

@@ -1,0 +1,95 @@
+"""Chains: whatever is remembered, the hashes are those of the whole prompt."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvfs.chains
+from kvfs.chains import BYTES_MAX, PROMPTS, Chains
+from kvfs.hashing import TOKEN_BYTES, chain, tenant_seed
+
+SEED, PAGE = tenant_seed("somebody"), 4
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each call of ``chain``."""
+    calls: list[int] = []
+
+    def counted(tokens: bytes, *args: Any) -> list[bytes]:
+        calls.append(len(tokens) // TOKEN_BYTES)
+        return chain(tokens, *args)
+
+    monkeypatch.setattr(kvfs.chains, "chain", counted)
+    return calls
+
+
+def ids(*parts: tuple[int, int]) -> bytes:
+    """``count`` tokens that begin with ``first``, and so on."""
+    return b"".join(array("I", range(first, first + count)).tobytes() for first, count in parts)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=40), max_size=30), st.integers(1, 4), st.data())
+@settings(max_examples=200)
+def test_prompts_that_share_whatever_they_share_have_the_hashes_of_the_whole(
+    prompts: list[list[int]], page: int, data: st.DataObject
+) -> None:
+    chains = Chains(page, SEED)
+    for prompt in prompts:
+        if data.draw(st.booleans()) and prompts:
+            prompt = [*data.draw(st.sampled_from(prompts)), *prompt]  # a longer one, or the next turn
+        tokens = array("I", prompt).tobytes()
+        given_out = chains.hashes(tokens)
+        assert given_out == chain(tokens, page, SEED)
+        given_out.append(b"the caller's own")
+
+
+def test_only_what_is_new_is_hashed(hashed: list[int]) -> None:
+    chains = Chains(PAGE, SEED)
+    turns = [ids((0, 100)), ids((0, 100)), ids((0, 230)), ids((0, 60)), ids((0, 130), (9000, 60)), ids((0, 230))]
+    for tokens in turns:
+        assert chains.hashes(tokens) == chain(tokens, PAGE, SEED)
+    assert hashed == [100, 128, 60]  # 100 + 128 of 230, which make whole chunks; 128 of the fork's 190 are known
+
+
+def test_a_request_is_hashed_once_while_many_others_are_under_way(hashed: list[int]) -> None:
+    chains, requests = Chains(PAGE, SEED), [ids((0, 400), (1000 * n, 200)) for n in range(1, PROMPTS + 1)]
+    for tokens in requests:
+        chains.hashes(tokens)
+    assert sum(hashed) == 400 + 200 * PROMPTS
+    for tokens in requests:
+        chains.hashes(tokens + ids((7, 8)))  # with what was computed for it
+    assert sum(hashed) == 400 + 208 * PROMPTS
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    chains = Chains(PAGE, SEED)
+    for n in range(3 * PROMPTS):
+        chains.hashes(ids((1000 * n, 4 * PAGE)))
+    assert len(chains._known) == PROMPTS
+    large = BYTES_MAX // TOKEN_BYTES // 3
+    for n in range(5):
+        chains.hashes(ids((10_000_000 * n, large)))
+        assert sum(len(one.tokens) for one in chains._known) <= BYTES_MAX
+    before = chains._known
+    assert len(before) == 3
+    whole = ids((0, BYTES_MAX // TOKEN_BYTES + PAGE))
+    assert chains.hashes(whole) == chain(whole, PAGE, SEED)
+    assert chains._known == before
+
+
+def test_nothing_is_remembered_of_prompts_without_a_whole_chunk() -> None:
+    chains = Chains(PAGE, SEED)
+    assert chains.hashes(b"") == [] == chains.hashes(ids((1, PAGE - 1))) and not chains._known
+
+
+def test_a_conversation_is_remembered_as_one_prompt() -> None:
+    chains = Chains(PAGE, SEED)
+    for turn in range(1, 50):
+        chains.hashes(ids((0, turn * PAGE)))
+    assert [one.tokens for one in chains._known] == [ids((0, 49 * PAGE))]
