@@ -23,8 +23,8 @@ from kvfs.turns import Turns
 T = TypeVar("T")
 STEP = 4  # a segment's blocks are allocated in this many steps
 IDLE_SECONDS = 10.0
-CLASSES_MAX = 16  # active segments of one process
-LANES = 4  # of a class, at most
+CLASSES_MAX = 32  # active segments of one process
+LANES = 8  # of a class, at most
 BUSY_SECONDS = 0.005  # between looks at segments that others append to
 CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # for appends in progress
 

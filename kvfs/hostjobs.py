@@ -36,7 +36,9 @@ from kvfs.writer import Appender
 log = logging.getLogger("kvfs")
 BATCH_BYTES = 16 << 20
 BATCH_PAGES = 128
-STALLED_SECONDS = 0.5  # without a batch written: a save that finds the ring full is declined, not kept waiting
+#: Without anything written, and what is under way would have been by a slow disk: a save that finds the ring full is
+#: declined then, not kept waiting.
+STALLED_SECONDS, SLOW_BYTES_PER_SECOND = 0.5, 512e6
 
 
 class Attached(NamedTuple):
@@ -59,29 +61,32 @@ class UnitIds(array):  # type: ignore[type-arg]
 
 
 class Writes:
-    """The batches that are being written, and since when none of them has got to its end."""
+    """What is being written, and since when none of it has got to its end."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic, self._lock = monotonic, threading.Lock()
-        self._running, self._since = 0, 0.0
+        self._running, self._nbytes, self._since = 0, 0, 0.0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """A batch is being written, inside."""
+    def one(self, nbytes: int) -> Iterator[None]:
+        """So many bytes are being written, inside."""
         with self._lock:
             if not self._running:
                 self._since = self._monotonic()
             self._running += 1
+            self._nbytes += nbytes
         try:
             yield
         finally:
             with self._lock:
                 self._running -= 1
+                self._nbytes -= nbytes
                 self._since = self._monotonic()
 
     def stalled_at(self) -> float:
-        """From when on the disk counts as stalled, if nothing is written meanwhile."""
-        return self._since + STALLED_SECONDS if self._running else math.inf
+        """From when on the disk counts as stalled, if nothing gets to its end meanwhile."""
+        patience = STALLED_SECONDS + self._nbytes / SLOW_BYTES_PER_SECOND
+        return self._since + patience if self._running else math.inf
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from kvfs.lookup import Prompt
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Outcomes, Transfer
 from kvfs.types import PageOutcome, TransferState
-from kvfs.writer import Job
+from kvfs.writer import BATCH_BYTES, Job
 
 LANE_BYTES = 128 << 20  # of a save, until it is worth another thread and segment
 
@@ -28,6 +28,10 @@ class Batch(NamedTuple):
     attached: Attached
     chunks: list[int]
     lease: Lease
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.chunks) * self.attached.page_bytes
 
 
 @dataclass
@@ -53,6 +57,8 @@ class Save:
     def __post_init__(self) -> None:
         nbytes = sum(a.page_bytes * len(chunks) for a, chunks in self.pages)
         self._lanes = max(1, min(len(self.writers), nbytes // LANE_BYTES))
+        slots = self.desk.ring.slots - self.desk.save_keep
+        self._append_bytes = min(BATCH_BYTES, slots * self.desk.ring.slot_bytes // (2 * self._lanes))
         first = min((chunks[0] for _, chunks in self.pages if chunks), default=0)
         recency = self.desk.context.recency
         #: one stamp for all pages of the request, with those that its lookup found
@@ -119,13 +125,17 @@ class Save:
         return True
 
     def _hand_over(self, batches: Sequence[Batch]) -> None:
-        """Batches go round the write threads; those of a small save all to the first one."""
+        """Batches go round the write threads, several together if the ring is large; all to the first of a small save.
+
+        One append of several is one commit, and less to read of the index for those that look for it.
+        """
+        appends = list(_together(batches, self._append_bytes))
         with self._lock:
-            self._unwritten += len(batches)
-        for batch in batches:
+            self._unwritten += len(appends)
+        for append in appends:
             lane = self._handed % self._lanes
             self._handed += 1
-            self.writers[lane](partial(self._write, batch, lane))
+            self.writers[lane](partial(self._write, append, lane))
 
     def _fill(self, batch: Batch) -> None:
         attached = batch.attached
@@ -134,29 +144,33 @@ class Save:
             copied = gather(page, attached.group, attached.part, attached.device, units, chunk)
             assert copied == attached.page_bytes, f"page {chunk} has {copied} of {attached.page_bytes} bytes"
 
-    def _write(self, batch: Batch, lane: int) -> None:
+    def _write(self, batches: Sequence[Batch], lane: int) -> None:
         """On a write thread."""
+        nbytes = sum(batch.nbytes for batch in batches)
         try:
-            with self.transfer._step(engine=False) as allowed, self.desk.writes.one():
+            with self.transfer._step(engine=False) as allowed, self.desk.writes.one(nbytes):
                 if allowed:
-                    batch.lease.move(SlotState.DRAINING)
-                    self._append(batch, lane)
+                    for batch in batches:
+                        batch.lease.move(SlotState.DRAINING)
+                    self._append(batches, lane)
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
-            batch.lease.release()
+            for batch in batches:
+                batch.lease.release()
             self._finish(gathered=False)
 
-    def _append(self, batch: Batch, lane: int) -> None:
-        attached = batch.attached
-        views = dict(zip(batch.chunks, batch.lease.views(), strict=True))
+    def _append(self, batches: Sequence[Batch], lane: int) -> None:
+        """Batches of one group."""
+        attached, chunks = batches[0].attached, [chunk for batch in batches for chunk in batch.chunks]
+        views = dict(zip(chunks, (page for batch in batches for page in batch.lease.views()), strict=True))
         written: set[int] = set()
 
         def payload(chunk: int) -> memoryview:
             written.add(chunk)
             return views[chunk]
 
-        useful = self._useful(batch.chunks)
+        useful = self._useful(chunks)
         outcome = self.desk.appender.store(self._job(attached, payload, lane), useful)
         taken = useful[: len(useful) - outcome.declined]
         if taken:
@@ -169,7 +183,7 @@ class Save:
         settle = partial(self._settle, attached.number)
         settle([c for c in taken if c in written], PageOutcome.STORED)
         settle([c for c in taken if c not in written], PageOutcome.SKIPPED)
-        settle(batch.chunks[len(taken) :], PageOutcome.DECLINED)
+        settle(chunks[len(taken) :], PageOutcome.DECLINED)
 
     def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> Job:
         return Job(
@@ -194,6 +208,19 @@ class Save:
             over = not self._gathering and not self._unwritten
         if over or self.transfer.stopped:
             self.transfer._try_end()
+
+
+def _together(batches: Sequence[Batch], nbytes_max: int) -> Iterator[list[Batch]]:
+    """Neighbours of one group, of at most so many bytes unless one has more."""
+    together, nbytes = list[Batch](), 0
+    for batch in batches:
+        if together and (batch.attached is not together[0].attached or nbytes + batch.nbytes > nbytes_max):
+            yield together
+            together, nbytes = [], 0
+        together.append(batch)
+        nbytes += batch.nbytes
+    if together:
+        yield together
 
 
 def stored(done: Outcomes) -> int:

@@ -417,6 +417,7 @@ def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
 def test_a_large_save_is_written_to_several_segments(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = LAYOUT.groups[0].page_bytes
     monkeypatch.setattr("kvfs.hostsave.LANE_BYTES", 4 * page)
+    monkeypatch.setattr("kvfs.hostsave.BATCH_BYTES", page)
     source, target, tokens = Engine(seed=3), Engine(), prompt(12)
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
@@ -433,6 +434,22 @@ def test_a_large_save_is_written_to_several_segments(store_path: Path, monkeypat
         saved(ns, 2, first=5000)
         assert len(segment_files(store_path)) == 3
         assert store.verify().ok
+
+
+def test_batches_are_committed_together(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = LAYOUT.groups[0].page_bytes
+    monkeypatch.setattr("kvfs.hostsave.BATCH_BYTES", 5 * page)
+    source, target, tokens, appends = Engine(seed=3), Engine(), prompt(12), list[list[int]]()
+    store = ns._appender.store
+    monkeypatch.setattr(ns._appender, "store", lambda job, chunks: (appends.append([*chunks]), store(job, chunks))[1])
+    with attach(ns, source.kv, scratch_bytes=4 * (page + 4096)) as io:  # batches of a page
+        result = io.save(ns.plan_save(tokens), range(24), NOW).wait(SECONDS)
+    assert result is not None and result.pages == 12 and not result.declined
+    assert appends == [[*range(5)], [*range(5, 10)], [10, 11]]
+    with attach(ns, target.kv) as io, ns.match(tokens) as match:
+        assert [e.chunks for hit in match.groups[0].hits for e in hit.row().extents] == [5, 5, 2]  # type: ignore[union-attr]
+        result = io.load(match, range(24), NOW).wait(SECONDS)
+    assert result is not None and target.tokens(range(24)) == source.tokens(range(24))
 
 
 def test_an_arena_is_filled_ahead_and_kept(ns: kvfs.Namespace) -> None:

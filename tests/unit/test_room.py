@@ -13,6 +13,7 @@ import pytest
 
 import kvfs
 from kvfs import Quota
+from kvfs.active import LANES
 from kvfs.config import quota_id
 from kvfs.files import Files
 from kvfs.gc import Reclaimer
@@ -99,7 +100,7 @@ def put(store: kvfs.Store, name: str, seed: int, lane: int = 0) -> kvfs.PutResul
 
 def test_a_quota_of_two_segments_is_enough_for_several_lanes(small: kvfs.Store) -> None:
     for seed in range(120):
-        assert put(small, "two", seed, seed % 4).stored == 4, seed
+        assert put(small, "two", seed, seed % LANES).stored == 4, seed
         assert small._core.c.index.read(lambda s: s.quota_used(quota_id("two")), 2.0) <= 2 * MIB
     assert restored(small.namespace("two", LAYOUT, revision="r1"), tokens_of(119, 4)) == PAGES
     assert small._core.c.files.monotonic() == 0.0, "somebody waited"
