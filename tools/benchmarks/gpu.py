@@ -308,6 +308,8 @@ class _Bench:
         """When layer 0 may start, against the whole load."""
         io = self._attach(ns, self.target, registered_bytes="32GiB")
         prompt, units = self._tokens(tokens, 7), self._units(self.target, tokens)
+        with ns.match(prompt) as match:
+            io.warm(match)
         first: list[float] = []
 
         def load() -> Sample:
