@@ -1,6 +1,7 @@
 """Cold pages of a load that are brought into the page cache, to be registered there, in place of the ring.
 
-In large folios that takes a tenth of the CPU time of reads into a buffer, and later loads find them. What nobody has
+By whole pieces, as they will be registered: what is missing of one then, a single thread would have to read. In large
+folios that takes a tenth of the CPU time of reads into a buffer, and later loads find them. What nobody has
 used before is left to the ring, which reads it past the page cache.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from kvfs.files import Files
@@ -17,7 +18,7 @@ from kvfs.pool import Begun
 from kvfs.reads import Run
 from kvfs.segment_files import Held, may_map
 
-FILL_BYTES = 8 << 20  # by one thread; cut where the file has as many, so that no two threads want parts of one folio
+FILL_BYTES = 8 << 20  # by one thread; a piece has whole ones, so that no two threads want parts of one folio
 
 
 class Fills:
@@ -28,7 +29,8 @@ class Fills:
 
     def __init__(self, desk: GpuDesk, published: Mapping[int, int], past: Callable[[Run], bool]) -> None:
         self._desk, self._files, self._published, self._past = desk, desk.context.files, published, past
-        self._begun: dict[tuple[int, int], Begun[None]] = {}  # by where the run lies
+        self._begun: dict[tuple[int, int], Begun[None]] = {}  # by segment and first byte of the piece
+        self._waits: dict[tuple[int, int], list[Begun[None]]] = {}  # by where the run lies
         self._told: list[Run] = []
         self._expected: Counter[tuple[int, int]] = Counter()  # bytes of each piece (by segment) that will be asked for
 
@@ -48,7 +50,7 @@ class Fills:
         return maps.touched(run.held, run.offset, run.span, self._published[run.segment]) if maps is not None else []
 
     def begin(self, run: Run) -> bool:
-        """Have a run read by several threads; False if it is not to be."""
+        """Have the pieces of a run read by several threads; False if they are not to be."""
         maps = self._desk.in_place
         if maps is None or not maps.backing.fills or not self._files.has_large_folios():
             return False
@@ -57,25 +59,33 @@ class Fills:
             return False
         if not self._is_worth_it(run) or not may_map(self._files, run.held):
             return False
-        calls, at, end = [], run.offset, run.offset + run.span
-        while at < end:
-            following = min(end, (at // FILL_BYTES + 1) * FILL_BYTES)
-            calls.append(partial(_populate, self._files, run.held, at, following - at))
-            at = following
-        self._begun[run.segment, run.offset] = self._desk.readers.begin(calls)
+        waits = self._waits[run.segment, run.offset] = []
+        for first, nbytes in maps.missing(run.held, run.offset, run.span, self._published[run.segment]):
+            begun = self._begun.get((run.segment, first))
+            if begun is None:
+                begun = self._desk.readers.begin(list(self._reads(run.held, first, nbytes)))
+                self._begun[run.segment, first] = begun
+            waits.append(begun)
         return True
+
+    def _reads(self, held: Held, first: int, nbytes: int) -> Iterator[Callable[[], None]]:
+        for at in range(first, first + nbytes, FILL_BYTES):
+            size = min(FILL_BYTES, first + nbytes - at)
+            if self._desk.context.segments.cached_bytes(held, at, size) != size:
+                yield partial(_populate, self._files, held, at, size)
 
     def has(self, run: Run) -> bool:
         """Whether that was begun."""
-        return (run.segment, run.offset) in self._begun
+        return (run.segment, run.offset) in self._waits
 
     def wait(self, run: Run) -> bool:
-        """Wait until the page cache holds a run; False if that was not begun, or cannot be."""
-        begun = self._begun.pop((run.segment, run.offset), None)
-        if begun is None:
+        """Wait until the page cache holds a run's pieces; False if that was not begun, or cannot be."""
+        waits = self._waits.pop((run.segment, run.offset), None)
+        if waits is None:
             return False
         try:
-            begun.wait()
+            for begun in waits:
+                begun.wait()
         except (OSError, ValueError):  # the ring finds out which page it is
             self._desk.context.counters.add("read_errors")
             return False

@@ -678,7 +678,7 @@ class ColdFiles(Files):
         self.filled.append((self._of[id(mapping)], len(mapping)))
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
-        return nbytes if any(at <= offset and offset + nbytes <= at + n for at, n in self.filled) else 0
+        return sum(max(0, min(at + n, offset + nbytes) - max(at, offset)) for at, n in self.filled)
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
@@ -710,6 +710,33 @@ def test_a_small_part_of_what_would_be_registered_is_not_filled_in(store_path: P
                 assert result is not None and result.tiers == {Tier.DISK: 2 * PAGE}, result
                 assert target.tokens(range(4)) == source.tokens(range(4))
                 assert not files.filled and not device.maps()
+
+
+def test_what_will_be_registered_is_filled_in_as_a_whole_and_once(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the page cache lacks of a piece when it is registered would be read by the thread that loads, alone."""
+    files, device = ColdFiles(), SimulatedDevice()
+    monkeypatch.setattr("kvfs.gpufill.FILL_BYTES", 1 << 14)
+    monkeypatch.setattr("kvfs.gpuload.WINDOW_PAGES", 1)
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        source, target = saved(ns, 12), Engine()
+        with attach(ns, target.kv) as io, ns.match(prompt(12)) as match:
+            io.load(match, range(24), NOW).wait(SECONDS)  # the second time the pages were used before
+        with attach(ns, target.kv, device=device) as io, ns.match(prompt(8)) as match:
+            files.filled.clear()  # by the probe
+            readers, populate_at = set[str](), files.populate_at
+            monkeypatch.setattr(
+                files, "populate_at", lambda *at: (readers.add(threading.current_thread().name), populate_at(*at))
+            )
+            result = io.load(match, range(16), NOW).wait(SECONDS)
+            assert readers == {"kvfs-ring"}
+            assert result is not None and result.tiers == {Tier.DISK: 8 * PAGE}, result
+            assert target.tokens(range(16)) == source.tokens(range(16))
+            ends = [0, *(at + nbytes for at, nbytes in sorted(files.filled))]
+            assert [at for at, _ in sorted(files.filled)] == ends[:-1] and len(ends) > 3
+            assert sum(nbytes for nbytes, read_only in device.registered.values() if read_only) == ends[-1]
 
 
 def test_what_cannot_be_filled_in_comes_through_the_ring(store_path: Path) -> None:
