@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfs import modes
+from kvfs.chains import Chains
 from kvfs.config import Settings
 from kvfs.directory import Directory
 from kvfs.files import Files
@@ -66,6 +67,7 @@ class Context:
     tallies: Tallies
     declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
     counters: Counters = field(default_factory=Counters)
+    chains: Chains = field(default_factory=Chains)
     pinned: PinnedBytes = field(init=False)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
     attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else

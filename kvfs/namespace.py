@@ -10,7 +10,6 @@ from kvfs import hashing
 from kvfs.active import SegmentClass
 from kvfs.bits import members, span
 from kvfs.buffers import byte_view
-from kvfs.chains import Chains
 from kvfs.codec import NAMES as codec_names
 from kvfs.codec import parse as parse_codec
 from kvfs.config import Quota, parse_duration, quota_id
@@ -58,7 +57,6 @@ class Namespace:
         self.identity = identity
         self.layout: PageLayout = identity.layout
         self._descriptor = identity.descriptor_bytes()
-        self._chains = Chains(identity.layout.page_tokens, identity.seed)
         self._matcher = Matcher(context, identity.digest, identity.layout, reader.tiers)
         check_pages_fit(identity.layout, len(self._descriptor), context.settings)
 
@@ -373,7 +371,7 @@ class Namespace:
     def _chain(self, tokens: bytes, extra: ExtraKeys | None) -> list[bytes]:
         if checked_extra(extra):
             return hashing.chain(tokens, self.layout.page_tokens, self.identity.seed, extra)
-        return self._chains.hashes(tokens)
+        return self._c.chains.hashes(tokens, self.layout.page_tokens, self.identity.seed)
 
     def _key_prompt(self, keys: Sequence[bytes]) -> Prompt:
         return prompt_of_keys(self.identity, keys)
