@@ -36,6 +36,8 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # read what is in the page cache and nothing else; 0: Python does not know it
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)  # by a file system, kernel or filter
+#: What this process, or the host, is short of for now: such an error says nothing about the file.
+SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 HUGE_BYTES = 2 << 20
 
 

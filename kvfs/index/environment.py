@@ -24,7 +24,7 @@ import lmdb
 
 from kvfs.directory import Directory
 from kvfs.errors import IndexUnavailableError
-from kvfs.files import boot_id
+from kvfs.files import SHORT_OF, boot_id
 from kvfs.index.gate import Gate
 from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
 from kvfs.index.session import Session, Tables
@@ -37,7 +37,7 @@ PROBE_SECONDS = 0.1  # the breaker lets one call through per this time
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
 READ_AHEAD_BYTES_MAX = 1 << 30
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
-_MY_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+_MY_FAULT = (*SHORT_OF, errno.EACCES, errno.EPERM)
 
 
 def trust_version(directory: Directory) -> tuple[object, ...]:
@@ -216,7 +216,9 @@ class Index:
     def _read_current(self) -> str | None:
         try:
             data = self._directory.read_small("CURRENT", 64, sub="index")
-        except Exception:
+        except Exception as exc:
+            if getattr(exc, "errno", None) in SHORT_OF:
+                raise
             return None
         return data.decode() if data is not None and _NAME.match(data) else None
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvfs.descriptors import opened
 from kvfs.directory import Directory
+from kvfs.files import SHORT_OF
 
 
 class State(NamedTuple):
@@ -22,13 +23,16 @@ class State(NamedTuple):
 
 
 def read_state(directory: Directory) -> State | None:
+    """None if it is damaged or not there. OSError if this process lacks what it takes to look."""
     try:
         data = directory.read_small("state", 4096)
         if data is None:
             return None
         body = json.loads(data)
         state = State(*(body[name] for name in State._fields))
-    except Exception:  # damaged state means: do not trust the index
+    except Exception as exc:  # damaged state means: do not trust the index
+        if getattr(exc, "errno", None) in SHORT_OF:
+            raise
         return None
     kinds = (str, str, int, int, bool)
     return state if all(type(v) is k for v, k in zip(state, kinds, strict=True)) else None

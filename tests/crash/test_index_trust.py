@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvfs.errors import IndexUnavailableError
+from kvfs.files import Files
 from kvfs.rebuild import rebuild
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.judge import Judge
@@ -55,6 +58,36 @@ def test_a_second_rebuild_finds_the_first_one_done(tmp_path: Path, judge: Judge)
         with pytest.raises(IndexUnavailableError, match="current"):
             c.index.install("00000000000000aa", 5.0)
         assert get(ns, PROMPTS.tokens(1, 5), judge) == 5
+
+
+@pytest.mark.parametrize("name", ["CURRENT", "users", "state"])
+def test_a_process_that_lacks_its_last_descriptor_leaves_the_index_alone(
+    tmp_path: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What it could not read was no state to it: it removed the index that all others were working with."""
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        store._core.keeper.stop()
+        ns = namespace(store)
+        put(ns, PROMPTS.tokens(1, 5), judge)
+        generation, index = store.stats()["index"]["generation"], store._core.c.index
+        other = os.open(path / "index" / generation / "users", os.O_RDONLY)  # another process works with it
+        fcntl.flock(other, fcntl.LOCK_SH)
+        index._worker.call(index._close_environment, 5.0)
+        files = store._core.c.files
+
+        def fail(wanted: str, flags: int, mode: int = 0o600, **where: Any) -> int:
+            if wanted == name:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return Files.open(files, wanted, flags, mode, **where)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "open", fail)
+            assert get(ns, PROMPTS.tokens(1, 5), judge) == 0
+            assert not index.is_missing(1.0), "and would build another one"
+        assert get(ns, PROMPTS.tokens(1, 5), judge) == 5
+        assert store.stats()["index"]["generation"] == generation
+        os.close(other)
 
 
 def test_a_process_without_descriptors_leaves_the_index_alone(tmp_path: Path, judge: Judge) -> None:

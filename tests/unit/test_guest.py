@@ -147,8 +147,9 @@ def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pyt
         assert found(space(reader), 1) == 0
 
 
+@pytest.mark.parametrize("lacking", ["CURRENT", "users", "state"])
 def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     put_and_distrust(path)
     files = Files()
@@ -158,7 +159,7 @@ def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
             assert writer("put(space(store), 2)") == "None"
 
         def fail(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
-            if name == "users":
+            if name == lacking:
                 raise OSError(errno.EMFILE, "Too many open files")
             return Files.open(files, name, flags, mode, **where)
 
