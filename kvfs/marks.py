@@ -13,6 +13,7 @@ import re
 from kvfs import format as fmt
 from kvfs.directory import Directory
 from kvfs.errors import FormatError
+from kvfs.files import SHORT_OF
 from kvfs.format import PurgeMark
 
 MARK_BYTES_MAX = 1 << 20
@@ -53,12 +54,17 @@ class Marks:
         return True
 
     def read(self, segment_id: bytes) -> PurgeMark | None:
-        """The mark of a segment. One that cannot be understood covers everything: a miss too many does no harm."""
+        """The mark of a segment. One that cannot be understood covers everything: a miss too many does no harm.
+
+        OSError if this process lacks what it takes to look: a purge must not take that for a mark, nor drop anything.
+        """
         try:
             data = self._directory.read_small(segment_id.hex(), MARK_BYTES_MAX, sub=_FOLDER)
         except FileNotFoundError:
             return None
-        except (FormatError, OSError):
+        except (FormatError, OSError) as exc:
+            if getattr(exc, "errno", None) in SHORT_OF:
+                raise
             data = b""
         if data is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.errors import ConfigError, StoreReadOnlyError
+from kvfs.errors import ConfigError, StoreAccessError, StoreReadOnlyError
 from kvfs.files import Files
 from tests.stores import TINY_BYTES, counted, load, restored, run_child, seeded, segment_files, tiny, tokens_of
 
@@ -409,6 +410,33 @@ def test_a_damaged_mark_is_taken_for_all(path: Path, content: bytes) -> None:
         assert (found(space(store), 1), found(space(store, "n"), 2)) == (0, 0)
         put(space(store), 1)
         assert found(space(store), 1) == CHUNKS
+
+
+@pytest.mark.parametrize("by", ["a purge", "the upkeep"])
+def test_a_mark_that_cannot_be_read_for_lack_of_descriptors_drops_no_segment(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    store._core.keeper.stop()
+    spaces = [space(store, name) for name in "abc"]
+    for number, ns in enumerate(spaces):
+        put(ns, number, 8)
+    seal(store)
+    (segment,) = segment_files(Path(store.path))
+    assert store.purge(spaces[2]).pages == 8
+    files = store._core.c.files
+
+    def fail(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
+        if name == segment.stem:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return Files.open(files, name, flags, mode, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "open", fail)
+        with pytest.raises((OSError, StoreAccessError), match="open files"):
+            store.purge(spaces[0]) if by == "a purge" else store._core.purger.resume()
+    assert found(spaces[1], 1, 8) == 8
+    assert store.purge(spaces[0]).pages == 8
+    assert [found(ns, number, 8) for number, ns in enumerate(spaces)] == [0, 8, 0]
 
 
 def test_a_segment_that_does_not_tell_what_it_holds_is_dropped(path: Path) -> None:
