@@ -26,7 +26,7 @@ from kvfs.config import Settings
 from kvfs.descriptors import opened
 from kvfs.directory import Directory
 from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
-from kvfs.files import Files
+from kvfs.files import SHORT_OF, Files
 from kvfs.format import Entry, PurgeMark
 from kvfs.hashing import leaf_table, page_key, root_of
 from kvfs.identity import Described, parse_descriptor
@@ -162,7 +162,7 @@ def _list_all(directory: Directory, report: Report) -> Iterator[_Listed]:
                 report.note(f"{folder}/{name}: not a segment's name, left alone")
                 continue
             header = None
-            with contextlib.suppress(OSError):
+            try:
                 if not stat.S_ISREG(files.stat(name, dir_fd=directory.sub(folder)).st_mode):
                     report.note(f"{folder}/{name}: not a file, left alone")
                     continue
@@ -172,6 +172,9 @@ def _list_all(directory: Directory, report: Report) -> Iterator[_Listed]:
                     header = fmt.parse_header(files.read(fd, fmt.BLOCK, 0))
                 finally:
                     files.close(fd)
+            except OSError as exc:
+                if exc.errno in SHORT_OF:
+                    raise
             yield _Listed(name, folder, header.created_us if header else 0)
 
 
@@ -218,6 +221,8 @@ class _SegmentBuilder:
         except FileNotFoundError:
             return  # reclaimed meanwhile
         except OSError as exc:
+            if exc.errno in SHORT_OF:  # the next one to try may have what it takes
+                raise
             unreadable = True
             self._report.unreadable_segments += 1
             self._report.note(f"segments/{self._listed.name}: {exc.strerror}")

@@ -26,10 +26,11 @@ class Stubborn(Files):
     """Files some of which some calls refuse."""
 
     refused: Callable[[str, str], bool] = staticmethod(lambda call, name: False)
+    error = errno.EIO
 
     def _ask(self, call: str, name: str) -> None:
         if self.refused(call, name):
-            raise OSError(errno.EIO, "refused")
+            raise OSError(self.error, "refused")
 
     def rename(self, src: str, dst: str, **how: Any) -> None:
         self._ask("rename", src)
@@ -164,6 +165,23 @@ def test_a_segment_that_cannot_be_opened_now_is_not_given_up(store: kvfs.Store, 
     files.refused = lambda what, name: False
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [CHUNKS] * 3
     assert "segments_missing" not in counters(store)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
+    store: kvfs.Store, files: Stubborn, error: int
+) -> None:
+    names, core = fill(store, 3), store._core
+    core.keeper.stop()
+    core.active.finish_all()
+    core.c.index.retire()
+    files.error, files.refused = error, lambda what, name: (what, name) == ("open", names[0])
+    with pytest.raises(OSError, match="refused"):
+        core.rebuild_if_needed()
+    files.refused = lambda what, name: False
+    core.rebuild_if_needed()
+    ns = store.namespace("m", LAYOUT, "r1")
+    assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [CHUNKS] * 3
 
 
 def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
