@@ -30,7 +30,7 @@ def encode_records(records: Sequence[Record], codec: int, element_bytes: int, co
     if sum(r.raw_bytes for r in rest) < OVERLAP_BYTES:
         made = [first, *(encode(r) for r in rest)]
     else:
-        made = [first, *WRITERS.pool().run([partial(encode, r) for r in rest])]
+        made = [first, *WRITERS.run([partial(encode, r) for r in rest])]
     encoded = [r for r in made if r.codec != fmt.CODEC_RAW]
     counters.add("pages_incompressible", len(made) - len(encoded))
     counters.add("pages_encoded", len(encoded))

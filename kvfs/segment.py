@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvfs import direct
 from kvfs import format as fmt
@@ -28,6 +28,7 @@ from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
 from kvfs.pool import Pool
 from kvfs.segment_scan import covered_end, read_namespace, scan_segment
 
+T = TypeVar("T")
 WRITE_THREADS = 4
 OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while the payload is written
 
@@ -75,11 +76,16 @@ class _Writers:
         self._pool: Pool | None = None
         self._lock = threading.Lock()
 
-    def pool(self) -> Pool:
+    def run(self, calls: Sequence[Callable[[], T]], beside: Callable[[], object] = lambda: None) -> list[T]:
+        """``Pool.run``; in the caller's thread, one after the other, where the process may have no more threads."""
         with self._lock:
-            if self._pool is None:
-                self._pool = Pool(WRITE_THREADS, "kvfs-write")
-            return self._pool
+            pool = self._pool = self._pool or Pool(0, "kvfs-write")
+            with contextlib.suppress(RuntimeError):
+                pool.grow(WRITE_THREADS)
+        if pool.size:
+            return pool.run(calls, beside)
+        beside()
+        return [call() for call in calls]
 
 
 WRITERS = _Writers()
@@ -271,7 +277,7 @@ class SegmentWriter:
             for write in writes:
                 write()
         else:
-            WRITERS.pool().run(writes, beside=sums)
+            WRITERS.run(writes, beside=sums)
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 

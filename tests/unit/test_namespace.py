@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import Cell, ConfigError, Group, Need, NoSpaceError, PageLayout, Part, StoreReadOnlyError
+from kvfs import Cell, ConfigError, Group, Need, NoSpaceError, PageLayout, Part, StoreReadOnlyError, encoder, segment
 from kvfs.files import Files
 from kvfs.hashing import LEAF_BYTES
 from kvfs.lookup import Prompt
@@ -210,6 +210,32 @@ def test_a_second_put_moves_no_bytes(shared: kvfs.Store, ns: kvfs.Namespace) -> 
         assert ns.put(tokens, pages) == (0, 40, 0, 0, "")
         assert moved("bytes_written") == 0 and moved("pages_skipped") == 40
     assert not ns.plan_save(tokens)
+
+
+@pytest.mark.parametrize(("codec", "started"), [("raw", 0), ("raw", 2), ("zstd", 0), ("zstd", 2)])
+def test_a_process_that_may_have_no_more_threads_stores_large_pages(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, started: int
+) -> None:
+    """The put raised, and the threads that could be started were left behind: more of them with each put."""
+    monkeypatch.setattr(segment, "WRITERS", writers := segment._Writers())
+    monkeypatch.setattr(encoder, "WRITERS", writers)
+    few, begin = iter(range(started)), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if next(few, None) is None:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with kvfs.open(memory_path / "store", capacity="256MiB", segment_bytes="16MiB") as made:
+        ns, tokens = made.namespace("m", tiny(head_dim=2048), "1", codec=codec), tokens_of(1, 24)
+        half = ns.layout.page_bytes // 2
+        pages = b"".join(seeded(n, half) + bytes(half) for n in range(24))
+        before = threading.active_count()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            assert [ns.put(tokens[: 16 * n], pages[: 2 * half * n]).stored for n in (12, 24)] == [12, 12]
+        assert threading.active_count() == before + started
+        assert restored(ns, tokens) == pages
 
 
 def test_extra_keys_name_other_pages(ns: kvfs.Namespace) -> None:
