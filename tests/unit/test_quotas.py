@@ -10,7 +10,7 @@ import pytest
 
 import kvfs
 from kvfs import Quota
-from kvfs.active import Declined
+from kvfs.active import CLASSES_MAX, Declined
 from kvfs.errors import ConfigError
 from kvfs.files import Files
 from kvfs.identity import salt_digest
@@ -207,12 +207,12 @@ def test_many_lifetimes_keep_few_segments_open(store: kvfs.Store) -> None:
         assert ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * 2**seed if seed < 20 else 100.0 * seed).stored
         clock(store).advance(0.01)
     store._core.active.tidy()
-    assert len(store._core.active.active_numbers()) <= 16
+    assert len(store._core.active.active_numbers()) <= CLASSES_MAX
     assert all(restored(ns, tokens_of(seed, 1)) == PAGES[:TINY_BYTES] for seed in range(40))
 
 
 def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Path) -> None:
-    names = [f"quota {i}" for i in range(20)]
+    names = [f"quota {i}" for i in range(CLASSES_MAX + 4)]
     quotas = dict.fromkeys(names, Quota(cap_bytes=8 * MIB))
     path = memory_path / "store"
     with kvfs.open(path, capacity="64MiB", segment_bytes="2MiB", quotas=quotas, files=Clock()) as store:
@@ -223,13 +223,13 @@ def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Pa
         clock(store).advance(20.0)
         active.tidy()
         resting = active.active_numbers()
-        assert len(resting) == 16
+        assert len(resting) == CLASSES_MAX
         fill(busy, range(1))
         mine = active.active_numbers() - resting
         for seed in range(1, 6):
             fill(busy, range(seed, seed + 1))
             active.tidy()
-            assert len(active.active_numbers()) == 16 and mine <= active.active_numbers()
+            assert len(active.active_numbers()) == CLASSES_MAX and mine <= active.active_numbers()
         for name in names:
             assert there(space(store, name), range(1)) == [0]
 
