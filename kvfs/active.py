@@ -384,7 +384,7 @@ class ActiveSegments:
         self._writers, self._used_at, self._dirty, self._left = {}, {}, set(), []
 
     def active_numbers(self) -> set[int]:
-        return {writer.number for writer, _ in self._writers.values()}
+        return {writer.number for writer, _ in list(self._writers.values())}  # others add to them meanwhile
 
 
 def _give_up(session: Session, number: int, owner: bytes) -> None:

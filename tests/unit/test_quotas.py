@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import kvfs
 from kvfs import Quota
-from kvfs.active import CLASSES_MAX, Declined
+from kvfs.active import CLASSES_MAX, Active, Declined, SegmentClass
 from kvfs.errors import ConfigError
 from kvfs.files import Files
 from kvfs.identity import salt_digest
+from kvfs.segment import SegmentWriter
 from kvfs.testing import FakeClock
 from kvfs.writer import Appender
 from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files, tiny, tokens_of
@@ -209,6 +211,20 @@ def test_many_lifetimes_keep_few_segments_open(store: kvfs.Store) -> None:
     store._core.active.tidy()
     assert len(store._core.active.active_numbers()) <= CLASSES_MAX
     assert all(restored(ns, tokens_of(seed, 1)) == PAGES[:TINY_BYTES] for seed in range(40))
+
+
+def test_a_segment_that_is_made_meanwhile_disturbs_no_look_at_the_others(store: kvfs.Store) -> None:
+    """With several of them a put in another thread made the upkeep, and a rebuild, crash."""
+    active = store._core.active
+
+    class Growing:
+        number = property(lambda _: active._writers.setdefault(SegmentClass(lane=2), Active(last, "")) and 1)
+
+    first, last = cast(SegmentWriter, Growing()), cast(SegmentWriter, SimpleNamespace(number=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(active, "_writers", {SegmentClass(lane=n): Active(first, "") for n in range(2)})
+        assert active.active_numbers() == {1}
+        assert active.active_numbers() == {1, 3}
 
 
 def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Path) -> None:
