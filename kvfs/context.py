@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvfs import modes
 from kvfs.chains import Chains
@@ -23,6 +24,7 @@ from kvfs.segment_files import SegmentFiles
 from kvfs.tally import Tallies
 from kvfs.types import Verify
 
+T = TypeVar("T")
 #: Index calls of lookups and of writers give up after this long; the engine recomputes.
 LOOKUP_SECONDS = 0.25
 COMMIT_SECONDS = 2.0
@@ -83,3 +85,10 @@ class Context:
     def owner(self) -> bytes:
         assert self.liveness is not None, "a read-only store owns nothing"
         return self.liveness.owner
+
+
+def living(objects: weakref.WeakSet[T]) -> list[T]:
+    """What is in the set now. Other threads may add to it meanwhile, and iterating fails then."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(objects)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvfs import descriptors, modes, settings
 from kvfs import directory as directories
 from kvfs.config import Settings
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import COMMIT_SECONDS, Context, living
 from kvfs.directory import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.files import Files
@@ -283,10 +283,10 @@ class Core:
     def _expire_holds(self) -> None:
         descriptors.sweep()
         now = self._files.monotonic()
-        for hold in list(self.c.holds):
+        for hold in living(self.c.holds):
             if hold.expires_at <= now:
                 hold.release()
-        for io in list(self.c.attached):
+        for io in living(self.c.attached):
             io.sweep()
         self.c.pinned.say()
 
@@ -296,7 +296,7 @@ class Core:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
         if self._workshop is not None:
             self._workshop.drops.cancel()
-        for io in list(self.c.attached):
+        for io in living(self.c.attached):
             io.close()
         self.keeper.stop()
         if self._workshop is not None:
@@ -304,7 +304,7 @@ class Core:
         if self._rebuilder is not None:
             self._rebuilder.join(CLOSE_SECONDS)
         free = self._workshop is None or self._workshop.close()
-        for hold in list(self.c.holds):
+        for hold in living(self.c.holds):
             hold.release()
         self.c.index.close()
         self.c.recency.close()
@@ -318,7 +318,7 @@ class Core:
 
     def let_go_in_child(self) -> Directory:
         """After a fork: nothing of the parent's is touched any more, but for the directory that is returned."""
-        for hold in list(self.c.holds):
+        for hold in living(self.c.holds):
             hold.disown()
         self.c.segments.abandon()
         self.c.recency.abandon()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvfs.config import make_settings
-from kvfs.context import Context
+from kvfs.context import Context, living
 from kvfs.core import Core
 from kvfs.directory import Directory
 from kvfs.errors import IndexUnavailableError
@@ -78,5 +78,5 @@ class DisabledCore(Core):
         return True  # misses are all that it will ever answer
 
     def close(self) -> None:
-        for io in list(self.c.attached):
+        for io in living(self.c.attached):
             io.close()

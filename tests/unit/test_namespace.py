@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -513,6 +514,29 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
         match = pickle.loads(pickle.dumps(match))
     assert load(ns, match)["full"] == pages and b"".join(ns.view(match)) == pages
     assert len(match.pages) == 4
+
+
+def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(store: kvfs.Store) -> None:
+    store._core.keeper.stop()
+    ns = store.namespace("m", tiny(), "1")
+    tokens, _ = fill(ns, 1, 4)
+
+    class Growing(weakref.WeakSet[Any]):
+        left = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for one in super().__iter__():
+                if self.left:
+                    self.left -= 1
+                    made.append(ns.match(tokens))
+                yield one
+
+    store._core.c.holds = holds = Growing()
+    made = [ns.match(tokens) for _ in range(4)]
+    for look in (store._core._expire_holds, store.close):
+        holds.left = 2
+        look()
+    assert len(made) == 8 and not any(match.hold and match.hold.enter() for match in made)
 
 
 def test_another_process_loads_a_pickled_match(shared: kvfs.Store, ns: kvfs.Namespace) -> None:
