@@ -26,7 +26,7 @@ from kvfs.directory import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.files import SHORT_OF, boot_id
 from kvfs.index.gate import Gate
-from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
+from kvfs.index.lmdb_files import begin, discard_generation, open_environment, open_tables
 from kvfs.index.session import Session, Tables
 from kvfs.index.slack import keep_slack
 from kvfs.index.state import State, read_state, write_state
@@ -146,7 +146,7 @@ class Index:
             raise IndexUnavailableError("closed" if self._closed else "rebuilding")
         now_s = self._files.now_us() // 1_000_000
         try:
-            with self._env.begin(write=write) as txn:
+            with begin(self._env, write=write) as txn:
                 return function(Session(txn, self._tables, self.generation, now_s))
         except lmdb.MapFullError:
             raise IndexUnavailableError("index full") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from typing import Any
 
 import lmdb
 
@@ -20,6 +21,15 @@ def open_environment(path: str, map_size: int, mode: int, *, read_only: bool = F
         create=False, readahead=False, writemap=False, max_dbs=len(_DATABASES), max_spare_txns=1, lock=False,
         lib_version=0,
     )  # fmt: skip
+
+
+def begin(env: lmdb.Environment, *, write: bool) -> Any:
+    """A transaction. Who opened the index with more bytes than this process may have made it larger than its map."""
+    try:
+        return env.begin(write=write)
+    except lmdb.MapResizedError:
+        env.set_mapsize(0)  # that of the others
+        return env.begin(write=write)
 
 
 def discard_generation(path: str) -> None:

@@ -12,7 +12,7 @@ import kvfs
 from kvfs.context import COMMIT_SECONDS
 from kvfs.index.runs import sweep
 from kvfs.index.tables import SEALED
-from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+from tests.stores import TINY_BYTES, restored, run_child, seeded, tiny, tokens_of
 
 CHUNKS = 32  # a row of the index each
 PAGES = seeded(1, CHUNKS * TINY_BYTES)
@@ -129,3 +129,28 @@ def test_an_index_that_has_become_too_small_names_the_latest_pages(memory_path: 
         stored = [ns.match(tokens_of(n, CHUNKS)).tokens > 0 for n in range(count)]
         assert stored == sorted(stored) and 0.3 * count < sum(stored) < 0.7 * count, "the oldest are left out"
         assert ns.put(tokens_of(count, CHUNKS), PAGES).stored == CHUNKS
+
+
+def test_a_process_that_opened_a_smaller_index_goes_on_with_what_others_made_of_it(store: kvfs.Store) -> None:
+    """Settings count from the next open on. It took the larger file for broken, and removed it, each time."""
+    store._core.keeper.stop()
+    ns, tokens = store.namespace("m", tiny(), revision="r1"), tokens_of(1, CHUNKS)
+    assert ns.put(tokens, PAGES).stored == CHUNKS
+    settings = Path(store.path) / "kvfs.toml"
+    text = settings.read_text().replace(f"index_bytes = {2 << 20}", f"index_bytes = {16 << 20}")
+    settings.write_text(text)
+
+    def another_process() -> int:
+        with kvfs.open(store.path) as other:
+            other._core.keeper.stop()
+            index, size = other._core.c.index, 8 << 10
+            for first in range(0, 512, 64):
+                rows = [f"{n:040}".encode() for n in range(first, first + 64)]
+                index.write(lambda s, rows=rows: [s.put_row(key, bytes(size)) for key in rows], 5.0)
+            return index.read(lambda s: s.used_bytes(), COMMIT_SECONDS)
+
+    generation = store.stats()["index"]["generation"]
+    assert run_child(another_process) > 4 << 20
+    assert restored(ns, tokens) == PAGES
+    store._core.c.index.write(lambda s: s.delete_row(f"{0:040}".encode()), COMMIT_SECONDS)
+    assert store.stats()["index"]["generation"] == generation
