@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 
 POLL_SECONDS = 0.001
 TURN_SECONDS = 30.0  # that other appends to a segment may take: longer, and the disk hangs
@@ -15,8 +16,29 @@ TURN_SECONDS = 30.0  # that other appends to a segment may take: longer, and the
 _Locks = weakref.WeakValueDictionary[Hashable, threading.Lock]
 
 
+class NoTurn(OSError):
+    """Another write has hung for too long."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ETIMEDOUT, f"another write has hung for {TURN_SECONDS:g} s")
+
+
+class _Turn:
+    """For threads that no signal handler runs in: who only looked first, and was overtaken, would wait for ever."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=TURN_SECONDS):
+            raise NoTurn
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Turns:
-    """Locks by what they are for. Whoever wants one calls ``comes`` first, since a write may hang with its disk::
+    """Locks by what they are for. Who appends enters ``soon``. The upkeep, which can do without its turn, looks first::
 
     if turns.comes(key, 1.0):
         with turns.lock(key):
@@ -30,10 +52,12 @@ class Turns:
         with self._lock:
             return self._locks.setdefault(key, threading.Lock())
 
-    def soon(self, key: Hashable) -> threading.Lock:
-        """The lock, which is free by now. OSError if a write has hung for TURN_SECONDS."""
+    def soon(self, key: Hashable) -> AbstractContextManager[object]:
+        """To be entered at once: holds the lock inside. NoTurn, here or there, if a write has hung for TURN_SECONDS."""
+        if threading.current_thread() is not threading.main_thread():
+            return _Turn(self.lock(key))
         if not self.comes(key, TURN_SECONDS):
-            raise OSError(errno.ETIMEDOUT, f"another write has hung for {TURN_SECONDS:g} s")
+            raise NoTurn
         return self.lock(key)
 
     def comes(self, key: Hashable, seconds: float = 0.0) -> bool:

@@ -7,6 +7,7 @@ publish one transaction: the commit point
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,12 +88,10 @@ class Appender:
             self._c.counters.add(f"pages_declined_{self._c.declines}", len(chunks))
             return Outcome(declined=len(chunks), reason=self._c.declines)
         deadline = self._c.files.monotonic() + SPACE_SECONDS
-        lock = self._active.lock(job.segment_class)
         done = 0
         while done < len(chunks):
             try:
-                self._wait_for_turn(job.segment_class)
-                with lock:
+                with self._active.turns.soon(job.segment_class):
                     done += self._batch(job, chunks[done:], outcome, deadline)
                 deadline = self._c.files.monotonic() + SPACE_SECONDS  # the time that it took was none of waiting
                 continue
@@ -101,13 +100,14 @@ class Appender:
             except IndexUnavailableError as exc:
                 outcome.reason = "index"
                 self._c.counters.add(f"declined_index_{str(exc).partition(':')[0].replace(' ', '_')}")
+            except turns.NoTurn:
+                outcome.reason = "io"
             except OSError as exc:
                 full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
                 outcome.reason = "space" if full else "io"
                 self._c.counters.add("disk_full" if full else "write_errors")
-                if self._active.turns.comes(job.segment_class, turns.TURN_SECONDS):
-                    with lock:
-                        self._active.drop(job.segment_class)
+                with contextlib.suppress(turns.NoTurn), self._active.turns.soon(job.segment_class):
+                    self._active.drop(job.segment_class)
                 # the file system is smaller than the capacity, or others fill it
                 if (
                     full

@@ -116,6 +116,32 @@ def test_other_puts_decline_after_a_while(store_path: Path, files: Hanging) -> N
         assert put(ns, 2).stored == 4, "the disk is back"
 
 
+def test_a_put_that_is_overtaken_by_one_that_hangs_declines_too(
+    store_path: Path, files: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had looked whether it was its turn, and then waited for ever."""
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        store._core.keeper.stop()
+        ns = store.namespace("m", tiny(), "1")
+        assert put(ns, 1).stored == 4
+        turn, hanging = ns._appender._active.turns.soon, list[Put]()
+
+        def overtaken(key: Any) -> Any:
+            """The lock is free when it is looked at, and held when it is taken."""
+            mine = turn(key)
+            if threading.current_thread() is thread and not hanging:
+                hanging.append(Put(ns, files))
+            return mine
+
+        monkeypatch.setattr(ns._appender._active.turns, "soon", overtaken)
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(put(ns, 3)), daemon=True)
+        thread.start()
+        thread.join(5.0)
+        assert results and (results[0].declined, results[0].reason) == (4, "io"), "it waits for the disk"
+        assert hanging[0].end().stored == 4
+
+
 def test_upkeep_goes_on_meanwhile(store_path: Path, files: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active, "IDLE_SECONDS", 0.0)
     monkeypatch.setattr(active, "SYNC_SECONDS", 0.1)
