@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Container
 from functools import partial
 from itertools import product
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvfs import format as fmt
 from kvfs import space
@@ -27,9 +27,6 @@ CLASSES_MAX = 32  # active segments of one process
 LANES = 8  # of a class, at most
 BUSY_SECONDS = 0.005  # between looks at segments that others append to
 CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # for appends in progress
-
-
-Step: TypeAlias = Callable[[Session, int, bytes], object]  # of a segment's life: see ``space``
 
 
 class SegmentClass(NamedTuple):
@@ -71,7 +68,7 @@ class ActiveSegments:
         self._writers: dict[SegmentClass, Active] = {}
         self._used_at: dict[SegmentClass, float] = {}  # of writers, but for those that rest, trimmed
         self._dirty: set[SegmentClass] = set()
-        self._left: list[tuple[int, str, Step]] = []  # rows of this process that nobody appends to any more
+        self._left: list[tuple[int, str, space.Step]] = []  # rows of this process that nobody appends to any more
 
     def lock(self, segment_class: SegmentClass) -> threading.Lock:
         return self.turns.lock(segment_class)
@@ -166,7 +163,17 @@ class ActiveSegments:
         except OSError:
             self._leave(number, generation, space.doom)
             raise
+        if not self._is_current(generation):  # a rebuild that has looked at the segments before knows nothing of it
+            writer.discard(self._c.directory)
+            self._leave(number, generation, space.doom)
+            raise Declined("index")
         return Active(writer, generation)
+
+    def _is_current(self, generation: str) -> bool:
+        try:
+            return self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) == generation
+        except IndexUnavailableError:
+            return False
 
     def _adopt(self, segment_class: SegmentClass, fresh: int) -> Active | None:
         """Go on with the active segment of a process that is gone, if it was written in this process's way."""
@@ -233,7 +240,7 @@ class ActiveSegments:
         writer.close()
         self._leave(writer.number, generation, space.retire)
 
-    def _leave(self, number: int, generation: str, step: Step) -> None:
+    def _leave(self, number: int, generation: str, step: space.Step) -> None:
         """Take the next step of a segment that failed, now or when the index answers again.
 
         A row that stays active with a living owner would be charged, and nobody could reclaim it.
@@ -246,7 +253,9 @@ class ActiveSegments:
             number, generation, step = left
             if generation == self._c.index.generation:
                 try:
-                    self._c.index.write(partial(_take_step, step, number, self._c.owner, generation), COMMIT_SECONDS)
+                    self._c.index.write(
+                        partial(space.take_step, step, number, self._c.owner, generation), COMMIT_SECONDS
+                    )
                 except IndexUnavailableError:
                     self._c.counters.add("drop_errors")
                     return
@@ -266,7 +275,7 @@ class ActiveSegments:
                     for one in classes:
                         locks.enter_context(self.lock(one))
                     if number not in self.active_numbers():
-                        self._leave(number, generation, _give_up)
+                        self._leave(number, generation, space.give_up)
 
     def sync(self, writer: SegmentWriter) -> None:
         """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
@@ -385,15 +394,3 @@ class ActiveSegments:
 
     def active_numbers(self) -> set[int]:
         return {writer.number for writer, _ in list(self._writers.values())}  # others add to them meanwhile
-
-
-def _give_up(session: Session, number: int, owner: bytes) -> None:
-    """Seal or drop a segment if it is active still: what was seen outside the lock may be long past."""
-    row = session.segment(number)
-    if row is not None and row.state == ACTIVE and row.owner == owner:
-        (space.retire if row.records else space.doom)(session, number, owner)
-
-
-def _take_step(step: Step, number: int, owner: bytes, generation: str, session: Session) -> None:
-    if session.generation == generation:  # numbers mean other segments in another one
-        step(session, number, owner)

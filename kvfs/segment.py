@@ -343,6 +343,12 @@ class SegmentWriter:
     def close(self) -> None:
         _close(self._file, self._past)
 
+    def discard(self, directory: Directory) -> None:
+        """Close and remove a segment that holds nothing."""
+        with contextlib.suppress(OSError):
+            self._files.unlink(file_name(self.segment_id), dir_fd=directory.sub("segments"))
+        self.close()
+
 
 def _past(files: Files, file: Descriptor) -> Descriptor:
     """The segment once more, for payloads that go past the page cache."""

@@ -8,7 +8,8 @@ A segment is charged in its row before its file grows, and until nobody holds it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from kvfs import format as fmt
 from kvfs.config import Settings, quota_id
@@ -23,6 +24,7 @@ ANY_CLASS = bytes(16)
 QUOTA_BYTES = 8  # of a class id: which quota pays
 NO_QUOTA = bytes(QUOTA_BYTES)
 EPOCH_MAX = 0xFFFF_FFFF
+Step: TypeAlias = Callable[[Session, int, bytes], object]  # of a segment's life, that its owner takes
 
 
 class NeedSpaceError(Exception):
@@ -185,3 +187,15 @@ def gone(session: Session, number: int, segment_id: bytes) -> None:
     row = session.segment(number)
     if row is not None and row.state == DOOMED and row.segment_id == segment_id:
         session.delete_segment(number, row)
+
+
+def give_up(session: Session, number: int, owner: bytes) -> None:
+    """Seal or drop a segment if it is active still: what was seen outside the lock may be long past."""
+    row = session.segment(number)
+    if row is not None and row.state == ACTIVE and row.owner == owner:
+        (retire if row.records else doom)(session, number, owner)
+
+
+def take_step(step: Step, number: int, owner: bytes, generation: str, session: Session) -> None:
+    if session.generation == generation:  # numbers mean other segments in another one
+        step(session, number, owner)

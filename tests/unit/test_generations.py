@@ -23,7 +23,8 @@ from kvfs.index.worker import GRACE_SECONDS
 from kvfs.layout import Cell, Group, Need
 from kvfs.lookup import Prompt
 from kvfs.recompress import Recompressor
-from tests.stores import TINY_BYTES, load, restored, seeded, tiny, tokens_of
+from kvfs.segment import SegmentWriter
+from tests.stores import TINY_BYTES, load, restored, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 4
 PAGES = seeded(1, CHUNKS * TINY_BYTES)
@@ -71,6 +72,25 @@ def after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, meanwhile: Ca
         return result
 
     monkeypatch.setattr(target, name, once)
+
+
+def test_a_segment_whose_file_was_made_behind_a_rebuild_s_back_is_not_left_behind(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No index knew of it: nobody was charged for its blocks, and nobody would ever have removed it."""
+    path, create = Path(store.path), SegmentWriter.create
+
+    def late(*args: Any, **how: Any) -> SegmentWriter:
+        monkeypatch.setattr(SegmentWriter, "create", create)
+        rebuild(store)
+        return create(*args, **how)
+
+    monkeypatch.setattr(SegmentWriter, "create", late)
+    ns = space_of(store, SEGMENTS)
+    assert ns.put(tokens_of(SEGMENTS, CHUNKS), PAGES).reason == "index"
+    assert len(segment_files(path)) == SEGMENTS and store.verify().ok
+    assert ns.put(tokens_of(SEGMENTS, CHUNKS), PAGES).stored == CHUNKS
+    assert there(store) == [True] * SEGMENTS
 
 
 def test_an_eviction_spares_what_has_its_victims_number_now(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
