@@ -249,6 +249,13 @@ def create(path: str, settings: bytes, files: Files) -> None:
             directory.close()
 
 
+def check_free(path: str, files: Files) -> None:
+    """Refuse a directory in which no store can be made, as ``create`` does; nothing of it is changed."""
+    check_filesystem(path)
+    with contextlib.closing(Directory(path, files, read_only=True)) as directory:
+        _check_empty(directory)
+
+
 def is_store(path: str) -> bool:
     """Whether there is a store, or something in its place that is not to be touched."""
     with explained(path):
@@ -275,13 +282,17 @@ def explained(path: str) -> Iterator[None]:
         raise StoreAccessError(f"{what}; look at the kernel's log, or choose another directory") from None
 
 
-def _populate(directory: Directory, settings: bytes, files: Files) -> None:
-    root = directory.root
-    foreign = [n for n in files.listdir(root) if not _is_ours(n)]
+def _check_empty(directory: Directory) -> None:
+    foreign = [n for n in directory.files.listdir(directory.root) if not _is_ours(n)]
     if foreign:
         raise FormatError(
             f"{directory.path} is not empty ({sorted(foreign)[0]!r} is not kvfs's): give kvfs a directory of its own"
         )
+
+
+def _populate(directory: Directory, settings: bytes, files: Files) -> None:
+    root = directory.root
+    _check_empty(directory)
     tighten(directory)
     for name in SUBDIRECTORIES:
         parent, _, leaf = name.rpartition("/")

@@ -26,8 +26,9 @@ def init_command(
     codec: str, group: bool,
 ) -> None:  # fmt: skip
     """Create a store at -C PATH. Missing directories above it are made."""
-    from kvfs import directory
+    from kvfs import config, directory
     from kvfs.errors import ConfigError
+    from kvfs.files import Files
     from kvfs.store import open_store
 
     path = os.path.abspath(app.path)
@@ -37,10 +38,14 @@ def init_command(
         raise ConfigError("init creates a store, and KVFS_READONLY or --read-only is set")
     if capacity is None and not os.environ.get("KVFS_CAPACITY"):
         raise ConfigError("no capacity given: pass --capacity 200GiB or set KVFS_CAPACITY")
+    # before anything is made, or shared: a mistake leaves no folders, and a folder that is refused keeps its mode
+    limit = os.environ["KVFS_CAPACITY"] if capacity is None else capacity
+    config.make_settings(limit, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, codec=codec)
     with directory.explained(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if group:
             os.makedirs(path, exist_ok=True)
+            directory.check_free(path, Files())
             os.chmod(path, 0o2770)
     sizes = {"capacity": capacity, "segment_bytes": segment_bytes, "index_bytes": index_bytes}
     with open_store(path, **sizes, sync=sync, mode=mode, codec=codec) as store:  # type: ignore[arg-type]

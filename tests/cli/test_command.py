@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -439,6 +440,20 @@ def test_an_error_names_the_size_that_was_given(tmp_path: Path) -> None:
     for option in ("--segment-bytes", "--index-bytes"):
         done = called("-C", str(tmp_path / "new"), "init", "--capacity", "64MiB", option, "1")
         assert done.returncode == 2 and "is 1:" in done.stderr
+
+
+def test_a_folder_that_init_refuses_is_not_opened_to_its_group(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(0o755)
+    (theirs / "file").touch()
+    empty = tmp_path / "empty"
+    empty.mkdir(0o700)
+    for code, path, capacity in ((12, theirs, "64MiB"), (14, empty, "1KiB"), (14, tmp_path / "a" / "b", "1KiB")):
+        assert called("-C", str(path), "init", "--group", "--capacity", capacity).returncode == code
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (theirs, empty)] == [0o755, 0o700]
+    assert not (tmp_path / "a").exists()
+    assert called("-C", str(empty), "init", "--group", KVFS_CAPACITY="64MiB").returncode == 0
+    assert stat.S_IMODE(empty.stat().st_mode) == 0o2770
 
 
 def test_a_store_without_lookups_has_no_hit_rate(store: Path) -> None:
