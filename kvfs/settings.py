@@ -162,7 +162,7 @@ def _literal(name: str, value: str) -> str:
 
 def set_value(text: str, section: str, name: str, literal: str) -> str:
     """``text`` with one value changed or added; comments and everything else stay as they are."""
-    lines = text.splitlines()
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")  # not splitlines: TOML knows no other ends
     header = f"[quota.{config.quoted(section)}]" if section else ""
     begin, end = _span(lines, section)
     if begin < 0:

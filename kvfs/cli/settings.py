@@ -131,5 +131,6 @@ def set_command(app: App, key: str, value: str) -> None:
     except StoreReadOnlyError:
         raise app.mounted_read_only() from None
     data = {"setting": key, "value": stored}
-    whom = "for those who open the store from now on" if key == "mode" else "for all who have the store open, too"
+    later = key in ("mode", "index_bytes")
+    whom = "for those who open the store from now on" if later else "for all who have the store open, too"
     app.out.result(data, lambda: [f"{key} is {_value(key, stored)} now, {whom}"], [key])

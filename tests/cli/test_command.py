@@ -345,6 +345,17 @@ def test_config_keeps_comments_and_refuses_what_would_not_hold(store: Path) -> N
     assert done.returncode == 2 and "half the capacity" in done.stderr and settings.read_bytes() == before
 
 
+def test_a_line_of_the_settings_ends_where_toml_says(store: Path) -> None:
+    settings = store / "kvfs.toml"
+    settings.write_text('# theirs\u2028capacity = 1\ncapacity = "64MiB"\n', encoding="utf-8")
+    for key, value in (("quota.a\u2028b.cap", "8MiB"), ("quota.a\u2028b.ttl", "1h"), ("capacity", "128MiB")):
+        done = called("-C", str(store), "config", "set", key, value)
+        assert done.returncode == 0, done.stderr
+    assert settings.read_text(encoding="utf-8") == (
+        '# theirs\u2028capacity = 1\ncapacity = "128MiB"\n\n[quota."a\u2028b"]\ncap = "8MiB"\nttl = "1h"\n'
+    )
+
+
 @pytest.mark.parametrize("key", ["sync", "quota.a\udcff.cap"])
 def test_settings_that_are_no_text_are_named_in_one_line(store: Path, key: str) -> None:
     settings = store / "kvfs.toml"
@@ -359,7 +370,8 @@ def test_settings_that_are_no_text_are_named_in_one_line(store: Path, key: str) 
 def test_index_bytes_cannot_change_under_a_user(store: Path) -> None:
     with kvfs.open(store):
         assert called("-C", str(store), "config", "set", "index_bytes", "8MiB").returncode == 11
-    assert called("-C", str(store), "config", "set", "index_bytes", "8MiB").returncode == 0
+    done = called("-C", str(store), "config", "set", "index_bytes", "8MiB")
+    assert done.returncode == 0 and done.stdout.endswith("for those who open the store from now on\n")
 
 
 def test_completion_offers_commands_and_namespaces(store: Path) -> None:
