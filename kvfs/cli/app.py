@@ -128,6 +128,8 @@ def _app(ctx: click.Context) -> App:
 
 
 def _set_path(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    if value == "" and not ctx.resilient_parsing:  # -C "$UNSET" must not lead to another store
+        raise click.UsageError("-C is empty: name the directory of the store, or leave it out")
     if value is not None:
         _app(ctx).path = value
 

@@ -131,6 +131,12 @@ def test_the_store_is_the_option_else_the_variable_else_the_cache_directory(stor
     assert "alpha" in called("ls", XDG_CACHE_HOME=str(tmp_path / "cache")).stdout
 
 
+def test_an_empty_option_is_not_another_store(store: Path) -> None:
+    done = called("-C", "", "rm", "alpha", "--yes", KVFS_DIR=str(store))
+    assert done.returncode == 2 and "-C is empty" in done.stderr
+    assert "alpha" in called("ls", KVFS_DIR=str(store)).stdout
+
+
 def test_an_interrupt_is_130_without_a_traceback(store: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "kvfs.cli.main", "-C", str(store), "stats", "--watch", "--interval", "60"],
