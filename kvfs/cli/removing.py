@@ -56,8 +56,8 @@ def rm_command(
             if tenant:
                 chosen = [i for i in infos.values() if i.described.salt == salt_digest(salt)]
             else:
-                found = map(store.catalog.find, dict.fromkeys(namespaces))
-                chosen = [infos.get(d.digest) or NamespaceInfo(d) for d in found]
+                found = {d.digest: d for d in map(store.catalog.find, namespaces)}  # one may have been named twice
+                chosen = [infos.get(digest) or NamespaceInfo(d) for digest, d in found.items()]
             chosen = [i for i in chosen if i.pages or not tenant]
             pages, nbytes = sum(i.pages for i in chosen), sum(i.nbytes for i in chosen)
             what = [f"{i.label} ({text.count(i.pages)} pages, {text.size(i.nbytes)})" for i in chosen]

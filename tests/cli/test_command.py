@@ -12,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,11 @@ def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, t
     assert would["pages"] == did["pages"] == 40 and would["bytes"] == 20 * layout.page_bytes
 
 
+def test_a_namespace_that_is_named_twice_counts_once(store: Path) -> None:
+    done = called("-C", str(store), "rm", "alpha", "alpha@9213176", "--dry-run", "--json")
+    assert json.loads(done.stdout)["pages"] == 10
+
+
 def test_an_index_that_somebody_holds_is_not_waited_for_like_a_rebuild(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +404,15 @@ def test_the_watch_shows_what_others_do(store: Path) -> None:
         text = text.lstrip()[end:]
     assert len(found) == 2 and all("per_second" in body for body in found)
     assert found[0]["pages_stored"] == 10
+
+
+def test_a_watch_may_rest_for_ages(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rest(seconds: float) -> None:
+        assert seconds <= threading.TIMEOUT_MAX
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvfs.cli.counts.time.sleep", rest)
+    assert called("-C", str(store), "stats", "--watch", "--interval", "999999999999").returncode == 130
 
 
 def test_without_a_command_the_help_is_shown_as_it_is(store: Path) -> None:
