@@ -12,6 +12,7 @@ import click
 from kvfs.cli import text
 from kvfs.cli.app import App, common
 
+PAUSE_MIN, PAUSE_MAX = 0.1, 1e9  # the kernel's clock takes no more than some 290 years
 _BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
 
 
@@ -30,7 +31,7 @@ def stats_command(app: App, watch: bool, interval: str | None, times: int | None
 
     if not watch and (interval is not None or times is not None):
         raise click.UsageError("--interval and --times belong to --watch: add it, or leave them out")
-    pause = max(0.1, parse_duration(interval or "2s", "--interval"))
+    pause = min(max(PAUSE_MIN, parse_duration(interval or "2s", "--interval")), PAUSE_MAX)
     with app.open() as store:
         previous: dict[str, int] | None = None
         looks = 0
