@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -88,6 +89,7 @@ def main() -> NoReturn:
     os.environ.pop("KVFS_DISABLE", None)  # switches engines off, not the care of the store
     gc.set_threshold(GC_THRESHOLD)  # imports make many objects and no garbage
     _have_streams()
+    _end_in_order()
     app = App()
     try:
         code = run(app)
@@ -104,6 +106,13 @@ def _have_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _end_in_order() -> None:
+    """SIGTERM ends a command as Ctrl-C does: it leaves nothing half-written, and no index that must be built anew."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup stays nohup
+            signal.signal(number, signal.default_int_handler)
 
 
 def run(app: App, arguments: list[str] | None = None) -> int:

@@ -138,16 +138,20 @@ def test_an_empty_option_is_not_another_store(store: Path) -> None:
     assert "alpha" in called("ls", KVFS_DIR=str(store)).stdout
 
 
-def test_an_interrupt_is_130_without_a_traceback(store: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_is_130_without_a_traceback_and_leaves_the_index_clean(
+    store: Path, number: signal.Signals
+) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "kvfs.cli.main", "-C", str(store), "stats", "--watch", "--interval", "60"],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert child.stdout is not None
     child.stdout.readline()
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     _, err = child.communicate(timeout=30)
     assert child.returncode == 130 and err == "kvfs: interrupted\n"
+    assert json.loads((store / "state").read_text())["clean"]
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(store: Path) -> None:
