@@ -13,13 +13,15 @@ from kvfs import format as fmt
 from kvfs.active import STEP, Declined, SegmentClass
 from kvfs.carry import Carrier
 from kvfs.context import COMMIT_SECONDS, Context
-from kvfs.errors import IndexUnavailableError
+from kvfs.errors import IndexUnavailableError, StoreLockedError
 from kvfs.gc import GcLock, Reclaimer, index_is_full
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.victims import Victim, Victims
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
+LOCK_SECONDS = 30.0  # how long ``collect`` waits for an eviction, or a purge, to end
+BRIEF_SECONDS = 0.5  # at least, since the background of any process may have it for a moment
 MISSING_SECONDS = 0.5  # another evictor is waited for; what is still missing is asked for again
 INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
 SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
@@ -118,19 +120,25 @@ class Evictor:
                     break
 
     def collect(self, target_bytes: int | None, seconds: float | None = None) -> dict[str, int]:
-        """Evict until ``target_bytes`` are in use or so many ``seconds`` have passed; what was done."""
-        end = None if seconds is None else self._c.files.monotonic() + seconds
+        """Evict until ``target_bytes`` are in use or so many ``seconds`` have passed; what was done.
+
+        StoreLockedError if somebody else evicts or purges all the time: then nothing was.
+        """
+        now = self._c.files.monotonic()
+        end = None if seconds is None else now + seconds
         limit = space.budget(self._c.settings).limit if target_bytes is None else target_bytes
         dropped = 0
         before = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
-        with self.lock.hold(self._c.files.monotonic() + 30.0) as held:
-            if held:
-                self.reclaimer.finish_doomed()
-                while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
-                    if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
-                        break
-                    dropped += 1
-                self.reclaimer.sweep_all(end)
+        patience = LOCK_SECONDS if seconds is None else min(LOCK_SECONDS, max(BRIEF_SECONDS, seconds))
+        with self.lock.hold(now + patience) as held:
+            if not held:
+                raise StoreLockedError(f"{self._c.directory.path}: somebody else evicts or purges: ask again later")
+            self.reclaimer.finish_doomed()
+            while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
+                if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
+                    break
+                dropped += 1
+            self.reclaimer.sweep_all(end)
         after = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
         return {"segments_dropped": dropped, "bytes_before": before, "bytes_after": after}
 

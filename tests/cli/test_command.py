@@ -317,6 +317,14 @@ def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, t
     assert would["pages"] == did["pages"] == 40 and would["bytes"] == 20 * layout.page_bytes
 
 
+def test_gc_that_may_not_evict_does_not_say_that_it_has(store: Path) -> None:
+    with open(store / "run" / "gc", "rb+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = called("-C", str(store), "gc", "--apply", "--target", "0", "--max-duration", "0.1s")
+    assert done.returncode == 11 and "somebody else evicts" in done.stderr
+    assert called("-C", str(store), "gc", "--apply", "--target", "0").stdout.startswith("dropped 1 segments")
+
+
 def test_a_namespace_that_is_named_twice_counts_once(store: Path) -> None:
     done = called("-C", str(store), "rm", "alpha", "alpha@9213176", "--dry-run", "--json")
     assert json.loads(done.stdout)["pages"] == 10
