@@ -59,7 +59,7 @@ def gc_command(
             _explain(app, store, explain.lower())
         elif apply:
             done = store.gc(target_bytes, seconds=seconds)
-            freed = done["bytes_before"] - done["bytes_after"]
+            freed = max(0, done["bytes_before"] - done["bytes_after"])  # others store meanwhile
             used = text.size(done["bytes_after"])
             done["bytes_freed"] = freed
             app.out.result(
@@ -127,7 +127,7 @@ def _explain(app: App, store: Store, key: str) -> None:
         raise NotFoundError(f"no page's hash begins with {key!r}: it is not stored, or not any more")
     plan = store.gc_plan(0)  # the order in which everything would go
     order = {step.segment_id: (i, step) for i, step in enumerate(plan.steps)}
-    rows = {row.segment_id: row for _, row in store.catalog.segment_rows()}
+    rows = {row.segment_id: row for _, row in store.catalog.segment_rows()}  # later: what the plan lacks may be gone
     pins, now = store.pins(), Files().now_us()
     found: list[dict[str, Any]] = []
     for page in pages:
@@ -139,7 +139,9 @@ def _explain(app: App, store: Store, key: str) -> None:
         elif rank is not None:
             before = sum(s.frees_bytes for s in plan.steps[: rank[0]])
             why = f"goes as number {rank[0] + 1} of {len(plan.steps)} segments, after {text.size(before)} have gone"
-        elif row is not None and STATE_NAMES[row.state] == "active":
+        elif row is None or STATE_NAMES[row.state] == "doomed":
+            why = "its segment was dropped a moment ago"
+        elif STATE_NAMES[row.state] == "active":
             why = "stays: a live process is appending to its segment"
         else:
             why = "stays: its quota guarantees it"

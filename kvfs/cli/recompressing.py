@@ -74,7 +74,7 @@ def _apply(app: App, store: Store, codec: str, idle_seconds: float, seconds: flo
         codec, idle=idle_seconds, seconds=seconds,
         progress=lambda n, total: app.out.draw(f"recompressing {n} of {total} segments ..."),
     )  # fmt: skip
-    freed = done.bytes_before - done.bytes_after
+    freed = max(0, done.bytes_before - done.bytes_after)  # others store meanwhile
     data = {
         "applied": True, "codec": codec, "segments": done.segments, "pages": done.pages, "failed": done.failed,
         "bytes_before": done.bytes_before, "bytes_after": done.bytes_after, "bytes_freed": freed,

@@ -22,6 +22,7 @@ import pytest
 import kvfs
 from kvfs.cli.app import App
 from kvfs.cli.main import run
+from kvfs.recompress import Recompressed
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,6 +324,30 @@ def test_gc_that_may_not_evict_does_not_say_that_it_has(store: Path) -> None:
         done = called("-C", str(store), "gc", "--apply", "--target", "0", "--max-duration", "0.1s")
     assert done.returncode == 11 and "somebody else evicts" in done.stderr
     assert called("-C", str(store), "gc", "--apply", "--target", "0").stdout.startswith("dropped 1 segments")
+
+
+def test_what_others_store_meanwhile_is_not_freed_less_than_nothing(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = {"segments_dropped": 0, "bytes_before": 1, "bytes_after": 9000}
+    monkeypatch.setattr(kvfs.Store, "gc", lambda *_, **__: grown)
+    monkeypatch.setattr(kvfs.Store, "recompress", lambda *_, **__: Recompressed(bytes_before=1, bytes_after=9000))
+    for arguments in (("gc", "--apply"), ("gc", "--recompress", "--apply")):
+        done = called("-C", str(store), *arguments)
+        assert done.returncode == 0 and "freed 0 B; in use 8.8 KiB" in done.stdout, done
+
+
+def test_a_page_that_is_evicted_while_it_is_explained_is_not_kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = kvfs.Store.gc_plan
+
+    def late(self: kvfs.Store, target: int | None = None) -> Any:
+        self.gc(0)
+        return plan(self, target)
+
+    page = called("-C", str(store), "ls", "alpha", "-q").stdout.strip()
+    monkeypatch.setattr(kvfs.Store, "gc_plan", late)
+    done = called("-C", str(store), "gc", "--explain", page)
+    assert done.returncode == 0 and "was dropped a moment ago" in done.stdout, done
 
 
 def test_a_namespace_that_is_named_twice_counts_once(store: Path) -> None:
