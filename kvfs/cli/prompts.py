@@ -55,11 +55,12 @@ def read_prompt(file: str, kind: str, tokenizer: str | None) -> array[int]:
     if kind == "json":
         return _checked(file, _from_json(file, words))
     try:
-        return _checked(file, [int(word) for word in words.replace(",", " ").split()])
+        numbers = [int(word) for word in words.replace(",", " ").split()]
     except ValueError:
         raise ConfigError(
             f"{file} holds something that is no number: give token ids, or pass --tokenizer tokenizer.json for text"
         ) from None
+    return _checked(file, numbers)
 
 
 def _read(file: str) -> bytes:

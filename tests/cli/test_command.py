@@ -274,6 +274,11 @@ def test_bad_prompts_are_usage_errors_that_name_the_file(
     assert done.returncode == 2 and name in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_number_that_is_no_token_id_is_not_called_no_number(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.ids").write_text("1 4294967296")
+    assert "outside [0, 2**32)" in called("-C", str(store), "match", str(tmp_path / "p.ids")).stderr
+
+
 def test_a_text_prompt_is_tokenized(store: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"a": 11, "b": 22, "[UNK]": 0}
