@@ -10,7 +10,7 @@ import click
 from kvfs.cli import text
 from kvfs.cli.app import EXIT_PROBLEMS, App, common, complete_namespaces, namespace_option
 from kvfs.cli.output import shown
-from kvfs.cli.prompts import FORMATS, read_prompt, tokenizer_option
+from kvfs.cli.prompts import FORMATS, need_prompt, read_prompt, tokenizer_option
 
 PROBLEMS_SHOWN = 20
 KINDS = ("bundle", "safetensors")  # of the file that export writes
@@ -47,6 +47,7 @@ def export_command(
     kind, how = _sort_out(formats)
     if bool(targets) == (prompt is not None):
         raise click.UsageError("what shall be exported: give namespaces, or --prompt FILE with -n")
+    need_prompt(prompt, ref, how, tokenizer)
     if file == "-":
         raise click.UsageError("an export is verified and then renamed, so it is no stream: name a file")
     if os.path.lexists(file) and not force:

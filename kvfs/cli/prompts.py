@@ -34,6 +34,12 @@ def tokenizer_option(function: F) -> F:
     )(function)
 
 
+def need_prompt(prompt: str | None, ref: str | None, kind: str, tokenizer: str | None) -> None:
+    """Refuse options that say something of a prompt where none is given: `rm chat -n code` is not about code."""
+    if prompt is None and (ref is not None or kind != FORMATS[0] or tokenizer is not None):
+        raise click.UsageError("-n, --format and --tokenizer belong to --prompt: add it, or leave them out")
+
+
 def read_prompt(file: str, kind: str, tokenizer: str | None) -> array[int]:
     """Token ids of a prompt file (- is stdin); ConfigError that names the file for anything else."""
     data = _read(file)

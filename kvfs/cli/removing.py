@@ -9,7 +9,7 @@ import click
 
 from kvfs.cli import text
 from kvfs.cli.app import App, common, complete_namespaces, namespace_option
-from kvfs.cli.prompts import prompt_options, read_prompt
+from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
 
 
 @click.command("rm")
@@ -38,6 +38,7 @@ def rm_command(
 
     if bool(namespaces) + (prompt is not None) + tenant != 1:
         raise click.UsageError("what shall be removed: give namespaces, or --prompt FILE with -n, or --tenant")
+    need_prompt(prompt, ref, kind, tokenizer)
     salt = os.environ.get("KVFS_SALT", "")
     if tenant and not salt:
         raise ConfigError("--tenant removes what is stored under a salt: give it in $KVFS_SALT")

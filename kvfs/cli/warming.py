@@ -10,7 +10,7 @@ import click
 from kvfs.cli import text
 from kvfs.cli.app import EXIT_FAILED, App, common, complete_namespaces, namespace_option
 from kvfs.cli.output import Progress
-from kvfs.cli.prompts import prompt_options, read_prompt
+from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
 
 if TYPE_CHECKING:
     from kvfs.store import Store
@@ -37,6 +37,7 @@ def warm_command(
     from kvfs.config import parse_size
     from kvfs.memory import memory_available
 
+    need_prompt(prompt, ref, kind, tokenizer)
     ids = None if prompt is None else read_prompt(prompt, kind, tokenizer)
     names = [*targets, *(_read_list(listed) if listed is not None else ())]
     if not names and ids is None and not pinned and hottest is None:
