@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # 10 no store, 11 locked, 12 format, 14 no space, 90 corrupt: ``kvfs.errors`` has them.
 EXIT_FAILED, EXIT_USAGE, EXIT_PROBLEMS, EXIT_INTERRUPTED = 1, 2, 3, 130
 REBUILD_SECONDS = 3600.0
+TAB_SECONDS = 0.5
 SILENT_SECONDS = 30.0  # somebody holds it and is stopped, or waits for a disk
 
 
@@ -45,8 +46,11 @@ class App:
     def path_origin(self) -> str:
         return "-C" if self._path else "$KVFS_DIR" if os.environ.get("KVFS_DIR") else "default"
 
-    def open(self, *, write: bool = False, counted: bool = False) -> Store:
-        """The store, with an index that answers. Commands that only look fall back to reading on a read-only mount."""
+    def open(self, *, write: bool = False, counted: bool = False, hurried: bool = False) -> Store:
+        """The store, with an index that answers. Commands that only look fall back to reading on a read-only mount.
+
+        ``hurried``: somebody has pressed Tab, so no rebuild is waited for.
+        """
         from kvfs.errors import StoreLockedError, StoreNotFoundError, StoreReadOnlyError
         from kvfs.store import open_store
 
@@ -56,9 +60,10 @@ class App:
             store = self._open(open_store, write, counted)
         except StoreNotFoundError:
             raise self.no_store() from None
-        if not store.wait_ready(0.0):
-            self.out.draw("the index is being rebuilt from the segments ...")
-            if not _rebuilt(store):
+        if not store.wait_ready(TAB_SECONDS if hurried else 0.0):
+            if not hurried:
+                self.out.draw("the index is being rebuilt from the segments ...")
+            if hurried or not _rebuilt(store):
                 raise StoreLockedError(f"{self.path}: the index does not answer; kvfs doctor says who holds it")
             self.out.clear()
         return store
@@ -172,9 +177,7 @@ def namespace_option(function: F) -> F:
 def complete_namespaces(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Names of the namespaces, for the shell. Silent where there is no store."""
     try:
-        app = _app(ctx)
-        app.out.quiet = True
-        with app.open() as store:
+        with _app(ctx).open(hurried=True) as store:
             return sorted({d.name for d in store.catalog.described() if d.name.startswith(incomplete)})
     except Exception:
         return []
@@ -183,7 +186,7 @@ def complete_namespaces(ctx: click.Context, _: click.Parameter, incomplete: str)
 def complete_pins(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Names of the pins."""
     try:
-        with _app(ctx).open() as store:
+        with _app(ctx).open(hurried=True) as store:
             return [pin.name for pin in store.pins() if pin.name.startswith(incomplete)]
     except Exception:
         return []

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import kvfs
-from kvfs.cli.app import App
+from kvfs.cli.app import App, complete_namespaces, complete_pins
 from kvfs.cli.main import run
 from kvfs.recompress import Recompressed
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
@@ -435,6 +436,17 @@ def test_completion_offers_commands_and_namespaces(store: Path) -> None:
 
     assert "plain,verify" in complete("kvfs ver")
     assert "plain,alpha" in complete("kvfs ls a")
+
+
+def test_completion_waits_for_no_index(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever presses Tab has a shell that stands still meanwhile."""
+    monkeypatch.setattr("kvfs.cli.app._rebuilt", lambda _: pytest.fail("waited for a rebuild"))
+    monkeypatch.setattr(kvfs.Store, "wait_ready", lambda _, timeout=60.0: timeout > 1.0)
+    app = App()
+    app.path = str(store)
+    context = click.Context(click.Command("ls"), obj=app)
+    assert complete_namespaces(context, click.Argument(["x"]), "") == []
+    assert complete_pins(context, click.Argument(["x"]), "") == []
 
 
 def test_the_watch_shows_what_others_do(store: Path) -> None:
