@@ -7,6 +7,8 @@ files that are not kvfs's move to quarantine/; where the index contradicts the s
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import re
 import struct
@@ -18,6 +20,7 @@ from kvfs import codec as codecs
 from kvfs import format as fmt
 from kvfs.codec import CodecError
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.descriptors import opened
 from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.format import Entry
 from kvfs.hashing import LEAF_BYTES, leaf_table, root_of
@@ -100,7 +103,7 @@ class Verifier:
     def _segment(self, number: int, row: SegmentRow) -> None:
         held = self._c.segments.acquire(number, row.segment_id, self._c.index.generation)
         if held is None:
-            if self._still_there(number, row) and row.records:
+            if self._still_there(number, row) and (row.records or self._is_refused(row)):
                 self._bad_segment(number, row, "cannot be opened")
             return
         try:
@@ -115,6 +118,15 @@ class Verifier:
             self._pages(number, row, held, scan)
         except OSError as exc:
             self._bad_segment(number, row, str(exc.strerror))
+
+    def _is_refused(self, row: SegmentRow) -> bool:
+        """Whether there is a file that cannot be read: a rebuild that met it has named no page of it."""
+        segments = self._c.directory.sub("segments")
+        try:
+            with opened(self._c.files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments):
+                return False
+        except OSError as exc:
+            return exc.errno in (errno.EACCES, errno.EPERM, errno.EIO)
 
     def _still_there(self, number: int, row: SegmentRow) -> bool:
         now = self._c.index.read(lambda s: s.segment(number), COMMIT_SECONDS)

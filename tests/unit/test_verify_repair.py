@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError
+from kvfs.files import Files
 from kvfs.index.rows import pack_row, parse_row
 from kvfs.index.session import Session
 from kvfs.plan import make_plan
@@ -187,3 +189,23 @@ def test_a_row_that_misreads_good_bytes_is_not_called_good(path: Path, wrong: di
         assert store.wait_ready() and store.verify().ok
         for seed in range(PROMPTS):
             assert restored(ns, tokens_of(seed, 60)) == seeded(seed, 60 * TINY_BYTES)
+
+
+class Refusing(Files):
+    """A user who may not read segments."""
+
+    def open(
+        self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, keep: list[int | None] | None = None
+    ) -> int:
+        if name.endswith(".kvs"):
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return super().open(name, flags, mode, dir_fd=dir_fd, keep=keep)
+
+
+def test_segments_that_may_not_be_read_are_no_empty_store(path: Path) -> None:
+    """The index that a reader builds for itself holds none of their pages, and so did not miss any."""
+    (path / "index" / "CURRENT").unlink()
+    with kvfs.open(path, read_only=True, files=Refusing()) as store:
+        assert store.wait_ready(30.0)
+        report = store.verify()
+    assert report.bad_segments == len(segment_files(path)) and "cannot be opened" in report.problems[0], report
