@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+from types import FrameType
 from typing import NoReturn
 
 import click
@@ -39,6 +40,7 @@ COMMANDS = {
 
 #: What click raises for a group without a command; from 8.2 on.
 NO_ARGUMENTS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
 GC_THRESHOLD = 50_000  # objects; Python's own is 700
 
 
@@ -97,6 +99,9 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
+    for number in _ENDS:  # nothing is left to be told of it
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_DFL)
     gc.freeze()  # the interpreter would look once more at all that was imported, for cycles that end with it
     sys.exit(code)
 
@@ -110,9 +115,15 @@ def _have_streams() -> None:
 
 def _end_in_order() -> None:
     """SIGTERM ends a command as Ctrl-C does: it leaves nothing half-written, and no index that must be built anew."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup stays nohup
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for other in _ENDS:  # `timeout` sends it twice: what is under way to the end is not to be interrupted
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def run(app: App, arguments: list[str] | None = None) -> int:

@@ -150,7 +150,8 @@ def test_an_interrupt_is_130_without_a_traceback_and_leaves_the_index_clean(
     )  # fmt: skip
     assert child.stdout is not None
     child.stdout.readline()
-    child.send_signal(number)
+    for _ in range(1 if number == signal.SIGINT else 2):  # `timeout` sends it to the child, and to its group
+        child.send_signal(number)
     _, err = child.communicate(timeout=30)
     assert child.returncode == 130 and err == "kvfs: interrupted\n"
     assert json.loads((store / "state").read_text())["clean"]
