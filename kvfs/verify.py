@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import re
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -214,19 +215,27 @@ class Verifier:
 
     def _strangers(self, known: set[bytes]) -> None:
         """Files in segments/ that the index does not know; they may have been made a moment ago."""
-        names = self._c.files.listdir(self._c.directory.sub("segments"))
+        folder = self._c.directory.sub("segments")
+        names = self._c.files.listdir(folder)
         now = {row.segment_id for _, row in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)} | known
         ours = {file_name(segment_id) for segment_id in now}
         for name in names:
             if name in ours:
                 continue
-            if not _SEGMENT_NAME.match(name):
+            if not _SEGMENT_NAME.match(name) or not self._is_file(name, folder):
                 self._foreign.append(name)
                 self.report.foreign_files += 1
                 self.report.note(f"segments/{name}: not a file of kvfs")
             else:
                 self.report.bad_segments += 1
                 self.report.note(f"segments/{name}: the index does not know it")
+
+    def _is_file(self, name: str, folder: int) -> bool:
+        """A link or a folder is no segment, whatever its name: an index that is built anew does not know it either."""
+        try:
+            return stat.S_ISREG(self._c.files.stat(name, dir_fd=folder).st_mode)
+        except OSError:
+            return True
 
     # -- repair ------------------------------------------------------------------------------
 

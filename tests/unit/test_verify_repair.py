@@ -209,3 +209,18 @@ def test_segments_that_may_not_be_read_are_no_empty_store(path: Path) -> None:
         assert store.wait_ready(30.0)
         report = store.verify()
     assert report.bad_segments == len(segment_files(path)) and "cannot be opened" in report.problems[0], report
+
+
+@pytest.mark.parametrize("make", [lambda p: p.symlink_to("/etc/passwd"), Path.mkdir], ids=["link", "folder"])
+def test_what_is_no_file_is_put_aside_though_it_is_called_like_a_segment(
+    path: Path, make: Callable[[Path], None]
+) -> None:
+    """No rebuild knows it: it was never repaired, and each repair threw the index away."""
+    make(path / "segments" / f"{'0' * 32}.kvs")
+    with kvfs.open(path) as store:
+        assert store.wait_ready(30.0)
+        before = store.stats()["index"]["generation"]
+        report = store.verify(0.0, repair=True)
+        assert (report.foreign_files, report.bad_segments, report.repaired) == (1, 0, 1)
+        assert store.verify(0.0).ok and store.stats()["index"]["generation"] == before
+    assert len(list((path / "quarantine").iterdir())) == 1
