@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
@@ -111,6 +112,8 @@ def _have_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have letters that the locale lacks; stderr is like that
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _end_in_order() -> None:

@@ -492,6 +492,12 @@ def test_closed_streams_are_no_bug(store: Path, closed: tuple[int, ...]) -> None
     assert done.returncode == 0 and not done.stderr
 
 
+def test_letters_that_the_locale_lacks_are_no_bug(store: Path) -> None:
+    store = store.rename(store.with_name("\u4e2d"))
+    done = command("-C", str(store), "config", PYTHONIOENCODING="latin-1")
+    assert done.returncode == 0 and "\\u4e2d" in done.stdout, done
+
+
 def test_an_export_replaces_nothing_but_files(store: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
