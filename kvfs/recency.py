@@ -32,7 +32,7 @@ class Recency:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._files = directory.files
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # lookups want it: no call to the disk is made inside
         self._open: OrderedDict[bytes, Descriptor] = OrderedDict()
         self._requests: OrderedDict[bytes, int] = OrderedDict()
 
@@ -55,28 +55,39 @@ class Recency:
         eviction takes equal stamps for pages of one prompt."""
         if self._directory.read_only or not stamps:
             return
-        with self._lock, contextlib.suppress(OSError):
-            self._files.write_all(self._fd(segment_id), [pack_u64(stamps)], first * STAMP_BYTES)
+        with contextlib.suppress(OSError):
+            file = self._file(segment_id)
+            self._files.write_all(file.fd, [pack_u64(stamps)], first * STAMP_BYTES)
 
-    def _fd(self, segment_id: bytes) -> int:
-        file = self._open.pop(segment_id, None)
-        if file is None:
-            run, name, files = self._directory.sub("run/use"), segment_id.hex(), self._files
+    def _file(self, segment_id: bytes) -> Descriptor:
+        """A segment's stamps. Open as long as the caller refers to it, whoever lets go of it meanwhile: so nobody waits
+        for the disk of another."""
+        with self._lock:
+            file = self._open.get(segment_id)
+            if file is not None:
+                self._open.move_to_end(segment_id)
+                return file
+        file = self._opened(segment_id)
+        with self._lock:
+            self._open[segment_id] = file
+            if len(self._open) > _OPEN_MAX:
+                self._open.popitem(last=False)
+        return file
+
+    def _opened(self, segment_id: bytes) -> Descriptor:
+        run, name, files = self._directory.sub("run/use"), segment_id.hex(), self._files
+        try:
+            file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
+            if files.fstat(file.fd).st_nlink > 1:  # a snapshot's, or no file of kvfs's at all
+                file.close()
+                files.unlink(name, dir_fd=run)
+                raise FileNotFoundError
+        except FileNotFoundError:
             try:
+                file = Descriptor.create(files, name, self._directory.file_mode, dir_fd=run)
+            except FileExistsError:
                 file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
-                if files.fstat(file.fd).st_nlink > 1:  # a snapshot's, or no file of kvfs's at all
-                    file.close()
-                    files.unlink(name, dir_fd=run)
-                    raise FileNotFoundError
-            except FileNotFoundError:
-                try:
-                    file = Descriptor.create(files, name, self._directory.file_mode, dir_fd=run)
-                except FileExistsError:
-                    file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
-        self._open[segment_id] = file
-        if len(self._open) > _OPEN_MAX:
-            self._open.popitem(last=False)[1].close()
-        return file.fd
+        return file
 
     def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
         """Last use of each record; where there is no stamp, the time at which it was written."""
@@ -103,8 +114,8 @@ class Recency:
                 run = self._directory.sub("run/use")
                 with opened(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=run) as fd:
                     return any(self._files.read(fd, STAMP_BYTES, seq * STAMP_BYTES))
-            with self._lock:
-                return any(self._files.read(self._fd(segment_id), STAMP_BYTES, seq * STAMP_BYTES))
+            file = self._file(segment_id)
+            return any(self._files.read(file.fd, STAMP_BYTES, seq * STAMP_BYTES))
         return False
 
     def version(self, segment_id: bytes) -> tuple[int, int]:
@@ -117,10 +128,9 @@ class Recency:
 
     def forget(self, segment_id: bytes) -> None:
         """The segment is gone."""
-        with self._lock, contextlib.suppress(OSError):
-            file = self._open.pop(segment_id, None)
-            if file is not None:
-                file.close()
+        with self._lock:
+            self._open.pop(segment_id, None)
+        with contextlib.suppress(OSError):
             self._files.unlink(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
 
     def sweep(self, known: set[bytes]) -> None:
@@ -135,8 +145,6 @@ class Recency:
 
     def close(self) -> None:
         with self._lock:
-            for file in self._open.values():
-                file.close()
             self._open.clear()
 
     def abandon(self) -> None:

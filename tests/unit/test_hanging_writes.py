@@ -184,3 +184,26 @@ def test_an_import_says_that_a_write_hangs(store_path: Path, tmp_path: Path, fil
         assert raised and "another write has hung" in str(raised[0]), "the import waits for the disk"
         assert hanging.end().stored == 4
         assert store.import_bundle(str(bundle)).stored == 4
+
+
+def test_stamps_of_use_that_hang_hold_up_no_lookup_and_no_close(store_path: Path, files: Hanging) -> None:
+    """A get told of its pages' use under a lock that every lookup takes, the end of a save and the close, too."""
+    store = kvfs.open(store_path, capacity="64MiB", files=files)
+    ns, tokens = store.namespace("m", tiny(), "1"), tokens_of(1, 4)
+    assert put(ns, 1).stored == 4
+
+    def get() -> None:
+        with ns.match(tokens) as match:
+            ns.get(match, bytearray(match.nbytes))
+
+    hanging = threading.Thread(target=get, name="hangs", daemon=True)
+    hanging.start()
+    assert files.hangs.wait(SECONDS)
+    for call in (get, lambda: put(ns, 2), lambda: store.gc(0), store.close):
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(SECONDS / 4)
+        assert not thread.is_alive(), "it waits for the disk of another"
+    files.goes_on.set()
+    hanging.join(SECONDS)
+    assert not hanging.is_alive()
