@@ -5,6 +5,7 @@ What is read here is always verified, whatever the policy: it is in the CPU's ha
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 
 from kvfs import codec as codecs
@@ -33,7 +34,6 @@ def assemble(
         file = held.get(source.place.segment)
         if shared is None or file is None or not missing or source.place.codec not in codecs.NAMES:
             continue
-        fine: bool | None
         if source.place.codec == fmt.CODEC_RAW:
             fine = _copy_part(context, file, source, shared, gm, group, target)
         elif source.part == gm.want:
@@ -65,9 +65,9 @@ def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, tar
             raise CodecError(f"{place.stored_bytes} stored bytes for a page of {len(target)}")
         stored = context.segments.read_bytes(held, place.stored_bytes, place.block * fmt.BLOCK)
         codecs.decode(stored, place.codec, target)
-    except OSError:
+    except OSError as exc:
         context.counters.add("read_errors")
-        return False
+        return None if exc.errno == errno.ENOMEM else False
     except (CodecMemoryError, MemoryError):
         context.counters.add("read_errors")
         return None
@@ -83,8 +83,8 @@ def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, tar
 
 def _copy_part(
     context: Context, held: Held, source: Source, shared: Part, gm: GroupMatch, group: Group, target: memoryview
-) -> bool:
-    """Copy the shared rectangle of one stored part; whole leaves are read and checked first."""
+) -> bool | None:
+    """Copy the shared rectangle of one stored part; whole leaves are read and checked first. As ``decode_page``."""
     files, (part, place) = context.files, source
     leaf = group.leaf_bytes(part)
     copy = _copier(part, shared, gm, group, target)
@@ -103,9 +103,9 @@ def _copy_part(
                 context.counters.add("pages_corrupt")
                 return False
             copy(row, data)
-    except OSError:
+    except OSError as exc:
         context.counters.add("read_errors")
-        return False
+        return None if exc.errno == errno.ENOMEM else False
     return True
 
 

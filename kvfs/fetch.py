@@ -7,6 +7,7 @@ not to be there is read after that, like everything else: each thread a stretch 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -173,14 +174,14 @@ class Fetcher:
     def _read_singly(self, job: Job, target: memoryview, leaf_bytes: int) -> Found:
         """One of the pages cannot be read: find out which."""
         self._c.counters.add("read_errors")
-        good = []
+        good: list[bool | None] = []
         for i in range(job.count):
             page = job.page(target, i)
             try:
                 self._c.segments.read(job.held, page, job.offset + i * job.size)
                 good.append(self.check(job, i, page, leaf_bytes))
-            except OSError:
-                good.append(False)
+            except OSError as exc:
+                good.append(None if exc.errno == errno.ENOMEM else False)
         return _found(job, good)
 
     # -- whether it is right ---------------------------------------------------------------------
@@ -224,6 +225,7 @@ def _chunk(job: Job) -> int:
     return job.chunk
 
 
-def _found(job: Job, good: Sequence[bool]) -> Found:
-    bits = sum(fine << job.chunk + i for i, fine in enumerate(good))
-    return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if not fine]
+def _found(job: Job, good: Sequence[bool | None]) -> Found:
+    """``good``: None of a page that is a miss now, for want of memory, and not bad for that."""
+    bits = sum(1 << job.chunk + i for i, fine in enumerate(good) if fine)
+    return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if fine is False]

@@ -360,6 +360,26 @@ class NoTemporary(Files):
         return super().open(name, flags, *args, **more)
 
 
+@pytest.mark.parametrize("part", [None, Part(0, 1, 0, 3)], ids=["as stored", "another part"])
+def test_pages_outlive_a_reader_without_memory_for_a_bounce_buffer(
+    path: Path, monkeypatch: pytest.MonkeyPatch, part: Part | None
+) -> None:
+    """Its own trouble was taken for the disk's: pages that nothing was wrong with left the index for all."""
+
+    def short(nbytes: int) -> memoryview:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with opened(path) as store:
+        ns = put(store)
+        with ns.match(tokens_of(1, CHUNKS, ODD.page_tokens), part=part) as match, monkeypatch.context() as patch:
+            patch.setattr(direct, "_kept", [])
+            patch.setattr(direct, "aligned", short)
+            assert ns.get(match, bytearray(match.nbytes)) == 0
+            with pytest.raises(MemoryError):
+                store.verify(repair=True)
+        assert found(ns) and store.verify().ok
+
+
 @pytest.mark.parametrize("files", [NoDirect(), LateRefusal(), Pretending()], ids=["open", "write", "page cache"])
 def test_staging_without_o_direct_is_refused_before_anything_is_written(path: Path, files: Files) -> None:
     with pytest.raises(ConfigError, match=r'mode is "staging".*refuses O_DIRECT.*local disk.*mode "cache"'):
