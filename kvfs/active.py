@@ -314,9 +314,9 @@ class ActiveSegments:
         """Seal or trim active segments that nobody has written to for a while."""
         self._finish_left()
         self._leave_lost()
-        now = self._c.files.monotonic()
-        # prompts of many lifetimes and quotas: no more segments stay open than a process may append to
-        spare = len(self._writers) - CLASSES_MAX
+        now, settings = self._c.files.monotonic(), self._c.settings
+        # prompts of many lifetimes and quotas: few segments stay open, since what is active is not to be evicted
+        spare = len(self._writers) - min(CLASSES_MAX, 2 * settings.segments_bytes_max // settings.segment_bytes)
         for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):  # those that rest first
             rests = spare > 0 or now - self._used_at.get(segment_class, now) >= IDLE_SECONDS
             if rests and self.turns.comes(segment_class):

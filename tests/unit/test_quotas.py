@@ -250,6 +250,18 @@ def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Pa
             assert there(space(store, name), range(1)) == [0]
 
 
+def test_lifetimes_in_a_store_of_few_segments_leave_something_to_evict(memory_path: Path) -> None:
+    """32 segments that were open took all of it, and further puts were declined after five seconds each."""
+    with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="1600KiB", files=Clock()) as store:
+        store._core.keeper.stop()
+        ns, stored = space(store, "anybody"), 0
+        for seed in range(30):
+            stored += ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=100.0 * 1.5**seed).stored
+            if seed % 4 == 3:
+                store._core.active.tidy()
+        assert stored == 30
+
+
 def test_a_segment_that_nothing_was_appended_to_gives_its_blocks_back(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
