@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from kvfs import format as fmt
 from kvfs.active import ActiveSegments, Declined, SegmentClass
+from kvfs.bits import span
 from kvfs.carry import Carrier
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
@@ -75,14 +76,18 @@ class Pins:
 
     def _segments_of(self, match: PrefixMatch) -> tuple[str, ...]:
         """Where the pages of a match lie now."""
-        keys = {hit.key for group in match.groups for hit in group.hits}
+        wanted: dict[bytes, int] = {}  # row -> chunks of its run; the rest of it may lie anywhere
+        for gm in match.groups:
+            for hit in gm.hits:
+                bits = hit.bits & span(gm.first, gm.count) >> hit.run * gm.run_length
+                wanted[hit.key] = wanted.get(hit.key, 0) | bits
 
         def look(session: Session) -> set[bytes]:
             ids: set[bytes] = set()
-            for key in keys:
+            for key, bits in wanted.items():
                 row = session.row(key)
                 for extent in row.extents if row is not None else ():
-                    if session.is_live(extent):
+                    if bits & span(extent.first, extent.chunks) and session.is_live(extent):
                         ids.add(session.segment_id(extent.segment) or b"")
             return ids - {b""}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs import format as fmt
 from kvfs.errors import NoSpaceError
 from kvfs.files import Files
 from kvfs.testing import FakeClock
@@ -94,3 +95,17 @@ def test_no_more_than_half_the_capacity_is_pinned(store: kvfs.Store) -> None:
             store.pin(str(seed), fill(store, range(seed, seed + 1)), tokens_of(seed, CHUNKS))
             pinned += 1
     assert pinned >= 20
+
+
+def test_a_pin_keeps_what_it_was_given_and_nothing_behind_it(store: kvfs.Store) -> None:
+    """The segments of whole prompts were kept for a shared beginning: 35 times the bytes that were asked for."""
+    ns = fill(store, range(40))
+    for seed in range(20):
+        assert store.pin(str(seed), ns, tokens_of(seed, CHUNKS)[:16]) == 16
+    rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
+    kept = [row for _, row in rows if row.segment_id in store._core.pins.segments()]
+    assert len(kept) == 20 and all(row.flags & fmt.FLAG_PINNED for row in kept)
+    fill(store, range(100, 250))
+    for seed in range(20):
+        assert restored(ns, tokens_of(seed, CHUNKS)) == PAGES[: LAYOUT.page_bytes]
+    assert store.verify().ok
