@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+
+CGROUPS, SELF = "/sys/fs/cgroup", "/proc/self/cgroup"
 
 
 def memory_available() -> int | None:
@@ -16,16 +19,31 @@ def memory_limit() -> int | None:
 
 
 def cgroup_limit() -> int | None:
-    """The memory limit of this process's cgroup (version 2, or 1), or None."""
-    paths = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
-    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as lines:
-        paths = [f"/sys/fs/cgroup{line.strip()[3:]}/memory.max" for line in lines if line.startswith("0::")] + paths
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
-            value = int(file.read())
-            if value < 1 << 60:
-                return value
-    return None
+    """The least memory limit of this process's cgroup and of those around it (version 2, or 1), or None.
+
+    What limits is often not the innermost one: batch systems and supervisors put processes into groups of a job's.
+    """
+    limits = []
+    for folder, name in _cgroups():
+        with contextlib.suppress(OSError, ValueError), open(f"{folder}/{name}", encoding="ascii") as file:
+            limits.append(int(file.read()))  # "max" in version 2, nearly 2**63 in version 1: none
+    return min((n for n in limits if n < 1 << 60), default=None)
+
+
+def _cgroups() -> Iterator[tuple[str, str]]:
+    """(folder, file of the limit) of this process's cgroups and of all around them."""
+    found = {"": (CGROUPS, "memory.max"), "memory": (f"{CGROUPS}/memory", "memory.limit_in_bytes")}
+    paths = dict.fromkeys(found, "")  # a container may see its own as the root alone, whatever it is called
+    with contextlib.suppress(OSError, ValueError), open(SELF, encoding="utf-8") as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            kind = "memory" if "memory" in controllers.split(",") else controllers
+            if kind in paths and "/.." not in path:
+                paths[kind] = path.strip("/")
+    for kind, (root, name) in found.items():
+        parts = paths[kind].split("/") if paths[kind] else []
+        for depth in range(len(parts) + 1):
+            yield "/".join([root, *parts[:depth]]), name
 
 
 def _meminfo(name: str) -> int | None:
