@@ -22,6 +22,10 @@ _RUN, _SKIP = "run", "skip"
 _WAIT_SECONDS = 0.05
 
 
+class PoolClosedError(OSError):
+    """A call had not begun when its pool was closed."""
+
+
 class _Task(Generic[T]):
     __slots__ = ("call", "claims", "done", "error", "finished", "result")
 
@@ -50,7 +54,7 @@ class _Task(Generic[T]):
         while not self.finished:
             self.done.acquire(timeout=_WAIT_SECONDS)
             if pool.closed and not self.finished and self.skip():
-                self.error = OSError(errno.ECANCELED, "the pool was closed")
+                self.error = PoolClosedError(errno.ECANCELED, "the pool was closed")
                 return
 
     def skip(self) -> bool:
@@ -173,7 +177,8 @@ class Team:
         """Results of ``work`` for every share, the first one in the caller's thread; in any order.
 
         Shares may be one and the same iterator: whoever is free takes the next item, and the result of a thread that
-        came too late is missing. An interrupt of the caller takes all items that nobody has begun from the others.
+        came too late is missing. So are those of shares that nobody had begun when the team was closed. An interrupt
+        of the caller takes all items that nobody has begun from the others.
         """
         pool = self._started(len(shares) - 1) if len(shares) > 1 else None
         if pool is None:
@@ -191,6 +196,8 @@ class Team:
         calls = [partial(work, share) for share in shares[1:]]
         try:
             return [*pool.run(calls, mine, helping=shares[0] is shares[-1]), *done]
+        except PoolClosedError:  # of a store that was closed meanwhile, and whose disk is slow
+            return done
         finally:
             with self._lock:
                 self._wanted -= len(calls)

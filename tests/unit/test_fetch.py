@@ -16,7 +16,7 @@ import pytest
 import kvfs
 from kvfs import files as files_module
 from kvfs.files import Files
-from kvfs.pool import Team
+from kvfs.pool import Pool, Team
 from tests.stores import counted, seeded, segment_files, tokens_of
 
 PAGE, CHUNKS = 64 << 10, 160  # 10 MiB: several reads, several pieces of each
@@ -250,3 +250,33 @@ def test_helpers_who_come_too_late_are_not_waited_for() -> None:
     blocked.join()
     holder.join()
     team.close()
+
+
+def test_shares_that_nobody_had_begun_when_a_store_was_closed_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A get raised an OSError that its store was closed beneath it, when the disk was slow."""
+    monkeypatch.setattr(Pool.close, "__defaults__", (0.05,))
+    team, begun, go_on = Team(1, "test-closed"), threading.Event(), threading.Event()
+
+    def keep(share: Iterator[int]) -> int:
+        begun.set()
+        assert go_on.wait(10)
+        return next(share)
+
+    def mine(share: Iterator[int]) -> int:
+        number = next(share)
+        if number == 1:
+            team.close()
+        return number
+
+    busy = threading.Thread(target=lambda: team.each(keep, [iter([5]), iter([6])]))
+    busy.start()
+    try:
+        assert begun.wait(10)
+        pool = team._pool
+        assert pool is not None
+        while pool._queue.qsize():  # the only thread has begun its share
+            threading.Event().wait(0.001)
+        assert team.each(mine, [iter([1]), iter([2])]) == [1]
+    finally:
+        go_on.set()
+        busy.join()
