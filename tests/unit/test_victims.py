@@ -20,6 +20,8 @@ from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 CHUNKS = 8
 PAGES = seeded(1, CHUNKS * TINY_BYTES)
 SEGMENTS = 12
+LAYOUT = tiny(head_dim=128)
+LARGE = seeded(2, CHUNKS * LAYOUT.page_bytes)  # a segment of 256 KiB
 
 
 class Clock(FakeClock, Files):
@@ -157,3 +159,26 @@ def test_what_a_quota_has_lost_since_the_look_does_not_count_although_it_is_char
             assert not store._core.evictor.reclaimer.drop(number), "somebody holds it"
         assert not store._core.evictor._evict_one()
         assert left(store) == list(range(1, 9))
+
+
+def test_what_was_used_before_a_restart_outlives_what_was_not(memory_path: Path) -> None:
+    """Recency is in the store: another process evicts by it."""
+    files, hot = Clock(), range(0, 40, 8)
+
+    def fill(store: kvfs.Store, seeds: range) -> kvfs.Namespace:
+        store._core.keeper.stop()
+        ns = store.namespace("m", LAYOUT, revision="r1")
+        for seed in seeds:
+            assert ns.put(tokens_of(seed, CHUNKS), LARGE).stored == CHUNKS
+            files.advance(1.0)
+        return ns
+
+    with kvfs.open(memory_path / "hot", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
+        ns = fill(store, range(40))
+        assert store.stats()["counters"].get("segments_evicted", 0) == 0
+        assert all(restored(ns, tokens_of(seed, CHUNKS)) == LARGE for seed in hot)
+    with kvfs.open(memory_path / "hot", files=files) as store:
+        ns = fill(store, range(100, 140))
+        assert store.stats()["counters"]["segments_evicted"] > 0
+        left = [seed for seed in range(40) if restored(ns, tokens_of(seed, CHUNKS)) == LARGE]
+    assert set(hot) <= set(left) and len(left) < 20
