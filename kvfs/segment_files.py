@@ -60,22 +60,24 @@ class SegmentFiles:
         """The segment, open as long as the result lives; None if it is gone or cannot be opened."""
         with self._lock:
             held = self._open.get(segment_id)
-            if held is None:
-                try:
-                    file = self._open_locked(segment_id)
-                except FileNotFoundError:
-                    if len(self._missing) < MISSING_MAX:
-                        self._missing[segment_id] = number, generation
-                    return None
-                if file is None:
-                    return None
-                held = Held(number, segment_id, file, generation)
-                if self._mode.direct:
-                    held.direct, held.tried_direct = self._reopen_direct(held), True
-                    if held.direct is None:
-                        return None  # short of descriptors, perhaps: its pages are as good as they were
-                self._open[segment_id] = held
+        if held is not None:
             return held
+        try:
+            file = self._open_locked(segment_id)  # a disk may keep that for long, and others want theirs
+        except FileNotFoundError:
+            with self._lock:
+                if len(self._missing) < MISSING_MAX:
+                    self._missing[segment_id] = number, generation
+            return None
+        if file is None:
+            return None
+        held = Held(number, segment_id, file, generation)
+        if self._mode.direct:
+            held.direct, held.tried_direct = self._reopen_direct(held), True
+            if held.direct is None:
+                return None  # short of descriptors, perhaps: its pages are as good as they were
+        with self._lock:
+            return self._open.setdefault(segment_id, held)  # another thread may have been faster
 
     def take_missing(self) -> dict[bytes, tuple[int, str]]:
         """Segments that were asked for and have no file, with number and generation; most were dropped meanwhile."""

@@ -207,3 +207,39 @@ def test_stamps_of_use_that_hang_hold_up_no_lookup_and_no_close(store_path: Path
     files.goes_on.set()
     hanging.join(SECONDS)
     assert not hanging.is_alive()
+
+
+def test_a_segment_that_cannot_be_opened_for_long_keeps_nobody_from_the_others(store_path: Path) -> None:
+    """Every lookup waited for the one whose segment lay on a disk that did not answer."""
+
+    class Opening(Hanging):
+        def open(self, name: str, *args: Any, **how: Any) -> int:
+            if name.endswith(".kvs") and threading.current_thread().name == "hangs":
+                self.hangs.set()
+                assert self.goes_on.wait(SECONDS)
+            return super().open(name, *args, **how)
+
+    files, found = Opening(), list[int]()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("m", tiny(), "1")
+        for seed in (1, 2):
+            put(ns, seed)
+            store._core.active.finish_all()
+
+        def get(seed: int) -> None:
+            with ns.match(tokens_of(seed, 4)) as match:
+                found.append(ns.get(match, bytearray(match.nbytes)))
+
+        threads = [threading.Thread(target=get, args=(1,), name="hangs", daemon=True)]
+        threads += [threading.Thread(target=get, args=(seed,), daemon=True) for seed in (2, 1)]
+        try:
+            threads[0].start()
+            assert files.hangs.wait(SECONDS)
+            for thread in threads[1:]:
+                thread.start()
+                thread.join(SECONDS / 4)
+                assert not thread.is_alive(), "it waits for the disk of another"
+        finally:
+            files.goes_on.set()
+        threads[0].join(SECONDS)
+        assert found == [4, 4, 4] and not store._core.c.segments.count()
