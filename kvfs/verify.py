@@ -19,7 +19,7 @@ from functools import partial
 
 from kvfs import codec as codecs
 from kvfs import format as fmt
-from kvfs.codec import CodecError
+from kvfs.codec import CodecError, CodecMemoryError
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.descriptors import opened
 from kvfs.errors import ConfigError, IndexUnavailableError
@@ -174,9 +174,13 @@ class Verifier:
             stored = self._c.segments.read_bytes(held, entry.stored_bytes, entry.payload)
             payload = codecs.decoded(stored, entry.codec, raw_bytes)
             table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), entry.leaves)
+        except CodecMemoryError:  # nothing is wrong with the page, and a repair must not remove it
+            raise MemoryError("no memory to check a page") from None
         except (ConfigError, CodecError) as exc:
             return str(exc)
         except OSError as exc:
+            if exc.errno == errno.ENOMEM:
+                raise MemoryError("no memory to check a page") from None
             return f"cannot be read ({exc.strerror})"
         if leaf_table(payload, group.leaf_bytes(part)) != table:
             return "payload and leaf checksums disagree"

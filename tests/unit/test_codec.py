@@ -519,3 +519,18 @@ def test_pages_outlive_a_reader_that_is_short_of_memory(
                 assert ns.get(match, out) == 0 and ns.view(match) == []
         assert ns.get(match, out) == 6 and out == PAGES
     assert not ns.put(tokens, PAGES).stored
+
+
+def test_a_repair_that_is_short_of_memory_removes_no_page(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It called every encoded page bad that it could not decode, and took it out of the index."""
+
+    def short(*_: object) -> bytes:
+        raise codec.CodecMemoryError
+
+    ns, tokens = store.namespace("model", LAYOUT, "1", codec="zstd"), tokens_of(1, 6)
+    assert ns.put(tokens, PAGES).stored == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "_unzip", short)
+        with pytest.raises(MemoryError):
+            store.verify(repair=True)
+    assert restored(ns, tokens) == PAGES and store.verify().ok
