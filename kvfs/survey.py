@@ -43,6 +43,7 @@ class Table(NamedTuple):
 
 class _Known(NamedTuple):
     version: tuple[object, ...]
+    until_s: int  # when the next of the records expires; 0: none does
     pieces: Pieces
 
 
@@ -91,23 +92,24 @@ class Survey:
         return known
 
     def _pieces(self, row: SegmentRow, table: Table, orphans: frozenset[int], now_us: int) -> Pieces:
-        """What was used together of a segment; made anew when stamps or records have changed."""
+        """What was used together of a segment; made anew when stamps or records have changed, or some have expired."""
         version = (  # a table that could not be read is empty, and may be read the next time
             row.records, table.marked, len(table.seqs), orphans, *self._c.recency.version(row.segment_id),
         )  # fmt: skip
         cached = self._uses.get(row.segment_id)
-        if cached is not None and cached.version == version and not row.expires:
+        now_s = now_us // 1_000_000
+        if cached is not None and cached.version == version and (not cached.until_s or now_s < cached.until_s):
             return cached.pieces
         stamps = self._c.recency.stamps(row.segment_id, table.written_us)
         # a copy's time of writing is that of the carry: what the original had lived is no longer known
         least = CARRIED_LIFE_US if row.flags & fmt.FLAG_CARRIED else 0
-        now_s = now_us // 1_000_000
         dead = [0 < e <= now_s or i in orphans for i, e in enumerate(table.expires)]
         pieces = group(
             [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
             table.sizes, table.chunks, [max(least, stamps[seq] - table.written_us[seq]) for seq in table.seqs],
         )  # fmt: skip
-        self._uses[row.segment_id] = _Known(version, pieces)
+        until_s = min((e for e in table.expires if e > now_s), default=0)
+        self._uses[row.segment_id] = _Known(version, until_s, pieces)
         return pieces
 
     def _read_table(self, candidate: Candidate, marked: bool) -> Table:

@@ -11,11 +11,14 @@ import pytest
 
 import kvfs
 from kvfs import Quota
+from kvfs import format as fmt
 from kvfs.active import CLASSES_MAX, Active, Declined, SegmentClass
 from kvfs.errors import ConfigError
+from kvfs.evictor import CARRIED
 from kvfs.files import Files
 from kvfs.identity import salt_digest
 from kvfs.segment import SegmentWriter
+from kvfs.space import NO_QUOTA
 from kvfs.testing import FakeClock
 from kvfs.writer import Appender
 from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files, tiny, tokens_of
@@ -188,6 +191,28 @@ def test_expired_segments_are_dropped_though_their_owner_lives(store: kvfs.Store
     store._core.evictor.expire()
     assert len(segment_files(Path(store.path))) == 1 and charged(store, "short") == 0
     assert there(space(store, "anybody"), range(100, 101)) == [100]
+
+
+def test_pages_that_expire_after_they_were_carried_are_worth_nothing_to_eviction(store: kvfs.Store) -> None:
+    """They were carried again and again, and better pages were dropped for them: their segments have no time."""
+    core, ns = store._core, space(store, "anybody")
+    core.keeper.stop()
+    fill(ns, range(1), ttl=3000)
+    core.active.finish_all()
+    ((number, row),) = core.c.index.read(lambda s: s.segments(), 2.0)
+    held = core.c.segments.acquire(number, row.segment_id, core.c.index.generation)
+    assert held is not None
+    carried = SegmentClass(NO_QUOTA + CARRIED, fmt.FLAG_CARRIED, evictor=True)
+    assert core.evictor.carrier.copy(carried, number, held, range(1, 1 + CHUNKS)) == CHUNKS
+    core.evictor.reclaimer.drop(number)
+
+    def valued() -> int:
+        _, uses, _ = core.evictor.victims.survey()
+        return sum(sum(use.pieces.nbytes) for use in uses)
+
+    assert there(ns, range(1)) == [0] and valued() == len(PAGES)
+    clock(store).advance(4000)
+    assert there(ns, range(1)) == [] and valued() == 0
 
 
 def test_expired_segments_of_the_dead_are_dropped(store: kvfs.Store) -> None:
