@@ -247,6 +247,7 @@ def test_pages_of_a_living_writer_go_and_what_he_stores_later_stays(path: Path) 
         if not child:
             try:
                 mine = kvfs.open(path)
+                mine._core.keeper.stop()  # which seals what was purged
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)
@@ -459,6 +460,7 @@ def test_a_damaged_segment_of_a_living_writer_is_taken_from_him(path: Path) -> N
         if not child:
             try:
                 mine = kvfs.open(path)
+                mine._core.keeper.stop()  # which finds out before he does
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)
