@@ -220,7 +220,7 @@ class Core:
         except (OSError, IndexUnavailableError) as exc:
             self._rebuild_failed = True
             self.c.counters.add("rebuild_failed")
-            self.c.counters.add(f"rebuild_failed_{type(exc).__name__}")
+            self.c.counters.add(f"rebuild_failed_{type(exc).__name__.lower()}")
 
     def rebuild_if_needed(self) -> None:
         """Build a new index if there is none to trust. One that cannot be asked now may be as good as ever."""

@@ -34,7 +34,7 @@ FOLDED_MAX = 64
 EVERY_SECONDS = 5.0
 _HEAD = struct.Struct("<QQI")  # check, turn, length of the JSON behind it
 _FILE = re.compile(r"([0-9a-f]{32})\.count\Z")
-_NAME = re.compile(r"[a-z0-9_]{1,56}\Z")
+_NAME = re.compile(r"[a-z0-9_-]{1,56}\Z")
 _COUNT_MAX = 1 << 62
 TOTALS = "totals"
 NOW = "now_"  # begins the names of what only counts as long as the process lives
@@ -181,7 +181,8 @@ class Tallies:
         return file
 
     def _write_slot(self, fd: int, tally: Tally) -> None:
-        counts = dict(sorted(tally.counts.items())[:NAMES_MAX])
+        # latencies have a name for each bucket, and are the first to be left out
+        counts = dict(sorted(tally.counts.items(), key=lambda item: ("_us_" in item[0], item[0]))[:NAMES_MAX])
         body = json.dumps({"counts": counts, "folded": sorted(tally.folded)}).encode()
         if len(body) <= SLOT_BYTES - _HEAD.size:
             head = _HEAD.pack(0, tally.turn, len(body))[8:]

@@ -125,6 +125,15 @@ def use(path: Path, seed: int) -> dict[str, Any]:
     return {}
 
 
+def test_of_too_many_names_latencies_are_left_out_first(path: Path) -> None:
+    latencies = [f"{what}_us_{n}" for what in ("get", "match", "put", "view") for n in range(40)]
+    others = ["pages_declined_read-only", "tokens_matched", "write_errors", "zeal"]
+    process = Process(path)
+    process.tallies.write(dict.fromkeys([*latencies, *others], 7))
+    found = total(path)
+    assert len(found) == tally.NAMES_MAX and [found[name] for name in others] == [7] * 4
+
+
 def test_totals_survive_restarts_and_a_kill(path: Path) -> None:
     run_child(lambda: use(path, 1))
     run_child(lambda: use(path, 2))
