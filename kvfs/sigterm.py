@@ -69,8 +69,14 @@ def _default_in_child() -> None:
 
 def _let_go(number: int, frame: FrameType | None) -> None:
     if os.getpid() == _pid:
-        for holder in list(_HOLDERS):
+        for holder in _holders():
             with contextlib.suppress(Exception):
                 holder.let_go()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def _holders() -> list[Holder]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread attached at that moment
+            return list(_HOLDERS)
