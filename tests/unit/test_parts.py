@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import kvfs
@@ -12,6 +15,7 @@ from kvfs import Cell, Group, Need, PageLayout, Part
 from tests.stores import counted, restored, seeded, tokens_of
 
 T, LAYERS, CHUNKS = 16, 4, 3
+SECONDS = 60.0  # of waits that end at once unless something is wrong
 TP, PP, HEADS = (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)
 
 
@@ -95,6 +99,36 @@ def test_replicated_heads_are_stored_once(store: kvfs.Store) -> None:
     for part, replicas in ranks_of(2, 8, 1).items():
         assert len(replicas) == 4
         assert ns.put(tokens, cut(pages, layout.groups[0], part), part=part) == (0, CHUNKS, 0, 0, "")
+
+
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_latents_that_all_tp_ranks_hold_are_written_once_and_read_at_any_degree(
+    store: kvfs.Store, readers: int
+) -> None:
+    """MLA: two pipeline ranks of two layers each, and of each two tensor ranks with the same latents."""
+    layout = PageLayout.mla(layers=4, kv_lora_rank=32, rope_dim=16, dtype="bfloat16", page_tokens=16)
+    group, tokens = layout.groups[0], tokens_of(3, CHUNKS)
+    ns = store.namespace(f"latents {readers}", layout, revision="r1")
+    source = np.random.default_rng(3).integers(0, 65536, (4, CHUNKS, 16, 48), dtype="uint16")
+
+    def attached(memory: np.ndarray[Any, Any], first: int, replica: tuple[int, int]) -> kvfs.DeviceKV:
+        layers = list(range(first, first + len(memory)))
+        return kvfs.describe(group, memory, "layer,block,token,dim", layers=layers, replica=replica)
+
+    with counted(store) as moved:
+        plans = {pp: ns.plan_save(tokens, part=Part(0, 1, 2 * pp, 2)) for pp in range(2)}
+        for pp, tp in product(range(2), range(2)):
+            with ns.attach(attached(source[2 * pp : 2 * pp + 2], 2 * pp, (tp, 2))) as io:
+                result = io.save(plans[pp], range(CHUNKS)).wait(SECONDS)
+                assert result is not None and result.pages == [2, 1][tp] and not result.declined
+        assert moved("bytes_written") == CHUNKS * layout.page_bytes
+    each = 4 // readers
+    for first in range(0, 4, each):
+        memory = np.zeros((each, CHUNKS, 16, 48), dtype="uint16")
+        with ns.attach(attached(memory, first, (0, 1))) as io, ns.match(tokens, part=io.parts) as match:
+            result = io.load(match, range(CHUNKS)).wait(SECONDS)
+        assert result is not None and result.tokens == len(tokens)
+        assert (memory == source[first : first + each]).all()
 
 
 def test_whole_pages_are_not_stored_again_as_parts(store: kvfs.Store) -> None:
