@@ -306,6 +306,7 @@ class Core:
         free = self._workshop is None or self._workshop.close()
         for hold in living(self.c.holds):
             hold.release()
+        self.c.segments.close()
         self.c.index.close()
         self.c.recency.close()
         self.c.tallies.close(self.c.counters.snapshot())

@@ -103,12 +103,7 @@ class Matcher:
         return match
 
     def _acquire(self, match: PrefixMatch) -> dict[int, Held]:
-        held: dict[int, Held] = {}
-        for number, segment_id in match.segments.items():
-            one = self._c.segments.acquire(number, segment_id, match.generation)
-            if one is not None:
-                held[number] = one
-        return held
+        return self._c.segments.acquire_all(match.segments, match.generation, LOOKUP_SECONDS)
 
     def _add_hold(self, match: PrefixMatch, held: Mapping[int, Held], lookups: Sequence[GroupLookup]) -> None:
         match.hold, match._tiers = Hold(held, self._c.files.monotonic() + HOLD_SECONDS), self._tiers

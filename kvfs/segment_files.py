@@ -8,17 +8,20 @@ import fcntl
 import os
 import threading
 import weakref
+from collections.abc import Mapping
 
 from kvfs import direct
 from kvfs import format as fmt
 from kvfs.descriptors import Descriptor
 from kvfs.directory import Directory
 from kvfs.files import Files
+from kvfs.index.worker import Worker
 from kvfs.modes import CACHE, Mode
 from kvfs.segment import file_name
 
 LOCK_TRIES, LOCK_SECONDS = 40, 0.00025
 MISSING_MAX = 256
+CLOSE_SECONDS = 5.0
 
 
 class Held:
@@ -55,6 +58,56 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._open: weakref.WeakValueDictionary[bytes, Held] = weakref.WeakValueDictionary()
         self._missing: dict[bytes, tuple[int, str]] = {}
+        self._opener: Worker | None = None
+        self._stuck: object = None  # what the opener does, if somebody has waited for it in vain
+
+    def acquire_all(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, Held]:
+        """Those of ``segments`` (ids by number) that are open, or can be opened within ``seconds`` and a grace.
+
+        A thread of its own opens them, since a disk may keep whoever does; nobody waits for it again until it is back.
+        """
+        with self._lock:
+            held = {number: one for number, key in segments.items() if (one := self._open.get(key)) is not None}
+            rest = {number: key for number, key in segments.items() if number not in held}
+        return held | self._open_in_time(rest, generation, seconds) if rest and self._stuck is None else held
+
+    def _open_in_time(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, Held]:
+        opened: dict[int, Held] = {}
+        begun, ended = list[None](), list[None]()
+
+        def work() -> None:
+            begun.append(None)
+            try:
+                for number, segment_id in segments.items():
+                    one = self.acquire(number, segment_id, generation)
+                    if one is not None:
+                        opened[number] = one
+            finally:
+                with self._lock:
+                    ended.append(None)
+                    if self._stuck is begun:
+                        self._stuck = None
+
+        try:
+            self._worker().call(work, seconds)
+        except TimeoutError:
+            with self._lock:
+                if begun and not ended:
+                    self._stuck = begun
+        return dict(opened)
+
+    def _worker(self) -> Worker:
+        with self._lock:
+            if self._opener is None:
+                self._opener = Worker("kvfs-open")
+            return self._opener
+
+    def close(self) -> None:
+        """What is open stays so for those that have it."""
+        with self._lock:
+            opener, self._opener = self._opener, None
+        if opener is not None:
+            opener.stop(0.0 if self._stuck else CLOSE_SECONDS)
 
     def acquire(self, number: int, segment_id: bytes, generation: str) -> Held | None:
         """The segment, open as long as the result lives; None if it is gone or cannot be opened."""
@@ -161,6 +214,7 @@ class SegmentFiles:
         """In a forked child, where the parent's descriptors are closed."""
         self._lock = threading.Lock()
         self._open, self._missing = weakref.WeakValueDictionary(), {}
+        self._opener, self._stuck = None, None
 
 
 def may_map(files: Files, held: Held) -> bool:

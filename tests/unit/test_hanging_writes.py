@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvfs import active, turns
 from kvfs.errors import StoreAccessError
 from kvfs.files import Files
 from kvfs.index.tables import ACTIVE
-from tests.stores import TINY_BYTES, counted, run_child, seeded, tiny, tokens_of
+from tests.stores import TINY_BYTES, counted, run_child, seeded, segment_files, tiny, tokens_of
 
 SECONDS = 60.0
 
@@ -209,37 +210,64 @@ def test_stamps_of_use_that_hang_hold_up_no_lookup_and_no_close(store_path: Path
     assert not hanging.is_alive()
 
 
-def test_a_segment_that_cannot_be_opened_for_long_keeps_nobody_from_the_others(store_path: Path) -> None:
-    """Every lookup waited for the one whose segment lay on a disk that did not answer."""
+def test_a_segment_that_cannot_be_opened_for_long_is_a_miss_and_holds_up_nobody(store_path: Path) -> None:
+    """Every lookup waited for a disk that did not answer."""
 
     class Opening(Hanging):
         def open(self, name: str, *args: Any, **how: Any) -> int:
-            if name.endswith(".kvs") and threading.current_thread().name == "hangs":
+            if name in hanging and not self.goes_on.is_set():
                 self.hangs.set()
                 assert self.goes_on.wait(SECONDS)
             return super().open(name, *args, **how)
 
-    files, found = Opening(), list[int]()
+    hanging, files, found = set[str](), Opening(), list[int]()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("m", tiny(), "1")
         for seed in (1, 2):
             put(ns, seed)
             store._core.active.finish_all()
+            if seed == 1:
+                hanging.update(path.name for path in segment_files(store_path))
 
         def get(seed: int) -> None:
             with ns.match(tokens_of(seed, 4)) as match:
                 found.append(ns.get(match, bytearray(match.nbytes)))
 
-        threads = [threading.Thread(target=get, args=(1,), name="hangs", daemon=True)]
-        threads += [threading.Thread(target=get, args=(seed,), daemon=True) for seed in (2, 1)]
-        try:
-            threads[0].start()
-            assert files.hangs.wait(SECONDS)
-            for thread in threads[1:]:
-                thread.start()
-                thread.join(SECONDS / 4)
-                assert not thread.is_alive(), "it waits for the disk of another"
-        finally:
-            files.goes_on.set()
-        threads[0].join(SECONDS)
-        assert found == [4, 4, 4] and not store._core.c.segments.count()
+        with ns.match(tokens_of(2, 4)) as match:
+            assert match.chunks == 4  # its segment is open from now on
+            try:
+                for seed in (1, 1, 2):
+                    thread = threading.Thread(target=get, args=(seed,), daemon=True)
+                    thread.start()
+                    thread.join(SECONDS / 2)
+                    assert not thread.is_alive(), "it waits for the disk"
+                assert files.hangs.is_set() and found == [0, 0, 4]
+            finally:
+                files.goes_on.set()
+        while store._core.c.segments._stuck is not None:
+            time.sleep(0.001)
+        get(1)
+        assert found[-1] == 4 and not store._core.c.segments.count()
+
+
+def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) -> None:
+    class Opening(Hanging):
+        def open(self, name: str, *args: Any, **how: Any) -> int:
+            if name.endswith(".kvs") and threading.current_thread().name == "kvfs-open" and not self.goes_on.is_set():
+                self.hangs.set()
+                assert self.goes_on.wait(SECONDS)
+            return super().open(name, *args, **how)
+
+    files = Opening()
+    store = kvfs.open(store_path, capacity="64MiB", files=files)
+    put(store.namespace("m", tiny(), "1"), 1)
+    store._core.active.finish_all()
+    assert not store.namespace("m", tiny(), "1").match(tokens_of(1, 4)) and files.hangs.is_set()
+    (opener,) = (thread for thread in threading.enumerate() if thread.name == "kvfs-open")
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(SECONDS / 2)
+    assert not closing.is_alive(), "the close waits for the disk"
+    files.goes_on.set()
+    opener.join(SECONDS)
+    assert not opener.is_alive()
