@@ -400,4 +400,31 @@ MUTATIONS = (
         "            if whole and isinstance(exc, OSError):\n", "            if whole and not exc:\n",
         ("tests/crash/test_recompress.py",),
     ),
+    Mutation(
+        "take prompts for one another that end alike", "kvfs/chains.py",
+        " or known[:common] != tokens[:common]:", ":",
+        ("tests/unit/test_chains.py",),
+    ),
+    Mutation(
+        "remember chains of one tenant for another", "kvfs/chains.py",
+        " if one[:2] == (seed, step) else 0", "",
+        ("tests/unit/test_chains.py",),
+    ),
+    Mutation(
+        "miss the run behind those that are not there", "kvfs/lookup.py",
+        "                if there and any(page + part in there for part in parts):\n                    return run\n",
+        "                if there and any(page + part in there for part in parts):\n                    return run + 1\n",
+        ("tests/unit/test_lookup.py",),
+    ),
+    Mutation(
+        "fill in what is asked for and not what is registered", "kvfs/gpufill.py",
+        "for first, nbytes in maps.missing(run.held, run.offset, run.span, self._published[run.segment]):",
+        "for first, nbytes in [(run.offset, run.span)]:",
+        ("tests/kernels/test_gpu_transport.py",),
+    ),
+    Mutation(
+        "wait for a segment that does not open", "kvfs/segment_files.py",
+        "            self._worker().call(work, seconds)\n", "            self._worker().call(work, 3600.0)\n",
+        ("tests/unit/test_hanging_writes.py",),
+    ),
 )  # fmt: skip
