@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvfs import cuda
+from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
 from kvfs.kernels import by_torch
 from kvfs.kernels.launch import Launch, launch_of
@@ -127,8 +128,16 @@ class Pinned:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        device.register(self.address, self.nbytes, read_only=False)
-        _MAPS.add(self._map)
+        _MAPS.add(self._map)  # an interrupt may come when the driver has it already
+        try:
+            device.register(self.address, self.nbytes, read_only=False)
+        except CudaError:
+            _MAPS.discard(self._map)
+            raise
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                self.close()
+            raise
         self.view = memoryview(self._map)
 
     def close(self) -> None:

@@ -73,6 +73,24 @@ def test_a_child_does_not_unmap_what_was_pinned_and_closed() -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
+def test_memory_whose_pinning_is_interrupted_is_not_unmapped_while_the_driver_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would take whatever comes to lie there for that, and copy the old pages."""
+    device = SimulatedDevice()
+    register, had = device.register, list[int]()
+
+    def interrupted(address: int, nbytes: int, *, read_only: bool) -> None:
+        register(address, nbytes, read_only=read_only)
+        had.append(address)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "register", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.pinned(1 << 20)
+    assert had and not device.registered
+
+
 def test_a_load_that_waits_for_slots_is_cancelled_at_once(ns: kvfs.Namespace) -> None:
     saved(ns, 2)
     with attach(ns, Engine().kv, registered_bytes=0) as io, ns.match(prompt(2)) as match:
