@@ -67,8 +67,12 @@ class HostIO:
         self._changed = threading.Condition()
         self._unfinished: set[Transfer] = set()
         self._closed = False
-        self._copies, self._reads = Pool("copy", threads), Pool("read", threads)
-        self._writes = [Pool("write", 1) for _ in range(self._write_lanes)]
+        try:
+            self._copies, self._reads = Pool("copy", threads), Pool("read", threads)
+            self._writes = [Pool("write", 1) for _ in range(self._write_lanes)]
+        except BaseException:  # the process may have no more threads
+            self._unpin()
+            raise
         context.attached.add(self)
 
     def _make_desk(
@@ -78,6 +82,9 @@ class HostIO:
         descriptor = self._identity.descriptor_bytes()
         writes = Writes(self._c.files.monotonic)
         return Desk(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec, writes)
+
+    def _unpin(self) -> None:
+        """Let go of what the desk has pinned; nothing, in host memory."""
 
     def _check(self, device_kvs: Sequence[DeviceKV]) -> dict[str, Attached]:
         layout = self._identity.layout

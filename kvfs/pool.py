@@ -89,7 +89,11 @@ class Pool:
         self._name = name
         self._threads: list[threading.Thread] = []
         self.closed = False
-        self.grow(threads)
+        try:
+            self.grow(threads)
+        except BaseException:  # the process may have no more: those that there are would wait for ever
+            self.close(0.0)
+            raise
 
     @property
     def size(self) -> int:

@@ -91,6 +91,30 @@ def test_memory_whose_pinning_is_interrupted_is_not_unmapped_while_the_driver_ha
     assert had and not device.registered
 
 
+@pytest.mark.parametrize("lacking", ["kvfs-ring", "kvfs-read-0", "kvfs-write-0"])
+def test_an_attach_that_finds_no_more_threads_leaves_nothing_pinned_and_none_behind(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    device, before, start, started = SimulatedDevice(), set(threading.enumerate()), threading.Thread.start, list[str]()
+
+    def start_most(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        if thread.name == lacking and (lacking == "kvfs-read-0" or started.count(lacking) > 2):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_most)
+    with pytest.raises(RuntimeError):
+        attach(ns, Engine().kv, device=device)
+    monkeypatch.undo()
+    assert not device.registered
+    end = time.monotonic() + SECONDS
+    while left := [t.name for t in {*threading.enumerate()} - before if t.name in {*started, lacking}]:
+        assert time.monotonic() < end, left
+        time.sleep(0.001)
+        gc.collect()
+
+
 def test_a_load_that_waits_for_slots_is_cancelled_at_once(ns: kvfs.Namespace) -> None:
     saved(ns, 2)
     with attach(ns, Engine().kv, registered_bytes=0) as io, ns.match(prompt(2)) as match:
