@@ -78,6 +78,11 @@ class HostIO:
     def _make_desk(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
     ) -> Desk:
+        for a in self._attached.values():
+            if a.device.memory.startswith("cuda"):  # no address for the copies here
+                raise ConfigError(
+                    f"group {a.group.name} lies in {a.device.memory}, others in host memory: attach one device"
+                )
         ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
         descriptor = self._identity.descriptor_bytes()
         writes = Writes(self._c.files.monotonic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import gc
 import multiprocessing
@@ -849,6 +850,16 @@ def test_a_rank_without_layers_of_a_group_leaves_it_out(store: kvfs.Store) -> No
     with ns.attach(kvs[0]) as io, ns.match(tokens) as match:
         result = io.load(match, list(range(4))).wait(SECONDS)
         assert result is not None and (result.tokens, result.pages) == (64, 4)
+
+
+def test_groups_in_host_memory_and_on_a_gpu_are_refused_before_the_cpu_reads_what_is_no_address_of_its_own(
+    store: kvfs.Store,
+) -> None:
+    ns = store.namespace("hybrid", HYBRID, revision="1")
+    _, kvs = hybrid(1)
+    far = tuple(dataclasses.replace(buffer, memory="cuda:0") for buffer in kvs[1].buffers)
+    with pytest.raises(ConfigError, match="lies in cuda:0, others in host memory: attach one device"):
+        ns.attach([kvs[0], dataclasses.replace(kvs[1], buffers=far)])
 
 
 # -- arguments, retention, the end -------------------------------------------------------------
