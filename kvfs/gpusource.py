@@ -125,7 +125,7 @@ class PageSource:
                 lease = self._lease(run.count - done)
                 if lease is None:
                     return
-                reading = self._begin(run.cut(done, len(lease)), lease)
+                reading = self._begin(run.cut(done, len(lease)), lease, filled=filled)
             part = reading.run
             try:
                 self._catch_up()
@@ -205,11 +205,11 @@ class PageSource:
         while self._leases and self._leases[0][0].query():
             self._leases.pop(0)[1].release()
 
-    def _begin(self, run: Run, lease: Lease) -> _Reading:
-        """Have the slots filled by several threads."""
+    def _begin(self, run: Run, lease: Lease, *, filled: bool = False) -> _Reading:
+        """Have the slots filled by several threads. ``filled``: the page cache has it from this load."""
         segments = self._desk.context.segments
         cached = segments.cached_bytes(run.held, run.offset, run.span)
-        self._note(run, Tier.HOST if cached == run.span else Tier.DISK)
+        self._note(run, Tier.HOST if cached == run.span and not filled else Tier.DISK)
         past = cached == 0 and self._past(run)
         calls: list[Callable[[], None]] = []
         for first, memory in lease.runs(run.stride):

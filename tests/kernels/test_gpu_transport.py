@@ -752,3 +752,18 @@ def test_what_cannot_be_filled_in_comes_through_the_ring(store_path: Path) -> No
             assert result is not None and result.tokens == 6 * PAGE
         assert target.tokens(range(12, 24)) == source.tokens(range(12))
         assert moved("read_errors") >= 1
+
+
+def test_what_was_filled_in_and_could_not_be_registered_then_has_come_from_the_disk(store_path: Path) -> None:
+    files, device = ColdFiles(), SimulatedDevice()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        source, target = saved(ns, 6), Engine()
+        with attach(ns, target.kv) as io, ns.match(prompt(6)) as match:
+            io.load(match, range(12), NOW).wait(SECONDS)  # the second time the pages were used before
+        with attach(ns, target.kv, device=device) as io, ns.match(prompt(6)) as match:
+            files.filled.clear()  # by the probe
+            device.refuse = True
+            result = io.load(match, range(12, 24), NOW).wait(SECONDS)
+            assert files.filled and result is not None and result.tiers == {Tier.DISK: 6 * PAGE}, result
+            assert target.tokens(range(12, 24)) == source.tokens(range(12))
