@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -784,6 +785,34 @@ def test_adapters_with_which_kv_is_no_function_of_the_tokens_are_refused(config:
     model.peft_config = {"default": SimpleNamespace(**config)}
     with pytest.raises(UnsupportedModelError, match="an adapter"):
         namespace_for(store, model, adapter="0123abc")
+
+
+def steered(module: Any, inputs: Any, output: Any) -> Any:
+    return output + 5.0
+
+
+def loud(x: Any) -> Any:
+    return x * 5.0
+
+
+@pytest.mark.parametrize("what", ["hook", "method"])
+def test_kv_of_a_model_that_somebody_steers_is_not_restored_without_that(what: str, store: Any) -> None:
+    model = model_of("llama")
+    first, last = (layer.input_layernorm for layer in model.model.layers)
+    before = namespace_for(store, model, page_tokens=16)
+    digests = {before.namespace.identity.digest}
+    for part in (first, last):
+        if what == "hook":
+            undo = part.register_forward_hook(steered).remove
+        else:
+            part.forward, undo = loud, partial(delattr, part, "forward")
+        assert "code" in generate(model, before, prompt(50), **NEW).saved.reason
+        cache = namespace_for(store, model, page_tokens=16)
+        digests.add(cache.namespace.identity.digest)
+        assert generate(model, cache, prompt(50), **NEW).saved.stored > 0
+        undo()
+        assert before.load(prompt(50))[1] == cache.load(prompt(50))[1] == 0
+    assert len(digests) == 3
 
 
 def test_a_model_in_training_mode_is_refused(store: Any) -> None:

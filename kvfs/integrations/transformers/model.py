@@ -222,14 +222,22 @@ def _rotary_precision(model: Any) -> dict[str, str]:
 
 
 def foreign_code(model: Any) -> dict[str, str]:
-    """Classes and attention functions that are not the library's: equal weights give other KV there. Classes of
-    PEFT come with a digest."""
+    """Classes, functions in place of their ``forward``, hooks and attention functions that are not the library's: equal
+    weights give other KV there. Classes of PEFT come with a digest."""
     chosen = getattr(model.config, "_attn_implementation", None)
     functions = [table[chosen] for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) if chosen in table]
-    code = [*map(type, model.modules()), *functions]
-    names = {f"{part.__module__}.{getattr(part, '__qualname__', type(part).__qualname__)}" for part in code}
+    names = set(map(_code_name, functions))
+    for place, module in model.named_modules():
+        names |= {_code_name(type(module)), _code_name(type(module).forward)}
+        own = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        own += [module.forward] if "forward" in vars(module) else []
+        names |= {f"{_code_name(part)} at {place}" for part in own}
     foreign = sorted(name for name in names if not name.startswith(("torch.nn.", "transformers.", "peft.")))
     return {"code": ",".join(foreign)} if foreign else {}
+
+
+def _code_name(part: Any) -> str:
+    return f"{part.__module__}.{getattr(part, '__qualname__', type(part).__qualname__)}"
 
 
 def _encoding(group: Group) -> str:
