@@ -178,6 +178,10 @@ def _buffer(
     memory: str | None, owner: object,
 ) -> KVBuffer:  # fmt: skip
     array = piece.arrays[0]
+    if memory not in (None, array.memory) and (memory, array.memory) != ("pinned", "host"):
+        raise ConfigError(
+            f"memory is {memory!r}, a tensor lies in {array.memory}: leave it out, or pass 'pinned' of host"
+        )
     size, stride = array.size, array.stride
     unit = next((name for name in ("block", "slot") if name in size), "token")
     tokens = size["token"] if unit == "block" and "token" in size else int(group.states > 1)

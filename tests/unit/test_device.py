@@ -185,6 +185,22 @@ def test_read_only_arrays_and_foreign_rows_are_refused() -> None:
         describe(GROUP, pairs, "batch,head,token,dim", row=2)
 
 
+def test_a_tensor_on_a_gpu_does_not_pass_for_host_memory_that_the_cpu_may_read() -> None:
+    class Far:
+        """As torch shows a tensor on a GPU."""
+
+        shape, dtype = (4, 16, 4, 16), "torch.bfloat16"
+        device = type("device", (), {"type": "cuda", "__str__": lambda _: "cuda:0"})()
+        data_ptr, element_size, stride = lambda _: 1 << 20, lambda _: 2, lambda _: (1024, 64, 16, 1)
+        nbytes = lambda _: 4 * 16 * 4 * 16 * 2  # noqa: E731
+        untyped_storage = lambda far: far  # noqa: E731
+
+    assert describe(GROUP, [Far()] * 4, "block,token,head,2*dim").memory == "cuda:0"
+    for tensors, memory in (([Far()] * 4, "pinned"), ([Far()] * 4, "host"), ([tensor(4, 16, 4, 16)] * 4, "cuda:0")):
+        with pytest.raises(ConfigError, match=f"memory is '{memory}', a tensor lies in"):
+            describe(GROUP, tensors, "block,token,head,2*dim", memory=memory)
+
+
 def test_views_know_the_allocation_round_them() -> None:
     whole = tensor(4, 8, 16, 4, 16)  # layers first, blocks 2..5 of each
     views = list(whole[:, 2:6])
