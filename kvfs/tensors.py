@@ -95,10 +95,14 @@ def _columns(tensors: Any, one: bool, count: int) -> list[list[Any]]:
 
 
 def _check_dtype(tensor: Any, group: Group) -> None:
-    """Floats of torch are those that the cell says: others, as wide, would be taken for them. (numpy has no bf16.)"""
-    wanted = group.cell.encoding.partition(" ")[0]
-    found = _FLOATS.get(str(getattr(tensor, "dtype", "")), wanted)
-    if wanted in _FLOATS.values() and found != wanted:
+    """Floats of torch are those that the cell says: others, as wide, would be taken for them. (numpy has no bf16.)
+
+    What is quantised has scales beside it, of whatever dtype that is no float of 8 bits.
+    """
+    wanted, dtype = group.cell.encoding.partition(" ")[0], str(getattr(tensor, "dtype", ""))
+    narrow = dtype.startswith("torch.float8") and group.cell.element_bytes > 0
+    found = dtype.removeprefix("torch.") if narrow else _FLOATS.get(dtype, wanted)
+    if found != wanted and (narrow or wanted in _FLOATS.values()):
         raise ConfigError(f"a tensor holds {found}, the cells of group {group.name} {wanted}: pass KV of the layout")
 
 

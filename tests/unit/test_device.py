@@ -231,6 +231,21 @@ def test_halves_do_not_pass_for_bfloat16_of_the_same_width() -> None:
         describe(GROUP, [torch.zeros(shape, dtype=dtype)] * 4, "block,token,head,2*dim")
 
 
+def test_floats_of_8_bits_do_not_pass_for_others_of_the_same_width() -> None:
+    torch = pytest.importorskip("torch")
+    for wanted, other in (
+        ("float8_e4m3fn", "float8_e5m2"),
+        ("float8_e5m2", "float8_e4m3fnuz"),
+        ("int8", "float8_e5m2"),
+    ):
+        group = PageLayout.kv(layers=4, kv_heads=4, head_dim=8, dtype=wanted, scale="float32").groups[0]
+        cells, scales = "block,token,head,2*dim", torch.zeros(4, 16, 4, 2)
+        with pytest.raises(ConfigError, match=f"holds {other}, the cells of group full {wanted}"):
+            describe(group, [(torch.zeros(4, 16, 4, 16).to(getattr(torch, other)), scales)] * 4, cells)
+        for dtype in (getattr(torch, wanted), torch.uint8):  # bare bytes say nothing of what they hold
+            describe(group, [(torch.zeros(4, 16, 4, 16).to(dtype), scales)] * 4, cells)
+
+
 def test_k_and_v_that_touch_are_one_piece() -> None:
     touching = describe(GROUP, [tensor(4, 16, 4, 2, 8) for _ in range(4)], "block,token,head,kv,dim")
     assert [b.cell for b in touching.buffers] == [(0, CELL)]
