@@ -32,7 +32,7 @@ def weights_id(model: Any, load: Any) -> str:
         return f"files-{digest_files(path)}"
     if path.is_file():
         return f"files-{digest_files(path.parent, [path])}"
-    commit = _hub_commit(model.model, model.revision)
+    commit = _hub_commit(model.model, model.revision, getattr(load, "download_dir", None))
     if commit:
         return commit
     raise ConfigError(
@@ -62,11 +62,18 @@ def digest_files(folder: Path, files: list[Path] | None = None) -> str:
     return digest.hexdigest()
 
 
-def _hub_commit(repository: str, revision: str | None) -> str | None:
+def _hub_commit(repository: str, revision: str | None, download_dir: str | None) -> str | None:
     if revision is not None and _COMMIT.match(revision):
         return revision
-    from huggingface_hub import try_to_load_from_cache
+    if download_dir:  # of the weights alone: the config lies elsewhere, perhaps of another commit
+        ref = Path(download_dir, f"models--{repository.replace('/', '--')}", "refs", revision or "main")
+        try:
+            commit = ref.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    else:
+        from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, "config.json", revision=revision)
-    commit = Path(found).parent.name if isinstance(found, str) else ""
+        found = try_to_load_from_cache(repository, "config.json", revision=revision)
+        commit = Path(found).parent.name if isinstance(found, str) else ""
     return commit if _COMMIT.match(commit) else None
