@@ -28,7 +28,7 @@ from kvfs.gpusave import BATCH_BYTES, GpuSave
 from kvfs.gpuwarm import pin_hottest, pin_match
 from kvfs.hostio import CLOSE_SECONDS, WARM_SECONDS, HostIO
 from kvfs.hostjobs import Writes, make_ring
-from kvfs.inplace import PIECE_BYTES, InPlace
+from kvfs.inplace import MAKING_SECONDS, PIECE_BYTES, InPlace
 from kvfs.kernels.work import Shape, pack, shape_of
 from kvfs.match import PrefixMatch
 from kvfs.memory import memory_limit
@@ -201,22 +201,32 @@ class GpuIO(HostIO):
         if maps is None:
             return 0
         limit, attached = parse_size(nbytes, "nbytes"), self._attached.values()
-        return self._pin(partial(pin_hottest, self._c, maps, self._identity.digest, attached, limit, end))
+        pins = partial(pin_hottest, self._c, maps, self._identity.digest, attached, limit, end)
+        return self._pin(pins, deadline + MAKING_SECONDS)
 
-    def _pin(self, pins: Callable[[Callable[[], bool]], int]) -> int:
-        """In a thread of its own, told when to stop: what an interrupt leaves half made would stay pinned for good."""
-        pool, done, stop = Pool(1, "kvfs-pin"), list[int](), threading.Event()
+    def _pin(self, pins: Callable[[Callable[[], bool]], int], seconds: float | None = None) -> int:
+        """In a thread of its own, told when to stop: what an interrupt leaves half made would stay pinned for good.
+
+        After ``seconds`` it is left to itself, since a disk may hang; the result is what is there then, of whatever.
+        """
+        pool, done, stop, over = Pool(1, "kvfs-pin"), list[int](), threading.Event(), threading.Event()
 
         def pin() -> None:
-            self._device.enter()
-            done.append(pins(stop.is_set))
+            try:
+                self._device.enter()
+                done.append(pins(stop.is_set))
+            finally:
+                over.set()
 
         try:
-            pool.begin([pin]).wait()
+            begun = pool.begin([pin])
+            if over.wait(seconds):
+                begun.wait()
         finally:
             stop.set()
             pool.close(0.0)
-        return done[0]
+        maps = self._gpu_desk.in_place
+        return done[0] if done else maps.nbytes if maps is not None else 0
 
     def let_go(self) -> None:
         """Unpin what loads read from, as far as none does: before the process dies."""

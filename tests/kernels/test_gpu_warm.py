@@ -285,6 +285,24 @@ def test_a_disk_that_is_slow_to_say_whose_pages_there_are_does_not_keep_it_beyon
             files.arm()
 
 
+def test_a_disk_that_hangs_while_a_piece_is_made_does_not_keep_an_engine_from_starting(
+    ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page cache holds the pages, and of the rest of their piece not all."""
+    go, asked, files = threading.Event(), threading.Event(), ns._c.files
+    with Rank(ns, piece=64 << 20) as rank:
+        monkeypatch.setattr(
+            files, "cached_bytes", lambda fd, at, nbytes: nbytes if at else nbytes - 4096, raising=False
+        )
+        monkeypatch.setattr(files, "populate_at", lambda *at: asked.set() or go.wait(SECONDS), raising=False)
+        began = time.monotonic()
+        try:
+            rank.io.warm_hottest("1GiB", deadline=0.1)
+            assert asked.is_set() and time.monotonic() - began < SECONDS / 10
+        finally:
+            go.set()
+
+
 def test_a_process_out_of_descriptors_loads_and_starts_all_the_same(store_path: Path) -> None:
     """What others have pinned cannot be listed then: nothing more is, and the ring is there."""
     files = FaultyFiles()
