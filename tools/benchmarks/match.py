@@ -88,6 +88,7 @@ def _lookup_rows(table: Table, plan: Plan, library: Library) -> None:
                 samples = interleave(contenders, plan.rounds)
             for name, label, kind in (
                 ("hash list", "hashing", "list"), ("hash", "hashing", "array"), ("match", "hashing+match", "array"),
+                ("again", "match, hashed before", "array"),
             ):  # fmt: skip
                 _add(table, library, label, kind, busy, samples[name], samples["hash"])
 
