@@ -103,7 +103,9 @@ class Matcher:
         return match
 
     def _acquire(self, match: PrefixMatch) -> dict[int, Held]:
-        return self._c.segments.acquire_all(match.segments, match.generation, LOOKUP_SECONDS)
+        held = self._c.segments.acquire_all(match.segments, match.generation, LOOKUP_SECONDS)
+        self._c.counters.add("lookup_segments_missing", len(match.segments) - len(held))
+        return held
 
     def _add_hold(self, match: PrefixMatch, held: Mapping[int, Held], lookups: Sequence[GroupLookup]) -> None:
         match.hold, match._tiers = Hold(held, self._c.files.monotonic() + HOLD_SECONDS), self._tiers

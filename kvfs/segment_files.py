@@ -59,7 +59,9 @@ class SegmentFiles:
         self._open: weakref.WeakValueDictionary[bytes, Held] = weakref.WeakValueDictionary()
         self._missing: dict[bytes, tuple[int, str]] = {}
         self._opener: Worker | None = None
-        self._stuck: object = None  # what the opener does, if somebody has waited for it in vain
+        self._opens: object = None  # what the opener is at
+        self._late: object = None  # of that, what somebody has waited for in vain
+        self._closed = False
 
     def acquire_all(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, Held]:
         """Those of ``segments`` (ids by number) that are open, or can be opened within ``seconds`` and a grace.
@@ -68,46 +70,54 @@ class SegmentFiles:
         """
         with self._lock:
             held = {number: one for number, key in segments.items() if (one := self._open.get(key)) is not None}
-            rest = {number: key for number, key in segments.items() if number not in held}
-        return held | self._open_in_time(rest, generation, seconds) if rest and self._stuck is None else held
+        rest = {number: key for number, key in segments.items() if number not in held}
+        return held | self._open_in_time(rest, generation, seconds) if rest and not self.hangs else held
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a disk keeps the thread that opens."""
+        return self._late is not None and self._late is self._opens
 
     def _open_in_time(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, Held]:
         opened: dict[int, Held] = {}
-        begun, ended = list[None](), list[None]()
+        me = object()
 
         def work() -> None:
-            begun.append(None)
+            self._opens = me
             try:
                 for number, segment_id in segments.items():
                     one = self.acquire(number, segment_id, generation)
                     if one is not None:
                         opened[number] = one
             finally:
-                with self._lock:
-                    ended.append(None)
-                    if self._stuck is begun:
-                        self._stuck = None
+                self._opens = None
 
         try:
-            self._worker().call(work, seconds)
+            opener = self._worker()
+            if opener is not None:
+                opener.call(work, seconds)
+            else:
+                work()
         except TimeoutError:
-            with self._lock:
-                if begun and not ended:
-                    self._stuck = begun
+            if self._opens is me:  # and does not wait for another's
+                self._late = me
         return dict(opened)
 
-    def _worker(self) -> Worker:
+    def _worker(self) -> Worker | None:
+        """None where the process may have no more threads, or after the close, when nobody would end it."""
         with self._lock:
-            if self._opener is None:
-                self._opener = Worker("kvfs-open")
+            if self._opener is None and not self._closed:
+                with contextlib.suppress(RuntimeError):
+                    self._opener = Worker("kvfs-open")
             return self._opener
 
     def close(self) -> None:
         """What is open stays so for those that have it."""
         with self._lock:
+            self._closed = True
             opener, self._opener = self._opener, None
         if opener is not None:
-            opener.stop(0.0 if self._stuck else CLOSE_SECONDS)
+            opener.stop(0.0 if self.hangs else CLOSE_SECONDS)
 
     def acquire(self, number: int, segment_id: bytes, generation: str) -> Held | None:
         """The segment, open as long as the result lives; None if it is gone or cannot be opened."""
@@ -214,7 +224,7 @@ class SegmentFiles:
         """In a forked child, where the parent's descriptors are closed."""
         self._lock = threading.Lock()
         self._open, self._missing = weakref.WeakValueDictionary(), {}
-        self._opener, self._stuck = None, None
+        self._opener, self._opens, self._late = None, None, None
 
 
 def may_map(files: Files, held: Held) -> bool:

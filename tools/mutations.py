@@ -424,7 +424,7 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for a segment that does not open", "kvfs/segment_files.py",
-        "            self._worker().call(work, seconds)\n", "            self._worker().call(work, 3600.0)\n",
+        "                opener.call(work, seconds)\n", "                opener.call(work, 3600.0)\n",
         ("tests/unit/test_hanging_writes.py",),
     ),
 )  # fmt: skip

@@ -7,13 +7,16 @@ import fcntl
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.files import Files
+from kvfs.index.environment import Index
 from kvfs.rebuild import rebuild
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.judge import Judge
@@ -60,6 +63,20 @@ def test_a_second_rebuild_finds_the_first_one_done(tmp_path: Path, judge: Judge)
         assert get(ns, PROMPTS.tokens(1, 5), judge) == 5
 
 
+@contextmanager
+def of_others(store: kvfs.Store, path: Path) -> Iterator[Index]:
+    """The index, which another process works with while this one has closed it; that must not change which it is."""
+    generation, index = store.stats()["index"]["generation"], store._core.c.index
+    other = os.open(path / "index" / generation / "users", os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        index._worker.call(index._close_environment, 5.0)
+        yield index
+        assert store.stats()["index"]["generation"] == generation
+    finally:
+        os.close(other)
+
+
 @pytest.mark.parametrize("name", ["CURRENT", "users", "state"])
 def test_a_process_that_lacks_its_last_descriptor_leaves_the_index_alone(
     tmp_path: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch, name: str
@@ -70,10 +87,6 @@ def test_a_process_that_lacks_its_last_descriptor_leaves_the_index_alone(
         store._core.keeper.stop()
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 5), judge)
-        generation, index = store.stats()["index"]["generation"], store._core.c.index
-        other = os.open(path / "index" / generation / "users", os.O_RDONLY)  # another process works with it
-        fcntl.flock(other, fcntl.LOCK_SH)
-        index._worker.call(index._close_environment, 5.0)
         files = store._core.c.files
 
         def fail(wanted: str, flags: int, mode: int = 0o600, **where: Any) -> int:
@@ -81,13 +94,12 @@ def test_a_process_that_lacks_its_last_descriptor_leaves_the_index_alone(
                 raise OSError(errno.EMFILE, "Too many open files")
             return Files.open(files, wanted, flags, mode, **where)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "open", fail)
-            assert get(ns, PROMPTS.tokens(1, 5), judge) == 0
-            assert not index.is_missing(1.0), "and would build another one"
-        assert get(ns, PROMPTS.tokens(1, 5), judge) == 5
-        assert store.stats()["index"]["generation"] == generation
-        os.close(other)
+        with of_others(store, path) as index:
+            with monkeypatch.context() as patch:
+                patch.setattr(files, "open", fail)
+                assert get(ns, PROMPTS.tokens(1, 5), judge) == 0
+                assert not index.is_missing(1.0), "and would build another one"
+            assert get(ns, PROMPTS.tokens(1, 5), judge) == 5
 
 
 def test_a_process_without_descriptors_leaves_the_index_alone(tmp_path: Path, judge: Judge) -> None:
@@ -95,16 +107,11 @@ def test_a_process_without_descriptors_leaves_the_index_alone(tmp_path: Path, ju
     with open_store(path) as store:
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 5), judge)
-        generation, index = store.stats()["index"]["generation"], store._core.c.index
-        other = os.open(path / "index" / generation / "users", os.O_RDONLY)  # another process works with it
-        fcntl.flock(other, fcntl.LOCK_SH)
-        index._worker.call(index._close_environment, 5.0)
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-        try:
-            assert get(ns, PROMPTS.tokens(1, 5), judge) == 0
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert get(ns, PROMPTS.tokens(1, 5), judge) == 5
-        assert store.stats()["index"]["generation"] == generation
-        os.close(other)
+        with of_others(store, path):
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+            try:
+                assert get(ns, PROMPTS.tokens(1, 5), judge) == 0
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            assert get(ns, PROMPTS.tokens(1, 5), judge) == 5

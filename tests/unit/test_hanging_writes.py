@@ -33,6 +33,20 @@ class Hanging(Files):
         return super().pwritev(fd, buffers, offset)
 
 
+class HangingOpens(Hanging):
+    """Opens of the segments in ``names`` do not come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def open(self, name: str, *args: Any, **how: Any) -> int:
+        if name in self.names and not self.goes_on.is_set():
+            self.hangs.set()
+            assert self.goes_on.wait(SECONDS)
+        return super().open(name, *args, **how)
+
+
 class Put:
     """One that hangs, in a thread of its own."""
 
@@ -212,22 +226,13 @@ def test_stamps_of_use_that_hang_hold_up_no_lookup_and_no_close(store_path: Path
 
 def test_a_segment_that_cannot_be_opened_for_long_is_a_miss_and_holds_up_nobody(store_path: Path) -> None:
     """Every lookup waited for a disk that did not answer."""
-
-    class Opening(Hanging):
-        def open(self, name: str, *args: Any, **how: Any) -> int:
-            if name in hanging and not self.goes_on.is_set():
-                self.hangs.set()
-                assert self.goes_on.wait(SECONDS)
-            return super().open(name, *args, **how)
-
-    hanging, files, found = set[str](), Opening(), list[int]()
-    with kvfs.open(store_path, capacity="64MiB", files=files) as store:
+    files, found = HangingOpens(), list[int]()
+    with kvfs.open(store_path, capacity="64MiB", files=files) as store, counted(store) as moved:
         ns = store.namespace("m", tiny(), "1")
         for seed in (1, 2):
             put(ns, seed)
             store._core.active.finish_all()
-            if seed == 1:
-                hanging.update(path.name for path in segment_files(store_path))
+            files.names |= {path.name for path in segment_files(store_path)} if seed == 1 else set()
 
         def get(seed: int) -> None:
             with ns.match(tokens_of(seed, 4)) as match:
@@ -241,28 +246,23 @@ def test_a_segment_that_cannot_be_opened_for_long_is_a_miss_and_holds_up_nobody(
                     thread.start()
                     thread.join(SECONDS / 2)
                     assert not thread.is_alive(), "it waits for the disk"
-                assert files.hangs.is_set() and found == [0, 0, 4]
+                assert files.hangs.is_set() and found == [0, 0, 4] and moved("lookup_segments_missing") == 2
             finally:
                 files.goes_on.set()
-        while store._core.c.segments._stuck is not None:
+        while store._core.c.segments.hangs:
             time.sleep(0.001)
         get(1)
         assert found[-1] == 4 and not store._core.c.segments.count()
 
 
 def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) -> None:
-    class Opening(Hanging):
-        def open(self, name: str, *args: Any, **how: Any) -> int:
-            if name.endswith(".kvs") and threading.current_thread().name == "kvfs-open" and not self.goes_on.is_set():
-                self.hangs.set()
-                assert self.goes_on.wait(SECONDS)
-            return super().open(name, *args, **how)
-
-    files = Opening()
+    files = HangingOpens()
     store = kvfs.open(store_path, capacity="64MiB", files=files)
-    put(store.namespace("m", tiny(), "1"), 1)
+    ns = store.namespace("m", tiny(), "1")
+    put(ns, 1)
     store._core.active.finish_all()
-    assert not store.namespace("m", tiny(), "1").match(tokens_of(1, 4)) and files.hangs.is_set()
+    files.names = {path.name for path in segment_files(store_path)}
+    assert not ns.match(tokens_of(1, 4)) and files.hangs.is_set()
     (opener,) = (thread for thread in threading.enumerate() if thread.name == "kvfs-open")
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
@@ -271,3 +271,19 @@ def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) ->
     files.goes_on.set()
     opener.join(SECONDS)
     assert not opener.is_alive()
+
+
+def test_segments_are_opened_where_the_process_may_have_no_more_threads(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        ns = store.namespace("m", tiny(), "1")
+        put(ns, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert ns.match(tokens_of(1, 4)).chunks == 4
+        segments = store._core.c.segments
+    assert segments._worker() is None, "nobody would end a thread that is made behind the close"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvfs.buffers import address_of
 from kvfs.errors import ConfigError
+from kvfs.hostjobs import SLOW_BYTES_PER_SECOND, STALLED_SECONDS, Writes
 from kvfs.staging import SLOT_ALIGN, Lease, SlotState, StagingRing
 
 NOW = 0.0  # a deadline that has passed
@@ -308,3 +310,17 @@ class RingMachine(RuleBasedStateMachine):
 
 TestRingMachine = RingMachine.TestCase
 TestRingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_disk_is_stalled_when_a_slow_one_would_have_written_what_is_under_way() -> None:
+    now = [100.0]
+    writes = Writes(lambda: now[0])
+    assert writes.stalled_at() == math.inf
+    with writes.one(int(SLOW_BYTES_PER_SECOND)):
+        assert writes.stalled_at() == 101.0 + STALLED_SECONDS
+        now[0] = 100.7
+        with writes.one(int(SLOW_BYTES_PER_SECOND // 2)):
+            assert writes.stalled_at() == 101.5 + STALLED_SECONDS, "another write is no sign that one got to its end"
+            now[0] = 100.9
+        assert writes.stalled_at() == pytest.approx(101.9 + STALLED_SECONDS)
+    assert writes.stalled_at() == math.inf
