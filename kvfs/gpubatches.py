@@ -7,7 +7,6 @@ host does in between takes longer than the copy of a small batch, and the link w
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,10 +64,10 @@ class Batches:
 
     def __init__(
         self, desk: GpuDesk, launches: Launches, attached: Attached, source: PageSource, units: Sequence[int],
-        wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool],
+        wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool], ended: Callable[[Band], None],
     ) -> None:  # fmt: skip
         self._desk, self._lane, self._attached, self._source, self._stop = desk, desk.loads, attached, source, stop
-        self._launches = launches
+        self._launches, self._ended = launches, ended  # to be told of each band whose end is enqueued
         self._shape, self._granules = desk.shapes[attached.number], attached.group.granules
         self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
         self._bands, self._wanted = bands, wanted
@@ -79,7 +78,6 @@ class Batches:
         if bands > 1:
             self._tables, self._good = bytearray(self._size * len(wanted)), bytearray([UNKNOWN]) * len(wanted)
         self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
-        self.ended: deque[Band] = deque()  # and not taken yet
         self.ends = 0  # of bands, that wait to be enqueued
 
     @property
@@ -237,7 +235,7 @@ class Batches:
         self._lane.finished(slot, self._lane.kernels, calls)
 
     def end_band(self, first: int, rows: int) -> None:
-        """Behind all that was sent so far, it will be among those that ``ended``."""
+        """Behind all that was sent so far; ``ended`` is told."""
         self.ends += 1
         self._launches.add(partial(self._end_band, first, rows))
 
@@ -246,8 +244,8 @@ class Batches:
             self._prepare()
         room = self._sheet.room(FLAG * len(self._wanted))
         self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
-        self.ended.append(Band(first, rows, self._lane.kernels.record(), room))
         self.ends -= 1
+        self._ended(Band(first, rows, self._lane.kernels.record(), room))
 
     def flags(self, band: Band) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
@@ -274,11 +272,12 @@ def _columns(tables: bytes, layers: int, first: int, rows: int) -> bytes:
 def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterator[list[Run]]:
     """Runs, cut where need be, in batches of at most ``most`` pages; towards the end ever fewer, down to ``least``.
 
-    ``behind``: pages that will come after them.
+    ``behind``: pages that will come after them. A batch has up to three quarters of what is left: each costs the host
+    something, and the GPU sums and scatters it six times as fast as the link brings it, while the next one comes.
     """
     left = sum(run.count for run in runs) + behind
     batch: list[Run] = []
-    room = min(most, max(least, left // 3))
+    room = _room(left, most, least)
     for run in runs:
         done = 0
         while done < run.count:
@@ -287,6 +286,10 @@ def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterato
             done, room, left = done + take, room - take, left - take
             if not room or len(batch) == RUNS_MAX:
                 yield batch
-                batch, room = [], min(most, max(least, left // 3))
+                batch, room = [], _room(left, most, least)
     if batch:
         yield batch
+
+
+def _room(left: int, most: int, least: int) -> int:
+    return min(most, max(least, left * 3 // 4))

@@ -1,7 +1,8 @@
 """GpuIO: asynchronous saves and loads between an engine's GPU memory and the store.
 
-One thread enqueues saves, one loads, one writes to the store; a few read segments into the ring where the GPU cannot
-read them in place. All kernels are compiled and run once when it is made.
+One thread enqueues saves, one loads, one waits for the ends of loads, one calls back, a few write to the store; others
+read segments into the ring where the GPU cannot read them in place. All kernels are compiled and run once when it is
+made.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +23,13 @@ from kvfs.config import parse_size
 from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
 from kvfs.gpu import Device, Memory
-from kvfs.gpujobs import GpuDesk
+from kvfs.gpujobs import UNDER_WAY, GpuDesk
 from kvfs.gpulane import BATCHES, Lane, aligned
 from kvfs.gpuload import GpuLoad
 from kvfs.gpusave import BATCH_BYTES, GpuSave
 from kvfs.gpuwarm import pin_hottest, pin_match
 from kvfs.hostio import CLOSE_SECONDS, WARM_SECONDS, HostIO
-from kvfs.hostjobs import Writes, make_ring
+from kvfs.hostjobs import JobThreads, Writes, make_ring
 from kvfs.inplace import MAKING_SECONDS, PIECE_BYTES, InPlace
 from kvfs.kernels.work import Shape, pack, shape_of
 from kvfs.match import PrefixMatch
@@ -102,8 +104,12 @@ class GpuIO(HostIO):
             ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
             shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
             tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
-            saves, loads = Lane(device, save_bytes), Lane(device, load_bytes)
-            undo.callback(loads.close)  # the only lane that warms up
+            saves = Lane(device, save_bytes)
+            undo.callback(saves.close)
+            loads = Lane(device, load_bytes, UNDER_WAY)
+            undo.callback(loads.close)
+            for _ in range(UNDER_WAY):  # all of them now: to make one takes as long as to load a short prompt
+                loads.sheet(1)
             shapes = self._that_work(loads, shapes, tables)
             readers = Pool(READ_THREADS, "kvfs-ring")
             undo.callback(readers.close)
@@ -111,10 +117,12 @@ class GpuIO(HostIO):
             if in_place is not None:
                 undo.callback(in_place.close)
             self.transport = "ring" if in_place is None else in_place.backing.name
+            callbacks = JobThreads("tell", 1)
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
                 self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, in_place, readers,
-                self._pinned.address, load_bytes // BATCHES,
+                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY),
+                JobThreads("end", 1, callbacks.dismiss), callbacks,
             )  # fmt: skip
             undo.pop_all()
         return desk
@@ -185,6 +193,9 @@ class GpuIO(HostIO):
             return Probe(False, f"no file for the probe: {exc}")
         finally:
             files.close(fd)
+
+    def _load_threads(self, threads: int) -> JobThreads:
+        return JobThreads("read", threads, self._gpu_desk.ends.dismiss)
 
     # -- for everybody -----------------------------------------------------------------------
 
@@ -275,8 +286,11 @@ class GpuIO(HostIO):
             super()._check_after(after)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        end = time.monotonic() + timeout
         super().close(timeout)
         if self._pid == os.getpid():
+            for threads in (self._gpu_desk.ends, self._gpu_desk.callbacks):
+                threads.join(max(0.1, end - time.monotonic()))
             self._shut = True
             self._unpin()
 

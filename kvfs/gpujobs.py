@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvfs.gpu import Device, Event, Memory
 from kvfs.gpulane import Lane
-from kvfs.hostjobs import Desk, wait_for
+from kvfs.hostjobs import Desk, JobThreads, wait_for
 from kvfs.inplace import InPlace
 from kvfs.kernels.work import Shape
 from kvfs.pool import Pool
@@ -16,6 +17,7 @@ from kvfs.transfer import Transfer
 from kvfs.types import TransferState
 
 POLL_SECONDS = 20e-6
+UNDER_WAY = 3  # loads, from the first copy that is enqueued until all of it has come
 YIELD_SECONDS = 200e-6  # for whoever waits to go on, before work that can wait takes the interpreter again
 
 
@@ -32,6 +34,9 @@ class GpuDesk(Desk):
     readers: Pool
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
+    under_way: threading.Semaphore  # loads: UNDER_WAY at most
+    ends: JobThreads  # waits for the ends of loads, one after the other
+    callbacks: JobThreads  # of loads: these may want to cancel the next one
 
 
 def wait_until(desk: GpuDesk, event: Event) -> None:

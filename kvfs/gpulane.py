@@ -19,6 +19,7 @@ from kvfs.kernels.work import WORD, Work
 from kvfs.types import BufferLike
 
 ALIGN = 256
+SHEET_BYTES = 1 << 20  # at least
 BATCHES = 4  # of full size that scratch holds
 PENDING = 4  # copies, and ends of bands, ahead of their launches
 #: Batches, and calls of the driver, that are enqueued and not over. It takes about a thousand calls ahead, then the
@@ -100,14 +101,15 @@ class Sheet:
 class Lane:
     """Used by one thread at a time."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, device: Device, nbytes: int, sheets: int = 1) -> None:
+        """``sheets``: how many transfers may be under way at once."""
         self.device, self.nbytes = device, aligned(nbytes)
         self.dma, self.kernels = device.stream(), device.stream()
         self._scratch: Memory = device.memory(self.nbytes + ALIGN)
         self._base = aligned(self._scratch.address)
         self._slots: deque[Slot] = deque()  # oldest first, round the scratch
         self._events: list[tuple[Event, Event]] = []  # to be used again
-        self._sheet: Sheet | None = None
+        self._sheets = deque[Sheet | None]([None] * sheets)  # used round and round
         self._ends = [self.dma.event() for _ in range(QUEUED)]  # of the last batches, round and round
         self._calls: deque[int] = deque(maxlen=QUEUED)  # that each of them took, the last one first
         self._finished = 0
@@ -158,12 +160,16 @@ class Lane:
         slot.enqueued = True
 
     def sheet(self, nbytes: int) -> Sheet:
-        """An empty sheet. The last one is not in use any more."""
-        if self._sheet is None or self._sheet.nbytes < nbytes:
-            self.close()
-            self._sheet = Sheet(self.device, 1 << max(20, (nbytes - 1).bit_length()))
-        self._sheet.reset()
-        return self._sheet
+        """An empty sheet. The transfer before the ones that may be under way has ended."""
+        self._sheets.rotate(-1)
+        sheet = self._sheets[-1]
+        if sheet is None or sheet.nbytes < nbytes:
+            self._sheets[-1] = None
+            if sheet is not None:
+                sheet.close()
+            sheet = self._sheets[-1] = Sheet(self.device, max(SHEET_BYTES, 1 << (nbytes - 1).bit_length()))
+        sheet.reset()
+        return sheet
 
     def quiet(self) -> None:
         """Wait until nothing of this lane is under way; whatever was not finished is given up."""
@@ -173,9 +179,11 @@ class Lane:
             self._retire()
 
     def close(self) -> None:
-        if self._sheet is not None:
-            self._sheet.close()
-            self._sheet = None
+        for _ in range(len(self._sheets)):
+            sheet = self._sheets.popleft()
+            self._sheets.append(None)
+            if sheet is not None:
+                sheet.close()
 
 
 class Launches:

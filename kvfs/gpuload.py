@@ -1,18 +1,21 @@
 """A load to a GPU: runs of pages by DMA into scratch, checked there, and only then scattered to the engine's units.
 
 Leaf tables are read and held against the index's roots by the host; the GPU holds the sums of the bytes that really
-came against them, and leaves out pages that differ. Everything is enqueued ahead; the host looks at the outcome at the
-end, or, layer-wise, at the end of each band of layers.
+came against them, and leaves out pages that differ. Everything is enqueued ahead by the load thread; another one looks
+at the outcome at the end, or, layer-wise, at the end of each band of layers. So the next load is on its way when this
+one ends, and what that may have to wait for holds up no other's end.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 
 from kvfs.bits import bits_of, members, span
-from kvfs.gpubatches import FLAG, Batches, Window, sheet_bytes
+from kvfs.gpubatches import FLAG, Band, Batches, Window, sheet_bytes
 from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
 from kvfs.gpulane import Launches
 from kvfs.gpusource import PageSource, streaks
@@ -42,16 +45,24 @@ class _Group:
     wanted: list[int]
     runs: list[Run] = field(default_factory=list)  # of the windows so far
     covered: int = 0  # chunks that should lie in them
-    flagged: memoryview = field(default_factory=lambda: memoryview(b""))  # as the last band left them
-    whole: bool = True  # nothing is known to be missing
+    cut: bool = False  # it ended before the last page
     torn: bool = False  # it ended between two bands: no page has all of its layers
     sent: bool = False  # up to the end of the last band that there will be
+    flagged: memoryview = field(default_factory=lambda: memoryview(b""))  # as the last band left them
+    whole: bool = True  # nothing is known to be missing
 
 
 @dataclass
 class GpuLoad(Load):
-    """A load in progress."""
+    """A load in progress: one thread calls ``run``, another ``finish``."""
 
+    _groups: list[_Group] = field(default_factory=list)
+    #: (number of the group, band) in the order in which they arrive, when their ends are enqueued; at last None
+    _bands: SimpleQueue[tuple[int, Band] | None] = field(default_factory=SimpleQueue)
+    _moving: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the transfer's step
+    _holding: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the match's segments
+    _handed_over: bool = False
+    _unknown: bool = False  # what of it has come
     _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -60,99 +71,103 @@ class GpuLoad(Load):
         return self.desk
 
     def run(self) -> None:
-        """On the load thread."""
+        """On the load thread: enqueue all of it."""
+        self.gpu.under_way.acquire()
         try:
             self.gpu.device.enter()
             if wait_for_event(self.gpu, self.transfer, self.after):
                 self.transfer._enter(TransferState.LOADING)
-                with (
-                    self.gpu.reader.held(self.match) as held, self.gpu.loads.kernels.use(),
-                    self.transfer._step() as allowed,
-                ):  # fmt: skip
-                    if allowed:
-                        self._load_groups(held)
+                held = self._holding.enter_context(self.gpu.reader.held(self.match))
+                if self._moving.enter_context(self.transfer._step(tell=False)):
+                    with self.gpu.loads.kernels.use():
+                        self._enqueue(held)
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
-            self.transfer._end()
-        if self._afterwards:
-            self.gpu.context.files.sleep(YIELD_SECONDS)
-        for call in self._afterwards:
-            call()
+            self._bands.put(None)
+            self._hand_over()
 
-    def _load_groups(self, held: dict[int, Held]) -> None:
-        """One behind the other, without a pause between them, as long as they need no slots of the ring."""
-        launches, groups = self._launches(), list[_Group]()
+    def _hand_over(self) -> None:
+        if not self._handed_over:
+            self._handed_over = True
+            self.gpu.ends.put(self.finish)
 
-        def catch_up() -> None:
-            launches.all()
-            self._announce(groups, wait=True)  # what has come must not wait for what a disk may never bring
-
-        def stop() -> bool:
-            self._announce(groups, wait=False)  # nor for room for what follows
-            return self._stop()
-
+    def _enqueue(self, held: dict[int, Held]) -> None:
+        """The groups one behind the other, without a pause between them, as long as they need no slots of the ring."""
+        launches = self._launches()
         try:
             for number, (attached, chunks) in enumerate(self.pages):
                 limit = self.match.restorable(self.possible)
                 wanted = [chunk for chunk in chunks if chunk < limit]
                 if wanted and not self.transfer.stopped:
-                    groups.append(self._begin(launches, attached, wanted, held, catch_up, stop))
-                    behind = sum(len(later) * a.page_bytes for a, later in self.pages[number + 1 :])
-                    self._send(groups, held, behind)
-                    if groups[-1].source.has_slots:  # which the next group may want
-                        self._finish(launches, groups)
-            self._finish(launches, groups)
+                    group = self._begin(launches, attached, wanted, held)
+                    self._groups.append(group)
+                    later = self.pages[number + 1 :]
+                    self._send(group, held, sum(len(others) * a.page_bytes for a, others in later))
+                    if later and group.source.has_slots:  # which the next group may want
+                        launches.all()
+                        group.source.free_slots()
+            launches.all()
+            self.transfer._expect({
+                PageOutcome.LOADED: {g.attached.number: bits_of(g.wanted) for g in self._groups}
+            })  # fmt: skip
+        except BaseException:
+            self._unknown = True
+            self.gpu.loads.quiet()
+            self._unknown = False
+            raise
         finally:
-            if groups:
-                self._give_up(groups)
+            for group in self._groups:
+                group.source.end_reads()
+        if any(group.cut for group in self._groups):  # else the ends of the last bands are the ends of everything
+            self.gpu.loads.quiet()
 
     def _launches(self) -> Launches:
         need = sum(
             sheet_bytes(
                 self.gpu.shapes[a.number], a.group.granules, pages=len(chunks), units=len(self.units[a.number]),
-                bands=self._bands(a, len(chunks)),
+                bands=self._bands_of(a, len(chunks)),
             )
             for a, chunks in self.pages if chunks
         )  # fmt: skip
         return Launches(self.gpu.loads, need)
 
-    def _bands(self, attached: Attached, pages: int) -> int:
+    def _bands_of(self, attached: Attached, pages: int) -> int:
         """In how many bands so many pages come, at most."""
         if not self.layerwise:
             return 1
         each = attached.page_bytes
         return max(1, min(BANDS, pages * each // BAND_BYTES_MIN, each // SHARE_BYTES_MIN))
 
-    def _begin(
-        self, launches: Launches, attached: Attached, wanted: list[int], held: dict[int, Held],
-        catch_up: Callable[[], None], stop: Callable[[], bool],
-    ) -> _Group:  # fmt: skip
+    def _begin(self, launches: Launches, attached: Attached, wanted: list[int], held: dict[int, Held]) -> _Group:
         gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
-        source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from, catch_up)
+        source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from, launches.all)
         batches = Batches(
             self.gpu, launches, attached, source, self.units[attached.number], wanted,
-            bands=self._bands(attached, len(wanted)), first_token=self.first_token, stop=stop,
+            bands=self._bands_of(attached, len(wanted)), first_token=self.first_token, stop=self._stop,
+            ended=partial(self._ended, len(self._groups)),
         )  # fmt: skip
         return _Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
+
+    def _ended(self, number: int, band: Band) -> None:
+        self._bands.put((number, band))
+        self._hand_over()
 
     def _stop(self) -> bool:
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
-    def _send(self, groups: list[_Group], held: dict[int, Held], behind: int) -> None:
-        """Everything of the last group up to the end of its last band; ``behind``: bytes of those that follow."""
-        group = groups[-1]
+    def _send(self, group: _Group, held: dict[int, Held], behind: int) -> None:
+        """Everything of a group up to the end of its last band; ``behind``: bytes of those that follow."""
         for window in self._windows(group, held):
             for first, rows in self._plan_bands(group, window):
-                group.whole = group.batches.send(window, first, rows, behind)
-                if group.whole and window.left:
+                group.cut = not group.batches.send(window, first, rows, behind)
+                if not group.cut and window.left:
                     continue  # it has one band, whose end is that of the last window
-                group.torn = not group.whole and rows < group.shape.layers
+                group.torn = group.cut and rows < group.shape.layers
                 group.batches.end_band(first, rows)
-                if not group.whole:
+                if group.cut:
                     break
-                self._announce(groups, wait=False)
-            if not group.whole:
+            if group.cut:
                 break
         group.sent = True
 
@@ -175,54 +190,54 @@ class GpuLoad(Load):
         layers = group.shape.layers
         if not self.layerwise or window.others or any(group.source.in_place(run) is None for run in window.runs):
             return [(0, layers)]
-        step = -(-layers // self._bands(group.attached, len(window)))
+        step = -(-layers // self._bands_of(group.attached, len(window)))
         return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
     # -- the end -----------------------------------------------------------------------------
 
-    def _finish(self, launches: Launches, groups: list[_Group]) -> None:
-        """Wait for these groups, and settle them."""
-        launches.all()
-        self.transfer._expect({PageOutcome.LOADED: {g.attached.number: bits_of(g.wanted) for g in groups}})
-        self._announce(groups, wait=True)
-        if not all(group.whole for group in groups):  # else the ends of the last bands were the ends of everything
-            self.gpu.loads.quiet()
-        while groups:
-            self._settle(groups.pop(0))
+    def finish(self) -> None:
+        """On the thread that waits for ends: tell which layers have come, then what became of each page."""
+        try:
+            self.gpu.device.enter()
+            while (came := self._bands.get()) is not None:
+                self._announce(self._groups[came[0]], came[1])
+            for group in self._groups if not self._unknown else ():
+                self._settle(group)
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            self._moving.close()
+            self.gpu.under_way.release()
+            if self.transfer.calls_back:
+                self.gpu.callbacks.put(self.transfer._end)
+            else:
+                self.transfer._end()
+        with self._holding:
+            if self._afterwards:
+                self.gpu.context.files.sleep(YIELD_SECONDS)
+            for call in self._afterwards:
+                call()
+
+    def _announce(self, group: _Group, band: Band) -> None:
+        """Wait for a band: while all pages are well, its layers are ready."""
+        wait_until(self.gpu, band.end)
+        group.flagged = group.batches.flags(band)
+        all_sent = not group.cut and len(group.batches.sent) == len(group.wanted)
+        group.whole = group.whole and all_sent and not any(group.flagged)
+        if group.whole:
+            layers = group.attached.group.layers[group.attached.part.layer :]
+            self.transfer._layers_ready(layers[band.first : band.first + band.rows])
 
     def _settle(self, group: _Group) -> None:
+        """What became of the pages of a group; after an error, of those of which everything had been enqueued."""
         group.source.release()
-        if group.whole:
+        if not group.sent or group.batches.ends:
+            self._account(group, [], group.source.faults)
+        elif group.whole:
             self._account(group, group.wanted, [])
             self.transfer._settle(group.attached.number, bits_of(group.wanted), PageOutcome.LOADED)
         else:
             self._sort_out(group)
-
-    def _give_up(self, groups: list[_Group]) -> None:
-        """After an error: what has all been enqueued counts, the rest stays open."""
-        self.gpu.loads.quiet()
-        self._announce(groups, wait=True)
-        for group in groups:
-            if group.sent and not group.batches.ends:
-                self._settle(group)
-            else:
-                group.source.release()
-                self._account(group, [], group.source.faults)
-
-    def _announce(self, groups: Sequence[_Group], *, wait: bool) -> None:
-        """Bands that have arrived: while all pages are well, their layers are ready."""
-        for group in groups:
-            bands = group.batches.ended
-            if not bands:
-                continue
-            layers = group.attached.group.layers[group.attached.part.layer :]
-            while bands and (wait or bands[0].end.query()):
-                band = bands.popleft()
-                wait_until(self.gpu, band.end)
-                group.flagged = group.batches.flags(band)
-                group.whole = group.whole and len(group.batches.sent) == len(group.wanted) and not any(group.flagged)
-                if group.whole:
-                    self.transfer._layers_ready(layers[band.first : band.first + band.rows])
 
     def _sort_out(self, group: _Group) -> None:
         """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""

@@ -194,9 +194,7 @@ class PageSource:
             if self._leases:
                 self._leases[0][0].synchronize()
             elif self._ahead:  # read ahead has taken what is needed now
-                reading = self._ahead.popitem()[1]
-                self._end(reading)
-                reading.lease.release()
+                self._end_read()
             else:
                 self._transfer._note("ring")
                 return None
@@ -337,13 +335,26 @@ class PageSource:
     def _note(self, run: Run, tier: Tier) -> None:
         self._came_from.note(self._attached.number, span(run.chunk, run.count), tier)
 
+    def free_slots(self) -> None:
+        """Wait for the copies out of slots, and let go of these."""
+        self.end_reads()
+        while self._leases:
+            self._leases[0][0].synchronize()
+            self._reap()
+
+    def end_reads(self) -> None:
+        """Wait for reads that nothing will be sent of."""
+        self._fills.close()
+        while self._ahead:
+            self._end_read()
+
+    def _end_read(self) -> None:
+        reading = self._ahead.popitem()[1]
+        self._end(reading)
+        reading.lease.release()
+
     def release(self) -> None:
         """Let go of maps and slots; no copy of this load is under way any more."""
-        self._fills.close()
-        for reading in self._ahead.values():
-            self._end(reading)
-            reading.lease.release()
-        self._ahead.clear()
         for _, lease in self._leases:
             lease.release()
         self._leases.clear()

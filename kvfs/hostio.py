@@ -18,7 +18,7 @@ from kvfs.config import parse_size
 from kvfs.context import Context
 from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError, StoreReadOnlyError
-from kvfs.hostjobs import Attached, Desk, Pool, UnitIds, Writes, make_ring
+from kvfs.hostjobs import Attached, Desk, JobThreads, UnitIds, Writes, make_ring
 from kvfs.hostload import Load
 from kvfs.hostsave import Save, stored
 from kvfs.identity import Identity
@@ -68,8 +68,8 @@ class HostIO:
         self._unfinished: set[Transfer] = set()
         self._closed = False
         try:
-            self._copies, self._reads = Pool("copy", threads), Pool("read", threads)
-            self._writes = [Pool("write", 1) for _ in range(self._write_lanes)]
+            self._copies, self._reads = JobThreads("copy", threads), self._load_threads(threads)
+            self._writes = [JobThreads("write", 1) for _ in range(self._write_lanes)]
         except BaseException:  # the process may have no more threads
             self._unpin()
             raise
@@ -87,6 +87,9 @@ class HostIO:
         descriptor = self._identity.descriptor_bytes()
         writes = Writes(self._c.files.monotonic)
         return Desk(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec, writes)
+
+    def _load_threads(self, threads: int) -> JobThreads:
+        return JobThreads("read", threads)
 
     def _unpin(self) -> None:
         """Let go of what the desk has pinned; nothing, in host memory."""
@@ -320,7 +323,7 @@ class HostIO:
                 transfer._stop("deadline")
             threading.Thread(target=_end_all, args=(late,), name="kvfs-end", daemon=True).start()
 
-    def _submit(self, transfer: Transfer, pool: Pool, run: Callable[[], None]) -> Transfer:
+    def _submit(self, transfer: Transfer, pool: JobThreads, run: Callable[[], None]) -> Transfer:
         with self._changed:
             busy = self._backlog(pool) >= self._queue_max or self._closed
             if not busy:
@@ -330,7 +333,7 @@ class HostIO:
         pool.put(run)
         return transfer
 
-    def _backlog(self, pool: Pool) -> int:
+    def _backlog(self, pool: JobThreads) -> int:
         """Transfers that have not ended, or that wait in a queue although they have; a batch of those has no slot."""
         writes = [one.waiting - self.ring.slots for one in self._writes] if pool is self._copies else []
         return max(len(self._unfinished), pool.waiting, *writes)

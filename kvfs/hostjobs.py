@@ -129,13 +129,16 @@ def fail(transfer: Transfer, exc: Exception) -> None:
     transfer._stop("error", exc)
 
 
-class Pool:
-    """Threads that run what is put, in order. They end with ``close``, or when the pool is forgotten."""
+class JobThreads:
+    """Threads that run what is put, in order. They end with ``close``, or when this is forgotten.
 
-    def __init__(self, name: str, count: int) -> None:
+    ``last``: is called by each of them when it ends.
+    """
+
+    def __init__(self, name: str, count: int, last: Callable[[], None] = lambda: None) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=_run_all, args=(self._queue,), name=f"kvfs-{name}-{i}", daemon=True)
+            threading.Thread(target=_run_all, args=(self._queue, last), name=f"kvfs-{name}-{i}", daemon=True)
             for i in range(count)
         ]
         weakref.finalize(self, _dismiss, self._queue, count).atexit = False
@@ -150,21 +153,29 @@ class Pool:
         """How much of what was put has not begun, what was cancelled meanwhile included."""
         return self._queue.qsize()
 
-    def close(self, timeout: float) -> None:
+    def dismiss(self) -> None:
+        """Have them end behind what was put so far."""
         _dismiss(self._queue, len(self._threads))
+
+    def close(self, timeout: float) -> None:
+        self.dismiss()
+        self.join(timeout)
+
+    def join(self, timeout: float) -> None:
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
 
 
-def _run_all(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_all(queue: SimpleQueue[Callable[[], None] | None], last: Callable[[], None]) -> None:
     while (run := queue.get()) is not None:
         try:
             run()
         except BaseException:  # a bug in one transfer must not end the others, whatever a callback raises
             log.exception("a transfer crashed")
         del run  # it has the match, which must not live until the next one
+    last()
 
 
 def _dismiss(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:

@@ -150,6 +150,11 @@ class Transfer:
         return self._task.deadline
 
     @property
+    def calls_back(self) -> bool:
+        """Whether ``_end`` calls somebody else's code."""
+        return self._task.on_page is not None or self._task.on_done is not None
+
+    @property
     def stopped(self) -> bool:
         return self._stopped
 

@@ -169,13 +169,25 @@ MUTATIONS = (
     ),
     Mutation(
         "keep the ring's slots from the next group", "kvfs/gpuload.py",
-        "if groups[-1].source.has_slots:", "if False:",
+        "if later and group.source.has_slots:", "if False:",
         ("tests/kernels/test_gpu_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpuload.py",
-        "        launches.all()\n        self.transfer._expect", "        self.transfer._expect",
+        "            launches.all()\n            self.transfer._expect", "            self.transfer._expect",
         ("tests/kernels/test_gpu_groups.py",),
+    ),
+    Mutation(
+        "wait for the end of a load before the next one begins", "kvfs/gpuio.py",
+        "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/kernels/test_gpu_overlap.py",),
+    ),
+    Mutation(
+        "give the sheet of a load to the next one", "kvfs/gpuio.py",
+        "Lane(device, load_bytes, UNDER_WAY)", "Lane(device, load_bytes)", ("tests/kernels/test_gpu_overlap.py",),
+    ),
+    Mutation(
+        "call back where the ends of loads are waited for", "kvfs/gpuload.py",
+        "if self.transfer.calls_back:", "if False:", ("tests/kernels/test_gpu_overlap.py",),
     ),
     Mutation(
         "enqueue batches without end", "kvfs/gpubatches.py",

@@ -111,10 +111,10 @@ class Ordered(SimulatedDevice):
         return Order(self)
 
 
-def log_of_a_load(ns: kvfs.Namespace, **how: bool) -> list[str]:
+def log_of_a_load(ns: kvfs.Namespace, scratch_bytes: int | str = "1MiB", **how: bool) -> list[str]:
     """What the device was given to do, and asked, in order, while all of it was pinned already."""
     device, target = Ordered(), Engine()
-    with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
+    with attach(ns, *target.kvs, device=device, scratch_bytes=scratch_bytes) as io, ns.match(TOKENS) as match:
         io.warm(match)
         device.log.clear()
         result = io.load(match, units(), NOW, **how).wait(SECONDS)
@@ -129,8 +129,8 @@ def test_the_next_group_is_copied_before_the_last_one_is_launched(ns: kvfs.Names
 def test_few_copies_are_ahead_of_their_launches(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
-    ahead, log = 0, log_of_a_load(ns)
+    monkeypatch.setattr(gpulane, "PENDING", 2)
+    ahead, log = 0, log_of_a_load(ns, scratch_bytes=1)  # room for four batches, each of a page
     for what in log:
         ahead += (what == "copy") - (what == "launch")
         assert ahead <= gpulane.PENDING + 1

@@ -744,9 +744,9 @@ def test_what_cannot_be_filled_in_comes_through_the_ring(store_path: Path) -> No
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = saved(ns, 6), Engine()
+        with attach(ns, target.kv) as io, ns.match(prompt(6)) as match:
+            io.load(match, range(12), NOW).wait(SECONDS)  # has been used, when that is closed
         with attach(ns, target.kv) as io, ns.match(prompt(6)) as match, counted(store) as moved:
-            files.filled.clear()  # by the probe
-            io.load(match, range(12), NOW).wait(SECONDS)
             files.bad = True
             result = io.load(match, range(12, 24), NOW).wait(SECONDS)
             assert result is not None and result.tokens == 6 * PAGE

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ from tools.benchmarks.report import Report, Table, rates
 SECONDS = 60.0
 SEGMENT = "256MiB"
 REPLAYS = 1000
-PARTS = ("saves", "active", "sealed", "layerwise", "cold")
+PARTS = ("saves", "active", "sealed", "layerwise", "several", "cold")
+SEVERAL = 16  # prompts that are loaded at once, at most
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Plan:
     @property
     def need_bytes(self) -> int:
         token_bytes = [sum(g.page_bytes for g in SHAPES[s]().groups) // SHAPES[s]().page_tokens for s in self.shapes]
-        return (5 + max(1, self.rounds // 3)) * max(token_bytes) * max(self.tokens)
+        return (5 + len(self.tokens) + max(1, self.rounds // 3)) * max(token_bytes) * max(self.tokens)
 
 
 def run(report: Report, folder: Path, plan: Plan) -> None:
@@ -96,6 +98,9 @@ class _Bench:
                     self._loads(ns, self.plan.tokens, "sealed")
                 if "layerwise" in parts:
                     self._layerwise(ns, self.most)
+                if "several" in parts:
+                    for tokens in self.plan.tokens:
+                        self._several(ns, tokens)
                 if self.plan.beside:
                     self._beside(ns, self.most)
                 if "cold" in parts:
@@ -117,8 +122,9 @@ class _Bench:
         event.record()
         return event
 
-    def _units(self, engine: Engine, tokens: int) -> Any:
-        ids = engine.units[: tokens // BLOCK]
+    def _units(self, engine: Engine, tokens: int, number: int = 0) -> Any:
+        count = tokens // BLOCK
+        ids = engine.units[number * count : (number + 1) * count]
         return {kv.group: ids for kv in engine.kvs}
 
     def _attach(self, ns: kvfs.Namespace, engine: Engine, **settings: Any) -> Any:
@@ -253,8 +259,8 @@ class _Bench:
 
         return load
 
-    def _check(self, tokens: int) -> None:
-        if not self.target.same(self.source, tokens):
+    def _check(self, tokens: int, number: int = 0) -> None:
+        if not self.target.same(self.source, tokens, number):
             raise BenchError(f"{self.shape}, {tokens} tokens: the loaded bytes differ")
 
     def _loads(self, ns: kvfs.Namespace, sizes: Sequence[int], state: str) -> None:
@@ -299,6 +305,55 @@ class _Bench:
         for io in (ring, placed, arena):
             io.close()
         self._report("load", tokens, state, samples, "pinned memcpy")
+
+    def _several(self, ns: kvfs.Namespace, tokens: int) -> None:
+        """Prompts that are asked for at once, and one after the other."""
+        count = min(SEVERAL, self.most // tokens, self.pinned.numel() // self.source.needed(tokens))
+        if count < 2:
+            return
+        prompts = [self._tokens(tokens, tokens + number) for number in range(count)]  # that share no beginning
+        with self._attach(ns, self.source) as io:
+            for number, prompt in enumerate(prompts):
+                units = self._units(self.source, tokens, number)
+                if (result := io.save(ns.plan_save(prompt), units, self._event()).wait(SECONDS)) is None:
+                    raise BenchError(f"a save of {tokens} tokens ended with {result}")
+        io = self._attach(ns, self.target, registered_bytes="32GiB")
+        for prompt in prompts:
+            with ns.match(prompt) as match:
+                io.warm(match)
+
+        def begin(number: int) -> Any:
+            with ns.match(prompts[number]) as match:
+                return io.load(match, self._units(self.target, tokens, number), self._event())
+
+        def load(*, at_once: bool) -> Sample:
+            self.store._core.c.chains.forget()
+            with Stopwatch() as watch:
+                transfers = []
+                for number in range(count):
+                    transfers.append(begin(number))
+                    if not at_once:
+                        transfers[-1].wait(SECONDS)
+                results = [transfer.wait(SECONDS) for transfer in transfers]
+            if any(result is None or result.tokens != tokens for result in results):
+                raise BenchError(f"loads of {tokens} tokens ended with {results}")
+            return watch.sample(count * self.source.needed(tokens))
+
+        def poison() -> None:
+            self.target.fill(None)
+
+        def check() -> None:
+            for number in range(count):
+                self._check(tokens, number)
+
+        rows = [
+            Contender("pinned memcpy", self._memcpy(count * self.source.needed(tokens), to_host=False)),
+            Contender("one after the other", partial(load, at_once=False), poison, check),
+            Contender("all at once", partial(load, at_once=True), poison, check),
+        ]
+        samples = interleave(rows, self.plan.rounds)
+        io.close()
+        self._report(f"loads of {count} prompts", tokens, "sealed", samples, "pinned memcpy")
 
     def _layerwise(self, ns: kvfs.Namespace, tokens: int) -> None:
         """When layer 0 may start, against the whole load."""

@@ -86,13 +86,13 @@ class Engine:
             else:
                 raw.random_(0, 256, generator=self.torch.Generator("cuda").manual_seed(seed * 1000 + i))
 
-    def same(self, other: Engine, tokens: int) -> bool:
-        """Whether the tokens that a load of ``tokens`` moves hold the same bytes, block by block."""
-        torch = self.torch
+    def same(self, other: Engine, tokens: int, number: int = 0) -> bool:
+        """Whether the tokens that a load of prompt ``number`` of ``tokens`` moves hold the same bytes."""
+        torch, begin, end = self.torch, number * tokens, (number + 1) * tokens
         for a, b, window in zip(self.tensors, other.tensors, self.windows, strict=True):
-            first = max(0, tokens - window) // BLOCK if window else 0
-            mine = torch.tensor(self.units[first : tokens // BLOCK], device="cuda")
-            theirs = torch.tensor(other.units[first : tokens // BLOCK], device="cuda")
+            first = (max(begin, end - window) if window else begin) // BLOCK
+            mine = torch.tensor(self.units[first : end // BLOCK], device="cuda")
+            theirs = torch.tensor(other.units[first : end // BLOCK], device="cuda")
             dim = 1 if a.shape[0] == 2 and a.dim() == 5 else 0
             if not torch.equal(
                 a.index_select(dim, mine).view(torch.uint8), b.index_select(dim, theirs).view(torch.uint8)
