@@ -199,12 +199,14 @@ class GpuIO(HostIO):
 
     # -- for everybody -----------------------------------------------------------------------
 
-    def warm(self, match: PrefixMatch) -> int:
-        super().warm(match)
-        maps = self._gpu_desk.in_place
+    def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
+        super().warm(match, deadline)
+        maps, end = self._gpu_desk.in_place, self._c.files.monotonic() + deadline
         if maps is None:
             return 0
-        return self._pin(partial(pin_match, maps, self._gpu_desk.reader, match))
+        ready = list[int]()
+        self._pin(partial(pin_match, maps, self._gpu_desk.reader, match, ready), end)
+        return sum(ready)
 
     def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
         super().warm_hottest(nbytes, deadline)
@@ -212,32 +214,30 @@ class GpuIO(HostIO):
         if maps is None:
             return 0
         limit, attached = parse_size(nbytes, "nbytes"), self._attached.values()
-        pins = partial(pin_hottest, self._c, maps, self._identity.digest, attached, limit, end)
-        return self._pin(pins, deadline + MAKING_SECONDS)
+        self._pin(partial(pin_hottest, self._c, maps, self._identity.digest, attached, limit, end), end)
+        return maps.nbytes
 
-    def _pin(self, pins: Callable[[Callable[[], bool]], int], seconds: float | None = None) -> int:
+    def _pin(self, pins: Callable[[Callable[[], bool]], None], end: float) -> None:
         """In a thread of its own, told when to stop: what an interrupt leaves half made would stay pinned for good.
 
-        After ``seconds`` it is left to itself, since a disk may hang; the result is what is there then, of whatever.
+        ``end``: monotonic. A little after that it is left to itself, since a disk may hang.
         """
-        pool, done, stop, over = Pool(1, "kvfs-pin"), list[int](), threading.Event(), threading.Event()
+        pool, stop, over, clock = Pool(1, "kvfs-pin"), threading.Event(), threading.Event(), self._c.files.monotonic
 
         def pin() -> None:
             try:
                 self._device.enter()
-                done.append(pins(stop.is_set))
+                pins(lambda: stop.is_set() or clock() >= end)
             finally:
                 over.set()
 
         try:
             begun = pool.begin([pin])
-            if over.wait(seconds):
+            if over.wait(max(0.0, end - clock()) + MAKING_SECONDS):
                 begun.wait()
         finally:
             stop.set()
             pool.close(0.0)
-        maps = self._gpu_desk.in_place
-        return done[0] if done else maps.nbytes if maps is not None else 0
 
     def let_go(self) -> None:
         """Unpin what loads read from, as far as none does: before the process dies."""

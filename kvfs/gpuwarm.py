@@ -17,17 +17,17 @@ from kvfs.segment_files import Held
 from kvfs.walk import Stretch, Walk
 
 
-def pin_match(maps: InPlace, reader: Reader, match: PrefixMatch, stopped: Callable[[], bool]) -> int:
-    """Pin what a match needs, until ``stopped``; bytes of it that the GPU can read without the ring now."""
-    ready = 0
+def pin_match(
+    maps: InPlace, reader: Reader, match: PrefixMatch, ready: list[int], stopped: Callable[[], bool]
+) -> None:  # fmt: skip
+    """Pin what a match needs, until ``stopped``. To ``ready``: bytes of it that the GPU can read without the ring."""
     with reader.held(match) as held:
         for gm in match.groups:
             ends = published(gm)
             for run in plan_runs(gm, held)[0]:
                 if stopped():
-                    return ready
-                ready += maps.warm(run.held, run.offset, run.span, ends[run.segment])
-    return ready
+                    return
+                ready.append(maps.warm(run.held, run.offset, run.span, ends[run.segment]))
 
 
 def pin_hottest(
@@ -38,13 +38,12 @@ def pin_hottest(
     nbytes: int,
     deadline: float,
     stopped: Callable[[], bool],
-) -> int:
-    """Pin the pages of a namespace that were used last, up to ``nbytes``; what is pinned then, of whatever.
+) -> None:
+    """Pin the pages of a namespace that were used last, until ``nbytes``, of whatever, are pinned.
 
     Pages that lie as these groups' own parts want them, and that the page cache holds, as it does half of the piece
     around them: to fault cold ones in by registering them takes longer than to read them. Nothing that is pinned goes
-    for them. ``deadline``: monotonic; the search for pages has half of the time until then; ``stopped`` ends
-    it, too.
+    for them. ``deadline``: monotonic; the search for pages has half of the time until then.
     """
     own = {(a.number, a.part.pack()): a.page_bytes for a in attached}
     files, generation = context.files, context.index.generation
@@ -54,7 +53,7 @@ def pin_hottest(
     for s in found:
         ends[s.segment_id] = max(ends.get(s.segment_id, 0), _end(s))
     for s in found:
-        if maps.pinned >= nbytes or files.monotonic() >= deadline or stopped():
+        if maps.pinned >= nbytes or stopped():
             break
         held = context.segments.acquire(s.segment, s.segment_id, generation)
         if held is None:
@@ -67,7 +66,6 @@ def pin_hottest(
             fits = maps.pinned + maps.backing.cost(size) <= nbytes and 2 * _cached(files, held, start, size) >= size
             if not fits or not maps.warm(held, first, last - first, published, spare=True):
                 hopeless.add((s.segment_id, start))
-    return maps.nbytes
 
 
 def _end(s: Stretch) -> int:

@@ -193,9 +193,13 @@ class HostIO:
         load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
         return self._submit(transfer, self._reads, load.run)
 
-    def warm(self, match: PrefixMatch) -> int:
-        """Pin what a match needs ahead of its load, on a GPU; bytes of it that are there without the ring now."""
+    def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
+        """Pin what a match needs ahead of its load, on a GPU; bytes of it that are there without the ring then.
+
+        What was not pinned after ``deadline`` seconds is left. Raises ConfigError.
+        """
         self._check_process()
+        self._check_deadline(deadline)
         return 0
 
     def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:

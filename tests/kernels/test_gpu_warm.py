@@ -236,6 +236,8 @@ def test_an_index_that_does_not_answer_pins_nothing(
 def test_after_its_deadline_it_has_what_it_has(ns: kvfs.Namespace, sources: list[Engine]) -> None:
     with Rank(ns) as rank:
         assert rank.io.warm_hottest("1GiB", deadline=0) == 0
+        with ns.match(prompt(CHUNKS)) as match:
+            assert rank.io.warm(match, deadline=0) == 0
 
 
 def test_an_index_that_takes_longer_to_walk_than_there_is_time_leaves_time_to_pin(
@@ -285,8 +287,9 @@ def test_a_disk_that_is_slow_to_say_whose_pages_there_are_does_not_keep_it_beyon
             files.arm()
 
 
+@pytest.mark.parametrize("call", ["warm", "warm_hottest"])
 def test_a_disk_that_hangs_while_a_piece_is_made_does_not_keep_an_engine_from_starting(
-    ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
+    ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The page cache holds the pages, and of the rest of their piece not all."""
     go, asked, files = threading.Event(), threading.Event(), ns._c.files
@@ -297,7 +300,11 @@ def test_a_disk_that_hangs_while_a_piece_is_made_does_not_keep_an_engine_from_st
         monkeypatch.setattr(files, "populate_at", lambda *at: asked.set() or go.wait(SECONDS), raising=False)
         began = time.monotonic()
         try:
-            rank.io.warm_hottest("1GiB", deadline=0.1)
+            with ns.match(prompt(CHUNKS)) as match:
+                if call == "warm":
+                    assert rank.io.warm(match, deadline=0.1) == 0
+                else:
+                    rank.io.warm_hottest("1GiB", deadline=0.1)
             assert asked.is_set() and time.monotonic() - began < SECONDS / 10
         finally:
             go.set()
@@ -331,6 +338,8 @@ def test_bad_arguments_are_named(ns: kvfs.Namespace) -> None:
                 io.warm_hottest("much")
             with pytest.raises(ConfigError, match="deadline is -1"):
                 io.warm_hottest(1, deadline=-1)
+            with ns.match(prompt(CHUNKS)) as match, pytest.raises(ConfigError, match="deadline is 'soon'"):
+                io.warm(match, deadline="soon")  # type: ignore[arg-type]
     for io in (host, rank.io):
         with pytest.raises(ConfigError, match="closed"):
             io.warm_hottest("1GiB")
