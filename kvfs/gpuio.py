@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from kvfs.active import LANES
 from kvfs.config import parse_size
 from kvfs.cuda import CudaError
 from kvfs.errors import ConfigError
-from kvfs.gpu import Device, Memory
+from kvfs.gpu import Device, Memory, Pinned
 from kvfs.gpujobs import UNDER_WAY, GpuDesk
 from kvfs.gpulane import BATCHES, Lane, aligned
 from kvfs.gpuload import GpuLoad
@@ -125,6 +126,8 @@ class GpuIO(HostIO):
                 JobThreads("end", 1, callbacks.dismiss), callbacks,
             )  # fmt: skip
             undo.pop_all()
+        self._forgotten = weakref.finalize(self, _forgotten, desk, self._pinned, os.getpid())
+        self._forgotten.atexit = False
         return desk
 
     def _that_work(self, lane: Lane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
@@ -305,21 +308,32 @@ class GpuIO(HostIO):
         with self._changed:
             over = not self._unfinished and not self._unpinned
             self._unpinned = self._unpinned or over
-        steps: list[Callable[[], None]] = []
         if over:
-            steps += [desk.saves.quiet, desk.saves.close, desk.loads.quiet, desk.loads.close]
-        if desk.in_place is not None:
-            steps.append(desk.in_place.close)
-        if over:
-            steps.append(self._pinned.close)
-        try:
-            with self._device.current(), contextlib.ExitStack() as each:  # whatever becomes of the others
-                for step in reversed(steps):
-                    each.callback(step)
-        except Exception:  # whatever it was that broke the GPU: the store is to be closed in any case
-            log.exception("%s could not be let go of", self._device.name)
-        if over:
-            desk.readers.close()
+            self._forgotten.detach()
+            _let_go_of(desk, self._pinned)
+        elif desk.in_place is not None:
+            with self._device.current():
+                desk.in_place.close()
+
+
+def _forgotten(desk: GpuDesk, pinned: Pinned, pid: int) -> None:
+    """Nobody closed it. No transfer is under way: each keeps its GpuIO. Not in whatever thread collects garbage."""
+    if pid == os.getpid():
+        with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
+            threading.Thread(target=_let_go_of, args=(desk, pinned), name="kvfs-unpin", daemon=True).start()
+
+
+def _let_go_of(desk: GpuDesk, pinned: Pinned) -> None:
+    steps = [desk.saves.quiet, desk.saves.close, desk.loads.quiet, desk.loads.close, pinned.close]
+    if desk.in_place is not None:
+        steps.insert(-1, desk.in_place.close)
+    try:
+        with desk.device.current(), contextlib.ExitStack() as each:  # whatever becomes of the others
+            for step in reversed(steps):
+                each.callback(step)
+    except Exception:  # whatever it was that broke the GPU: the store is to be closed in any case
+        log.exception("%s could not be let go of", desk.device.name)
+    desk.readers.close()
 
 
 def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:

@@ -115,6 +115,30 @@ def test_an_attach_that_finds_no_more_threads_leaves_nothing_pinned_and_none_beh
         gc.collect()
 
 
+OF_THE_STORE = {"kvfs-open", "kvfs-watch"}
+
+
+@pytest.mark.parametrize("transport", ["in_place", "arena", "ring"])
+def test_what_was_attached_and_forgotten_leaves_nothing_pinned_and_no_thread_behind(
+    ns: kvfs.Namespace, transport: str
+) -> None:
+    source, target, device, before = saved(ns, 2), Engine(), SimulatedDevice(), set(threading.enumerate())
+    io = attach(ns, target.kv, device=device, transport=transport)
+    with ns.match(prompt(2)) as match:
+        transfer = io.load(match, range(4), NOW)
+        del io  # the transfer keeps it
+        result = transfer.wait(SECONDS)
+        assert result is not None and target.tokens(range(4)) == source.tokens(range(4))
+    assert device.registered
+    del transfer
+    end = time.monotonic() + SECONDS
+    while device.registered or (left := {t.name for t in {*threading.enumerate()} - before} - OF_THE_STORE):
+        assert time.monotonic() < end, left
+        gc.collect()
+        time.sleep(0.001)
+    assert not ns._c.pinned.mine
+
+
 def test_a_load_that_waits_for_slots_is_cancelled_at_once(ns: kvfs.Namespace) -> None:
     saved(ns, 2)
     with attach(ns, Engine().kv, registered_bytes=0) as io, ns.match(prompt(2)) as match:
