@@ -232,6 +232,8 @@ class Batches:
             kernels.after(slot.arrived)
             launch = sheet.work(work, self._units, len(self._unit_ids))
             kernels.scatter(launch, shape, check=check)
+        else:  # the end of a band is the end of all copies before it, of pages that are refused too
+            self._lane.kernels.after(slot.arrived)
         self._lane.finished(slot, self._lane.kernels, calls)
 
     def end_band(self, first: int, rows: int) -> None:

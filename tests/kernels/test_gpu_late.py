@@ -143,6 +143,20 @@ def stored(ns: kvfs.Namespace) -> Engine:
     return engine
 
 
+class SlowCopies(LateDevice):
+    """The stream that was made last, the one of kernels, comes first: copies happen when it waits for them."""
+
+    def steps(self, most: int, until: Callable[[], bool]) -> bool:
+        with self.lock:
+            while not until():
+                moved = (stream for stream in reversed(self.streams) if stream.calls and stream.calls[0]())
+                stream = next(moved, None)
+                if stream is None:
+                    break
+                stream.calls.popleft()
+            return until()
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "in_place": {}, "arena": {"transport": "arena"},
     "small ring": {"registered_bytes": 0, "ring_bytes": 4 * 8192, "dirty_bytes": 4 * 8192},
@@ -223,3 +237,17 @@ def test_a_load_that_fails_lets_go_of_nothing_that_is_still_read(
     assert not device.errors and not device.registered
     if damage == "tables":
         assert set(target.tokens(range(2 * CHUNKS))) == {0xA5}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_load_waits_for_the_copies_of_pages_that_it_refuses(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """No kernel is launched for these; what they are copied from may be let go of as soon as the load has ended."""
+    stored(ns)
+    late = SlowCopies(1)
+    monkeypatch.setattr(gpusource, "root_of", lambda _: bytes(16))
+    with attach(ns, Engine().kv, device=late, **WAYS[way]) as io, ns.match(prompt(CHUNKS)) as match:
+        result = io.load(match, range(2 * CHUNKS), NOW).wait(SECONDS)
+        assert result is not None and result.reason == "unreadable"
+        assert not any(stream.calls for stream in late.streams)
