@@ -239,6 +239,26 @@ def test_a_load_that_fails_lets_go_of_nothing_that_is_still_read(
         assert set(target.tokens(range(2 * CHUNKS))) == {0xA5}
 
 
+def test_pages_whose_flags_nobody_can_wait_for_are_not_loaded(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(ns)
+    late, refused = LateDevice(1), list[int]()
+    with attach(ns, Engine().kv, device=late) as io, ns.match(prompt(CHUNKS)) as match:
+        kernels, record_now = io._gpu_desk.loads.kernels, LateStream.record
+
+        def record(stream: LateStream, event: Any = None) -> Event:
+            if stream is kernels and event is None and not refused:
+                refused.append(1)
+                raise CudaError("record: out of memory")
+            return record_now(stream, event)
+
+        monkeypatch.setattr(LateStream, "record", record)
+        result = io.load(match, range(2 * CHUNKS), NOW).wait(SECONDS)
+        assert refused and result is not None and (result.pages, result.reason) == (0, "error")
+    assert not late.errors and not late.registered
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_load_waits_for_the_copies_of_pages_that_it_refuses(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str
