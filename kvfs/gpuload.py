@@ -9,6 +9,7 @@ one ends, and what that may have to wait for holds up no other's end.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,10 +199,11 @@ class GpuLoad(Load):
     def finish(self) -> None:
         """On the thread that waits for ends: tell which layers have come, then what became of each page."""
         try:
-            self.gpu.device.enter()
-            while (came := self._bands.get()) is not None:
-                self._announce(self._groups[came[0]], came[1])
-            for group in self._groups if not self._unknown else ():
+            self._wait_for_bands()
+            groups = self._groups if not self._unknown else []
+            for group in groups:  # all of them, whatever is wrong with one
+                group.source.release()
+            for group in groups:
                 self._settle(group)
         except Exception as exc:
             fail(self.transfer, exc)
@@ -218,6 +220,20 @@ class GpuLoad(Load):
             for call in self._afterwards:
                 call()
 
+    def _wait_for_bands(self) -> None:
+        """Until nothing more is enqueued, and what was has come; after an error nobody knows what that is."""
+        bands = iter(self._bands.get, None)
+        try:
+            self.gpu.device.enter()
+            for number, band in bands:
+                self._announce(self._groups[number], band)
+        except Exception as exc:
+            fail(self.transfer, exc)
+            deque(bands, maxlen=0)
+            self.gpu.loads.wait()
+            for group in self._groups:
+                group.sent = False
+
     def _announce(self, group: _Group, band: Band) -> None:
         """Wait for a band: while all pages are well, its layers are ready."""
         wait_until(self.gpu, band.end)
@@ -230,7 +246,6 @@ class GpuLoad(Load):
 
     def _settle(self, group: _Group) -> None:
         """What became of the pages of a group; after an error, of those of which everything had been enqueued."""
-        group.source.release()
         if not group.sent or group.batches.ends:
             self._account(group, [], group.source.faults)
         elif group.whole:
