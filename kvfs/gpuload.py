@@ -16,6 +16,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from kvfs.bits import bits_of, members, span
+from kvfs.gpu import Device
 from kvfs.gpubatches import FLAG, Band, Batches, Window, sheet_bytes
 from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
 from kvfs.gpulane import Launches
@@ -26,6 +27,7 @@ from kvfs.kernels.work import Shape
 from kvfs.match import GroupMatch
 from kvfs.reads import Run, plan_runs
 from kvfs.segment_files import Held
+from kvfs.transfer import Transfer
 from kvfs.types import PageOutcome, TransferState
 
 BANDS = 8  # of a layer-wise load, at most
@@ -211,7 +213,7 @@ class GpuLoad(Load):
             self._moving.close()
             self.gpu.under_way.release()
             if self.transfer.calls_back:
-                self.gpu.callbacks.put(self.transfer._end)
+                self.gpu.callbacks.put(partial(_tell, self.gpu.device, self.transfer))
             else:
                 self.transfer._end()
         with self._holding:
@@ -275,6 +277,14 @@ class GpuLoad(Load):
         if faults:
             self.gpu.reader.forget(self.match, group.gm, faults)
         self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, bits_of(loaded)))
+
+
+def _tell(device: Device, transfer: Transfer) -> None:
+    """End it on the thread that calls back: what is called may want the GPU, while another thread captures a graph."""
+    try:
+        device.enter()
+    finally:
+        transfer._end()
 
 
 def _cut(runs: Sequence[Run], wanted: int) -> Iterator[Run]:

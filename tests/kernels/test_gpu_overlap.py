@@ -234,6 +234,16 @@ def test_a_callback_may_cancel_the_next_load(ns: kvfs.Namespace) -> None:
         assert target.tokens(units_of(0)) == source.tokens(units_of(0))
 
 
+def test_callbacks_run_where_the_gpu_is_current(ns: kvfs.Namespace) -> None:
+    several(ns)
+    device, entered, called = SimulatedDevice(), set[str](), set[str]()
+    device.enter = lambda: entered.add(threading.current_thread().name)  # type: ignore[method-assign]
+    with attach(ns, Engine().kv, device=device) as io:
+        options = {what: lambda _: called.add(threading.current_thread().name) for what in ("on_page", "on_done")}
+        assert start(io, ns, 0, **options).wait(SECONDS) is not None
+    assert called and called <= entered
+
+
 def test_loads_in_a_row_share_their_work_lists(ns: kvfs.Namespace) -> None:
     several(ns)
     device = SimulatedDevice()
