@@ -219,6 +219,7 @@ class GpuLoad(Load):
         with self._holding:
             if self._afterwards:
                 self.gpu.context.files.sleep(YIELD_SECONDS)
+            self._groups.clear()  # which have this load, and would live until the garbage is collected
             for call in self._afterwards:
                 call()
 
