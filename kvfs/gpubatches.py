@@ -232,6 +232,8 @@ class Batches:
             kernels.after(slot.arrived)
             launch = sheet.work(work, self._units, len(self._unit_ids))
             kernels.scatter(launch, shape, check=check)
+        else:  # the end of a band is the end of all copies before it, of pages that are refused too
+            self._lane.kernels.after(slot.arrived)
         self._lane.finished(slot, self._lane.kernels, calls)
 
     def end_band(self, first: int, rows: int) -> None:
@@ -244,8 +246,9 @@ class Batches:
             self._prepare()
         room = self._sheet.room(FLAG * len(self._wanted))
         self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
-        self.ends -= 1
-        self._ended(Band(first, rows, self._lane.kernels.record(), room))
+        band = Band(first, rows, self._lane.kernels.record(), room)
+        self.ends -= 1  # a group without any would count as verified
+        self._ended(band)
 
     def flags(self, band: Band) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""

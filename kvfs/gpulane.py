@@ -171,10 +171,14 @@ class Lane:
         sheet.reset()
         return sheet
 
-    def quiet(self) -> None:
-        """Wait until nothing of this lane is under way; whatever was not finished is given up."""
+    def wait(self) -> None:
+        """Wait for what this lane has been given so far. Any thread may do that."""
         for stream in (self.dma, self.kernels):
             stream.record().synchronize()
+
+    def quiet(self) -> None:
+        """Wait until nothing of this lane is under way; whatever was not finished is given up."""
+        self.wait()
         while self._slots:
             self._retire()
 

@@ -9,12 +9,14 @@ one ends, and what that may have to wait for holds up no other's end.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
 from kvfs.bits import bits_of, members, span
+from kvfs.gpu import Device
 from kvfs.gpubatches import FLAG, Band, Batches, Window, sheet_bytes
 from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
 from kvfs.gpulane import Launches
@@ -25,6 +27,7 @@ from kvfs.kernels.work import Shape
 from kvfs.match import GroupMatch
 from kvfs.reads import Run, plan_runs
 from kvfs.segment_files import Held
+from kvfs.transfer import Transfer
 from kvfs.types import PageOutcome, TransferState
 
 BANDS = 8  # of a layer-wise load, at most
@@ -198,10 +201,11 @@ class GpuLoad(Load):
     def finish(self) -> None:
         """On the thread that waits for ends: tell which layers have come, then what became of each page."""
         try:
-            self.gpu.device.enter()
-            while (came := self._bands.get()) is not None:
-                self._announce(self._groups[came[0]], came[1])
-            for group in self._groups if not self._unknown else ():
+            self._wait_for_bands()
+            groups = self._groups if not self._unknown else []
+            for group in groups:  # all of them, whatever is wrong with one
+                group.source.release()
+            for group in groups:
                 self._settle(group)
         except Exception as exc:
             fail(self.transfer, exc)
@@ -209,14 +213,29 @@ class GpuLoad(Load):
             self._moving.close()
             self.gpu.under_way.release()
             if self.transfer.calls_back:
-                self.gpu.callbacks.put(self.transfer._end)
+                self.gpu.callbacks.put(partial(_tell, self.gpu.device, self.transfer))
             else:
                 self.transfer._end()
         with self._holding:
             if self._afterwards:
                 self.gpu.context.files.sleep(YIELD_SECONDS)
+            self._groups.clear()  # which have this load, and would live until the garbage is collected
             for call in self._afterwards:
                 call()
+
+    def _wait_for_bands(self) -> None:
+        """Until nothing more is enqueued, and what was has come; after an error nobody knows what that is."""
+        bands = iter(self._bands.get, None)
+        try:
+            self.gpu.device.enter()
+            for number, band in bands:
+                self._announce(self._groups[number], band)
+        except Exception as exc:
+            fail(self.transfer, exc)
+            deque(bands, maxlen=0)
+            self.gpu.loads.wait()
+            for group in self._groups:
+                group.sent = False
 
     def _announce(self, group: _Group, band: Band) -> None:
         """Wait for a band: while all pages are well, its layers are ready."""
@@ -230,7 +249,6 @@ class GpuLoad(Load):
 
     def _settle(self, group: _Group) -> None:
         """What became of the pages of a group; after an error, of those of which everything had been enqueued."""
-        group.source.release()
         if not group.sent or group.batches.ends:
             self._account(group, [], group.source.faults)
         elif group.whole:
@@ -260,6 +278,14 @@ class GpuLoad(Load):
         if faults:
             self.gpu.reader.forget(self.match, group.gm, faults)
         self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, bits_of(loaded)))
+
+
+def _tell(device: Device, transfer: Transfer) -> None:
+    """End it on the thread that calls back: what is called may want the GPU, while another thread captures a graph."""
+    try:
+        device.enter()
+    finally:
+        transfer._end()
 
 
 def _cut(runs: Sequence[Run], wanted: int) -> Iterator[Run]:

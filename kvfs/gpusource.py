@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvfs import format as fmt
 from kvfs.assemble import assemble
 from kvfs.bits import span
+from kvfs.context import Context
 from kvfs.gpu import Event
 from kvfs.gpufill import Fills
 from kvfs.gpujobs import GpuDesk
@@ -55,6 +56,7 @@ class PageSource:
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
         self._published = published(gm)
         self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
+        self._past = partial(_past, desk.context)
         self._fills = Fills(desk, self._published, self._past)
         self.sums = self._summed and desk.context.verify is not Verify.OFF
         self.table_bytes = attached.group.leaves(attached.part) * LEAF_BYTES if self.sums else 0  # of a page
@@ -230,11 +232,6 @@ class PageSource:
             self._verify(run, lease, good)
         return good
 
-    def _past(self, run: Run) -> bool:
-        """Whether what is not in the page cache is read past it: where nobody has used it before, or always."""
-        c = self._desk.context
-        return c.mode.direct or (c.mode.cold_direct and not c.recency.was_used(run.held.segment_id, run.seqs[0]))
-
     def _read_singly(self, run: Run, lease: Lease) -> list[bool]:
         """One of the pages cannot be read: find out which."""
         self._desk.context.counters.add("read_errors")
@@ -360,6 +357,11 @@ class PageSource:
         self._leases.clear()
         if self._desk.in_place is not None:
             self._desk.in_place.release(self._use)
+
+
+def _past(c: Context, run: Run) -> bool:
+    """Whether what is not in the page cache is read past it: where nobody has used it before, or always."""
+    return c.mode.direct or (c.mode.cold_direct and not c.recency.was_used(run.held.segment_id, run.seqs[0]))
 
 
 def streaks(good: Sequence[int], most: int = 1 << 62) -> Iterator[tuple[int, int]]:

@@ -188,6 +188,26 @@ def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch
         assert io.ring.free == io.ring.slots
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_segments_are_let_go_of_though_no_garbage_is_collected(ns: kvfs.Namespace, layerwise: bool) -> None:
+    """Engines keep the collector from running; a segment that is open is not reclaimed."""
+    saved(ns, 4)
+    gc.collect()
+    before = ns._c.segments.count()
+    with attach(ns, Engine().kv, transport="ring") as io:
+        gc.disable()
+        try:
+            with ns.match(prompt(4)) as match:
+                result = io.load(match, range(8), NOW, layerwise=layerwise).wait(SECONDS)
+            assert result is not None and result.pages == 4
+            end = time.monotonic() + SECONDS / 20
+            while ns._c.segments.count() > before:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+        finally:
+            gc.enable()
+
+
 def test_a_load_that_outlives_the_close_keeps_what_it_uses_until_its_end(ns: kvfs.Namespace) -> None:
     source, target = saved(ns, 4), Engine()
     device, go, stuck = SimulatedDevice(), threading.Event(), threading.Event()

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import gpubatches, gpulane
+from kvfs import gpubatches, gpulane, gpusource
 from kvfs.files import Files
 from kvfs.gpusource import PageSource
 from kvfs.layout import Group, Need, PageLayout
+from kvfs.reader import Reader
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, way
 from tests.stores import counted, segment_files
@@ -63,6 +64,23 @@ def source(ns: kvfs.Namespace) -> Engine:
         result = io.save(ns.plan_save(TOKENS), units(), NOW).wait(SECONDS)
         assert result is not None and result.pages == 2 * CHUNKS
     return engine
+
+
+def test_a_group_that_cannot_be_settled_leaves_nothing_of_the_others_pinned(
+    ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, forgets = SimulatedDevice(), list[int]()
+
+    def forget(*_: Any) -> None:
+        forgets.append(1)
+        raise RuntimeError("the index is broken")
+
+    monkeypatch.setattr(gpusource, "root_of", lambda _: bytes(16))
+    monkeypatch.setattr(Reader, "forget", forget)
+    with attach(ns, *Engine().kvs, device=device) as io, ns.match(TOKENS) as match:
+        result = io.load(match, units(), NOW).wait(SECONDS)
+        assert forgets and result is not None and result.reason == "error"
+    assert not device.registered and not ns._c.pinned.mine
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

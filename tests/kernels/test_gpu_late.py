@@ -143,6 +143,20 @@ def stored(ns: kvfs.Namespace) -> Engine:
     return engine
 
 
+class SlowCopies(LateDevice):
+    """The stream that was made last, the one of kernels, comes first: copies happen when it waits for them."""
+
+    def steps(self, most: int, until: Callable[[], bool]) -> bool:
+        with self.lock:
+            while not until():
+                moved = (stream for stream in reversed(self.streams) if stream.calls and stream.calls[0]())
+                stream = next(moved, None)
+                if stream is None:
+                    break
+                stream.calls.popleft()
+            return until()
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "in_place": {}, "arena": {"transport": "arena"},
     "small ring": {"registered_bytes": 0, "ring_bytes": 4 * 8192, "dirty_bytes": 4 * 8192},
@@ -223,3 +237,37 @@ def test_a_load_that_fails_lets_go_of_nothing_that_is_still_read(
     assert not device.errors and not device.registered
     if damage == "tables":
         assert set(target.tokens(range(2 * CHUNKS))) == {0xA5}
+
+
+def test_pages_whose_flags_nobody_can_wait_for_are_not_loaded(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(ns)
+    late, refused = LateDevice(1), list[int]()
+    with attach(ns, Engine().kv, device=late) as io, ns.match(prompt(CHUNKS)) as match:
+        kernels, record_now = io._gpu_desk.loads.kernels, LateStream.record
+
+        def record(stream: LateStream, event: Any = None) -> Event:
+            if stream is kernels and event is None and not refused:
+                refused.append(1)
+                raise CudaError("record: out of memory")
+            return record_now(stream, event)
+
+        monkeypatch.setattr(LateStream, "record", record)
+        result = io.load(match, range(2 * CHUNKS), NOW).wait(SECONDS)
+        assert refused and result is not None and (result.pages, result.reason) == (0, "error")
+    assert not late.errors and not late.registered
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_load_waits_for_the_copies_of_pages_that_it_refuses(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """No kernel is launched for these; what they are copied from may be let go of as soon as the load has ended."""
+    stored(ns)
+    late = SlowCopies(1)
+    monkeypatch.setattr(gpusource, "root_of", lambda _: bytes(16))
+    with attach(ns, Engine().kv, device=late, **WAYS[way]) as io, ns.match(prompt(CHUNKS)) as match:
+        result = io.load(match, range(2 * CHUNKS), NOW).wait(SECONDS)
+        assert result is not None and result.reason == "unreadable"
+        assert not any(stream.calls for stream in late.streams)

@@ -19,7 +19,7 @@ from kvfs.gpujobs import UNDER_WAY
 from kvfs.gpusource import PageSource
 from kvfs.reads import Run
 from tests.kernels.simulated import SimulatedDevice
-from tests.kernels.test_gpu_late import WAYS, LateDevice
+from tests.kernels.test_gpu_late import WAYS, LateDevice, Recorded
 from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 from tests.stores import segment_files
 
@@ -180,6 +180,42 @@ def test_what_is_wrong_with_one_load_is_not_wrong_with_those_around_it(
     assert not device.errors and not device.registered
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_load_whose_end_cannot_be_asked_for_moves_nothing_behind_anybodys_back(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """It may be half enqueued then."""
+    several(ns)
+    target, device, go, refused = Engine(), LateDevice(1), threading.Event(), threading.Event()
+    end_band, query_now = gpubatches.Batches._end_band, Recorded.query
+
+    def query(event: Recorded) -> bool:
+        if threading.current_thread().name == "kvfs-end-0" and not refused.is_set():
+            refused.set()
+            raise CudaError("query: not permitted")
+        return query_now(event)
+
+    def halts(*args: Any) -> None:
+        end_band(*args)
+        assert refused.wait(SECONDS) and go.wait(SECONDS)
+
+    monkeypatch.setattr(Recorded, "query", query)
+    monkeypatch.setattr(gpubatches.Batches, "_end_band", halts)
+    io = attach(ns, target.kv, device=device, **WAYS[way])
+    transfer = start(io, ns, 0, layerwise=True)
+    assert refused.wait(SECONDS)
+    ended = transfer.done.wait(0.1)
+    go.set()
+    result = transfer.wait(SECONDS)
+    assert not ended and not any(stream.calls for stream in device.streams)
+    assert result is not None and (result.pages, result.reason) == (0, "error")
+    assert io.ring.free == io.ring.slots
+    second = start(io, ns, 1).wait(SECONDS)
+    assert second is not None and second.tokens == CHUNKS * PAGE
+    io.close()
+    assert not device.errors and not device.registered and not ns._c.pinned.mine
+
+
 def test_a_callback_may_cancel_the_next_load(ns: kvfs.Namespace) -> None:
     source, target, device, gone = several(ns), Engine(), Halting(), list[bool]()
     with attach(ns, target.kv, device=device) as io:
@@ -196,6 +232,16 @@ def test_a_callback_may_cancel_the_next_load(ns: kvfs.Namespace) -> None:
         assert gone == [True] and second.wait(SECONDS) is not None
         assert pages == [PageOutcome.LOADED] * CHUNKS
         assert target.tokens(units_of(0)) == source.tokens(units_of(0))
+
+
+def test_callbacks_run_where_the_gpu_is_current(ns: kvfs.Namespace) -> None:
+    several(ns)
+    device, entered, called = SimulatedDevice(), set[str](), set[str]()
+    device.enter = lambda: entered.add(threading.current_thread().name)  # type: ignore[method-assign]
+    with attach(ns, Engine().kv, device=device) as io:
+        options = {what: lambda _: called.add(threading.current_thread().name) for what in ("on_page", "on_done")}
+        assert start(io, ns, 0, **options).wait(SECONDS) is not None
+    assert called and called <= entered
 
 
 def test_loads_in_a_row_share_their_work_lists(ns: kvfs.Namespace) -> None:
