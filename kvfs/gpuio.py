@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -122,7 +123,7 @@ class GpuIO(HostIO):
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
                 self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, in_place, readers,
-                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY),
+                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(),
                 JobThreads("end", 1, callbacks.dismiss), callbacks,
             )  # fmt: skip
             undo.pop_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from kvfs.types import TransferState
 
 POLL_SECONDS = 20e-6
 UNDER_WAY = 3  # loads, from the first copy that is enqueued until all of it has come
+SWITCH_SECONDS = 1e-6  # another thread that wants the interpreter has it then
 YIELD_SECONDS = 200e-6  # for whoever waits to go on, before work that can wait takes the interpreter again
 
 
@@ -35,6 +37,7 @@ class GpuDesk(Desk):
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
     under_way: threading.Semaphore  # loads: UNDER_WAY at most
+    arriving: deque[Callable[[], bool]]  # of the loads whose ends are waited for: whether they have come
     ends: JobThreads  # waits for the ends of loads, one after the other
     callbacks: JobThreads  # of loads: these may want to cancel the next one
 

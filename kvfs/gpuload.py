@@ -9,6 +9,7 @@ one ends, and what that may have to wait for holds up no other's end.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from queue import SimpleQueue
 from kvfs.bits import bits_of, members, span
 from kvfs.gpu import Device
 from kvfs.gpubatches import FLAG, Band, Batches, Window, sheet_bytes
-from kvfs.gpujobs import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
+from kvfs.gpujobs import POLL_SECONDS, SWITCH_SECONDS, YIELD_SECONDS, GpuDesk, wait_for_event
 from kvfs.gpulane import Launches
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
@@ -60,8 +61,10 @@ class GpuLoad(Load):
     """A load in progress: one thread calls ``run``, another ``finish``."""
 
     _groups: list[_Group] = field(default_factory=list)
-    #: (number of the group, band) in the order in which they arrive, when their ends are enqueued; at last None
-    _bands: SimpleQueue[tuple[int, Band] | None] = field(default_factory=SimpleQueue)
+    #: (group, band) in the order in which they arrive, from when their ends are enqueued until somebody sees them
+    _coming: deque[tuple[_Group, Band]] = field(default_factory=deque)
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+    _bands: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # True for each band, at last False
     _moving: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the transfer's step
     _holding: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the match's segments
     _handed_over: bool = False
@@ -87,12 +90,13 @@ class GpuLoad(Load):
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
-            self._bands.put(None)
+            self._bands.put(False)
             self._hand_over()
 
     def _hand_over(self) -> None:
         if not self._handed_over:
             self._handed_over = True
+            self.gpu.arriving.append(self._has_come)
             self.gpu.ends.put(self.finish)
 
     def _enqueue(self, held: dict[int, Held]) -> None:
@@ -153,10 +157,16 @@ class GpuLoad(Load):
         return _Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
 
     def _ended(self, number: int, band: Band) -> None:
-        self._bands.put((number, band))
+        self._coming.append((self._groups[number], band))
+        self._bands.put(True)
         self._hand_over()
 
     def _stop(self) -> bool:
+        """Whether to go no further. Looks for what has come: calls of the driver keep the interpreter from others."""
+        self._announce_what_came(wait=False)
+        for has_come in list(self.gpu.arriving)[:1]:
+            if has_come != self._has_come and has_come():
+                self.gpu.context.files.sleep(SWITCH_SECONDS)
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
     def _send(self, group: _Group, held: dict[int, Held], behind: int) -> None:
@@ -211,6 +221,7 @@ class GpuLoad(Load):
             fail(self.transfer, exc)
         finally:
             self._moving.close()
+            self.gpu.arriving.popleft()
             self.gpu.under_way.release()
             if self.transfer.calls_back:
                 self.gpu.callbacks.put(partial(_tell, self.gpu.device, self.transfer))
@@ -225,11 +236,12 @@ class GpuLoad(Load):
 
     def _wait_for_bands(self) -> None:
         """Until nothing more is enqueued, and what was has come; after an error nobody knows what that is."""
-        bands = iter(self._bands.get, None)
+        bands = iter(self._bands.get, False)
         try:
             self.gpu.device.enter()
-            for number, band in bands:
-                self._announce(self._groups[number], band)
+            for _ in bands:
+                while not self._announce_what_came(wait=True):
+                    self.gpu.context.files.sleep(POLL_SECONDS)
         except Exception as exc:
             fail(self.transfer, exc)
             deque(bands, maxlen=0)
@@ -237,9 +249,24 @@ class GpuLoad(Load):
             for group in self._groups:
                 group.sent = False
 
+    def _has_come(self) -> bool:
+        """Whether all has come whose end is enqueued."""
+        coming = list(self._coming)
+        return not coming or coming[-1][1].end.query()
+
+    def _announce_what_came(self, *, wait: bool) -> bool:
+        """Tell of bands that have come; whether none is on its way. On either thread, in order."""
+        if self._coming and self._looking.acquire(blocking=wait):
+            try:
+                while self._coming and self._coming[0][1].end.query():
+                    self._announce(*self._coming[0])
+                    self._coming.popleft()
+            finally:
+                self._looking.release()
+        return not self._coming
+
     def _announce(self, group: _Group, band: Band) -> None:
-        """Wait for a band: while all pages are well, its layers are ready."""
-        wait_until(self.gpu, band.end)
+        """While all pages are well, the layers of a band that has come are ready."""
         group.flagged = group.batches.flags(band)
         all_sent = not group.cut and len(group.batches.sent) == len(group.wanted)
         group.whole = group.whole and all_sent and not any(group.flagged)

@@ -148,6 +148,24 @@ def test_a_load_that_a_disk_holds_up_keeps_no_other_from_its_end(
     assert not device.errors
 
 
+def test_layers_are_told_of_by_whoever_sees_them_first(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the driver keep the interpreter: the thread that waits for ends may see them milliseconds later."""
+    monkeypatch.setattr(gpulane, "QUEUED", 1)
+    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    source, target, go, units = saved(ns, 8), Engine(), threading.Event(), range(16)
+    with attach(ns, target.kv, device=LateDevice(seed=1), scratch_bytes=1) as io, ns.match(prompt(8)) as match:
+        io.warm(match)
+        io._gpu_desk.ends.put(lambda: go.wait(SECONDS) and None)
+        transfer = io.load(match, units, NOW, deadline=LATE, layerwise=True)
+        try:
+            assert transfer.layer_ready(0).wait(SECONDS) and not transfer.done.is_set()
+        finally:
+            go.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens == 8 * PAGE
+        assert target.tokens(units) == source.tokens(units)
+
+
 @pytest.mark.parametrize("damage", ["page", "launch"])
 def test_what_is_wrong_with_one_load_is_not_wrong_with_those_around_it(
     ns: kvfs.Namespace, store: kvfs.Store, damage: str

@@ -311,7 +311,8 @@ class _Bench:
         count = min(SEVERAL, self.most // tokens, self.pinned.numel() // self.source.needed(tokens))
         if count < 2:
             return
-        prompts = [self._tokens(tokens, tokens + number) for number in range(count)]  # that share no beginning
+        salt = 1000 + tokens // 1024 * SEVERAL  # prompts of other lengths begin with other tokens
+        prompts = [self._tokens(tokens, salt + number) for number in range(count)]
         with self._attach(ns, self.source) as io:
             for number, prompt in enumerate(prompts):
                 units = self._units(self.source, tokens, number)
