@@ -108,10 +108,11 @@ class GpuIO(HostIO):
             tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
             saves = Lane(device, save_bytes)
             undo.callback(saves.close)
-            loads = Lane(device, load_bytes, UNDER_WAY)
+            loads = Lane(device, load_bytes)
             undo.callback(loads.close)
-            for _ in range(UNDER_WAY):  # all of them now: to make one takes as long as to load a short prompt
-                loads.sheet(1)
+            sheets = [loads.sheet(1) for _ in range(UNDER_WAY)]  # now: that takes as long as to load a short prompt
+            for sheet in sheets:
+                loads.give_back(sheet)
             shapes = self._that_work(loads, shapes, tables)
             readers = Pool(READ_THREADS, "kvfs-ring")
             undo.callback(readers.close)
@@ -119,12 +120,12 @@ class GpuIO(HostIO):
             if in_place is not None:
                 undo.callback(in_place.close)
             self.transport = "ring" if in_place is None else in_place.backing.name
-            callbacks = JobThreads("tell", 1)
+            callbacks, later = JobThreads("tell", 1), deque[Callable[[], None]]()
             desk = GpuDesk(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
                 self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, in_place, readers,
-                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(),
-                JobThreads("end", 1, callbacks.dismiss), callbacks,
+                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(), later,
+                JobThreads("end", 1, partial(_finish_up, later, callbacks)), callbacks,
             )  # fmt: skip
             undo.pop_all()
         self._forgotten = weakref.finalize(self, _forgotten, desk, self._pinned, os.getpid())
@@ -317,6 +318,13 @@ class GpuIO(HostIO):
                 desk.in_place.close()
 
 
+def _finish_up(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
+    """At the end of the thread that waits for the ends of loads."""
+    while later:
+        later.popleft()()
+    callbacks.dismiss()
+
+
 def _forgotten(desk: GpuDesk, pinned: Pinned, pid: int) -> None:
     """Nobody closed it. No transfer is under way: each keeps its GpuIO. Not in whatever thread collects garbage."""
     if pid == os.getpid():
@@ -350,3 +358,4 @@ def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:
         for check in {False, shape.sums}:
             lane.kernels.scatter(launch, shape, check=check)
     lane.quiet()
+    lane.give_back(sheet)

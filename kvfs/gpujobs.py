@@ -38,6 +38,7 @@ class GpuDesk(Desk):
     batch_bytes: int  # of loads, at most; scratch holds several
     under_way: threading.Semaphore  # loads: UNDER_WAY at most
     arriving: deque[Callable[[], bool]]  # of the loads whose ends are waited for: whether they have come
+    later: deque[Callable[[], None]]  # what is left to do of loads that have ended; of that thread alone
     ends: JobThreads  # waits for the ends of loads, one after the other
     callbacks: JobThreads  # of loads: these may want to cancel the next one
 

@@ -101,15 +101,15 @@ class Sheet:
 class Lane:
     """Used by one thread at a time."""
 
-    def __init__(self, device: Device, nbytes: int, sheets: int = 1) -> None:
-        """``sheets``: how many transfers may be under way at once."""
+    def __init__(self, device: Device, nbytes: int) -> None:
         self.device, self.nbytes = device, aligned(nbytes)
         self.dma, self.kernels = device.stream(), device.stream()
         self._scratch: Memory = device.memory(self.nbytes + ALIGN)
         self._base = aligned(self._scratch.address)
         self._slots: deque[Slot] = deque()  # oldest first, round the scratch
         self._events: list[tuple[Event, Event]] = []  # to be used again
-        self._sheets = deque[Sheet | None]([None] * sheets)  # used round and round
+        self._sheets: list[Sheet] = []
+        self._free: list[Sheet] = []  # of these
         self._ends = [self.dma.event() for _ in range(QUEUED)]  # of the last batches, round and round
         self._calls: deque[int] = deque(maxlen=QUEUED)  # that each of them took, the last one first
         self._finished = 0
@@ -160,16 +160,24 @@ class Lane:
         slot.enqueued = True
 
     def sheet(self, nbytes: int) -> Sheet:
-        """An empty sheet. The transfer before the ones that may be under way has ended."""
-        self._sheets.rotate(-1)
-        sheet = self._sheets[-1]
-        if sheet is None or sheet.nbytes < nbytes:
-            self._sheets[-1] = None
-            if sheet is not None:
-                sheet.close()
-            sheet = self._sheets[-1] = Sheet(self.device, max(SHEET_BYTES, 1 << (nbytes - 1).bit_length()))
+        """An empty sheet, until it is given back: the smallest that will do, or a new one in place of the largest."""
+        free = sorted(self._free, key=lambda sheet: sheet.nbytes)
+        sheet = next((one for one in free if one.nbytes >= nbytes), None)
+        if sheet is not None:
+            self._free.remove(sheet)
+        else:
+            if free:
+                self._free.remove(free[-1])
+                self._sheets.remove(free[-1])
+                free[-1].close()
+            sheet = Sheet(self.device, max(SHEET_BYTES, 1 << (nbytes - 1).bit_length()))
+            self._sheets.append(sheet)
         sheet.reset()
         return sheet
+
+    def give_back(self, sheet: Sheet) -> None:
+        """Nothing uses it any more. Any thread may do that."""
+        self._free.append(sheet)
 
     def wait(self) -> None:
         """Wait for what this lane has been given so far. Any thread may do that."""
@@ -183,11 +191,9 @@ class Lane:
             self._retire()
 
     def close(self) -> None:
-        for _ in range(len(self._sheets)):
-            sheet = self._sheets.popleft()
-            self._sheets.append(None)
-            if sheet is not None:
-                sheet.close()
+        self._free.clear()
+        while self._sheets:
+            self._sheets.pop().close()
 
 
 class Launches:
@@ -201,6 +207,11 @@ class Launches:
     def sheet(self) -> Sheet:
         """Of the load: made when the first copies are under way."""
         return self._lane.sheet(self._sheet_bytes)
+
+    def give_back(self) -> None:
+        """Nothing of the load is under way any more."""
+        if "sheet" in self.__dict__:
+            self._lane.give_back(self.sheet)
 
     def add(self, call: Callable[[], None]) -> None:
         self._calls.append(call)

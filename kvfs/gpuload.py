@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from kvfs.bits import bits_of, members, span
 from kvfs.gpu import Device
 from kvfs.gpubatches import FLAG, Band, Batches, Window, sheet_bytes
-from kvfs.gpujobs import POLL_SECONDS, SWITCH_SECONDS, YIELD_SECONDS, GpuDesk, wait_for_event
+from kvfs.gpujobs import POLL_SECONDS, SWITCH_SECONDS, GpuDesk, wait_for_event
 from kvfs.gpulane import Launches
 from kvfs.gpusource import PageSource, streaks
 from kvfs.hostjobs import Attached, fail
@@ -34,6 +34,9 @@ from kvfs.types import PageOutcome, TransferState
 BANDS = 8  # of a layer-wise load, at most
 #: What smaller ones cost the host is more than what their copies take: of a band, and of a page's share in it.
 BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
+#: For whoever has waited for a load to go on: that a thread runs again can take 200 microseconds, and what is done
+#: then would keep the interpreter from it for milliseconds. How many loads' may wait for others to end.
+CLEAN_UP_SECONDS, LATER_MAX = 1e-3, 4
 WINDOW_PAGES = 32  # that are planned before the first copy; then twice as many, while those are on their way
 
 
@@ -68,6 +71,7 @@ class GpuLoad(Load):
     _moving: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the transfer's step
     _holding: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the match's segments
     _handed_over: bool = False
+    _launches: Launches | None = None
     _unknown: bool = False  # what of it has come
     _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
@@ -101,7 +105,7 @@ class GpuLoad(Load):
 
     def _enqueue(self, held: dict[int, Held]) -> None:
         """The groups one behind the other, without a pause between them, as long as they need no slots of the ring."""
-        launches = self._launches()
+        launches = self._launches = self._make_launches()
         try:
             for number, (attached, chunks) in enumerate(self.pages):
                 limit = self.match.restorable(self.possible)
@@ -129,7 +133,7 @@ class GpuLoad(Load):
         if any(group.cut for group in self._groups):  # else the ends of the last bands are the ends of everything
             self.gpu.loads.quiet()
 
-    def _launches(self) -> Launches:
+    def _make_launches(self) -> Launches:
         need = sum(
             sheet_bytes(
                 self.gpu.shapes[a.number], a.group.granules, pages=len(chunks), units=len(self.units[a.number]),
@@ -164,9 +168,10 @@ class GpuLoad(Load):
     def _stop(self) -> bool:
         """Whether to go no further. Looks for what has come: calls of the driver keep the interpreter from others."""
         self._announce_what_came(wait=False)
-        for has_come in list(self.gpu.arriving)[:1]:
-            if has_come != self._has_come and has_come():
-                self.gpu.context.files.sleep(SWITCH_SECONDS)
+        if self.gpu.arriving:
+            for has_come in list(self.gpu.arriving)[:1]:
+                if has_come != self._has_come and has_come():
+                    self.gpu.context.files.sleep(SWITCH_SECONDS)
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
     def _send(self, group: _Group, held: dict[int, Held], behind: int) -> None:
@@ -221,17 +226,28 @@ class GpuLoad(Load):
             fail(self.transfer, exc)
         finally:
             self._moving.close()
+            if self._launches is not None and not self._unknown:
+                self._launches.give_back()
             self.gpu.arriving.popleft()
             self.gpu.under_way.release()
             if self.transfer.calls_back:
                 self.gpu.callbacks.put(partial(_tell, self.gpu.device, self.transfer))
             else:
                 self.transfer._end()
+        self.gpu.later.append(self._clean_up)
+        while self.gpu.later:
+            if not self.gpu.ends.waiting:
+                self.gpu.context.files.sleep(CLEAN_UP_SECONDS)
+            if self.gpu.ends.waiting and len(self.gpu.later) <= LATER_MAX:
+                break
+            self.gpu.later.popleft()()
+
+    def _clean_up(self) -> None:
+        """What nobody waits for. In pieces: others may want the interpreter."""
         with self._holding:
-            if self._afterwards:
-                self.gpu.context.files.sleep(YIELD_SECONDS)
             self._groups.clear()  # which have this load, and would live until the garbage is collected
             for call in self._afterwards:
+                self.gpu.context.files.sleep(SWITCH_SECONDS)
                 call()
 
     def _wait_for_bands(self) -> None:
@@ -245,7 +261,9 @@ class GpuLoad(Load):
         except Exception as exc:
             fail(self.transfer, exc)
             deque(bands, maxlen=0)
+            self._unknown = True
             self.gpu.loads.wait()
+            self._unknown = False
             for group in self._groups:
                 group.sent = False
 

@@ -46,6 +46,7 @@ class GpuSave(Save):
 
     _tables: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by group number and chunk
     _flights: deque[_Flight] = field(default_factory=deque)
+    _sheet: Sheet | None = None
     _landed: list[Batch] = field(default_factory=list)  # not handed over yet
 
     @property
@@ -68,6 +69,8 @@ class GpuSave(Save):
             try:
                 if self._flights:  # left by an error
                     lane.quiet()
+                if self._sheet is not None:
+                    lane.give_back(self._sheet)
             finally:
                 for flight in self._flights:
                     flight.step.close()
@@ -80,7 +83,8 @@ class GpuSave(Save):
 
     def _gather_all(self) -> None:
         """Enqueue the batches of all groups; then wait for those that are still on their way."""
-        sheet = self.gpu.saves.sheet(sum(self._sheet_bytes(a, len(chunks)) for a, chunks in self.pages if chunks))
+        need = sum(self._sheet_bytes(a, len(chunks)) for a, chunks in self.pages if chunks)
+        sheet = self._sheet = self.gpu.saves.sheet(need)
         try:
             for attached, chunks in self.pages:
                 if chunks and not self._gather_group(attached, chunks, sheet):

@@ -182,8 +182,8 @@ MUTATIONS = (
         "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/kernels/test_gpu_overlap.py",),
     ),
     Mutation(
-        "give the sheet of a load to the next one", "kvfs/gpuio.py",
-        "Lane(device, load_bytes, UNDER_WAY)", "Lane(device, load_bytes)", ("tests/kernels/test_gpu_overlap.py",),
+        "give the sheet of a load to the next one", "kvfs/gpulane.py",
+        "            self._free.remove(sheet)\n", "            pass\n", ("tests/kernels/test_gpu_overlap.py",),
     ),
     Mutation(
         "call back where the ends of loads are waited for", "kvfs/gpuload.py",

@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import TransferState, gpusave, hostsave
 from kvfs.cuda import CudaError
+from kvfs.gpujobs import UNDER_WAY
 from kvfs.gpulane import Lane
 from kvfs.inplace import MAKING_SECONDS
 from kvfs.liveness import Liveness
@@ -235,7 +236,7 @@ def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace
     device = SimulatedDevice()
     with attach(ns, Engine(seed=1).kv, device=device) as io:
         lane = io._gpu_desk.saves
-        lane.sheet(1)
+        lane.give_back(lane.sheet(1))
         before, memory, most = len(device.registered), device.memory, device.pinned_max
         if lacking == "device":
             device.memory = full  # type: ignore[method-assign]
@@ -246,8 +247,25 @@ def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace
                 lane.sheet(2 << 20)
         device.memory, device.pinned_max = memory, most  # type: ignore[method-assign]
         assert len(device.registered) < before
-        device.check_host(lane.sheet(1)._back.address, 1)
+        sheet = lane.sheet(1)
+        device.check_host(sheet._back.address, 1)
         assert len(device.registered) == before
+
+
+def test_a_long_prompt_finds_the_work_list_of_the_last_one(ns: kvfs.Namespace) -> None:
+    """To make one takes longer than to plan the load of a short prompt."""
+    device = SimulatedDevice()
+    with attach(ns, Engine(seed=1).kv, device=device) as io:
+        lane = io._gpu_desk.loads
+        made = lane.sheet(2 << 20)
+        lane.give_back(made)
+        for nbytes in (1 << 20, 2 << 20, 1):
+            sheet = lane.sheet(nbytes)
+            assert (sheet is made) == (nbytes > 1 << 20)
+            lane.give_back(sheet)
+        few, more = lane.sheet(1), [lane.sheet(2 << 20) for _ in range(2)]
+        assert few.nbytes == 1 << 20 and more[0] is made and more[1] is not made
+        assert len(lane._sheets) == UNDER_WAY
 
 
 def full(_: int) -> Any:
