@@ -320,9 +320,11 @@ class GpuIO(HostIO):
 
 def _finish_up(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
     """At the end of the thread that waits for the ends of loads."""
-    while later:
-        later.popleft()()
-    callbacks.dismiss()
+    try:
+        while later:
+            later.popleft()()
+    finally:
+        callbacks.dismiss()
 
 
 def _forgotten(desk: GpuDesk, pinned: Pinned, pid: int) -> None:
