@@ -34,8 +34,8 @@ from kvfs.types import PageOutcome, TransferState
 BANDS = 8  # of a layer-wise load, at most
 #: What smaller ones cost the host is more than what their copies take: of a band, and of a page's share in it.
 BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
-#: For whoever has waited for a load to go on: that a thread runs again can take 200 microseconds, and what is done
-#: then would keep the interpreter from it for milliseconds. How many loads' may wait for others to end.
+#: Whoever has waited for a load may need 200 microseconds to run again, and what is left to do of it would keep the
+#: interpreter from him: it begins after so long. And of how many loads it may wait until others have ended.
 CLEAN_UP_SECONDS, LATER_MAX = 1e-3, 4
 WINDOW_PAGES = 32  # that are planned before the first copy; then twice as many, while those are on their way
 
@@ -117,7 +117,9 @@ class GpuLoad(Load):
                     self._send(group, held, sum(len(others) * a.page_bytes for a, others in later))
                     if later and group.source.has_slots:  # which the next group may want
                         launches.all()
+                        self._await_announcements()
                         group.source.free_slots()
+                        self.possible[group.gm.name] &= ~(bits_of(wanted) & ~bits_of(self._outcome(group)[0]))
             launches.all()
             self.transfer._expect({
                 PageOutcome.LOADED: {g.attached.number: bits_of(g.wanted) for g in self._groups}
@@ -168,10 +170,9 @@ class GpuLoad(Load):
     def _stop(self) -> bool:
         """Whether to go no further. Looks for what has come: calls of the driver keep the interpreter from others."""
         self._announce_what_came(wait=False)
-        if self.gpu.arriving:
-            for has_come in list(self.gpu.arriving)[:1]:
-                if has_come != self._has_come and has_come():
-                    self.gpu.context.files.sleep(SWITCH_SECONDS)
+        for has_come in list(self.gpu.arriving)[:1]:
+            if has_come != self._has_come and has_come():
+                self.gpu.context.files.sleep(SWITCH_SECONDS)
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
     def _send(self, group: _Group, held: dict[int, Held], behind: int) -> None:
@@ -256,8 +257,7 @@ class GpuLoad(Load):
         try:
             self.gpu.device.enter()
             for _ in bands:
-                while not self._announce_what_came(wait=True):
-                    self.gpu.context.files.sleep(POLL_SECONDS)
+                self._await_announcements()
         except Exception as exc:
             fail(self.transfer, exc)
             deque(bands, maxlen=0)
@@ -271,6 +271,10 @@ class GpuLoad(Load):
         """Whether all has come whose end is enqueued."""
         coming = list(self._coming)
         return not coming or coming[-1][1].end.query()
+
+    def _await_announcements(self) -> None:
+        while not self._announce_what_came(wait=True):
+            self.gpu.context.files.sleep(POLL_SECONDS)
 
     def _announce_what_came(self, *, wait: bool) -> bool:
         """Tell of bands that have come; whether none is on its way. On either thread, in order."""
@@ -302,17 +306,22 @@ class GpuLoad(Load):
         else:
             self._sort_out(group)
 
-    def _sort_out(self, group: _Group) -> None:
-        """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""
+    def _outcome(self, group: _Group) -> tuple[list[int], list[tuple[int, int]], set[int]]:
+        """Of a group that has come: (chunks that are loaded, records whose bytes differ, bad chunks)."""
+        if group.whole:
+            return group.wanted, [], set()
         sent, index = {} if group.torn else group.batches.sent, group.batches.index
         records = {run.chunk + i: (run.segment, seq) for run in group.runs for i, seq in enumerate(run.seqs)}
         differ = [chunk for chunk in sent if group.flagged[index[chunk] * FLAG]]
-        self.gpu.context.counters.add("pages_corrupt", len(differ))
         gone = [chunk for chunk in members(group.covered) if chunk not in records]
         bad = {*differ, *gone, *group.source.refused}
-        loaded = sorted(chunk for chunk in sent if chunk not in bad)
-        self.possible[group.gm.name] &= ~(bits_of(group.wanted) & ~bits_of(loaded))
-        self._account(group, loaded, group.source.faults + [records[chunk] for chunk in differ])
+        return sorted(sent.keys() - bad), [records[chunk] for chunk in differ], bad
+
+    def _sort_out(self, group: _Group) -> None:
+        """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""
+        loaded, differ, bad = self._outcome(group)
+        self.gpu.context.counters.add("pages_corrupt", len(differ))
+        self._account(group, loaded, group.source.faults + differ)
         if bad:
             self.transfer._note("unreadable")
         self.transfer._settle(group.attached.number, bits_of(loaded), PageOutcome.LOADED)

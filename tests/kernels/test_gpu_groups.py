@@ -205,6 +205,18 @@ def test_the_ring_is_given_back_before_the_next_group_wants_it(ns: kvfs.Namespac
         assert result is not None and (result.tokens, result.reason) == (CHUNKS * PAGE, ""), result
 
 
+def test_what_a_damaged_window_makes_useless_is_not_brought_through_the_ring(
+    ns: kvfs.Namespace, store: kvfs.Store, source: Engine
+) -> None:
+    """Shorter prefixes would need other pages of the window."""
+    damage(Path(store.path), ns, "window", CHUNKS - 2)
+    target = Engine()
+    with attach(ns, *target.kvs, transport="ring") as io, ns.match(TOKENS) as match:
+        result = io.load(match, units(), NOW).wait(SECONDS)
+        assert result is not None and (result.tokens, result.pages, result.reason) == (0, WINDOW - 1, "unreadable")
+    assert target.blocks("full", 0, CHUNKS) == b"\xa5" * len(target.blocks("full", 0, CHUNKS))
+
+
 def test_layers_that_have_come_do_not_wait_for_a_disk(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

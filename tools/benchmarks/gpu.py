@@ -190,11 +190,13 @@ class _Bench:
         with self._attach(ns, self.source) as io:
             return self._save_with(io, ns, tokens, prompt)
 
-    def _save_with(self, io: Any, ns: kvfs.Namespace, tokens: int, prompt: array[int]) -> tuple[float, float, float]:
+    def _save_with(
+        self, io: Any, ns: kvfs.Namespace, tokens: int, prompt: array[int], number: int = 0
+    ) -> tuple[float, float, float]:  # fmt: skip
         ns.match(prompt).close()  # as whoever computes it has done before
         begin, cpu = time.perf_counter(), time.process_time()
         plan = ns.plan_save(prompt)
-        transfer = io.save(plan, self._units(self.source, tokens), self._event(), deadline=SECONDS)
+        transfer = io.save(plan, self._units(self.source, tokens, number), self._event(), deadline=SECONDS)
         transfer.source_free.wait(SECONDS)
         free, cpu_free = time.perf_counter() - begin, time.process_time() - cpu
         result = transfer.wait(SECONDS)
@@ -315,9 +317,7 @@ class _Bench:
         prompts = [self._tokens(tokens, salt + number) for number in range(count)]
         with self._attach(ns, self.source) as io:
             for number, prompt in enumerate(prompts):
-                units = self._units(self.source, tokens, number)
-                if (result := io.save(ns.plan_save(prompt), units, self._event()).wait(SECONDS)) is None:
-                    raise BenchError(f"a save of {tokens} tokens ended with {result}")
+                self._save_with(io, ns, tokens, prompt, number)
         io = self._attach(ns, self.target, registered_bytes="32GiB")
         for prompt in prompts:
             with ns.match(prompt) as match:
