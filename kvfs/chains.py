@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvfs.hashing import TOKEN_BYTES, chain
+from kvfs.types import ExtraKeys
 
 PROMPTS = 128  # of all namespaces together: looking through them takes 20 microseconds
 BYTES_MAX = 16 << 20  # of their tokens and hashes
@@ -30,21 +31,16 @@ class Chains:
 
     def hashes(self, tokens: bytes, page_tokens: int, seed: bytes) -> list[bytes]:
         """``hashing.chain`` of these, as a list of the caller's own."""
-        step = page_tokens * TOKEN_BYTES
-        end = len(tokens) // step * step
+        return Chain(self, tokens, page_tokens, seed).all()
+
+    def _longest(self, tokens: bytes, step: int, seed: bytes) -> tuple[_Known, int]:
+        """What begins as these do for longest, and for how many bytes; whole chunks of ``step`` bytes."""
         best, common = _Known(seed, step, b"", []), 0
         for one in self._known:
-            same = _common(one.tokens, tokens, step, common, end) if one[:2] == (seed, step) else 0
+            same = _common(one.tokens, tokens, step, common, len(tokens)) if one[:2] == (seed, step) else 0
             if same > common:
                 best, common = one, same
-        hashes = best.hashes[: common // step]
-        if common < end:
-            hashes += chain(tokens[common:end], page_tokens, hashes[-1] if hashes else seed)
-            self._remember(_Known(seed, step, tokens[:end], hashes), best if common == len(best.tokens) else None)
-            return hashes.copy()
-        if common:
-            self._remember(best, best)
-        return hashes
+        return best, common
 
     def forget(self) -> None:
         """For whoever measures what it is to hash a prompt."""
@@ -61,6 +57,47 @@ class Chains:
                 break
             kept.append(one)
         self._known = tuple(kept)
+
+
+class Chain:
+    """The chunk hashes of one prompt, as far as they were asked for. Of one thread."""
+
+    def __init__(
+        self, known: Chains, tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None
+    ) -> None:
+        self._chains, self._page_tokens, self._seed, self._extra = known, page_tokens, seed, extra
+        self._step = page_tokens * TOKEN_BYTES
+        self.chunks = len(tokens) // self._step  # of the whole prompt
+        self._tokens = tokens[: self.chunks * self._step]
+        self._begins_with, self._common = _Known(seed, self._step, b"", []), 0
+        if not extra:
+            self._begins_with, self._common = known._longest(self._tokens, self._step, seed)
+        self.hashes = self._begins_with.hashes[: self._common // self._step]
+
+    def grow(self, chunks: int) -> None:
+        """Hash the first ``chunks`` chunks at least."""
+        have = len(self.hashes)
+        if chunks > have:
+            extra = {c - have: key for c, key in self._extra.items() if c >= have} if self._extra else None
+            tokens = self._tokens[have * self._step : chunks * self._step]
+            self.hashes += chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
+
+    def all(self) -> list[bytes]:
+        """Hash the rest, remember it, and return all hashes."""
+        self.grow(self.chunks)
+        self.remember()
+        return self.hashes
+
+    def remember(self) -> None:
+        """What was hashed, for prompts that begin with it."""
+        end, begun = len(self.hashes) * self._step, self._begins_with
+        if self._extra or not end:
+            return
+        if end == self._common:
+            self._chains._remember(begun, begun)
+        else:
+            new = _Known(self._seed, self._step, self._tokens[:end], self.hashes.copy())
+            self._chains._remember(new, begun if self._common == len(begun.tokens) else None)
 
 
 def _cost(one: _Known) -> int:

@@ -120,10 +120,11 @@ class DeviceKV:
 
     def unit_range(self, group: Group, chunk: int) -> range:
         """Numbers (positions in ``units`` of a prompt) of the units that page ``chunk`` touches."""
-        if not self.unit_tokens:
+        tokens = self.unit_tokens
+        if not tokens:
             return range(chunk, chunk + 1)
         first = chunk * group.states
-        return range(first // self.unit_tokens, -(-(first + group.states) // self.unit_tokens))
+        return range(first // tokens, -(-(first + group.states) // tokens))
 
     def check(self, layout: PageLayout) -> Group:
         """The group of ``layout`` that this describes. ConfigError names what does not fit, and the remedy."""

@@ -28,6 +28,7 @@ from kvfs.gpu import Device, Memory, Pinned
 from kvfs.gpujobs import UNDER_WAY, GpuDesk
 from kvfs.gpulane import BATCHES, Lane, aligned
 from kvfs.gpuload import GpuLoad
+from kvfs.gpurestore import GpuRestore
 from kvfs.gpusave import BATCH_BYTES, GpuSave
 from kvfs.gpuwarm import pin_hottest, pin_match
 from kvfs.hostio import CLOSE_SECONDS, WARM_SECONDS, HostIO
@@ -60,6 +61,7 @@ class GpuIO(HostIO):
 
     _save = GpuSave
     _load = GpuLoad
+    _restore = GpuRestore
     _write_lanes = LANES
     kernels = "triton"  # or "torch", where Triton does not work
     _shut = _unpinned = False

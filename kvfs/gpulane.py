@@ -199,14 +199,14 @@ class Lane:
 class Launches:
     """What is to be enqueued behind copies, in order, for all groups of a load: their kernels, and ends of bands."""
 
-    def __init__(self, lane: Lane, sheet_bytes: int) -> None:
+    def __init__(self, lane: Lane, sheet_bytes: Callable[[], int]) -> None:
         self._lane, self._sheet_bytes = lane, sheet_bytes
         self._calls: deque[Callable[[], None]] = deque()
 
     @cached_property
     def sheet(self) -> Sheet:
         """Of the load: made when the first copies are under way."""
-        return self._lane.sheet(self._sheet_bytes)
+        return self._lane.sheet(self._sheet_bytes())
 
     def give_back(self) -> None:
         """Nothing of the load is under way any more."""

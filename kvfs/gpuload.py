@@ -13,8 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
+from typing import TypeAlias
 
 from kvfs.bits import bits_of, members, span
 from kvfs.gpu import Device
@@ -40,8 +41,12 @@ CLEAN_UP_SECONDS, LATER_MAX = 1e-3, 4
 WINDOW_PAGES = 32  # that are planned before the first copy; then twice as many, while those are on their way
 
 
+#: The chunks of each group.
+Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
+
+
 @dataclass
-class _Group:
+class Group:
     """The load of one group."""
 
     attached: Attached
@@ -63,9 +68,9 @@ class _Group:
 class GpuLoad(Load):
     """A load in progress: one thread calls ``run``, another ``finish``."""
 
-    _groups: list[_Group] = field(default_factory=list)
+    _groups: list[Group] = field(default_factory=list)
     #: (group, band) in the order in which they arrive, from when their ends are enqueued until somebody sees them
-    _coming: deque[tuple[_Group, Band]] = field(default_factory=deque)
+    _coming: deque[tuple[Group, Band]] = field(default_factory=deque)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _bands: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # True for each band, at last False
     _moving: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the transfer's step
@@ -75,7 +80,7 @@ class GpuLoad(Load):
     _unknown: bool = False  # what of it has come
     _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def gpu(self) -> GpuDesk:
         assert isinstance(self.desk, GpuDesk)
         return self.desk
@@ -87,7 +92,7 @@ class GpuLoad(Load):
             self.gpu.device.enter()
             if wait_for_event(self.gpu, self.transfer, self.after):
                 self.transfer._enter(TransferState.LOADING)
-                held = self._holding.enter_context(self.gpu.reader.held(self.match))
+                held = self._hold()
                 if self._moving.enter_context(self.transfer._step(tell=False)):
                     with self.gpu.loads.kernels.use():
                         self._enqueue(held)
@@ -97,6 +102,10 @@ class GpuLoad(Load):
             self._bands.put(False)
             self._hand_over()
 
+    def _hold(self) -> dict[int, Held]:
+        """The segments of what there is to load, for all of the load."""
+        return self._holding.enter_context(self.gpu.reader.held(self.match))
+
     def _hand_over(self) -> None:
         if not self._handed_over:
             self._handed_over = True
@@ -104,22 +113,9 @@ class GpuLoad(Load):
             self.gpu.ends.put(self.finish)
 
     def _enqueue(self, held: dict[int, Held]) -> None:
-        """The groups one behind the other, without a pause between them, as long as they need no slots of the ring."""
-        launches = self._launches = self._make_launches()
+        launches = self._launches = Launches(self.gpu.loads, partial(self._sheet_bytes, self.pages))
         try:
-            for number, (attached, chunks) in enumerate(self.pages):
-                limit = self.match.restorable(self.possible)
-                wanted = [chunk for chunk in chunks if chunk < limit]
-                if wanted and not self.transfer.stopped:
-                    group = self._begin(launches, attached, wanted, held)
-                    self._groups.append(group)
-                    later = self.pages[number + 1 :]
-                    self._send(group, held, sum(len(others) * a.page_bytes for a, others in later))
-                    if later and group.source.has_slots:  # which the next group may want
-                        launches.all()
-                        self._await_announcements()
-                        group.source.free_slots()
-                        self.possible[group.gm.name] &= ~(bits_of(wanted) & ~bits_of(self._outcome(group)[0]))
+            self._send_groups(launches, held)
             launches.all()
             self.transfer._expect({
                 PageOutcome.LOADED: {g.attached.number: bits_of(g.wanted) for g in self._groups}
@@ -135,15 +131,39 @@ class GpuLoad(Load):
         if any(group.cut for group in self._groups):  # else the ends of the last bands are the ends of everything
             self.gpu.loads.quiet()
 
-    def _make_launches(self) -> Launches:
-        need = sum(
+    def _send_groups(self, launches: Launches, held: dict[int, Held]) -> None:
+        """The groups one behind the other, without a pause between them, as long as they need no slots of the ring."""
+        for number, (attached, chunks) in enumerate(self.pages):
+            limit = self.match.restorable(self.possible)
+            wanted = [chunk for chunk in chunks if chunk < limit]
+            if wanted and not self.transfer.stopped:
+                gm = self.match.group(attached.group.name)
+                later = self.pages[number + 1 :]
+                self._send_group(launches, attached, gm, wanted, held, later)
+
+    def _send_group(
+        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, Held],
+        later: Pages,
+    ) -> None:  # fmt: skip
+        group = self._begin(launches, attached, gm.for_part(attached.part, attached.page_bytes), wanted, held)
+        self._groups.append(group)
+        self._send(group, held, sum(len(others) * a.page_bytes for a, others in later))
+        if later and group.source.has_slots:  # which the next group may want
+            launches.all()
+            self._await_announcements()
+            group.source.free_slots()
+            good = bits_of(self._outcome(group)[0])
+            self.possible[gm.name] = self.possible.get(gm.name, -1) & ~(bits_of(group.wanted) & ~good)
+
+    def _sheet_bytes(self, most: Pages) -> int:
+        """For work lists of so many pages at most."""
+        return sum(
             sheet_bytes(
                 self.gpu.shapes[a.number], a.group.granules, pages=len(chunks), units=len(self.units[a.number]),
                 bands=self._bands_of(a, len(chunks)),
             )
-            for a, chunks in self.pages if chunks
+            for a, chunks in most if chunks
         )  # fmt: skip
-        return Launches(self.gpu.loads, need)
 
     def _bands_of(self, attached: Attached, pages: int) -> int:
         """In how many bands so many pages come, at most."""
@@ -152,15 +172,16 @@ class GpuLoad(Load):
         each = attached.page_bytes
         return max(1, min(BANDS, pages * each // BAND_BYTES_MIN, each // SHARE_BYTES_MIN))
 
-    def _begin(self, launches: Launches, attached: Attached, wanted: list[int], held: dict[int, Held]) -> _Group:
-        gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
+    def _begin(
+        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, Held]
+    ) -> Group:
         source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from, launches.all)
         batches = Batches(
             self.gpu, launches, attached, source, self.units[attached.number], wanted,
             bands=self._bands_of(attached, len(wanted)), first_token=self.first_token, stop=self._stop,
             ended=partial(self._ended, len(self._groups)),
         )  # fmt: skip
-        return _Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
+        return Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
 
     def _ended(self, number: int, band: Band) -> None:
         self._coming.append((self._groups[number], band))
@@ -175,36 +196,43 @@ class GpuLoad(Load):
                 self.gpu.context.files.sleep(SWITCH_SECONDS)
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
-    def _send(self, group: _Group, held: dict[int, Held], behind: int) -> None:
+    def _send(self, group: Group, held: dict[int, Held], behind: int) -> None:
         """Everything of a group up to the end of its last band; ``behind``: bytes of those that follow."""
+        layers, behind_all = group.shape.layers, True
         for window in self._windows(group, held):
             for first, rows in self._plan_bands(group, window):
                 group.cut = not group.batches.send(window, first, rows, behind)
-                if not group.cut and window.left:
-                    continue  # it has one band, whose end is that of the last window
-                group.torn = group.cut and rows < group.shape.layers
-                group.batches.end_band(first, rows)
+                behind_all = group.cut or not window.left  # else it has one band, whose end is that of the last window
+                if behind_all:
+                    group.torn = group.cut and rows < layers
+                    group.batches.end_band(first, rows)
                 if group.cut:
                     break
             if group.cut:
                 break
+        if not behind_all:  # the last window was not known to be it
+            group.batches.end_band(0, layers)
         group.sent = True
 
-    def _windows(self, group: _Group, held: dict[int, Held]) -> Iterator[Window]:
+    def _windows(self, group: Group, held: dict[int, Held]) -> Iterator[Window]:
         """Where the pages lie, a stretch at a time; all at once for bands, each of which needs all pages."""
         wanted = group.wanted
         done, pages = 0, len(wanted) if self.layerwise else WINDOW_PAGES
         while done < len(wanted):
             now = wanted[done : done + pages]
             done, pages = done + len(now), 2 * pages
-            chunks = bits_of(now)
-            runs, covered = plan_runs(group.gm.cut(now[0], now[-1] - now[0] + 1), held)
-            runs = list(_cut(runs, chunks))
-            group.runs += runs
-            group.covered |= covered & chunks
-            yield Window(runs, list(members(chunks & ~covered)), len(wanted) - done)
+            yield self._window(group, now, len(wanted) - done, held)
 
-    def _plan_bands(self, group: _Group, window: Window) -> list[tuple[int, int]]:
+    def _window(self, group: Group, now: list[int], left: int, held: dict[int, Held]) -> Window:
+        """Where some of the pages of a group lie; ``left``: how many are wanted behind them."""
+        chunks = bits_of(now)
+        runs, covered = plan_runs(group.gm.cut(now[0], now[-1] - now[0] + 1), held)
+        runs = list(_cut(runs, chunks))
+        group.runs += runs
+        group.covered |= covered & chunks
+        return Window(runs, list(members(chunks & ~covered)), left)
+
+    def _plan_bands(self, group: Group, window: Window) -> list[tuple[int, int]]:
         """(first layer position, layers) of what comes one behind the other: all at once, unless layer-wise."""
         layers = group.shape.layers
         if not self.layerwise or window.others or any(group.source.in_place(run) is None for run in window.runs):
@@ -250,6 +278,8 @@ class GpuLoad(Load):
             for call in self._afterwards:
                 self.gpu.context.files.sleep(SWITCH_SECONDS)
                 call()
+            if self.lookahead is not None:
+                self.lookahead.release()
 
     def _wait_for_bands(self) -> None:
         """Until nothing more is enqueued, and what was has come; after an error nobody knows what that is."""
@@ -287,7 +317,7 @@ class GpuLoad(Load):
                 self._looking.release()
         return not self._coming
 
-    def _announce(self, group: _Group, band: Band) -> None:
+    def _announce(self, group: Group, band: Band) -> None:
         """While all pages are well, the layers of a band that has come are ready."""
         group.flagged = group.batches.flags(band)
         all_sent = not group.cut and len(group.batches.sent) == len(group.wanted)
@@ -296,7 +326,7 @@ class GpuLoad(Load):
             layers = group.attached.group.layers[group.attached.part.layer :]
             self.transfer._layers_ready(layers[band.first : band.first + band.rows])
 
-    def _settle(self, group: _Group) -> None:
+    def _settle(self, group: Group) -> None:
         """What became of the pages of a group; after an error, of those of which everything had been enqueued."""
         if not group.sent or group.batches.ends:
             self._account(group, [], group.source.faults)
@@ -306,7 +336,7 @@ class GpuLoad(Load):
         else:
             self._sort_out(group)
 
-    def _outcome(self, group: _Group) -> tuple[list[int], list[tuple[int, int]], set[int]]:
+    def _outcome(self, group: Group) -> tuple[list[int], list[tuple[int, int]], set[int]]:
         """Of a group that has come: (chunks that are loaded, records whose bytes differ, bad chunks)."""
         if group.whole:
             return group.wanted, [], set()
@@ -317,7 +347,7 @@ class GpuLoad(Load):
         bad = {*differ, *gone, *group.source.refused}
         return sorted(sent.keys() - bad), [records[chunk] for chunk in differ], bad
 
-    def _sort_out(self, group: _Group) -> None:
+    def _sort_out(self, group: Group) -> None:
         """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""
         loaded, differ, bad = self._outcome(group)
         self.gpu.context.counters.add("pages_corrupt", len(differ))
@@ -327,7 +357,7 @@ class GpuLoad(Load):
         self.transfer._settle(group.attached.number, bits_of(loaded), PageOutcome.LOADED)
         self.transfer._settle(group.attached.number, bits_of(sorted(bad)), PageOutcome.UNREADABLE)
 
-    def _account(self, group: _Group, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
+    def _account(self, group: Group, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
         """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
         if faults:
             self.gpu.reader.forget(self.match, group.gm, faults)

@@ -63,6 +63,11 @@ class PageSource:
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
 
+    def grow(self, gm: GroupMatch) -> None:
+        """More of the group has been found: ``gm`` begins with what was known."""
+        self._gm = gm
+        self._published.update(published(gm))
+
     # -- registered maps ---------------------------------------------------------------------
 
     def in_place(self, run: Run, *, filled: bool = False) -> list[Stretch] | None:
@@ -74,6 +79,9 @@ class PageSource:
         maps = self._desk.in_place
         if maps is None or not self._summed:
             return None
+        there = maps.stretches(run.held, run.offset, run.span, 0, self._use, register=None)
+        if there is not None:
+            return there
         published, register = self._published[run.segment], filled or self._registers(run)
         missing = maps.missing(run.held, run.offset, run.span, published) if register else []
         if any(self._desk.context.segments.cached_bytes(run.held, *piece) not in (piece[1], None) for piece in missing):

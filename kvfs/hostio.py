@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvfs.active import SegmentClass
@@ -18,27 +19,28 @@ from kvfs.config import parse_size
 from kvfs.context import Context
 from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError, StoreReadOnlyError
-from kvfs.hostjobs import Attached, Desk, JobThreads, UnitIds, Writes, make_ring
+from kvfs.hostjobs import Attached, Desk, JobThreads, Writes, make_ring
 from kvfs.hostload import Load
 from kvfs.hostsave import Save, stored
 from kvfs.identity import Identity
 from kvfs.layout import Part
+from kvfs.lookahead import Lookahead
 from kvfs.lookup import Prompt
-from kvfs.match import PrefixMatch
+from kvfs.match import Hold, PrefixMatch
+from kvfs.matcher import Matcher
+from kvfs.prompt import chain_of
 from kvfs.reader import Reader
 from kvfs.restored import CameFrom, restored
 from kvfs.staging import StagingRing
-from kvfs.transfer import OnDone, OnPage, Outcomes, Summary, Task, Transfer
-from kvfs.types import SavePlan, Tier, TransferState
+from kvfs.transfer import OnDone, OnPage, Summary, Task, Transfer
+from kvfs.types import ExtraKeys, SavePlan, Tier, TokensLike, TransferState
+from kvfs.unitids import UnitIds, Units, check_enough, checked_units, chunks_covered, to_load
 from kvfs.writer import Appender
 
 SAVE_SECONDS = 2.0
 LOAD_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 WARM_SECONDS = 10.0
-
-#: Unit ids of a prompt: one sequence, or one per group name.
-Units = Any
 
 
 class HostIO:
@@ -50,10 +52,11 @@ class HostIO:
     transport = "host"
     _save: type[Save] = Save
     _load: type[Load] = Load
+    _restore: type[Load] = Load
     _write_lanes = 1
 
     def __init__(
-        self, context: Context, appender: Appender, reader: Reader, identity: Identity,
+        self, context: Context, appender: Appender, reader: Reader, matcher: Matcher, identity: Identity,
         retention: Callable[[float | str | None], tuple[int, SegmentClass]], device_kvs: Sequence[DeviceKV], *,
         ring_bytes: int | str, threads: int, dirty_bytes: int | str | None, queue_max: int,
         codec: int = 0,
@@ -61,7 +64,9 @@ class HostIO:
         _number("threads", threads, 64)
         self._queue_max = _number("queue_max", queue_max, 1 << 20)
         self._c, self._identity, self._retention, self._codec = context, identity, retention, codec
+        self._matcher = matcher
         self._attached = self._check(device_kvs)
+        self._names = {a.number: a.group.name for a in self._attached.values()}
         self._desk = self._make_desk(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -101,7 +106,9 @@ class HostIO:
             group = device.check(layout)
             if group.name in attached:
                 raise ConfigError(f"group {group.name} is attached twice: pass one DeviceKV with all of its buffers")
-            attached[group.name] = Attached(layout.groups.index(group), group, device.part(group), device)
+            part = device.part(group)
+            number, size = layout.groups.index(group), group.part_bytes(part)
+            attached[group.name] = Attached(number, group, part, device, size)
         if not attached:
             raise ConfigError("no buffers: pass a DeviceKV for each group that this rank holds")
         return attached
@@ -143,7 +150,7 @@ class HostIO:
         if len(attempt) != 8:
             raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
         expires, segment_class = self._retention(ttl)
-        ids = self._units(units)
+        ids = checked_units(self._attached, units)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
         pages = [(a, a.device.written(plan.missing.get(a.group.name, ()))) for a in order]
         tokens = self._identity.layout.page_tokens
@@ -175,22 +182,57 @@ class HostIO:
         self._check_open()
         if match.namespace != self._identity.digest:
             raise ConfigError("this match is of another namespace: use the one that is attached")
-        if type(first_token) is not int or first_token < 0:
-            raise ConfigError(f"first_token is {first_token!r}: pass the number of a token, 0 or more")
-        ids = self._units(units)
+        _check_first(first_token)
+        ids = checked_units(self._attached, units)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
         possible = {g.name: span(g.first, g.count) for g in match.groups}
         came_from = CameFrom()
-        names = {a.number: a.group.name for a in self._attached.values()}
-
-        def summarise(done: Outcomes) -> tuple[int, dict[Tier, int]]:
-            return restored(match, names, done, came_from, first_token)
-
-        transfer = Transfer(
-            self._task("load", pages, deadline, after, on_page, on_done, summarise), self._forget_load(match)
-        )
+        task = self._task(
+            "load", pages, deadline, after, on_page, on_done,
+            lambda done: restored(match, self._names, done, came_from, first_token),
+        )  # fmt: skip
+        hold = match.hold if match.hold is not None and match.hold.enter() else None
+        transfer = Transfer(task, partial(self._forget_load, hold))
         load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
+        return self._submit(transfer, self._reads, load.run)
+
+    def restore(
+        self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
+        first_token: int = 0, *, leave: int = 0, extra: ExtraKeys | None = None, on_page: OnPage = None,
+        on_done: OnDone = None,
+    ) -> Transfer:  # fmt: skip
+        """``match`` and ``load`` in one: look a prompt up and load its longest prefix that can be restored.
+
+        Returns before anything is looked up; on a GPU the first pages are on their way while the rest of the prompt is.
+        ``units`` of every attached group, for as much of the prompt as is to be restored at most; ``leave`` and
+        ``extra`` as in ``match``, the rest as in ``load``. Until the end nobody knows how much will be restored: units
+        behind ``result.tokens`` may have been written to, with KV of this prompt that is verified but of no use.
+        """
+        self._check_open()
+        _check_first(first_token)
+        ids = checked_units(self._attached, units)
+        lacking = [name for name, a in self._attached.items() if a.number not in ids]
+        if lacking:
+            raise ConfigError(f"units lacks group {lacking[0]!r}: pass ids for each of {list(self._attached)}")
+        chain = chain_of(self._c, self._identity, token_ids, leave, extra)
+        chunks = min([chain.chunks, *(chunks_covered(a, ids[a.number], chain.chunks) for a in self._attached.values())])
+        wants = [
+            self._attached[g.name].part if g.name in self._attached else g.full for g in self._identity.layout.groups
+        ]
+        lookahead = Lookahead(self._c, self._matcher, self._identity, chain, wants, chunks)
+        order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
+        behind = range(first_token // self._identity.layout.page_tokens, chunks)
+        pages = [(a, to_load(a, ids[a.number], behind)) for a in order]
+        came_from = CameFrom()
+        task = self._task(
+            "load", [], deadline, after, on_page, on_done,
+            lambda done: restored(lookahead.match, self._names, done, came_from, first_token),
+        )  # fmt: skip
+        transfer = Transfer(task, partial(self._forget_load, None))
+        load = self._restore(
+            self._desk, transfer, lookahead.match, pages, ids, after, first_token, came_from, {}, lookahead=lookahead
+        )
         return self._submit(transfer, self._reads, load.run)
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
@@ -253,34 +295,6 @@ class HostIO:
         if self._closed:
             raise ConfigError("this HostIO was closed: call ns.attach(...) again")
 
-    def _units(self, units: Units) -> dict[int, UnitIds]:
-        """Unit ids by group number, each checked."""
-        if not isinstance(units, Mapping):
-            if len(self._attached) > 1:
-                raise ConfigError(f"units must map each of the groups {list(self._attached)} to its unit ids")
-            units = dict.fromkeys(self._attached, units)
-        ids: dict[int, UnitIds] = {}
-        for name, value in units.items():
-            if name not in self._attached:
-                raise ConfigError(f"units names group {name!r}; attached are {list(self._attached)}")
-            a = self._attached[name]
-            try:
-                given = value.tolist() if hasattr(value, "tolist") else value
-                if isinstance(given, (bytes, bytearray)):
-                    raise TypeError("an array would take eight of them for one id")
-                numbers = UnitIds("q", given)
-                low, high = (min(given), max(given)) if numbers else (0, 0)
-            except (TypeError, ValueError, OverflowError):
-                raise ConfigError(f"units of group {name}: pass a flat sequence of integers, -1 for none") from None
-            if not -1 <= low <= high < a.device.units:
-                raise ConfigError(
-                    f"units of group {name} reach from {low} to {high}: pass ids in 0..{a.device.units - 1}, "
-                    "-1 for none"
-                )
-            numbers.complete = low >= 0
-            ids[a.number] = numbers
-        return ids
-
     def _wanted(self, match: PrefixMatch, a: Attached, ids: UnitIds, first_token: int) -> list[int]:
         """Chunks of a match that have something to load."""
         gm = match.group(a.group.name)
@@ -289,12 +303,8 @@ class HostIO:
                 f"the match is for {gm.want} of group {gm.name}, attached is {a.part}: match with io.parts"
             )
         chunks = range(max(gm.first, first_token // match.page_tokens), gm.first + gm.count)
-        if chunks and a.device.unit_range(a.group, chunks[-1])[-1] >= len(ids):
-            need = a.device.unit_range(a.group, chunks[-1])[-1] + 1
-            raise ConfigError(f"units of group {gm.name} has {len(ids)} ids, {need} are needed; pass -1 to leave one")
-        if not chunks or ids.complete:
-            return list(chunks)
-        return [c for c in chunks if any(ids[i] >= 0 for i in a.device.unit_range(a.group, c))]
+        check_enough(a, ids, chunks)
+        return to_load(a, ids, chunks)
 
     def _task(
         self, kind: str, pages: Sequence[tuple[Attached, list[int]]], deadline: float, after: Any, on_page: OnPage,
@@ -348,20 +358,15 @@ class HostIO:
             self._changed.notify_all()
         self._c.counters.add(f"{transfer.kind}s_{transfer.state.value}")
 
-    def _forget_load(self, match: PrefixMatch) -> Callable[[Transfer], None]:
-        """Hold the match's segments from now until the load ends; count its tokens then."""
-        hold = match.hold if match.hold is not None and match.hold.enter() else None
-
-        def forget(transfer: Transfer) -> None:
-            if hold is not None:
-                hold.leave()
-            first = next(iter(self._attached.values()))
-            if transfer.result is not None and first.part.head == first.part.layer == 0 and first.device.writes(0):
-                moved = sum(n for tier, n in transfer.result.tiers.items() if tier is not Tier.DEVICE)
-                self._c.counters.add("tokens_loaded", moved)
-            self._forget(transfer)
-
-        return forget
+    def _forget_load(self, hold: Hold | None, transfer: Transfer) -> None:
+        """Let go of the match's segments, which have been held since the load was asked for; count its tokens."""
+        if hold is not None:
+            hold.leave()
+        first = next(iter(self._attached.values()))
+        if transfer.result is not None and first.part.head == first.part.layer == 0 and first.device.writes(0):
+            moved = sum(n for tier, n in transfer.result.tiers.items() if tier is not Tier.DEVICE)
+            self._c.counters.add("tokens_loaded", moved)
+        self._forget(transfer)
 
 
 def _end_all(transfers: Sequence[Transfer]) -> None:
@@ -374,6 +379,11 @@ def _refuse(transfer: Transfer, reason: str) -> Transfer:
     transfer._stop(reason)
     transfer._end()
     return transfer
+
+
+def _check_first(first_token: int) -> None:
+    if type(first_token) is not int or first_token < 0:
+        raise ConfigError(f"first_token is {first_token!r}: pass the number of a token, 0 or more")
 
 
 def _number(name: str, value: object, high: int) -> int:

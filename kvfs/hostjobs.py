@@ -14,7 +14,6 @@ import math
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,16 +47,7 @@ class Attached(NamedTuple):
     group: Group
     part: Part
     device: DeviceKV
-
-    @property
-    def page_bytes(self) -> int:
-        return self.group.part_bytes(self.part)
-
-
-class UnitIds(array):  # type: ignore[type-arg]
-    """Checked unit ids of a prompt, i64; ``complete``: none is -1."""
-
-    complete = True
+    page_bytes: int  # of the part
 
 
 class Writes:

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.bits import bits_of
+from kvfs.bits import bits_of, span
 from kvfs.hostcopy import scatter
-from kvfs.hostjobs import Attached, Desk, UnitIds, fail, wait_for
+from kvfs.hostjobs import Attached, Desk, fail, wait_for
+from kvfs.lookahead import Lookahead
 from kvfs.match import GroupMatch, PrefixMatch
 from kvfs.restored import CameFrom
 from kvfs.segment_files import Held
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Transfer
 from kvfs.types import PageOutcome, TransferState
+from kvfs.unitids import UnitIds
 
 
 @dataclass
@@ -31,10 +33,13 @@ class Load:
     came_from: CameFrom
     possible: dict[str, int]  # chunks that may still be good, as bits, by group name
     layerwise: bool = False  # pages come whole here
+    lookahead: Lookahead | None = None  # the match is made by the load, and ``pages`` are those that there may be
 
     def run(self) -> None:
         """On a read thread."""
         try:
+            if self.lookahead is not None:
+                self._finish_looking(self.lookahead)
             wait_for(self.transfer, self.after)
             self.transfer._enter(TransferState.LOADING)
             with self.desk.reader.held(self.match) as held:
@@ -44,7 +49,20 @@ class Load:
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
+            if self.lookahead is not None:
+                self.lookahead.release()
             self.transfer._end()
+
+    def _finish_looking(self, lookahead: Lookahead) -> None:
+        """Find out what of ``pages`` there is."""
+        self.match = lookahead.finish(go_on=not self.transfer.stopped and not self.desk.late(self.transfer))
+        self.possible.update({g.name: span(g.first, g.count) for g in self.match.groups})
+        found = []
+        for a, chunks in self.pages:
+            gm = self.match.group(a.group.name)
+            found.append((a, [chunk for chunk in chunks if gm.first <= chunk < gm.first + gm.count]))
+        self.pages = found
+        self.transfer._offer({a.number: bits_of(chunks) for a, chunks in found})
 
     def _load(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> bool:
         """Load a group; whether all of its pages are there."""

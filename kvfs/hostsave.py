@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from kvfs.active import SegmentClass
 from kvfs.bits import bits_of
 from kvfs.hostcopy import gather
-from kvfs.hostjobs import Attached, Desk, UnitIds, fail, wait_for
+from kvfs.hostjobs import Attached, Desk, fail, wait_for
 from kvfs.lookup import Prompt
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Outcomes, Transfer
 from kvfs.types import PageOutcome, TransferState
+from kvfs.unitids import UnitIds
 from kvfs.writer import BATCH_BYTES, Job
 
 LANE_BYTES = 128 << 20  # of a save, until it is worth another thread and segment

@@ -92,13 +92,13 @@ class InPlace:
         return sum(self.backing.cost(piece.nbytes) for piece in list(self._pieces.values()))
 
     def stretches(
-        self, held: Held, offset: int, nbytes: int, published: int, use: Use, *, register: bool
+        self, held: Held, offset: int, nbytes: int, published: int, use: Use, *, register: bool | None
     ) -> list[Stretch] | None:
         """Memory that holds [offset, offset + nbytes) of a segment, in use by ``use`` from now on.
 
         ``published``: bytes of the segment that are known to be published. None: not all of it is there, and
         ``register`` (make what is missing) is not set, the budget is spent or the driver refuses. What is asked for a
-        second time is then made by ``work``.
+        second time is then made by ``work``, unless ``register`` is None.
         """
         found = []
         for number, inside, need in self._cuts(offset, nbytes):
@@ -106,7 +106,7 @@ class InPlace:
             piece = self._take(key, need, use)
             if piece is None and register:
                 piece = self._make(key, held, need, published, use, ahead=False)
-            elif piece is None:
+            elif piece is None and register is not None:
                 self._wish(held, key, published)
             if piece is None:
                 return None

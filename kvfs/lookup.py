@@ -98,18 +98,23 @@ class GroupLookup:
     """Looks one group of a prompt up for a reader who wants the rectangle ``want``."""
 
     def __init__(self, prompt: Prompt, group: Group, want: Part) -> None:
-        self.prompt = prompt
         self.group = group
         self.want = want
+        self.part_bytes = group.part_bytes(want)
         self.found = Found()
         self.rows_read = 0
         self.generation = ""  # of the index that was read
         self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
         self.gapped: list[int] = []  # runs that were read and lack chunks
         self._useful = useful_parts(want, ())
+        self._page_key = page_keys(prompt.digest, group.name)
+        self.extend(prompt)
+
+    def extend(self, prompt: Prompt) -> None:
+        """Look in ``prompt``, which begins with the last one; what was found stays."""
+        self.prompt = prompt
         # one block of memory for the index thread: the caller's core has what the hashes are, another one has not
         self._hashes = prompt.joined
-        self._page_key = page_keys(prompt.digest, group.name)
 
     def use_parts(self, known: tuple[Part, ...]) -> None:
         """Tell which parts the namespace has; those that help are read, the most useful first."""
@@ -294,19 +299,19 @@ def search(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read:
     that nothing is left to do, ROWS_PER_HOLD rows at a time.
     """
     full = [x for x in lookups if x.group.need.kind == "all"]
-    others = [x for x in lookups if x.group.need.kind != "all"]
     best = lengths
     for lookup in full:
-        best = min(best, _walk_forward(lookup, best, read))
+        best = min(best, walk_forward(lookup, best, read))
         if not best:
             return 0
-    return _walk_back(others, page_tokens, best, read) if others else best
+    return walk_back([x for x in lookups if x not in full], page_tokens, best, read)
 
 
-def _walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool]) -> int:
+def walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool], begin: int = 0) -> int:
+    """Leading chunks, at most ``lengths``, of a group that needs all; the first ``begin`` are known to be there."""
     run_length = lookup.prompt.run_length
     runs = -(-lengths // run_length)
-    position = 0
+    position = begin // run_length
 
     def step(session: Session) -> bool:
         nonlocal position
@@ -323,8 +328,10 @@ def _walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool]) 
     return min(lengths, prefix_length(lookup.found.present))
 
 
-def _walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
+def walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
     """Windows and snapshots: only what lies just before a candidate length is read, longest candidate first."""
+    if not lookups or not lengths:
+        return lengths
     run_length = lookups[0].prompt.run_length
     needs = [x.group.need.chunks(page_tokens) or 1 for x in lookups]
     run = (lengths - 1) // run_length

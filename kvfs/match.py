@@ -51,11 +51,15 @@ class GroupMatch:
 
     def cut(self, first: int, count: int) -> GroupMatch:
         """The same, for chunks [first, first + count) of it only."""
+        if (first, count) == (self.first, self.count):
+            return self
         runs = range(first // self.run_length, -(-(first + count) // self.run_length))
         return replace(self, first=first, count=count, hits=tuple(hit for hit in self.hits if hit.run in runs))
 
     def for_part(self, part: Part, part_bytes: int) -> GroupMatch:
         """The same, for a reader who wants ``part``, which the rectangle of this match contains."""
+        if part == self.want:
+            return self
         return replace(self, want=part, part_bytes=part_bytes)
 
     def sources(self) -> dict[int, list[Source]]:

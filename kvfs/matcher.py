@@ -24,8 +24,7 @@ class Matcher:
         self, context: Context, digest: bytes, layout: PageLayout, tiers: Callable[[PrefixMatch], list[PageRef]]
     ) -> None:
         self._c = context
-        self._digest = digest
-        self._layout = layout
+        self._digest, self._layout = digest, layout
         self._tiers = tiers
         self._parts_of: dict[int, tuple[Part, ...]] = {}  # by group, at ``_parts_at``; for the index thread alone
         self._parts_at: object = None
@@ -33,21 +32,31 @@ class Matcher:
     def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
         """Longest restorable prefix; ``wants``: the rectangle wanted of each group."""
         began = self._c.files.monotonic()
-        lookups = [GroupLookup(prompt, *pair) for pair in zip(self._layout.groups, wants, strict=True)]
+        lookups, read = self.begin(prompt, wants)
         chunks = 0
-        generation = ""
         if prompt.hashes:
             try:
-                read = _FirstParts(self, lookups)
                 chunks = search(lookups, self._layout.page_tokens, len(prompt.hashes), read)
-                generation = read.generation
             except IndexUnavailableError as exc:
-                self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
-        self._c.counters.add("lookups")
-        self._c.counters.add("tokens_queried", len(prompt.hashes) * self._layout.page_tokens)
-        match = self._hold(lookups, chunks, generation)
-        self._c.counters.took("match", self._c.files.monotonic() - began)
+                self.count_unavailable(exc)
+        match = self.hold(lookups, chunks, read.generation, {})
+        self.count(match, len(prompt.hashes), self._c.files.monotonic() - began)
         return match
+
+    def begin(self, prompt: Prompt, wants: Sequence[Part]) -> tuple[list[GroupLookup], FirstParts]:
+        """Lookups of all groups, and what their steps are run by."""
+        lookups = [GroupLookup(prompt, *pair) for pair in zip(self._layout.groups, wants, strict=True)]
+        return lookups, FirstParts(self, lookups)
+
+    def count(self, match: PrefixMatch, chunks: int, seconds: float) -> None:
+        """A lookup of so many chunks has found ``match``."""
+        self._c.counters.add("lookups")
+        self._c.counters.add("tokens_queried", chunks * self._layout.page_tokens)
+        self._c.counters.add("tokens_matched", match.tokens)
+        self._c.counters.took("match", seconds)
+
+    def count_unavailable(self, exc: IndexUnavailableError) -> None:
+        self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
 
     def use_parts(self, session: Session, lookups: Sequence[GroupLookup]) -> None:
         """Tell lookups which parts their groups have."""
@@ -89,22 +98,24 @@ class Matcher:
             if lookup.generation != generation:  # numbers meant other segments then
                 lookup.found, lookup.segments = Found(), {}
         match = self._assemble(lookups, chunks, generation, first)
-        self._add_hold(match, self._acquire(match), lookups)
+        self._add_hold(match, self.acquire(match.segments, generation), lookups)
         return match
 
-    def _hold(self, lookups: Sequence[GroupLookup], chunks: int, generation: str) -> PrefixMatch:
-        """Lock the segments of what was found; where one is gone meanwhile, shorten."""
+    def hold(
+        self, lookups: Sequence[GroupLookup], chunks: int, generation: str, known: Mapping[int, Held]
+    ) -> PrefixMatch:
+        """What was found; locks its segments, but for ``known`` ones, and is shorter where one is gone meanwhile."""
         match = self._assemble(lookups, chunks, generation)
-        held = self._acquire(match)
-        if len(held) < len(match.segments):
+        held = {**known, **self.acquire({n: i for n, i in match.segments.items() if n not in known}, generation)}
+        if not match.segments.keys() <= held.keys():
             match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
         self._add_hold(match, held, lookups)
-        self._c.counters.add("tokens_matched", match.tokens)
         return match
 
-    def _acquire(self, match: PrefixMatch) -> dict[int, Held]:
-        held = self._c.segments.acquire_all(match.segments, match.generation, LOOKUP_SECONDS)
-        self._c.counters.add("lookup_segments_missing", len(match.segments) - len(held))
+    def acquire(self, segments: Mapping[int, bytes], generation: str) -> dict[int, Held]:
+        """Those of ``segments`` (ids by number) that could be locked in time."""
+        held = self._c.segments.acquire_all(segments, generation, LOOKUP_SECONDS)
+        self._c.counters.add("lookup_segments_missing", len(segments) - len(held))
         return held
 
     def _add_hold(self, match: PrefixMatch, held: Mapping[int, Held], lookups: Sequence[GroupLookup]) -> None:
@@ -125,19 +136,21 @@ class Matcher:
             first = 0 if need is None else max(0, chunks - need)
             if chosen is not None:
                 first = min(first, chosen.get(lookup.group.name, chunks))
-            length = lookup.prompt.run_length
-            runs = range(first // length, -(-chunks // length)) if chunks else range(0)
-            hits = tuple(hit for run in runs for hit in lookup.found.hits.get(run, ()))
-            groups.append(
-                GroupMatch(number, lookup.group.name, lookup.want, need, lookup.group.part_bytes(lookup.want),
-                           first, chunks - first, hits, length)
-            )  # fmt: skip
+            groups.append(self.group_match(number, lookup, first, chunks))
             if chunks:
                 segments.update(lookup.segments)
         return PrefixMatch(
             chunks * self._layout.page_tokens, self._layout.page_tokens, self._digest, generation,
             tuple(groups), segments,
         )  # fmt: skip
+
+    def group_match(self, number: int, lookup: GroupLookup, first: int, end: int) -> GroupMatch:
+        """Of what was found of a group, chunks [first, end)."""
+        group, length = lookup.group, lookup.prompt.run_length
+        runs = range(first // length, -(-end // length)) if end else range(0)
+        hits = tuple(hit for run in runs for hit in lookup.found.hits.get(run, ()))
+        need = group.need.chunks(self._layout.page_tokens)
+        return GroupMatch(number, group.name, lookup.want, need, lookup.part_bytes, first, end - first, hits, length)
 
     def present(
         self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool,
@@ -183,7 +196,7 @@ class Matcher:
         return lookup
 
 
-class _FirstParts:
+class FirstParts:
     """Runs the steps of a search; the first one also reads which parts there are, so that a match is one trip."""
 
     def __init__(self, matcher: Matcher, lookups: Sequence[GroupLookup]) -> None:

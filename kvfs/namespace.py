@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfs import hashing
 from kvfs.active import SegmentClass
 from kvfs.bits import members, span
 from kvfs.buffers import byte_view
@@ -22,7 +21,7 @@ from kvfs.layout import Group, PageLayout, Part
 from kvfs.lookup import GroupLookup, Prompt
 from kvfs.match import PrefixMatch, used_ranges
 from kvfs.matcher import Matcher
-from kvfs.prompt import PromptPages, checked_extra, checked_tokens, prompt_of_keys
+from kvfs.prompt import PromptPages, chain_of, prompt_of_keys
 from kvfs.reader import Reader
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
@@ -94,11 +93,7 @@ class Namespace:
         ``extra`` gives extra key bytes for single chunks, ``part`` the rectangle that this reader wants (a TP or
         PP rank; default: whole pages). A store that cannot answer in time answers 0 tokens.
         """
-        tokens = self._tokens(token_ids)
-        if type(leave) is not int or leave < 0:
-            raise ConfigError(f"leave is {leave!r}: pass the number of tokens to compute, 0 or more")
-        usable = max(0, len(tokens) // hashing.TOKEN_BYTES - leave) // self.layout.page_tokens
-        hashes = self._chain(tokens[: usable * self.layout.page_tokens * hashing.TOKEN_BYTES], extra)
+        hashes = self._chain(token_ids, extra, leave)
         return self._matcher.match(Prompt(self.identity.digest, hashes), self._parts(part))
 
     def match_keys(self, keys: Sequence[bytes], *, part: Part | None = None) -> PrefixMatch:
@@ -172,8 +167,7 @@ class Namespace:
         attention nothing is stored whose predecessor is missing, and the first decline ends the put.
         Disks that misbehave decline; only bad arguments raise.
         """
-        tokens = self._tokens(token_ids)
-        hashes = self._chain(tokens, extra)
+        hashes = self._chain(token_ids, extra)
         return self._put(Prompt(self.identity.digest, hashes), pages, start, part, ttl, attempt)
 
     def put_keys(self, keys: Sequence[bytes], pages: BufferLike, *, ttl: float | str | None = None) -> PutResult:
@@ -182,7 +176,7 @@ class Namespace:
 
     def chunk_hashes(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None) -> list[bytes]:
         """Names of the full chunks of a prompt: each stands for the whole prefix up to its end."""
-        return self._chain(self._tokens(token_ids), extra)
+        return self._chain(token_ids, extra)
 
     def plan_save(
         self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
@@ -191,7 +185,7 @@ class Namespace:
 
         Forks that are there although little of what led to them is may be among these: their save skips them.
         """
-        hashes = self._chain(self._tokens(token_ids), extra)
+        hashes = self._chain(token_ids, extra)
         prompt = Prompt(self.identity.digest, hashes)
         missing = {}
         for number, group in enumerate(self.layout.groups):
@@ -222,7 +216,7 @@ class Namespace:
         ConfigError for a descriptor that does not fit the layout, or a device that is not there.
         """
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
-        args = (self._c, self._appender, self._reader, self.identity, self._retention, kvs)
+        args = (self._c, self._appender, self._reader, self._matcher, self.identity, self._retention, kvs)
         settings: dict[str, Any] = {
             "ring_bytes": ring_bytes, "threads": threads, "dirty_bytes": dirty_bytes, "queue_max": queue_max,
             "codec": self._codec,
@@ -365,13 +359,8 @@ class Namespace:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _tokens(self, token_ids: TokensLike) -> bytes:
-        return checked_tokens(self.layout, token_ids)
-
-    def _chain(self, tokens: bytes, extra: ExtraKeys | None) -> list[bytes]:
-        if checked_extra(extra):
-            return hashing.chain(tokens, self.layout.page_tokens, self.identity.seed, extra)
-        return self._c.chains.hashes(tokens, self.layout.page_tokens, self.identity.seed)
+    def _chain(self, token_ids: TokensLike, extra: ExtraKeys | None, leave: int = 0) -> list[bytes]:
+        return chain_of(self._c, self.identity, token_ids, leave, extra).all()
 
     def _key_prompt(self, keys: Sequence[bytes]) -> Prompt:
         return prompt_of_keys(self.identity, keys)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvfs import hashing
+from kvfs.chains import Chain
 from kvfs.context import Context
 from kvfs.errors import ConfigError
 from kvfs.identity import Identity
@@ -46,6 +47,17 @@ def checked_extra(extra: ExtraKeys | None) -> ExtraKeys | None:
         if type(chunk) is not int or chunk < 0 or not isinstance(key, bytes):
             raise ConfigError(f"extra maps {chunk!r} to {type(key).__name__}: map chunk numbers to bytes")
     return extra
+
+
+def chain_of(
+    context: Context, identity: Identity, token_ids: TokensLike, leave: int = 0, extra: ExtraKeys | None = None
+) -> Chain:
+    """The chunks of a prompt that leave ``leave`` tokens behind them at least. ConfigError for what is no prompt."""
+    tokens = checked_tokens(identity.layout, token_ids)
+    if type(leave) is not int or leave < 0:
+        raise ConfigError(f"leave is {leave!r}: pass the number of tokens to compute, 0 or more")
+    usable = tokens[: max(0, len(tokens) - leave * hashing.TOKEN_BYTES)]
+    return Chain(context.chains, usable, identity.layout.page_tokens, identity.seed, checked_extra(extra))
 
 
 def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:

@@ -226,6 +226,12 @@ class Transfer:
         lease.release()
         return False
 
+    def _offer(self, pages: Chunks) -> None:
+        """The pages of a transfer that began without any."""
+        with self._lock:
+            if not self._ended:
+                self._open = dict(pages)
+
     def _settle(self, group: int, chunks: int, outcome: PageOutcome) -> None:
         """Note what became of pages; those that were settled before are left out. Callbacks follow the step."""
         with self._lock:
@@ -321,7 +327,7 @@ class Transfer:
     def _last_state(self, result: TransferResult) -> TransferState:
         if self.error is not None:
             return TransferState.FAILED
-        if self._count(PageOutcome.CANCELLED):
+        if self._count(PageOutcome.CANCELLED) or (self._reason == "cancelled" and not self._outcomes):
             return TransferState.CANCELLED
         if not result.declined:
             return TransferState.DECLINED if result.reason else TransferState.DONE

@@ -47,7 +47,8 @@ def attach(ns: kvfs.Namespace, *kvs: kvfs.DeviceKV, device: SimulatedDevice | No
         "registered_bytes": "64MiB",
     }  # fmt: skip
     return GpuIO(
-        device or SimulatedDevice(), ns._c, ns._appender, ns._reader, ns.identity, ns._retention, list(kvs),
+        device or SimulatedDevice(), ns._c, ns._appender, ns._reader, ns._matcher, ns.identity, ns._retention,
+        list(kvs),
         **{**settings, **changes},
     )  # fmt: skip
 

@@ -75,6 +75,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "prompt",
         "covering",
         "lookup",
+        "lookahead",
+        "unitids",
         "presence",
         "walk",
         "records",

@@ -261,6 +261,21 @@ class _Bench:
 
         return load
 
+    def _restore(self, io: Any, tokens: int) -> Callable[[], Sample]:
+        """Looked up while the first pages are on their way."""
+        prompt, units = self._tokens(tokens, 7), self._units(self.target, tokens)
+        nbytes = self.source.needed(tokens)
+
+        def restore() -> Sample:
+            self.store._core.c.chains.forget()
+            with Stopwatch() as watch:
+                result = io.restore(prompt, units, self._event()).wait(SECONDS)
+            if result is None or result.tokens != tokens:
+                raise BenchError(f"a restore of {tokens} tokens ended with {result}")
+            return watch.sample(nbytes)
+
+        return restore
+
     def _check(self, tokens: int, number: int = 0) -> None:
         if not self.target.same(self.source, tokens, number):
             raise BenchError(f"{self.shape}, {tokens} tokens: the loaded bytes differ")
@@ -297,6 +312,7 @@ class _Bench:
         rows = [
             Contender("pinned memcpy", self._memcpy(nbytes, to_host=False)),
             Contender("in place, registered", self._load(lambda: placed, ns, tokens), poison, check),
+            Contender("in place, restored", self._restore(placed, tokens), poison, check),
             Contender("in place, first touch", self._load(lambda: fresh[-1], ns, tokens), renew, let_go),
             Contender("arena, filled", self._load(lambda: arena, ns, tokens), poison, check),
             Contender("ring", self._load(lambda: ring, ns, tokens), poison, check),

@@ -1,0 +1,68 @@
+"""A restore to a GPU: the first pages of a prompt are on their way while the rest of it is looked up.
+
+To hash a prompt of 32k tokens, to look it up and to plan its load takes 3 to 6 ms in which the link would stand still;
+for its first pages that takes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvfs.gpubatches import Window
+from kvfs.gpulane import Launches
+from kvfs.gpuload import WINDOW_PAGES, GpuLoad, Group, Pages
+from kvfs.segment_files import Held
+
+
+@dataclass
+class GpuRestore(GpuLoad):
+    """A restore in progress. Until its prompt is looked up, ``pages`` are those that there may be."""
+
+    _growing: bool = True
+
+    def _hold(self) -> dict[int, Held]:
+        return self.lookahead.held if self.lookahead is not None else {}
+
+    def _sheet_bytes(self, most: Pages) -> int:
+        return super()._sheet_bytes(self._at_most(most))
+
+    def _at_most(self, pages: Pages) -> Pages:
+        """Windows and snapshots need fewer pages than there may be, but nobody knows which."""
+        needs = [a.group.need.chunks(self.match.page_tokens) for a, _ in pages]
+        return [(a, chunks[:need]) for (a, chunks), need in zip(pages, needs, strict=True)]
+
+    def _send_groups(self, launches: Launches, held: dict[int, Held]) -> None:
+        """Groups that need all of their pages as these are found; then the others: theirs are known by then."""
+        ahead = self.lookahead
+        assert ahead is not None
+        for number, (attached, chunks) in enumerate(self.pages):
+            wanted = [chunk for chunk in chunks if chunk < ahead.limit]
+            if wanted and attached.group.need.kind == "all" and not self.transfer.stopped:
+                nothing, later = ahead.found(attached.number, 0), self._at_most(self.pages[number + 1 :])
+                self._send_group(launches, attached, nothing, wanted, held, later)
+        self._growing = False
+        good, sent = dict(self.possible), {group.attached.number for group in self._groups}
+        self._finish_looking(ahead)
+        self.possible = {name: bits & good.get(name, -1) for name, bits in self.possible.items()}
+        self.pages = [(a, chunks) for a, chunks in self.pages if a.number not in sent]
+        super()._send_groups(launches, super()._hold())
+
+    def _windows(self, group: Group, held: dict[int, Held]) -> Iterator[Window]:
+        """Of a group that needs all: as many pages as are looked up at once."""
+        ahead, attached, wanted = self.lookahead, group.attached, group.wanted
+        if ahead is None or not self._growing:
+            yield from super()._windows(group, held)
+            return
+        done, pages = 0, WINDOW_PAGES
+        while done < len(wanted):
+            asked = wanted[done : done + pages]
+            there = ahead.more(attached.number, asked[-1] + 1)
+            now = [chunk for chunk in asked if chunk < there]
+            done, pages = done + len(now), 2 * pages
+            if len(now) < len(asked):
+                wanted = group.wanted = wanted[:done]
+            group.gm = ahead.found(attached.number, there).for_part(attached.part, attached.page_bytes)
+            group.source.grow(group.gm)
+            if now:
+                yield self._window(group, now, len(wanted) - done, held)
