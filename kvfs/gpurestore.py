@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 from kvfs.gpubatches import Window
 from kvfs.gpulane import Launches
-from kvfs.gpuload import WINDOW_PAGES, GpuLoad, Group, Pages
+from kvfs.gpuload import GpuLoad, Group, Pages
+from kvfs.index.rows import RUN
 from kvfs.segment_files import Held
+
+#: Looked up first: a row of the index, or half of one where that takes the link longer than to look up the rest of it.
+FIRST_PAGES, FIRST_BYTES = RUN, 128 << 20
 
 
 @dataclass
@@ -54,7 +58,9 @@ class GpuRestore(GpuLoad):
         if ahead is None or not self._growing:
             yield from super()._windows(group, held)
             return
-        done, pages = 0, WINDOW_PAGES
+        done, pages = 0, FIRST_PAGES
+        if pages * attached.page_bytes > FIRST_BYTES:
+            pages //= 2
         while done < len(wanted):
             asked = wanted[done : done + pages]
             there = ahead.more(attached.number, asked[-1] + 1)

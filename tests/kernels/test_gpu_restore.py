@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,33 +12,397 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import TransferState, gpurestore
-from kvfs.errors import ConfigError
+from kvfs import PageOutcome, TransferState, gpubatches, gpulane, gpurestore
+from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.lookahead import Lookahead
-from tests.kernels.test_gpu_late import WAYS
+from kvfs.staging import SLOT_ALIGN
+from tests.kernels import test_gpu_groups as groups
+from tests.kernels.test_gpu_late import WAYS, LateDevice
+from tests.kernels.test_gpu_overlap import Halting
 from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.stores import counted, segment_files
 
 CHUNKS = 12
+UNITS = range(2 * CHUNKS)
 
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpurestore, "WINDOW_PAGES", 2)
+    monkeypatch.setattr(gpurestore, "FIRST_PAGES", 2)
 
 
-def restored(io: Any, tokens: list[int], units: Any, **how: Any) -> kvfs.TransferResult:
+def restored(io: Any, tokens: list[int], units: Any = UNITS, **how: Any) -> kvfs.TransferResult:
     result = io.restore(tokens, units, NOW, LATE, **how).wait(SECONDS)
     assert result is not None
     return result
 
 
+class Looking:
+    """Stops lookups before the piece that ends behind chunk ``at``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        more = Lookahead.more
+
+        def gated(lookahead: Lookahead, number: int, chunks: int) -> int:
+            if chunks > at:
+                self.reached.set()
+                assert self.go.wait(SECONDS)
+            return more(lookahead, number, chunks)
+
+        monkeypatch.setattr(Lookahead, "more", gated)
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stored", [0, 1, 2, 5, 6, 7, CHUNKS])
+@pytest.mark.parametrize("stored", [0, 1, 2, 7, CHUNKS])
 def test_what_is_stored_of_a_prompt_is_restored(ns: kvfs.Namespace, way: str, stored: int) -> None:
     source, target = saved(ns, stored) if stored else Engine(), Engine()
     with attach(ns, target.kv, **WAYS[way]) as io:
-        result = restored(io, prompt(CHUNKS), range(2 * CHUNKS))
+        result = restored(io, prompt(CHUNKS))
         assert (result.tokens, result.pages, result.declined, result.reason) == (stored * PAGE, stored, 0, "")
         assert target.tokens(range(2 * stored)) == source.tokens(range(2 * stored))
         assert (target.memory[:, 2 * stored :] == 0xA5A5).all()
         assert io.ring.free == io.ring.slots
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(3))
+def test_restores_and_loads_that_overlap_are_right_whatever_comes_first(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
+) -> None:
+    monkeypatch.setattr(gpulane, "QUEUED", 3)
+    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    sources = [saved(ns, 5, seed=n, first=1000 * n) for n in range(1, 4)]
+    target, device, chance = Engine(), LateDevice(seed), random.Random(seed)
+    with attach(ns, target.kv, device=device, scratch_bytes="4KiB", **WAYS[way]) as io:
+        for _ in range(2):
+            target.memory[...] = 0xA5A5
+            transfers = []
+            for number in chance.sample(range(3), 3):
+                units, tokens = range(10 * number, 10 * number + 10), prompt(5, 1000 * (number + 1))
+                if chance.random() < 0.7:
+                    transfers.append((number, units, io.restore(tokens, units, NOW, LATE)))
+                else:
+                    with ns.match(tokens) as match:
+                        transfers.append((number, units, io.load(match, units, NOW, LATE, layerwise=True)))
+            dropped = chance.choice(transfers)[2]
+            assert dropped.cancel(SECONDS)
+            for number, units, transfer in transfers:
+                result = transfer.wait(SECONDS)
+                if transfer is not dropped:
+                    assert result is not None and result.tokens == 5 * PAGE, result
+                    assert target.tokens(units) == sources[number].tokens(range(10))
+        assert io.ring.free == io.ring.slots
+    assert not device.errors and not device.registered and not ns._c.pinned.mine
+
+
+def test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, device, looking = saved(ns, CHUNKS), Engine(), Halting(), Looking(monkeypatch, 6)
+    monkeypatch.setattr(gpulane, "PENDING", 0)
+    with attach(ns, target.kv, device=device) as io:
+        with ns.match(prompt(CHUNKS)) as match:
+            io.warm(match)
+        device.halt()
+        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
+        try:
+            assert looking.reached.wait(SECONDS)
+            device.launched(1)
+            device.go.set()
+            assert not transfer.done.is_set()
+        finally:
+            looking.go.set()
+            device.go.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE
+        assert target.tokens(UNITS) == source.tokens(UNITS)
+
+
+def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+    saved(ns, 5)
+    pages: list[Any] = []
+    with counted(store) as moved, attach(ns, Engine().kv) as io:
+        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE, on_page=pages.append, on_done=pages.append)
+        assert transfer.wait(SECONDS) is not None
+        assert [(page.chunk, page.outcome) for page in pages[:-1]] == [(n, PageOutcome.LOADED) for n in range(5)]
+        assert pages[-1] is transfer
+        names = ("lookups", "tokens_queried", "tokens_matched", "tokens_loaded", "loads_done")
+        assert [moved(name) for name in names] == [1, CHUNKS * PAGE, 5 * PAGE, 5 * PAGE, 1]
+    assert moved("bytes_loaded") == 5 * ns.layout.groups[0].page_bytes
+    assert not [hold for hold in ns._c.holds if hold.held], "a restore that is over holds segments"
+    cells = [cell.cell_contents for cell in transfer._task.summarise.__closure__ or ()]
+    assert [cell.held for cell in cells if isinstance(cell, Lookahead)] == [{}], "whoever keeps the transfer holds them"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_written_by_ranks_is_put_together(ns: kvfs.Namespace, way: str) -> None:
+    whole, target = Engine(seed=9), Engine()
+    for h in (0, 1):
+        half = Engine(heads=(h, 1))
+        half.memory[...] = whole.memory[:, :, :, h : h + 1]
+        with attach(ns, half.kv) as io:
+            result = io.save(ns.plan_save(prompt(5), part=io.parts), range(10), NOW).wait(SECONDS)
+            assert result is not None and result.pages == 5
+    with attach(ns, target.kv, **WAYS[way]) as io:
+        assert restored(io, prompt(CHUNKS)).tokens == 5 * PAGE
+    assert target.tokens(range(10)) == whole.tokens(range(10))
+    upper = Engine(heads=(1, 1), layers=(2, 3))
+    with attach(ns, upper.kv, **WAYS[way]) as io:
+        assert restored(io, prompt(CHUNKS)).tokens == 5 * PAGE
+    assert (upper.memory[:, :10] == whole.memory[2:, :10, :, 1:2]).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("chunk", [0, 4, 11])
+def test_a_flipped_bit_ends_what_is_restored_and_leaves_the_index(
+    ns: kvfs.Namespace, store: kvfs.Store, way: str, chunk: int
+) -> None:
+    source, target = saved(ns, CHUNKS), Engine()
+    with ns.match(prompt(CHUNKS)) as match:
+        page = bytes(memoryview(ns.view(match)[chunk])[:64])
+    [path] = segment_files(Path(store.path))
+    raw = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(raw.index(page))
+        file.write(bytes([page[0] ^ 4]))
+    with counted(store) as moved, attach(ns, target.kv, **WAYS[way]) as io:
+        result = restored(io, prompt(CHUNKS))
+        assert (result.tokens, result.reason) == (chunk * PAGE, "unreadable"), result
+        assert target.tokens(range(2 * chunk)) == source.tokens(range(2 * chunk))
+        assert (target.memory[:, 2 * chunk : 2 * chunk + 2] == 0xA5A5).all()
+        assert moved("pages_corrupt") == 1
+        assert restored(io, prompt(CHUNKS)).tokens == chunk * PAGE
+        assert moved("pages_corrupt") == 1, "its record is in the index still"
+
+
+def test_tokens_and_units_say_what_is_to_be_restored(ns: kvfs.Namespace) -> None:
+    source, target = saved(ns, CHUNKS), Engine()
+    tokens = prompt(CHUNKS)
+    with attach(ns, target.kv) as io:
+
+        def check(expected: int, units: Any = UNITS, **how: Any) -> kvfs.TransferResult:
+            target.memory[...] = 0xA5A5
+            result = restored(io, tokens, units, **how)
+            assert result.tokens == expected * PAGE, result
+            return result
+
+        check(CHUNKS - 1, leave=1)
+        check(CHUNKS - 2, leave=PAGE + 1)
+        check(0, leave=1 << 30)
+        check(0, extra={0: b"an image"})
+        check(3, extra={3: b"an image"})
+        check(4, range(9))  # the ninth block is half a page
+        check(0, range(1))
+        check(0, [])
+        assert check(CHUNKS, first_token=5 * PAGE).pages == CHUNKS - 5
+        assert (target.memory[:, :10] == 0xA5A5).all()
+        assert target.tokens(range(10, 24)) == source.tokens(range(10, 24))
+        assert check(CHUNKS, first_token=CHUNKS * PAGE).pages == 0
+        assert check(CHUNKS, [-1] * 7 + list(range(7, 24))).pages == CHUNKS - 3
+        assert (target.memory[:, :7] == 0xA5A5).all()
+        assert target.tokens(range(7, 24)) == source.tokens(range(7, 24))
+        check(CHUNKS, [*range(12, 24), *range(12)])
+        assert target.tokens([*range(12, 24), *range(12)]) == source.tokens(UNITS)
+        assert restored(io, []).tokens == restored(io, tokens[: PAGE - 1]).tokens == 0
+        assert restored(io, [*tokens, 7]).tokens == CHUNKS * PAGE
+        assert restored(io, [*tokens[: 7 * PAGE], 7, *tokens]).tokens == 7 * PAGE
+
+
+def test_bad_input_is_refused_before_anything_moves(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("leave is -1", {"leave": -1}), ("first_token is -1", {"first_token": -1}),
+        ("deadline is -1", {"deadline": -1}), ("after is None", {"after": None}),
+        ("token_ids is str", {"token_ids": "text"}),
+        ("units of group full reach from 0 to 32", {"units": range(33)}), ("extra is list", {"extra": []}),
+        ("units names group 'window'", {"units": {"window": UNITS}}), ("units lacks group 'full'", {"units": {}}),
+    ]  # fmt: skip
+    good: dict[str, Any] = {"token_ids": prompt(2), "units": UNITS, "after": NOW}
+    with counted(store) as moved, attach(ns, Engine().kv) as io:
+        for message, changed in bad:
+            with pytest.raises(ConfigError, match=message):
+                io.restore(**{**good, **changed})
+        assert not io._unfinished and not moved("lookups")
+    with pytest.raises(ConfigError, match="was closed"):
+        io.restore(**good)
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_a_restore_that_is_cancelled_while_it_is_looked_up_moves_nothing_more(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, looking = saved(ns, CHUNKS), Engine(), Looking(monkeypatch, 2)
+    with attach(ns, target.kv) as io:
+        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
+        assert looking.reached.wait(SECONDS)
+        assert not transfer.cancel(0.05)
+        looking.go.set()
+        assert transfer.cancel(SECONDS)
+        result = transfer.wait(SECONDS)
+        assert result is not None and transfer.state is TransferState.CANCELLED and result.reason == "cancelled"
+        assert result.tokens == 2 * PAGE and target.tokens(range(4)) == source.tokens(range(4))
+        assert (target.memory[:, 4:] == 0xA5A5).all()
+
+
+@pytest.mark.parametrize("when", ["queued", "waiting"])
+def test_a_restore_that_is_cancelled_before_it_is_looked_up_is_cancelled(ns: kvfs.Namespace, when: str) -> None:
+    saved(ns, 2)
+    target, go = Engine(), threading.Event()
+
+    class After:
+        def query(self) -> bool:
+            return go.is_set()
+
+    with attach(ns, target.kv) as io:
+        first = io.restore(prompt(2), UNITS, After(), LATE)
+        transfer = first if when == "waiting" else io.restore(prompt(2), UNITS, NOW, LATE)
+        assert transfer.cancel(SECONDS)
+        go.set()
+        assert first.wait(SECONDS) is not None and transfer.state is TransferState.CANCELLED
+        result = transfer.result
+        assert result is not None and (result.tokens, result.pages, result.reason) == (0, 0, "cancelled")
+        assert restored(io, prompt(2)).tokens == 2 * PAGE
+
+
+def test_a_deadline_that_passes_while_it_is_looked_up_leaves_what_was_found(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, looking = saved(ns, CHUNKS), Engine(), Looking(monkeypatch, 2)
+    with attach(ns, target.kv) as io:
+        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
+        assert looking.reached.wait(SECONDS)
+        monkeypatch.setattr(type(io._gpu_desk), "late", lambda _, transfer: transfer._note("deadline") or True)
+        looking.go.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.reason) == (2 * PAGE, "deadline"), result
+        assert target.tokens(range(4)) == source.tokens(range(4)) and (target.memory[:, 4:] == 0xA5A5).all()
+
+
+@pytest.mark.parametrize("found", [0, 2, 6])
+def test_an_index_that_answers_no_more_leaves_what_was_found(
+    ns: kvfs.Namespace, store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, found: int
+) -> None:
+    source, target = saved(ns, CHUNKS), Engine()
+    more, read = Lookahead.more, ns._matcher.read
+
+    def unavailable(*_: Any) -> Any:
+        raise IndexUnavailableError("timeout")
+
+    def until(lookahead: Lookahead, number: int, chunks: int) -> int:
+        monkeypatch.setattr(ns._matcher, "read", unavailable if chunks > found else read)
+        return more(lookahead, number, chunks)
+
+    monkeypatch.setattr(Lookahead, "more", until)
+    with counted(store) as moved, attach(ns, target.kv) as io:
+        result = restored(io, prompt(CHUNKS))
+        assert (result.tokens, result.declined, moved("lookup_unavailable_timeout")) == (found * PAGE, 0, 1)
+    assert target.tokens(range(2 * found)) == source.tokens(range(2 * found))
+
+
+def test_a_lookup_that_fails_for_a_bug_fails_its_restore_and_no_other(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, more = saved(ns, CHUNKS), Engine(), Lookahead.more
+
+    def fails(lookahead: Lookahead, number: int, chunks: int) -> int:
+        if chunks > 2:
+            raise RuntimeError("a bug")
+        return more(lookahead, number, chunks)
+
+    with attach(ns, target.kv) as io:
+        with monkeypatch.context() as patched:
+            patched.setattr(Lookahead, "more", fails)
+            transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
+            result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.reason) == (0, "error")
+        assert transfer.state is TransferState.FAILED
+        assert restored(io, prompt(CHUNKS)).tokens == CHUNKS * PAGE
+        assert target.tokens(UNITS) == source.tokens(UNITS)
+
+
+# ---------------------------------------------------------------- several groups
+
+
+@pytest.fixture
+def hybrid(store: kvfs.Store) -> kvfs.Namespace:
+    return store.namespace("hybrid", groups.LAYOUT, "1")
+
+
+def save_hybrid(ns: kvfs.Namespace, chunks: int = groups.CHUNKS) -> groups.Engine:
+    engine = groups.Engine(seed=1)
+    with attach(ns, *engine.kvs) as io:
+        result = io.save(ns.plan_save(groups.TOKENS[: chunks * groups.PAGE]), groups.units(), NOW, LATE).wait(SECONDS)
+        assert result is not None and not result.declined
+    return engine
+
+
+def check_hybrid(source: groups.Engine, target: groups.Engine, chunks: int) -> None:
+    first = max(0, chunks - groups.WINDOW)
+    assert target.blocks("full", 0, chunks) == source.blocks("full", 0, chunks)
+    assert target.blocks("window", first, chunks) == source.blocks("window", first, chunks)
+    assert set(target.blocks("window", 0, first) + target.blocks("window", chunks, groups.CHUNKS + 3)) <= {0xA5}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stored", [0, 3, 7, groups.CHUNKS])
+def test_windows_are_those_at_the_end_of_what_was_found(hybrid: kvfs.Namespace, way: str, stored: int) -> None:
+    source, target = save_hybrid(hybrid, stored), groups.Engine()
+    with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
+        result = restored(io, groups.TOKENS, groups.units())
+        pages = stored + min(stored, groups.WINDOW)
+        assert (result.tokens, result.pages, result.declined) == (stored * groups.PAGE, pages, 0), result
+    check_hybrid(source, target, stored)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_lies_behind_the_last_whole_window_is_of_no_use(hybrid: kvfs.Namespace, way: str) -> None:
+    """All of the full group is there, and by then on its way; of the windows those up to chunk 7."""
+    source, target = save_hybrid(hybrid, 7), groups.Engine()
+    pages = {"full": bytes(5 * hybrid.layout.groups[0].page_bytes), "window": b""}
+    assert hybrid.put(groups.TOKENS, pages, {"full": 7, "window": 0}).stored == 5
+    with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
+        result = restored(io, groups.TOKENS, groups.units())
+        assert (result.tokens, result.pages, result.declined) == (7 * groups.PAGE, 7 + groups.WINDOW, 0), result
+    check_hybrid(source, target, 7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("group", "chunk"), [("full", 3), ("full", 0), ("window", 9), ("window", 8)])
+def test_a_damaged_page_of_either_group_shortens_what_is_restored(
+    hybrid: kvfs.Namespace, store: kvfs.Store, way: str, group: str, chunk: int
+) -> None:
+    source, target = save_hybrid(hybrid), groups.Engine()
+    groups.damage(Path(store.path), hybrid, group, chunk)
+    with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
+        result = restored(io, groups.TOKENS, groups.units())
+        assert result.reason == "unreadable" and result.tokens <= chunk * groups.PAGE, result
+        again = restored(io, groups.TOKENS, groups.units())
+        assert again.tokens == hybrid.match(groups.TOKENS).tokens and not again.declined, again
+    check_hybrid_prefix(source, target, again.tokens // groups.PAGE)
+
+
+def check_hybrid_prefix(source: groups.Engine, target: groups.Engine, chunks: int) -> None:
+    first = max(0, chunks - groups.WINDOW)
+    assert target.blocks("full", 0, chunks) == source.blocks("full", 0, chunks)
+    assert target.blocks("window", first, chunks) == source.blocks("window", first, chunks)
+
+
+def test_a_rank_that_holds_only_windows_restores_what_all_ranks_can(hybrid: kvfs.Namespace) -> None:
+    source, target = save_hybrid(hybrid), groups.Engine()
+    with attach(hybrid, target.kvs[1]) as io:
+        result = restored(io, groups.TOKENS, range(groups.CHUNKS))
+        assert (result.tokens, result.pages) == (groups.CHUNKS * groups.PAGE, groups.WINDOW)
+    first, end = groups.CHUNKS - groups.WINDOW, groups.CHUNKS
+    assert target.blocks("window", first, end) == source.blocks("window", first, end)
+    assert set(target.blocks("full", 0, end)) == {0xA5}
+
+
+def test_the_second_group_waits_for_slots_of_the_first(hybrid: kvfs.Namespace) -> None:
+    """A ring of one page, for both."""
+    source, target = save_hybrid(hybrid), groups.Engine()
+    with attach(hybrid, *target.kvs, registered_bytes=0, ring_bytes=SLOT_ALIGN, dirty_bytes=SLOT_ALIGN) as io:
+        assert restored(io, groups.TOKENS, groups.units()).tokens == groups.CHUNKS * groups.PAGE
+        assert io.ring.free == io.ring.slots
+    check_hybrid(source, target, groups.CHUNKS)
