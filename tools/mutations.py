@@ -186,6 +186,24 @@ MUTATIONS = (
         "            self._free.remove(sheet)\n", "            pass\n", ("tests/kernels/test_gpu_overlap.py",),
     ),
     Mutation(
+        "hold none of what is found while the first pages come", "kvfs/lookahead.py",
+        "            self.held.update(self._matcher.acquire(new, self._read.generation))\n",
+        "            self._matcher.acquire(new, self._read.generation)\n",
+        ("tests/unit/test_lookahead.py",),
+    ),
+    Mutation(
+        "restore up to where the first group ends, whatever the others have", "kvfs/lookahead.py",
+        "        chunks = min([self.limit, *self._there.values()])\n",
+        "        chunks = self._there[self._needs_all[0]] if self._needs_all else self.limit\n",
+        ("tests/unit/test_lookahead.py",),
+    ),
+    Mutation(
+        "look all of a prompt up before its first pages come", "kvfs/gpurestore.py",
+        "        done, pages = 0, FIRST_PAGES\n",
+        "        done, pages = 0, 1 << 30\n",
+        ("tests/kernels/test_gpu_restore.py::test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up",),
+    ),
+    Mutation(
         "call back where the ends of loads are waited for", "kvfs/gpuload.py",
         "if self.transfer.calls_back:", "if False:", ("tests/kernels/test_gpu_overlap.py",),
     ),

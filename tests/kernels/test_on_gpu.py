@@ -176,6 +176,20 @@ def test_a_large_save_on_a_gpu_is_written_to_several_segments(store_path: Path) 
     assert target.same(source, 8192)
 
 
+def test_a_prompt_is_looked_up_while_its_first_pages_are_on_their_way(store: kvfs.Store, way: Any) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    source, target, tokens = Rank(seed=9), Rank(), list(range(4096))
+    save(ns, source, tokens, range(256))
+    with ns.attach(target.kv, **way) as io:
+        for stored, asked in ((256, tokens), (256, [*tokens, *tokens]), (100, [*tokens[:1607], 7, *tokens])):
+            for tensor in target.tensors:
+                tensor.fill_(-1)
+            result = io.restore(asked, range(256), event()).wait(SECONDS)
+            assert result is not None and (result.tokens, result.declined) == (16 * stored, 0), result
+            assert target.same(source, stored)
+            assert all((tensor[:, stored:] == -1).all() for tensor in target.tensors)
+
+
 def test_a_save_waits_for_the_forward_that_writes_the_blocks(store: kvfs.Store) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     late, rank, target = Rank(seed=5), Rank(), Rank()

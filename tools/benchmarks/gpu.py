@@ -356,6 +356,16 @@ class _Bench:
                 raise BenchError(f"loads of {tokens} tokens ended with {results}")
             return watch.sample(count * self.source.needed(tokens))
 
+        def restore() -> Sample:
+            self.store._core.c.chains.forget()
+            with Stopwatch() as watch:
+                units = [self._units(self.target, tokens, number) for number in range(count)]
+                transfers = [io.restore(*pair, self._event()) for pair in zip(prompts, units, strict=True)]
+                results = [transfer.wait(SECONDS) for transfer in transfers]
+            if any(result is None or result.tokens != tokens for result in results):
+                raise BenchError(f"restores of {tokens} tokens ended with {results}")
+            return watch.sample(count * self.source.needed(tokens))
+
         def poison() -> None:
             self.target.fill(None)
 
@@ -367,6 +377,7 @@ class _Bench:
             Contender("pinned memcpy", self._memcpy(count * self.source.needed(tokens), to_host=False)),
             Contender("one after the other", partial(load, at_once=False), poison, check),
             Contender("all at once", partial(load, at_once=True), poison, check),
+            Contender("all at once, restored", restore, poison, check),
         ]
         samples = interleave(rows, self.plan.rounds)
         io.close()
