@@ -15,8 +15,7 @@ from kvfs.gpuload import GpuLoad, Group, Pages
 from kvfs.index.rows import RUN
 from kvfs.segment_files import Held
 
-#: Looked up first: a row of the index, or half of one where that takes the link longer than to look up the rest of it.
-FIRST_PAGES, FIRST_BYTES = RUN, 128 << 20
+FIRST_PAGES = RUN  # that are looked up: a row of the index. Then twice as many, while those are on their way
 
 
 @dataclass
@@ -59,8 +58,6 @@ class GpuRestore(GpuLoad):
             yield from super()._windows(group, held)
             return
         done, pages = 0, FIRST_PAGES
-        if pages * attached.page_bytes > FIRST_BYTES:
-            pages //= 2
         while done < len(wanted):
             asked = wanted[done : done + pages]
             there = ahead.more(attached.number, asked[-1] + 1)
