@@ -65,7 +65,8 @@ class Chain:
     def __init__(
         self, known: Chains, tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None
     ) -> None:
-        self._chains, self._page_tokens, self._seed, self._extra = known, page_tokens, seed, extra
+        self._chains, self._page_tokens, self._seed = known, page_tokens, seed
+        self._extra = dict(extra or {})  # the caller may change his before it is used
         self._step = page_tokens * TOKEN_BYTES
         self.chunks = len(tokens) // self._step  # of the whole prompt
         self._tokens = tokens[: self.chunks * self._step]
@@ -78,7 +79,7 @@ class Chain:
         """Hash the first ``chunks`` chunks at least."""
         have = len(self.hashes)
         if chunks > have:
-            extra = {c - have: key for c, key in self._extra.items() if c >= have} if self._extra else None
+            extra = {c - have: key for c, key in self._extra.items() if c >= have}
             tokens = self._tokens[have * self._step : chunks * self._step]
             self.hashes += chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
 

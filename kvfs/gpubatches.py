@@ -35,7 +35,8 @@ class Window:
 
     runs: list[Run]
     others: list[int]
-    left: int  # pages behind it
+    left: int  # pages that come behind it, as far as is known
+    last: bool  # it is known to be
 
     def __len__(self) -> int:
         return sum(run.count for run in self.runs) + len(self.others)
@@ -86,11 +87,12 @@ class Batches:
         return self._source.stride
 
     def _prepare(self) -> None:
-        """What all batches share: unit ids, the pages' flags."""
-        self._sheet = self._launches.sheet
-        self._units = self._sheet.put(array("q", self._unit_ids))
-        self._flags = self._sheet.put(bytes(FLAG * len(self._wanted)))
-        self._sheet.send(self._lane.kernels, self._units)
+        """What all batches share: unit ids, the pages' flags, and where these come back at the end of each band."""
+        ids, flags = array("q", self._unit_ids), bytes(FLAG * len(self._wanted))
+        sheet = self._sheet = self._launches.sheet(len(ids) * WORD, *[len(flags)] * (self._bands + 1))
+        self._units, self._flags = sheet.put(ids), sheet.put(flags)
+        sheet.send(self._lane.kernels, self._units)
+        self._rooms = [sheet.room(len(flags)) for _ in range(self._bands)]
         self.index = {chunk: i for i, chunk in enumerate(self._wanted)}
         self._ready = True
 
@@ -220,17 +222,18 @@ class Batches:
         """Check and scatter what the DMA stream brings to ``slot``, in so many ``copies``."""
         calls = copies + BATCH_CALLS
         if words:
-            kernels, sheet, shape = self._lane.kernels, self._sheet, self._shape
+            kernels, shape, units = self._lane.kernels, self._shape, len(self._unit_ids)
+            sheet = self._launches.sheet(len(tables), (HEAD_WORDS + len(words)) * WORD)
             leaves = sheet.put(tables)
             work = sheet.put(pack(
-                shape, words, scratch=slot.address, unit_ids=sheet.address(self._units), units=len(self._unit_ids),
-                flags=sheet.address(self._flags), leaves=sheet.address(leaves),
+                shape, words, scratch=slot.address, unit_ids=self._sheet.address(self._units), units=units,
+                flags=self._sheet.address(self._flags), leaves=sheet.address(leaves),
                 buffers=self._desk.tables[self._attached.number].address, first_token=self._first_token,
                 first_row=first, rows=rows,
             ))  # fmt: skip
             calls += sheet.send(kernels, leaves)
             kernels.after(slot.arrived)
-            launch = sheet.work(work, self._units, len(self._unit_ids))
+            launch = sheet.work(work, self._sheet.words(self._units, units))
             kernels.scatter(launch, shape, check=check)
         else:  # the end of a band is the end of all copies before it, of pages that are refused too
             self._lane.kernels.after(slot.arrived)
@@ -244,7 +247,7 @@ class Batches:
     def _end_band(self, first: int, rows: int) -> None:
         if not self._ready:
             self._prepare()
-        room = self._sheet.room(FLAG * len(self._wanted))
+        room = self._rooms.pop()
         self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
         band = Band(first, rows, self._lane.kernels.record(), room)
         self.ends -= 1  # a group without any would count as verified

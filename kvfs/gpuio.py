@@ -357,7 +357,7 @@ def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:
     ))  # fmt: skip
     sheet.send(lane.kernels, work)
     with lane.kernels.use():
-        launch = sheet.work(work, 0, 0)
+        launch = sheet.work(work, sheet.words(0, 0))
         lane.kernels.gather(launch, shape)
         for check in {False, shape.sums}:
             lane.kernels.scatter(launch, shape, check=check)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
 
 from kvfs.buffers import address_of
 from kvfs.gpu import Device, Event, Memory, Stream
@@ -74,10 +73,17 @@ class Sheet:
         """On the device."""
         return self._device.address + offset
 
-    def work(self, offset: int, unit_ids: int, units: int) -> Work:
-        """The work list that was put last, at ``offset``; ``units`` ids lie at ``unit_ids``."""
-        ids = self._host[unit_ids : unit_ids + units * WORD]
-        return Work(self._device, offset, self._host[offset : self._used].cast("q"), ids.cast("q"))
+    def has(self, *sizes: int) -> bool:
+        """Whether there is room for pieces of these sizes."""
+        return self._used + sum(map(aligned, sizes)) <= self.nbytes
+
+    def words(self, offset: int, count: int) -> memoryview:
+        """Of what was put at ``offset``, as i64."""
+        return self._host[offset : offset + count * WORD].cast("q")
+
+    def work(self, offset: int, unit_ids: memoryview) -> Work:
+        """The work list that was put last, at ``offset``."""
+        return Work(self._device, offset, self._host[offset : self._used].cast("q"), unit_ids)
 
     def send(self, stream: Stream, first: int) -> int:
         """Copy what was put from ``first`` on, past large copies of other streams; in how many calls."""
@@ -202,16 +208,20 @@ class Launches:
     def __init__(self, lane: Lane, sheet_bytes: Callable[[], int]) -> None:
         self._lane, self._sheet_bytes = lane, sheet_bytes
         self._calls: deque[Callable[[], None]] = deque()
+        self._sheets: list[Sheet] = []
 
-    @cached_property
-    def sheet(self) -> Sheet:
-        """Of the load: made when the first copies are under way."""
-        return self._lane.sheet(self._sheet_bytes())
+    def sheet(self, *sizes: int) -> Sheet:
+        """One with room for pieces of these sizes. The first one is taken when the first copies are under way."""
+        if not self._sheets:
+            self._sheets.append(self._lane.sheet(max(self._sheet_bytes(), sum(map(aligned, sizes)))))
+        elif not self._sheets[-1].has(*sizes):
+            self._sheets.append(self._lane.sheet(max(self._sheets[-1].nbytes, sum(map(aligned, sizes)))))
+        return self._sheets[-1]
 
     def give_back(self) -> None:
         """Nothing of the load is under way any more."""
-        if "sheet" in self.__dict__:
-            self._lane.give_back(self.sheet)
+        while self._sheets:
+            self._lane.give_back(self._sheets.pop())
 
     def add(self, call: Callable[[], None]) -> None:
         self._calls.append(call)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from queue import SimpleQueue
@@ -106,6 +106,11 @@ class GpuLoad(Load):
         """The segments of what there is to load, for all of the load."""
         return self._holding.enter_context(self.gpu.reader.held(self.match))
 
+    @property
+    def _tails(self) -> Mapping[int, int]:
+        """The end of what is published in each of them."""
+        return self.match.tails
+
     def _hand_over(self) -> None:
         if not self._handed_over:
             self._handed_over = True
@@ -175,7 +180,7 @@ class GpuLoad(Load):
     def _begin(
         self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, Held]
     ) -> Group:
-        source = PageSource(self.gpu, self.transfer, attached, gm, held, self.came_from, launches.all)
+        source = PageSource(self.gpu, self.transfer, attached, gm, held, self._tails, self.came_from, launches.all)
         batches = Batches(
             self.gpu, launches, attached, source, self.units[attached.number], wanted,
             bands=self._bands_of(attached, len(wanted)), first_token=self.first_token, stop=self._stop,
@@ -202,7 +207,7 @@ class GpuLoad(Load):
         for window in self._windows(group, held):
             for first, rows in self._plan_bands(group, window):
                 group.cut = not group.batches.send(window, first, rows, behind)
-                behind_all = group.cut or not window.left  # else it has one band, whose end is that of the last window
+                behind_all = group.cut or window.last  # else it has one band, whose end is that of the last window
                 if behind_all:
                     group.torn = group.cut and rows < layers
                     group.batches.end_band(first, rows)
@@ -221,16 +226,16 @@ class GpuLoad(Load):
         while done < len(wanted):
             now = wanted[done : done + pages]
             done, pages = done + len(now), 2 * pages
-            yield self._window(group, now, len(wanted) - done, held)
+            yield self._window(group, now, held, left=len(wanted) - done, last=done == len(wanted))
 
-    def _window(self, group: Group, now: list[int], left: int, held: dict[int, Held]) -> Window:
-        """Where some of the pages of a group lie; ``left``: how many are wanted behind them."""
+    def _window(self, group: Group, now: list[int], held: dict[int, Held], *, left: int, last: bool) -> Window:
+        """Where some of the pages of a group lie."""
         chunks = bits_of(now)
         runs, covered = plan_runs(group.gm.cut(now[0], now[-1] - now[0] + 1), held)
         runs = list(_cut(runs, chunks))
         group.runs += runs
         group.covered |= covered & chunks
-        return Window(runs, list(members(chunks & ~covered)), left)
+        return Window(runs, list(members(chunks & ~covered)), left, last)
 
     def _plan_bands(self, group: Group, window: Window) -> list[tuple[int, int]]:
         """(first layer position, layers) of what comes one behind the other: all at once, unless layer-wise."""
@@ -361,7 +366,9 @@ class GpuLoad(Load):
         """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
         if faults:
             self.gpu.reader.forget(self.match, group.gm, faults)
-        self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, bits_of(loaded)))
+        of_use = self.match.group(group.gm.name)
+        good = bits_of(loaded) & span(of_use.first, of_use.count)
+        self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, good))
 
 
 def _tell(device: Device, transfer: Transfer) -> None:

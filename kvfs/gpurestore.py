@@ -6,16 +6,19 @@ for its first pages that takes one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvfs.gpubatches import Window
 from kvfs.gpulane import Launches
 from kvfs.gpuload import GpuLoad, Group, Pages
 from kvfs.index.rows import RUN
+from kvfs.lookahead import Lookahead
 from kvfs.segment_files import Held
 
 FIRST_PAGES = RUN  # that are looked up: a row of the index. Then twice as many, while those are on their way
+EXPECT = True
+SHEET_PAGES = 2048  # that there is room for in the first sheet: most prompts have as many at most
 
 
 @dataclass
@@ -24,11 +27,20 @@ class GpuRestore(GpuLoad):
 
     _growing: bool = True
 
+    @property
+    def _ahead(self) -> Lookahead:
+        assert self.lookahead is not None
+        return self.lookahead
+
     def _hold(self) -> dict[int, Held]:
-        return self.lookahead.held if self.lookahead is not None else {}
+        return self._ahead.held
+
+    @property
+    def _tails(self) -> Mapping[int, int]:
+        return self._ahead.tails
 
     def _sheet_bytes(self, most: Pages) -> int:
-        return super()._sheet_bytes(self._at_most(most))
+        return super()._sheet_bytes([(a, chunks[:SHEET_PAGES]) for a, chunks in self._at_most(most)])
 
     def _at_most(self, pages: Pages) -> Pages:
         """Windows and snapshots need fewer pages than there may be, but nobody knows which."""
@@ -37,8 +49,7 @@ class GpuRestore(GpuLoad):
 
     def _send_groups(self, launches: Launches, held: dict[int, Held]) -> None:
         """Groups that need all of their pages as these are found; then the others: theirs are known by then."""
-        ahead = self.lookahead
-        assert ahead is not None
+        ahead = self._ahead
         for number, (attached, chunks) in enumerate(self.pages):
             wanted = [chunk for chunk in chunks if chunk < ahead.limit]
             if wanted and attached.group.need.kind == "all" and not self.transfer.stopped:
@@ -49,23 +60,24 @@ class GpuRestore(GpuLoad):
         self._finish_looking(ahead)
         self.possible = {name: bits & good.get(name, -1) for name, bits in self.possible.items()}
         self.pages = [(a, chunks) for a, chunks in self.pages if a.number not in sent]
-        super()._send_groups(launches, super()._hold())
+        super()._send_groups(launches, held)
 
     def _windows(self, group: Group, held: dict[int, Held]) -> Iterator[Window]:
         """Of a group that needs all: as many pages as are looked up at once."""
-        ahead, attached, wanted = self.lookahead, group.attached, group.wanted
-        if ahead is None or not self._growing:
+        if not self._growing:
             yield from super()._windows(group, held)
             return
+        ahead, number, wanted = self._ahead, group.attached.number, group.wanted
         done, pages = 0, FIRST_PAGES
         while done < len(wanted):
             asked = wanted[done : done + pages]
-            there = ahead.more(attached.number, asked[-1] + 1)
+            there = ahead.more(number, asked[-1] + 1)
             now = [chunk for chunk in asked if chunk < there]
             done, pages = done + len(now), 2 * pages
             if len(now) < len(asked):
                 wanted = group.wanted = wanted[:done]
-            group.gm = ahead.found(attached.number, there).for_part(attached.part, attached.page_bytes)
+            group.gm = ahead.found(number, there)
             group.source.grow(group.gm)
             if now:
-                yield self._window(group, now, len(wanted) - done, held)
+                left = len(wanted) - done if EXPECT else 0
+                yield self._window(group, now, held, left=left, last=done == len(wanted))

@@ -171,7 +171,7 @@ class GpuSave(Save):
             leaves=sheet.address(tables), buffers=desk.tables[attached.number].address,
         ))  # fmt: skip
         sheet.send(lane.kernels, work)
-        launch = sheet.work(work, *units)
+        launch = sheet.work(work, sheet.words(*units))
         lane.kernels.gather(launch, shape)
         lane.dma.after(lane.kernels.record(slot.arrived))
         for first, count, at in lease.stretches():

@@ -7,7 +7,7 @@ codec, and leaves that are too short for the GPU's checksum, are verified by the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from kvfs.hostjobs import Attached
 from kvfs.inplace import Stretch, Use
 from kvfs.match import GroupMatch, Source
 from kvfs.pool import Begun
-from kvfs.reads import Run, published
+from kvfs.reads import Run
 from kvfs.restored import CameFrom
 from kvfs.segment_files import Held
 from kvfs.staging import Lease, SlotState
@@ -45,8 +45,8 @@ class PageSource:
     """The pages of one group of one load."""
 
     def __init__(
-        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, held: dict[int, Held],
-        came_from: CameFrom, catch_up: Callable[[], None],
+        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, held: Mapping[int, Held],
+        published: Mapping[int, int], came_from: CameFrom, catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
         self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
         self._came_from = came_from
@@ -54,7 +54,7 @@ class PageSource:
         self._use = Use()
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
-        self._published = published(gm)
+        self._published = published  # bytes of each segment that are known to be
         self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
         self._past = partial(_past, desk.context)
         self._fills = Fills(desk, self._published, self._past)
@@ -66,7 +66,6 @@ class PageSource:
     def grow(self, gm: GroupMatch) -> None:
         """More of the group has been found: ``gm`` begins with what was known."""
         self._gm = gm
-        self._published.update(published(gm))
 
     # -- registered maps ---------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from kvfs.hostjobs import Attached
 from kvfs.inplace import InPlace
 from kvfs.match import PrefixMatch
 from kvfs.reader import Reader
-from kvfs.reads import plan_runs, published
+from kvfs.reads import plan_runs
 from kvfs.segment_files import Held
 from kvfs.walk import Stretch, Walk
 
@@ -23,11 +23,10 @@ def pin_match(
     """Pin what a match needs, until ``stopped``. To ``ready``: bytes of it that the GPU can read without the ring."""
     with reader.held(match) as held:
         for gm in match.groups:
-            ends = published(gm)
             for run in plan_runs(gm, held)[0]:
                 if stopped():
                     return
-                ready.append(maps.warm(run.held, run.offset, run.span, ends[run.segment]))
+                ready.append(maps.warm(run.held, run.offset, run.span, match.tails[run.segment]))
 
 
 def pin_hottest(

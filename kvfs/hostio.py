@@ -66,7 +66,6 @@ class HostIO:
         self._c, self._identity, self._retention, self._codec = context, identity, retention, codec
         self._matcher = matcher
         self._attached = self._check(device_kvs)
-        self._names = {a.number: a.group.name for a in self._attached.values()}
         self._desk = self._make_desk(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -187,10 +186,10 @@ class HostIO:
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
         possible = {g.name: span(g.first, g.count) for g in match.groups}
-        came_from = CameFrom()
+        came_from, names = CameFrom(), {a.number: a.group.name for a in self._attached.values()}
         task = self._task(
             "load", pages, deadline, after, on_page, on_done,
-            lambda done: restored(match, self._names, done, came_from, first_token),
+            lambda done: restored(match, names, done, came_from, first_token),
         )  # fmt: skip
         hold = match.hold if match.hold is not None and match.hold.enter() else None
         transfer = Transfer(task, partial(self._forget_load, hold))
@@ -217,21 +216,15 @@ class HostIO:
             raise ConfigError(f"units lacks group {lacking[0]!r}: pass ids for each of {list(self._attached)}")
         chain = chain_of(self._c, self._identity, token_ids, leave, extra)
         chunks = min([chain.chunks, *(chunks_covered(a, ids[a.number], chain.chunks) for a in self._attached.values())])
-        wants = [
-            self._attached[g.name].part if g.name in self._attached else g.full for g in self._identity.layout.groups
-        ]
+        wants = [self.parts.get(g.name, g.full) for g in self._identity.layout.groups]
         lookahead = Lookahead(self._c, self._matcher, self._identity, chain, wants, chunks)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
         behind = range(first_token // self._identity.layout.page_tokens, chunks)
         pages = [(a, to_load(a, ids[a.number], behind)) for a in order]
-        came_from = CameFrom()
-        task = self._task(
-            "load", [], deadline, after, on_page, on_done,
-            lambda done: restored(lookahead.match, self._names, done, came_from, first_token),
-        )  # fmt: skip
+        task = self._task("load", [], deadline, after, on_page, on_done, lambda _: (0, {}))  # until more is known
         transfer = Transfer(task, partial(self._forget_load, None))
         load = self._restore(
-            self._desk, transfer, lookahead.match, pages, ids, after, first_token, came_from, {}, lookahead=lookahead
+            self._desk, transfer, lookahead.match, pages, ids, after, first_token, CameFrom(), {}, lookahead=lookahead
         )
         return self._submit(transfer, self._reads, load.run)
 

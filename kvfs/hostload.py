@@ -11,7 +11,7 @@ from kvfs.hostcopy import scatter
 from kvfs.hostjobs import Attached, Desk, fail, wait_for
 from kvfs.lookahead import Lookahead
 from kvfs.match import GroupMatch, PrefixMatch
-from kvfs.restored import CameFrom
+from kvfs.restored import CameFrom, restored
 from kvfs.segment_files import Held
 from kvfs.staging import Lease, SlotState
 from kvfs.transfer import Transfer
@@ -55,14 +55,18 @@ class Load:
 
     def _finish_looking(self, lookahead: Lookahead) -> None:
         """Find out what of ``pages`` there is."""
-        self.match = lookahead.finish(go_on=not self.transfer.stopped and not self.desk.late(self.transfer))
+        match = self.match = lookahead.finish(go_on=not self.transfer.stopped and not self.desk.late(self.transfer))
         self.possible.update({g.name: span(g.first, g.count) for g in self.match.groups})
         found = []
         for a, chunks in self.pages:
             gm = self.match.group(a.group.name)
             found.append((a, [chunk for chunk in chunks if gm.first <= chunk < gm.first + gm.count]))
         self.pages = found
-        self.transfer._offer({a.number: bits_of(chunks) for a, chunks in found})
+        names, came_from, first_token = {a.number: a.group.name for a, _ in found}, self.came_from, self.first_token
+        self.transfer._offer(
+            {a.number: bits_of(chunks) for a, chunks in found},
+            lambda done: restored(match, names, done, came_from, first_token),
+        )
 
     def _load(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> bool:
         """Load a group; whether all of its pages are there."""

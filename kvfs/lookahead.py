@@ -6,6 +6,9 @@ before the next piece is hashed. What windows and snapshots need is known when t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from kvfs.chains import Chain
 from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError
@@ -29,8 +32,9 @@ class Lookahead:
         self._there = dict.fromkeys(self._needs_all, 0)  # leading chunks that were found and are held
         self._asked, self._seconds = chunks, 0.0
         self.limit = chunks  # more than these cannot be restored
-        #: segments of what was found, by number; grows
+        #: segments of what was found, by number, and the end of what is published in each; grow
         self.held: dict[int, Held] = {}
+        self.tails: dict[int, int] = {}
         #: everything that was found, after ``finish``
         self.match: PrefixMatch = PrefixMatch(0, identity.layout.page_tokens, identity.digest, "", (), {})
 
@@ -62,6 +66,8 @@ class Lookahead:
         if others:
             chunks = self._look_back(others, chunks) if go_on else 0
         self.match = self._matcher.hold(self._lookups, chunks, self._read.generation, self.held)
+        self.held.update(self.match.hold.held if self.match.hold is not None else {})
+        self.tails.update(self.match.tails)
         self._chain.remember()
         if go_on or self.match:
             self._matcher.count(self.match, self._asked, self._seconds + self._c.files.monotonic() - began)
@@ -81,11 +87,8 @@ class Lookahead:
     def _look(self, number: int, there: int, chunks: int) -> int:
         self._extend(chunks)
         lookup = self._lookups[number]
-        try:
-            found = walk_forward(lookup, chunks, self._read, there)
-        except IndexUnavailableError as exc:
-            self._matcher.count_unavailable(exc)
-            return there
+        found = self._walk(partial(walk_forward, lookup, chunks, self._read, there), there)
+        self.tails.update(lookup.tails)
         new = {n: i for n, i in lookup.segments.items() if n not in self.held}
         if new:
             self.held.update(self._matcher.acquire(new, self._read.generation))
@@ -98,8 +101,12 @@ class Lookahead:
 
     def _look_back(self, others: list[GroupLookup], chunks: int) -> int:
         self._extend(chunks)
+        return self._walk(partial(walk_back, others, self._identity.layout.page_tokens, chunks, self._read), 0)
+
+    def _walk(self, walk: Callable[[], int], otherwise: int) -> int:
+        """What was found; ``otherwise``, where the index cannot answer."""
         try:
-            return walk_back(others, self._identity.layout.page_tokens, chunks, self._read)
+            return walk()
         except IndexUnavailableError as exc:
             self._matcher.count_unavailable(exc)
-            return 0
+            return otherwise

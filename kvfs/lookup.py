@@ -105,6 +105,7 @@ class GroupLookup:
         self.rows_read = 0
         self.generation = ""  # of the index that was read
         self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
+        self.tails: dict[int, int] = {}  # and the end of what is published there
         self.gapped: list[int] = []  # runs that were read and lack chunks
         self._useful = useful_parts(want, ())
         self._page_key = page_keys(prompt.digest, group.name)
@@ -199,7 +200,7 @@ class GroupLookup:
                 segment_id = session.live_in(e)
                 if segment_id is None:
                     return False
-                self.segments[e.segment] = segment_id
+                self.segments[e.segment], self.tails[e.segment] = segment_id, session.tails[e.segment]
         return True
 
     def _read_parts(
@@ -254,7 +255,7 @@ class GroupLookup:
             segment_id = session.live_in(e)
             if segment_id is not None:
                 live |= bits
-                self.segments[e.segment] = segment_id
+                self.segments[e.segment], self.tails[e.segment] = segment_id, session.tails[e.segment]
             elif e.flags & CLAIM and session.claim_holds(e):
                 claimed |= bits
         return live, claimed
@@ -312,6 +313,7 @@ def walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool], b
     run_length = lookup.prompt.run_length
     runs = -(-lengths // run_length)
     position = begin // run_length
+    lookup.found.present &= (1 << position * run_length) - 1  # what is read again may be gone
 
     def step(session: Session) -> bool:
         nonlocal position

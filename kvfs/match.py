@@ -133,6 +133,7 @@ class PrefixMatch:
     segments: dict[int, bytes] = field(repr=False)
     at_us: int = 0  # when it was looked up: the stamp of everything that this request uses
     last_hash: bytes = field(default=b"", repr=False)  # chunk hash at its end
+    tails: dict[int, int] = field(default_factory=dict, repr=False)  # end of what was published then, by segment
     hold: Hold | None = field(default=None, repr=False, compare=False)
     _tiers: Callable[[PrefixMatch], list[PageRef]] | None = field(default=None, repr=False, compare=False)
 

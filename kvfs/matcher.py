@@ -131,6 +131,7 @@ class Matcher:
     ) -> PrefixMatch:
         groups = []
         segments: dict[int, bytes] = {}
+        tails: dict[int, int] = {}
         for number, lookup in enumerate(lookups):
             need = lookup.group.need.chunks(self._layout.page_tokens)
             first = 0 if need is None else max(0, chunks - need)
@@ -139,9 +140,10 @@ class Matcher:
             groups.append(self.group_match(number, lookup, first, chunks))
             if chunks:
                 segments.update(lookup.segments)
+                tails.update(lookup.tails)
         return PrefixMatch(
             chunks * self._layout.page_tokens, self._layout.page_tokens, self._digest, generation,
-            tuple(groups), segments,
+            tuple(groups), segments, tails=tails,
         )  # fmt: skip
 
     def group_match(self, number: int, lookup: GroupLookup, first: int, end: int) -> GroupMatch:

@@ -204,7 +204,8 @@ class Reader:
         for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):
             if segment in held:
                 self._c.recency.stamp(held[segment].segment_id, seq, [match.at_us] * count)
-        self._c.recency.note_request(match.last_hash, match.at_us)
+        if match.last_hash:
+            self._c.recency.note_request(match.last_hash, match.at_us)
 
     def forget(self, match: PrefixMatch, gm: GroupMatch, bad: Sequence[tuple[int, int]]) -> None:
         """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""

@@ -78,18 +78,6 @@ class Run:
         )  # fmt: skip
 
 
-def published(gm: GroupMatch) -> dict[int, int]:
-    """Segment -> bytes of it that are known to be published, since pages of a match lie there."""
-    ends: dict[int, int] = {}
-    for hit in gm.hits:
-        row = hit.row()
-        for e in row.extents if row is not None else ():
-            if hit.bits >> e.first & (1 << e.chunks) - 1:
-                end = (e.block + (e.chunks - 1) * e.stride) * fmt.BLOCK + fmt.align(e.stored_bytes)
-                ends[e.segment] = max(ends.get(e.segment, 0), end)
-    return ends
-
-
 def plan_runs(gm: GroupMatch, held: Mapping[int, Held]) -> tuple[list[Run], int]:
     """The pages that lie just as the reader wants them, as runs by chunk, and the set (as bits) of all that do.
 

@@ -68,7 +68,7 @@ class Transfer:
         self._lock = threading.RLock()  # taken by itself: an interrupt in a condition's Python code leaves it held
         self._cond = threading.Condition(self._lock)
         self._state = TransferState.QUEUED
-        self._open = dict(task.pages)
+        self._open, self._summarise = dict(task.pages), task.summarise
         self._outcomes: dict[PageOutcome, dict[int, int]] = {}
         self._expected: tuple[Outcomes, tuple[int, dict[Tier, int]]] | None = None  # and what that comes to
         self._leases: set[Lease] = set()
@@ -226,11 +226,11 @@ class Transfer:
         lease.release()
         return False
 
-    def _offer(self, pages: Chunks) -> None:
-        """The pages of a transfer that began without any."""
+    def _offer(self, pages: Chunks, summarise: Summary) -> None:
+        """The pages of a transfer that began without any, and how they are summed up; too late when it has ended."""
         with self._lock:
             if not self._ended:
-                self._open = dict(pages)
+                self._open, self._summarise = dict(pages), summarise
 
     def _settle(self, group: int, chunks: int, outcome: PageOutcome) -> None:
         """Note what became of pages; those that were settled before are left out. Callbacks follow the step."""
@@ -249,7 +249,7 @@ class Transfer:
 
     def _expect(self, outcomes: Outcomes) -> None:
         """What will most likely become of the pages: summed up by a worker that has to wait anyway."""
-        self._expected = outcomes, self._task.summarise(outcomes)
+        self._expected = outcomes, self._summarise(outcomes)
 
     def _settle_rest(self, outcome: PageOutcome) -> None:
         """Note what became of all pages that are still open."""
@@ -316,7 +316,7 @@ class Transfer:
                 nbytes += chunks.bit_count() * self._task.groups[group][2]
         skipped, total = self._count(PageOutcome.SKIPPED), sum(map(self._count, self._outcomes))
         foreseen = self._expected is not None and self._expected[0] == self._outcomes
-        tokens, tiers = self._expected[1] if self._expected and foreseen else self._task.summarise(self._outcomes)
+        tokens, tiers = self._expected[1] if self._expected and foreseen else self._summarise(self._outcomes)
         declined = total - moved - skipped
         reason = self._reason if declined or not total else ""
         return TransferResult(tokens, moved, nbytes, skipped, declined, tiers, reason)

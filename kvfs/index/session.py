@@ -30,7 +30,7 @@ class Tables(NamedTuple):
 class Session:
     """A transaction and what it has looked up so far. Lives for milliseconds; results must be copies."""
 
-    __slots__ = ("_alive", "db", "generation", "now_s", "txn")
+    __slots__ = ("_alive", "db", "generation", "now_s", "tails", "txn")
 
     def __init__(self, txn: Any, db: Tables, generation: str, now_s: int) -> None:
         self.txn = txn
@@ -38,6 +38,7 @@ class Session:
         self.generation = generation
         self.now_s = now_s
         self._alive: dict[int, bytes | None] = {}
+        self.tails: dict[int, int] = {}  # of segments that were asked for: the end of what is published
 
     @property
     def state(self) -> tuple[Tables, int]:
@@ -91,6 +92,7 @@ class Session:
         if number not in self._alive:
             row = self.segment(number)
             self._alive[number] = None if row is None or row.state == DOOMED else row.segment_id
+            self.tails[number] = 0 if row is None else row.tail
         return self._alive[number]
 
     # -- segments and the ledger ---------------------------------------------------------------

@@ -12,14 +12,16 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, TransferState, gpubatches, gpulane, gpurestore
+from kvfs import PageOutcome, TransferState, gpubatches, gpulane, gpurestore, gpusource
 from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.lookahead import Lookahead
+from kvfs.match import PrefixMatch
+from kvfs.matcher import Matcher
 from kvfs.staging import SLOT_ALIGN
 from tests.kernels import test_gpu_groups as groups
 from tests.kernels.test_gpu_late import WAYS, LateDevice
 from tests.kernels.test_gpu_overlap import Halting
-from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.kernels.test_gpu_transport import LATE, LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 from tests.stores import counted, segment_files
 
 CHUNKS = 12
@@ -131,8 +133,56 @@ def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace,
         assert [moved(name) for name in names] == [1, CHUNKS * PAGE, 5 * PAGE, 5 * PAGE, 1]
     assert moved("bytes_loaded") == 5 * ns.layout.groups[0].page_bytes
     assert not [hold for hold in ns._c.holds if hold.held], "a restore that is over holds segments"
-    cells = [cell.cell_contents for cell in transfer._task.summarise.__closure__ or ()]
-    assert [cell.held for cell in cells if isinstance(cell, Lookahead)] == [{}], "whoever keeps the transfer holds them"
+    cells = [cell.cell_contents for cell in transfer._summarise.__closure__ or ()]
+    held = [cell.hold and cell.hold.held for cell in cells if isinstance(cell, PrefixMatch)]
+    assert held == [{}] and Lookahead not in map(type, cells), "whoever keeps the transfer holds them"
+
+
+def test_work_lists_take_as_much_room_as_what_is_found(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as much as all of the prompt would; where that is more than was thought, they go on another sheet."""
+    monkeypatch.setattr(gpulane, "SHEET_BYTES", 4096)
+    monkeypatch.setattr(gpurestore, "SHEET_PAGES", 1)
+    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    source, target = saved(ns, CHUNKS), Engine()
+    with attach(ns, target.kv, scratch_bytes="32KiB") as io:
+        lane, taken = io._gpu_desk.loads, list[int]()
+        sheet = lane.sheet
+        lane.sheet = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
+        for many in (CHUNKS, CHUNKS, 40_000):
+            target.memory[...] = 0xA5A5
+            assert restored(io, prompt(many), [*UNITS, *[31] * (2 * many - len(UNITS))]).tokens == CHUNKS * PAGE
+            assert target.tokens(UNITS) == source.tokens(UNITS)
+            assert len(taken) > 1 or many > CHUNKS
+            assert len(lane._sheets) == len(lane._free)
+            taken.clear()
+        assert sum(sheet.nbytes for sheet in lane._sheets) < 80 * many
+
+
+@pytest.mark.parametrize("way", [{}, {"transport": "arena"}], ids=["in place", "arena"])
+def test_an_active_segment_is_read_in_place_as_far_as_it_is_published(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+) -> None:
+    """A piece that ended with the pages that are looked up first would be in use when the next ones need more of it."""
+    chunks, leases, begin = 70, list[int](), gpusource.PageSource._begin
+
+    def counting(self: Any, run: Any, *args: Any, **how: Any) -> Any:
+        leases.append(run.count)
+        return begin(self, run, *args, **how)
+
+    monkeypatch.setattr(gpusource.PageSource, "_begin", counting)
+    with kvfs.open(store_path, capacity="1GiB") as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        source, target = Engine(seed=1, units=2 * chunks), Engine(units=2 * chunks)
+        with attach(ns, source.kv) as io:
+            result = io.save(ns.plan_save(prompt(chunks)), range(2 * chunks), NOW, LATE).wait(SECONDS)
+            assert result is not None and result.pages == chunks and store.stats()["segments"]["active"]
+        with attach(ns, target.kv, **way) as io:
+            for again in range(3):
+                leases.clear()
+                assert restored(io, prompt(chunks), range(2 * chunks)).tokens == chunks * PAGE
+                assert not leases or (way and not again), "pages came through the ring"
+                io.sweep()
+        assert (target.memory == source.memory).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -301,6 +351,45 @@ def test_an_index_that_answers_no_more_leaves_what_was_found(
     assert target.tokens(range(2 * found)) == source.tokens(range(2 * found))
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["purged", "stored again"])
+def test_pages_that_are_gone_when_their_row_is_read_again_are_a_miss(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    source, target, more = saved(ns, CHUNKS), Engine(), Lookahead.more
+    with ns.match(prompt(CHUNKS)) as match:
+        pages = b"".join(bytes(page) for page in ns.view(match))
+
+    def after_a_change(lookahead: Lookahead, number: int, chunks: int) -> int:
+        if chunks == 6:
+            ns._c.index.write(lambda session: session.txn.drop(session.db.pages, delete=False), SECONDS)
+            if again:
+                assert ns.put(prompt(CHUNKS), pages).stored == CHUNKS
+        return more(lookahead, number, chunks)
+
+    monkeypatch.setattr(Lookahead, "more", after_a_change)
+    with attach(ns, target.kv) as io:
+        result = restored(io, prompt(CHUNKS))
+    assert (result.tokens, result.declined) == (CHUNKS * PAGE if again else 0, 0), result
+    if again:
+        assert target.tokens(UNITS) == source.tokens(UNITS)
+
+
+def test_an_error_behind_the_lookup_leaves_no_token_restored(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(ns, CHUNKS)
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(Matcher, "count", fails)
+    with attach(ns, Engine().kv) as io:
+        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.pages, result.tiers) == (0, 0, {})
+        assert transfer.state is TransferState.FAILED
+
+
 def test_a_lookup_that_fails_for_a_bug_fails_its_restore_and_no_other(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +455,19 @@ def test_what_lies_behind_the_last_whole_window_is_of_no_use(hybrid: kvfs.Namesp
         result = restored(io, groups.TOKENS, groups.units())
         assert (result.tokens, result.pages, result.declined) == (7 * groups.PAGE, 7 + groups.WINDOW, 0), result
     check_hybrid(source, target, 7)
+
+
+def test_pages_that_came_in_vain_are_not_counted_as_used(hybrid: kvfs.Namespace, store: kvfs.Store) -> None:
+    """The full group is there, and no window."""
+    pages = {"full": bytes(5 * hybrid.layout.groups[0].page_bytes), "window": b""}
+    assert hybrid.put(groups.TOKENS, pages, {"full": 0, "window": 0}).stored == 5
+    stamps: list[Any] = []
+    with counted(store) as moved, attach(hybrid, *groups.Engine().kvs) as io:
+        recency = hybrid._c.recency
+        recency.stamp = lambda *stamp: stamps.append(stamp)  # type: ignore[method-assign]
+        result = restored(io, groups.TOKENS, groups.units())
+        assert (result.tokens, result.pages, result.nbytes, result.declined) == (0, 0, 0, 0)
+    assert not moved("bytes_loaded") and not stamps and recency.request_of(b"") is None
 
 
 @pytest.mark.parametrize("way", WAYS)

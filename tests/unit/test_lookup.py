@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -69,6 +70,7 @@ class FakeSession:
     rows: dict[bytes, bytes]
     dead: frozenset[int] = frozenset()
     now_s: int = 1000
+    tails: Any = field(default_factory=lambda: defaultdict(int))
 
     def row(self, key: bytes) -> Any:
         return parse_row(key, self.rows.get(key))

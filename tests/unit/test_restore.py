@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvfs
 from kvfs import PageOutcome, TransferState
 from kvfs.errors import ConfigError
+from kvfs.matcher import Matcher
 from tests.stores import counted, segment_files
 from tests.unit.test_hybrid_transfers import CHUNKS, LATE, PAGE, PROMPT, SECONDS, UNITS, Engine, hybrid
 
@@ -78,6 +80,48 @@ def test_it_is_looked_up_when_its_turn_comes_and_cancelled_before(ns: kvfs.Names
         results = [transfer.wait(SECONDS) for transfer in (first, second, third)]
         assert [result is not None and result.tokens for result in results] == [3 * PAGE, 0, 2 * PAGE]
     assert same(source, target, 3)
+
+
+def test_a_restore_that_is_cancelled_when_its_prompt_has_just_been_looked_up_claims_nothing(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(ns, CHUNKS)
+    target, begun, count = Engine(LAYOUT), threading.Event(), Matcher.count
+
+    def cancelled(*args: Any) -> None:
+        assert begun.wait(SECONDS) and transfer.cancel(SECONDS)
+        count(*args)
+
+    monkeypatch.setattr(Matcher, "count", cancelled)
+    with ns.attach(target.kvs) as io:
+        transfer = io.restore(PROMPT, UNITS)
+        begun.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and (result.tokens, result.pages, result.tiers) == (0, 0, {}), result
+        assert transfer.state is TransferState.CANCELLED
+    assert same(target, target, 0)
+
+
+def test_extra_keys_are_those_of_the_call(ns: kvfs.Namespace) -> None:
+    """The engine may use its mapping again, for the next request."""
+    images, target, go = (
+        {b"cat": Engine(LAYOUT, seed=1), b"dog": Engine(LAYOUT, seed=2)},
+        Engine(LAYOUT),
+        threading.Event(),
+    )
+    for image, engine in images.items():
+        with ns.attach(engine.kvs) as io:
+            result = io.save(ns.plan_save(PROMPT, extra={0: image}), UNITS, deadline=LATE).wait(SECONDS)
+            assert result is not None and not result.declined
+    with ns.attach(target.kvs, threads=1) as io:
+        first, extra = io.restore(PROMPT[:PAGE], UNITS, go.wait), {0: b"cat"}
+        transfer = io.restore(PROMPT, UNITS, extra=extra)
+        extra[0] = b"dog"
+        go.set()
+        assert first.wait(SECONDS) is not None
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE
+    assert same(images[b"cat"], target, CHUNKS)
 
 
 def test_what_was_found_and_is_damaged_shortens_it(ns: kvfs.Namespace, store: kvfs.Store) -> None:
