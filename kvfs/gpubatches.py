@@ -35,8 +35,7 @@ class Window:
 
     runs: list[Run]
     others: list[int]
-    left: int  # pages that come behind it, as far as is known
-    last: bool  # it is known to be
+    left: int  # pages behind it, as far as is known
 
     def __len__(self) -> int:
         return sum(run.count for run in self.runs) + len(self.others)

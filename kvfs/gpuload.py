@@ -207,7 +207,7 @@ class GpuLoad(Load):
         for window in self._windows(group, held):
             for first, rows in self._plan_bands(group, window):
                 group.cut = not group.batches.send(window, first, rows, behind)
-                behind_all = group.cut or window.last  # else it has one band, whose end is that of the last window
+                behind_all = group.cut or not window.left  # else it has one band, whose end is that of the last window
                 if behind_all:
                     group.torn = group.cut and rows < layers
                     group.batches.end_band(first, rows)
@@ -226,16 +226,16 @@ class GpuLoad(Load):
         while done < len(wanted):
             now = wanted[done : done + pages]
             done, pages = done + len(now), 2 * pages
-            yield self._window(group, now, held, left=len(wanted) - done, last=done == len(wanted))
+            yield self._window(group, now, held, left=len(wanted) - done)
 
-    def _window(self, group: Group, now: list[int], held: dict[int, Held], *, left: int, last: bool) -> Window:
+    def _window(self, group: Group, now: list[int], held: dict[int, Held], *, left: int) -> Window:
         """Where some of the pages of a group lie."""
         chunks = bits_of(now)
         runs, covered = plan_runs(group.gm.cut(now[0], now[-1] - now[0] + 1), held)
         runs = list(_cut(runs, chunks))
         group.runs += runs
         group.covered |= covered & chunks
-        return Window(runs, list(members(chunks & ~covered)), left, last)
+        return Window(runs, list(members(chunks & ~covered)), left)
 
     def _plan_bands(self, group: Group, window: Window) -> list[tuple[int, int]]:
         """(first layer position, layers) of what comes one behind the other: all at once, unless layer-wise."""

@@ -17,7 +17,6 @@ from kvfs.lookahead import Lookahead
 from kvfs.segment_files import Held
 
 FIRST_PAGES = RUN  # that are looked up: a row of the index. Then twice as many, while those are on their way
-EXPECT = True
 SHEET_PAGES = 2048  # that there is room for in the first sheet: most prompts have as many at most
 
 
@@ -79,5 +78,4 @@ class GpuRestore(GpuLoad):
             group.gm = ahead.found(number, there)
             group.source.grow(group.gm)
             if now:
-                left = len(wanted) - done if EXPECT else 0
-                yield self._window(group, now, held, left=left, last=done == len(wanted))
+                yield self._window(group, now, held, left=len(wanted) - done)
