@@ -90,6 +90,7 @@ class GpuLoad(Load):
         self.gpu.under_way.acquire()
         try:
             self.gpu.device.enter()
+            self._look_ahead()
             if wait_for_event(self.gpu, self.transfer, self.after):
                 self.transfer._enter(TransferState.LOADING)
                 held = self._hold()
@@ -101,6 +102,9 @@ class GpuLoad(Load):
         finally:
             self._bands.put(False)
             self._hand_over()
+
+    def _look_ahead(self) -> None:
+        """What can be done while the engine still uses its units."""
 
     def _hold(self) -> dict[int, Held]:
         """The segments of what there is to load, for all of the load."""

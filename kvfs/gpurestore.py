@@ -31,6 +31,13 @@ class GpuRestore(GpuLoad):
         assert self.lookahead is not None
         return self.lookahead
 
+    def _look_ahead(self) -> None:
+        """The pages that come first are looked up before ``after`` is waited for."""
+        for attached, chunks in self.pages:
+            if attached.group.need.kind == "all" and chunks and not self.transfer.stopped:
+                self._ahead.more(attached.number, chunks[:FIRST_PAGES][-1] + 1)
+                return
+
     def _hold(self) -> dict[int, Held]:
         return self._ahead.held
 

@@ -121,6 +121,33 @@ def test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up(
         assert target.tokens(UNITS) == source.tokens(UNITS)
 
 
+def test_its_first_pages_are_looked_up_while_the_engine_still_uses_its_units(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, over, looked = saved(ns, CHUNKS), Engine(), threading.Event(), threading.Event()
+    more, asked = Lookahead.more, list[int]()
+
+    class After:
+        def query(self) -> bool:
+            return over.is_set()
+
+    def noted(lookahead: Lookahead, number: int, chunks: int) -> int:
+        asked.append(chunks)
+        there = more(lookahead, number, chunks)
+        looked.set()
+        return there
+
+    monkeypatch.setattr(Lookahead, "more", noted)
+    with attach(ns, target.kv) as io:
+        transfer = io.restore(prompt(CHUNKS), UNITS, After(), LATE)
+        assert looked.wait(SECONDS) and not transfer.done.wait(0.05)
+        assert asked == [2] and (target.memory == 0xA5A5).all()
+        over.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens == CHUNKS * PAGE
+        assert target.tokens(UNITS) == source.tokens(UNITS)
+
+
 def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     saved(ns, 5)
     pages: list[Any] = []

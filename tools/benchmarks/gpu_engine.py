@@ -78,13 +78,14 @@ class Engine:
         return kvfs.describe(group, made, "kv,block,token,head,dim")
 
     def fill(self, seed: int | None) -> None:
-        """Random bytes, or poison."""
+        """Random bytes, or poison; all of it is there when this returns."""
         for i, tensor in enumerate(self.tensors):
             raw = tensor.view(self.torch.uint8)
             if seed is None:
                 raw.fill_(0xA5)
             else:
                 raw.random_(0, 256, generator=self.torch.Generator("cuda").manual_seed(seed * 1000 + i))
+        self.torch.cuda.synchronize()
 
     def same(self, other: Engine, tokens: int, number: int = 0) -> bool:
         """Whether the tokens that a load of prompt ``number`` of ``tokens`` moves hold the same bytes."""
