@@ -212,10 +212,10 @@ class Launches:
 
     def sheet(self, *sizes: int) -> Sheet:
         """One with room for pieces of these sizes. The first one is taken when the first copies are under way."""
-        if not self._sheets:
-            self._sheets.append(self._lane.sheet(max(self._sheet_bytes(), sum(map(aligned, sizes)))))
-        elif not self._sheets[-1].has(*sizes):
-            self._sheets.append(self._lane.sheet(max(self._sheets[-1].nbytes, sum(map(aligned, sizes)))))
+        last = self._sheets[-1] if self._sheets else None
+        if last is None or not last.has(*sizes):
+            least = self._sheet_bytes() if last is None else last.nbytes
+            self._sheets.append(self._lane.sheet(max(least, sum(map(aligned, sizes)))))
         return self._sheets[-1]
 
     def give_back(self) -> None:

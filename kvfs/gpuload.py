@@ -370,8 +370,8 @@ class GpuLoad(Load):
         """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
         if faults:
             self.gpu.reader.forget(self.match, group.gm, faults)
-        of_use = self.match.group(group.gm.name)
-        good = bits_of(loaded) & span(of_use.first, of_use.count)
+        of_use = {g.name: span(g.first, g.count) for g in self.match.groups}  # none, after an error in a restore
+        good = bits_of(loaded) & of_use.get(group.gm.name, 0)
         self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, good))
 
 

@@ -193,9 +193,11 @@ class InPlace:
         end = time.monotonic() + WORK_SECONDS
         while time.monotonic() < end:
             with self._lock:
-                if not self._wishes:
+                pieces = self._pieces
+                key = next((key for key in self._wishes if key not in pieces or not pieces[key].users), None)
+                if key is None:  # what is left is in use
                     return
-                key, wish = self._wishes.popitem()
+                wish = self._wishes.pop(key)
             self._make(key, wish.held, self._published(key, *wish), wish.published, None, ahead=True)
 
     def _make(
@@ -231,6 +233,8 @@ class InPlace:
             if self._closed or there is not None:
                 return there
             if key in self._pieces and not spare and not self._drop_unused(key):
+                if not ahead and len(self._wishes) < WISHES_MAX:
+                    self._wishes[key] = _Wish(held, published)  # later, when nothing copies from it
                 return None
         while nbytes >= need:
             try:
@@ -261,7 +265,8 @@ class InPlace:
 
     def _published(self, key: _Key, held: Held, published: int) -> int:
         """Bytes of a piece that are published, as far as is known."""
-        return min(max(published, self._sealed_bytes(held)) - key[1] * self._piece_bytes, self._piece_bytes)
+        end = max(published, self._sealed_bytes(held)) - key[1] * self._piece_bytes
+        return max(0, min(end, self._piece_bytes))
 
     def _sealed_bytes(self, held: Held) -> int:
         """Size of a segment if it is sealed, else 0."""

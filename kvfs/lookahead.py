@@ -16,7 +16,7 @@ from kvfs.identity import Identity
 from kvfs.layout import Part
 from kvfs.lookup import GroupLookup, Prompt, walk_back, walk_forward
 from kvfs.match import GroupMatch, PrefixMatch
-from kvfs.matcher import Matcher
+from kvfs.matcher import Matcher, later
 from kvfs.segment_files import Held
 
 
@@ -67,7 +67,7 @@ class Lookahead:
             chunks = self._look_back(others, chunks) if go_on else 0
         self.match = self._matcher.hold(self._lookups, chunks, self._read.generation, self.held)
         self.held.update(self.match.hold.held if self.match.hold is not None else {})
-        self.tails.update(self.match.tails)
+        later(self.tails, self.match.tails)
         self._chain.remember()
         if go_on or self.match:
             self._matcher.count(self.match, self._asked, self._seconds + self._c.files.monotonic() - began)
@@ -88,8 +88,8 @@ class Lookahead:
         self._extend(chunks)
         lookup = self._lookups[number]
         found = self._walk(partial(walk_forward, lookup, chunks, self._read, there), there)
-        self.tails.update(lookup.tails)
-        new = {n: i for n, i in lookup.segments.items() if n not in self.held}
+        new = {n: i for n, i in dict(lookup.segments).items() if n not in self.held}
+        later(self.tails, dict(lookup.tails))
         if new:
             self.held.update(self._matcher.acquire(new, self._read.generation))
             if not new.keys() <= self.held.keys():

@@ -200,8 +200,12 @@ class GroupLookup:
                 segment_id = session.live_in(e)
                 if segment_id is None:
                     return False
-                self.segments[e.segment], self.tails[e.segment] = segment_id, session.tails[e.segment]
+                self._lies_in(session, e.segment, segment_id)
         return True
+
+    def _lies_in(self, session: Session, segment: int, segment_id: bytes) -> None:
+        self.tails[segment] = session.tails[segment]
+        self.segments[segment] = segment_id  # last: whoever finds this one finds the other, too
 
     def _read_parts(
         self, session: Session, run: int, wanted: bytes, whole: int, stop_at_gap: bool, head: _Read | None
@@ -255,7 +259,7 @@ class GroupLookup:
             segment_id = session.live_in(e)
             if segment_id is not None:
                 live |= bits
-                self.segments[e.segment], self.tails[e.segment] = segment_id, session.tails[e.segment]
+                self._lies_in(session, e.segment, segment_id)
             elif e.flags & CLAIM and session.claim_holds(e):
                 claimed |= bits
         return live, claimed

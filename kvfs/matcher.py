@@ -96,7 +96,7 @@ class Matcher:
         generation = next((x.generation for x in reversed(lookups) if x.generation), "")
         for lookup in lookups:
             if lookup.generation != generation:  # numbers meant other segments then
-                lookup.found, lookup.segments = Found(), {}
+                lookup.found, lookup.segments, lookup.tails = Found(), {}, {}
         match = self._assemble(lookups, chunks, generation, first)
         self._add_hold(match, self.acquire(match.segments, generation), lookups)
         return match
@@ -140,7 +140,7 @@ class Matcher:
             groups.append(self.group_match(number, lookup, first, chunks))
             if chunks:
                 segments.update(lookup.segments)
-                tails.update(lookup.tails)
+                later(tails, lookup.tails)
         return PrefixMatch(
             chunks * self._layout.page_tokens, self._layout.page_tokens, self._digest, generation,
             tuple(groups), segments, tails=tails,
@@ -196,6 +196,12 @@ class Matcher:
         except IndexUnavailableError:
             pass  # claiming looks again
         return lookup
+
+
+def later(tails: dict[int, int], others: Mapping[int, int]) -> None:
+    """Add ends of what is published: they were read one after the other, and segments grow."""
+    for segment, tail in others.items():
+        tails[segment] = max(tails.get(segment, 0), tail)
 
 
 class FirstParts:

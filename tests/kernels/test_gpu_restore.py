@@ -7,13 +7,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, TransferState, gpubatches, gpulane, gpurestore, gpusource
+from kvfs import PageOutcome, TransferState, gpubatches, gpulane, gpurestore, gpusource, lookup
 from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.layout import Group, Need, PageLayout
 from kvfs.lookahead import Lookahead
 from kvfs.match import PrefixMatch
 from kvfs.matcher import Matcher
@@ -37,6 +39,29 @@ def restored(io: Any, tokens: list[int], units: Any = UNITS, **how: Any) -> kvfs
     result = io.restore(tokens, units, NOW, LATE, **how).wait(SECONDS)
     assert result is not None
     return result
+
+
+def come(ns: kvfs.Namespace, io: Any, how: str, tokens: list[int], units: Any) -> kvfs.TransferResult:
+    """What a load, or a restore, of a prompt comes to."""
+    if how == "restore":
+        return restored(io, tokens, units)
+    with ns.match(tokens) as match:
+        result: kvfs.TransferResult | None = io.load(match, units, NOW, LATE).wait(SECONDS)
+        assert result is not None
+        return result
+
+
+@pytest.fixture
+def through_ring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pages of each run that comes through the ring."""
+    counts, begin = list[int](), gpusource.PageSource._begin
+
+    def counting(self: Any, run: Any, *args: Any, **options: Any) -> Any:
+        counts.append(run.count)
+        return begin(self, run, *args, **options)
+
+    monkeypatch.setattr(gpusource.PageSource, "_begin", counting)
+    return counts
 
 
 class Looking:
@@ -187,16 +212,10 @@ def test_work_lists_take_as_much_room_as_what_is_found(ns: kvfs.Namespace, monke
 
 @pytest.mark.parametrize("way", [{}, {"transport": "arena"}], ids=["in place", "arena"])
 def test_an_active_segment_is_read_in_place_as_far_as_it_is_published(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+    store_path: Path, through_ring: list[int], way: dict[str, Any]
 ) -> None:
     """A piece that ended with the pages that are looked up first would be in use when the next ones need more of it."""
-    chunks, leases, begin = 70, list[int](), gpusource.PageSource._begin
-
-    def counting(self: Any, run: Any, *args: Any, **how: Any) -> Any:
-        leases.append(run.count)
-        return begin(self, run, *args, **how)
-
-    monkeypatch.setattr(gpusource.PageSource, "_begin", counting)
+    chunks = 70
     with kvfs.open(store_path, capacity="1GiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = Engine(seed=1, units=2 * chunks), Engine(units=2 * chunks)
@@ -205,11 +224,61 @@ def test_an_active_segment_is_read_in_place_as_far_as_it_is_published(
             assert result is not None and result.pages == chunks and store.stats()["segments"]["active"]
         with attach(ns, target.kv, **way) as io:
             for again in range(3):
-                leases.clear()
+                through_ring.clear()
                 assert restored(io, prompt(chunks), range(2 * chunks)).tokens == chunks * PAGE
-                assert not leases or (way and not again), "pages came through the ring"
+                assert not through_ring or (way and not again)
                 io.sweep()
         assert (target.memory == source.memory).all()
+
+
+@pytest.mark.parametrize("how", ["load", "restore"])
+def test_a_conversation_that_grows_in_an_active_segment_is_read_in_place_soon(
+    store_path: Path, through_ring: list[int], how: str
+) -> None:
+    """The first turn's piece is too short for the second turn, and in use when that finds out."""
+    source, target = Engine(seed=1, units=80), Engine(units=80)
+    with kvfs.open(store_path, capacity="1GiB") as store:
+        ns = store.namespace("model", LAYOUT, "1")
+        with attach(ns, source.kv) as saves, attach(ns, target.kv) as io:
+            for chunks in (20, 40, 40):
+                result = saves.save(ns.plan_save(prompt(chunks)), range(2 * chunks), NOW, LATE).wait(SECONDS)
+                assert result is not None and not result.declined
+                through_ring.clear()
+                assert come(ns, io, how, prompt(chunks), range(2 * chunks)).tokens == chunks * PAGE
+                io.sweep()
+            assert not through_ring, "the piece was not made anew"
+        assert (target.memory == source.memory).all()
+
+
+def test_a_segment_that_grows_between_two_lookups_is_read_in_place(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, through_ring: list[int]
+) -> None:
+    """The window's group is the first of the layout and the last to be looked up, and its pages come meanwhile."""
+    layout = PageLayout.of(
+        [
+            Group("window", (1, 2, 4), 2, groups.CELL, Need.window_of(4 * groups.PAGE), groups.PAGE),
+            Group("all", (0, 3), 2, groups.CELL, Need.all(), groups.PAGE),
+        ],
+        groups.PAGE,
+    )
+    ns, tokens, chunks = store.namespace("reversed", layout, "1"), groups.TOKENS, groups.CHUNKS
+    window, full = (g.page_bytes for g in layout.groups)
+    first = {"window": 0, "all": 0}
+    assert ns.put(tokens, {"window": b"", "all": bytes(chunks * full)}, first).stored == chunks
+    assert ns.put([7] * groups.PAGE, {"window": bytes(window), "all": b""}, first).stored == 1  # its part is known
+    back = lookup.walk_back
+
+    def grows(*args: Any) -> int:
+        assert ns.put(tokens, {"window": bytes(chunks * window), "all": b""}, first).stored == chunks
+        return back(*args)
+
+    monkeypatch.setattr(lookup, "walk_back", grows)
+    memory = [np.full((len(g.layers), chunks, groups.PAGE, 2, 16), 0xA5A5, "uint16") for g in layout.groups]
+    kvs = [kvfs.describe(g, m, "layer,block,token,head,2*dim") for g, m in zip(layout.groups, memory, strict=True)]
+    with attach(ns, *kvs) as io:
+        units = {g.name: list(range(chunks)) for g in layout.groups}
+        assert come(ns, io, "load", tokens, units).tokens == chunks * groups.PAGE
+    assert not through_ring and not memory[1].any() and not memory[0][:, chunks - 4 :].any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -402,7 +471,7 @@ def test_pages_that_are_gone_when_their_row_is_read_again_are_a_miss(
 
 
 def test_an_error_behind_the_lookup_leaves_no_token_restored(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(ns, CHUNKS)
 
@@ -415,6 +484,7 @@ def test_an_error_behind_the_lookup_leaves_no_token_restored(
         result = transfer.wait(SECONDS)
         assert result is not None and (result.tokens, result.pages, result.tiers) == (0, 0, {})
         assert transfer.state is TransferState.FAILED
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["no memory"]
 
 
 def test_a_lookup_that_fails_for_a_bug_fails_its_restore_and_no_other(
