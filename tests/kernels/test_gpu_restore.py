@@ -215,20 +215,19 @@ def test_an_active_segment_is_read_in_place_as_far_as_it_is_published(
     store_path: Path, through_ring: list[int], way: dict[str, Any]
 ) -> None:
     """A piece that ended with the pages that are looked up first would be in use when the next ones need more of it."""
-    chunks = 70
     with kvfs.open(store_path, capacity="1GiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
-        source, target = Engine(seed=1, units=2 * chunks), Engine(units=2 * chunks)
+        source, target = Engine(seed=1), Engine()
         with attach(ns, source.kv) as io:
-            result = io.save(ns.plan_save(prompt(chunks)), range(2 * chunks), NOW, LATE).wait(SECONDS)
-            assert result is not None and result.pages == chunks and store.stats()["segments"]["active"]
+            result = io.save(ns.plan_save(prompt(CHUNKS)), UNITS, NOW, LATE).wait(SECONDS)
+            assert result is not None and result.pages == CHUNKS and store.stats()["segments"]["active"]
         with attach(ns, target.kv, **way) as io:
             for again in range(3):
                 through_ring.clear()
-                assert restored(io, prompt(chunks), range(2 * chunks)).tokens == chunks * PAGE
+                assert restored(io, prompt(CHUNKS), UNITS).tokens == CHUNKS * PAGE
                 assert not through_ring or (way and not again)
                 io.sweep()
-        assert (target.memory == source.memory).all()
+        assert target.tokens(UNITS) == source.tokens(UNITS)
 
 
 @pytest.mark.parametrize("how", ["load", "restore"])
@@ -236,11 +235,11 @@ def test_a_conversation_that_grows_in_an_active_segment_is_read_in_place_soon(
     store_path: Path, through_ring: list[int], how: str
 ) -> None:
     """The first turn's piece is too short for the second turn, and in use when that finds out."""
-    source, target = Engine(seed=1, units=80), Engine(units=80)
+    source, target = Engine(seed=1), Engine()
     with kvfs.open(store_path, capacity="1GiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
         with attach(ns, source.kv) as saves, attach(ns, target.kv) as io:
-            for chunks in (20, 40, 40):
+            for chunks in (8, 16, 16):
                 result = saves.save(ns.plan_save(prompt(chunks)), range(2 * chunks), NOW, LATE).wait(SECONDS)
                 assert result is not None and not result.declined
                 through_ring.clear()
