@@ -29,10 +29,6 @@ class Chains:
     def __init__(self) -> None:
         self._known: tuple[_Known, ...] = ()  # the last one first
 
-    def hashes(self, tokens: bytes, page_tokens: int, seed: bytes) -> list[bytes]:
-        """``hashing.chain`` of these, as a list of the caller's own."""
-        return Chain(self, tokens, page_tokens, seed).all()
-
     def _longest(self, tokens: bytes, step: int, seed: bytes) -> tuple[_Known, int]:
         """What begins as these do for longest, and for how many bytes; whole chunks of ``step`` bytes."""
         best, common = _Known(seed, step, b"", []), 0
@@ -84,7 +80,7 @@ class Chain:
             self.hashes += chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
 
     def all(self) -> list[bytes]:
-        """Hash the rest, remember it, and return all hashes."""
+        """Hash the rest and remember it; all hashes, as a list of the caller's own."""
         self.grow(self.chunks)
         self.remember()
         return self.hashes

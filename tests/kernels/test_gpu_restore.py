@@ -7,20 +7,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, TransferState, gpubatches, gpulane, gpurestore, gpusource, lookup
-from kvfs.errors import ConfigError, IndexUnavailableError
-from kvfs.layout import Group, Need, PageLayout
+from kvfs import PageOutcome, gpubatches, gpulane, gpurestore, gpusource
+from kvfs.errors import ConfigError
 from kvfs.lookahead import Lookahead
 from kvfs.match import PrefixMatch
-from kvfs.matcher import Matcher
-from kvfs.staging import SLOT_ALIGN
-from tests.kernels import test_gpu_groups as groups
 from tests.kernels.test_gpu_late import WAYS, LateDevice
 from tests.kernels.test_gpu_overlap import Halting
 from tests.kernels.test_gpu_transport import LATE, LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
@@ -146,6 +141,26 @@ def test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up(
         assert target.tokens(UNITS) == source.tokens(UNITS)
 
 
+@pytest.mark.parametrize("stored", [2, 6])
+def test_a_prefix_that_ends_with_the_pages_that_were_looked_up_is_waited_for(ns: kvfs.Namespace, stored: int) -> None:
+    """Nobody knew that they were the last ones when they were sent."""
+    source, target, device = saved(ns, stored), Engine(), Halting()
+    with attach(ns, target.kv, device=device) as io:
+        with ns.match(prompt(stored)) as match:
+            io.warm(match)
+        device.halt()
+        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
+        try:
+            device.launched(1)
+            assert not transfer.done.wait(0.1)
+        finally:
+            device.go.set()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.tokens == stored * PAGE
+        assert target.tokens(range(2 * stored)) == source.tokens(range(2 * stored))
+    assert not device.errors
+
+
 def test_its_first_pages_are_looked_up_while_the_engine_still_uses_its_units(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,37 +264,6 @@ def test_a_conversation_that_grows_in_an_active_segment_is_read_in_place_soon(
         assert (target.memory == source.memory).all()
 
 
-def test_a_segment_that_grows_between_two_lookups_is_read_in_place(
-    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, through_ring: list[int]
-) -> None:
-    """The window's group is the first of the layout and the last to be looked up, and its pages come meanwhile."""
-    layout = PageLayout.of(
-        [
-            Group("window", (1, 2, 4), 2, groups.CELL, Need.window_of(4 * groups.PAGE), groups.PAGE),
-            Group("all", (0, 3), 2, groups.CELL, Need.all(), groups.PAGE),
-        ],
-        groups.PAGE,
-    )
-    ns, tokens, chunks = store.namespace("reversed", layout, "1"), groups.TOKENS, groups.CHUNKS
-    window, full = (g.page_bytes for g in layout.groups)
-    first = {"window": 0, "all": 0}
-    assert ns.put(tokens, {"window": b"", "all": bytes(chunks * full)}, first).stored == chunks
-    assert ns.put([7] * groups.PAGE, {"window": bytes(window), "all": b""}, first).stored == 1  # its part is known
-    back = lookup.walk_back
-
-    def grows(*args: Any) -> int:
-        assert ns.put(tokens, {"window": bytes(chunks * window), "all": b""}, first).stored == chunks
-        return back(*args)
-
-    monkeypatch.setattr(lookup, "walk_back", grows)
-    memory = [np.full((len(g.layers), chunks, groups.PAGE, 2, 16), 0xA5A5, "uint16") for g in layout.groups]
-    kvs = [kvfs.describe(g, m, "layer,block,token,head,2*dim") for g, m in zip(layout.groups, memory, strict=True)]
-    with attach(ns, *kvs) as io:
-        units = {g.name: list(range(chunks)) for g in layout.groups}
-        assert come(ns, io, "load", tokens, units).tokens == chunks * groups.PAGE
-    assert not through_ring and not memory[1].any() and not memory[0][:, chunks - 4 :].any()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_written_by_ranks_is_put_together(ns: kvfs.Namespace, way: str) -> None:
     whole, target = Engine(seed=9), Engine()
@@ -369,237 +353,3 @@ def test_bad_input_is_refused_before_anything_moves(ns: kvfs.Namespace, store: k
         assert not io._unfinished and not moved("lookups")
     with pytest.raises(ConfigError, match="was closed"):
         io.restore(**good)
-
-
-# ---------------------------------------------------------------- ends
-
-
-def test_a_restore_that_is_cancelled_while_it_is_looked_up_moves_nothing_more(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target, looking = saved(ns, CHUNKS), Engine(), Looking(monkeypatch, 2)
-    with attach(ns, target.kv) as io:
-        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
-        assert looking.reached.wait(SECONDS)
-        assert not transfer.cancel(0.05)
-        looking.go.set()
-        assert transfer.cancel(SECONDS)
-        result = transfer.wait(SECONDS)
-        assert result is not None and transfer.state is TransferState.CANCELLED and result.reason == "cancelled"
-        assert result.tokens == 2 * PAGE and target.tokens(range(4)) == source.tokens(range(4))
-        assert (target.memory[:, 4:] == 0xA5A5).all()
-
-
-@pytest.mark.parametrize("when", ["queued", "waiting"])
-def test_a_restore_that_is_cancelled_before_it_is_looked_up_is_cancelled(ns: kvfs.Namespace, when: str) -> None:
-    saved(ns, 2)
-    target, go = Engine(), threading.Event()
-
-    class After:
-        def query(self) -> bool:
-            return go.is_set()
-
-    with attach(ns, target.kv) as io:
-        first = io.restore(prompt(2), UNITS, After(), LATE)
-        transfer = first if when == "waiting" else io.restore(prompt(2), UNITS, NOW, LATE)
-        assert transfer.cancel(SECONDS)
-        go.set()
-        assert first.wait(SECONDS) is not None and transfer.state is TransferState.CANCELLED
-        result = transfer.result
-        assert result is not None and (result.tokens, result.pages, result.reason) == (0, 0, "cancelled")
-        assert restored(io, prompt(2)).tokens == 2 * PAGE
-
-
-def test_a_deadline_that_passes_while_it_is_looked_up_leaves_what_was_found(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target, looking = saved(ns, CHUNKS), Engine(), Looking(monkeypatch, 2)
-    with attach(ns, target.kv) as io:
-        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
-        assert looking.reached.wait(SECONDS)
-        monkeypatch.setattr(type(io._gpu_desk), "late", lambda _, transfer: transfer._note("deadline") or True)
-        looking.go.set()
-        result = transfer.wait(SECONDS)
-        assert result is not None and (result.tokens, result.reason) == (2 * PAGE, "deadline"), result
-        assert target.tokens(range(4)) == source.tokens(range(4)) and (target.memory[:, 4:] == 0xA5A5).all()
-
-
-@pytest.mark.parametrize("found", [0, 2, 6])
-def test_an_index_that_answers_no_more_leaves_what_was_found(
-    ns: kvfs.Namespace, store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, found: int
-) -> None:
-    source, target = saved(ns, CHUNKS), Engine()
-    more, read = Lookahead.more, ns._matcher.read
-
-    def unavailable(*_: Any) -> Any:
-        raise IndexUnavailableError("timeout")
-
-    def until(lookahead: Lookahead, number: int, chunks: int) -> int:
-        monkeypatch.setattr(ns._matcher, "read", unavailable if chunks > found else read)
-        return more(lookahead, number, chunks)
-
-    monkeypatch.setattr(Lookahead, "more", until)
-    with counted(store) as moved, attach(ns, target.kv) as io:
-        result = restored(io, prompt(CHUNKS))
-        assert (result.tokens, result.declined, moved("lookup_unavailable_timeout")) == (found * PAGE, 0, 1)
-    assert target.tokens(range(2 * found)) == source.tokens(range(2 * found))
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["purged", "stored again"])
-def test_pages_that_are_gone_when_their_row_is_read_again_are_a_miss(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, again: bool
-) -> None:
-    source, target, more = saved(ns, CHUNKS), Engine(), Lookahead.more
-    with ns.match(prompt(CHUNKS)) as match:
-        pages = b"".join(bytes(page) for page in ns.view(match))
-
-    def after_a_change(lookahead: Lookahead, number: int, chunks: int) -> int:
-        if chunks == 6:
-            ns._c.index.write(lambda session: session.txn.drop(session.db.pages, delete=False), SECONDS)
-            if again:
-                assert ns.put(prompt(CHUNKS), pages).stored == CHUNKS
-        return more(lookahead, number, chunks)
-
-    monkeypatch.setattr(Lookahead, "more", after_a_change)
-    with attach(ns, target.kv) as io:
-        result = restored(io, prompt(CHUNKS))
-    assert (result.tokens, result.declined) == (CHUNKS * PAGE if again else 0, 0), result
-    if again:
-        assert target.tokens(UNITS) == source.tokens(UNITS)
-
-
-def test_an_error_behind_the_lookup_leaves_no_token_restored(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved(ns, CHUNKS)
-
-    def fails(*_: Any) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(Matcher, "count", fails)
-    with attach(ns, Engine().kv) as io:
-        transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
-        result = transfer.wait(SECONDS)
-        assert result is not None and (result.tokens, result.pages, result.tiers) == (0, 0, {})
-        assert transfer.state is TransferState.FAILED
-    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["no memory"]
-
-
-def test_a_lookup_that_fails_for_a_bug_fails_its_restore_and_no_other(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target, more = saved(ns, CHUNKS), Engine(), Lookahead.more
-
-    def fails(lookahead: Lookahead, number: int, chunks: int) -> int:
-        if chunks > 2:
-            raise RuntimeError("a bug")
-        return more(lookahead, number, chunks)
-
-    with attach(ns, target.kv) as io:
-        with monkeypatch.context() as patched:
-            patched.setattr(Lookahead, "more", fails)
-            transfer = io.restore(prompt(CHUNKS), UNITS, NOW, LATE)
-            result = transfer.wait(SECONDS)
-        assert result is not None and (result.tokens, result.reason) == (0, "error")
-        assert transfer.state is TransferState.FAILED
-        assert restored(io, prompt(CHUNKS)).tokens == CHUNKS * PAGE
-        assert target.tokens(UNITS) == source.tokens(UNITS)
-
-
-# ---------------------------------------------------------------- several groups
-
-
-@pytest.fixture
-def hybrid(store: kvfs.Store) -> kvfs.Namespace:
-    return store.namespace("hybrid", groups.LAYOUT, "1")
-
-
-def save_hybrid(ns: kvfs.Namespace, chunks: int = groups.CHUNKS) -> groups.Engine:
-    engine = groups.Engine(seed=1)
-    with attach(ns, *engine.kvs) as io:
-        result = io.save(ns.plan_save(groups.TOKENS[: chunks * groups.PAGE]), groups.units(), NOW, LATE).wait(SECONDS)
-        assert result is not None and not result.declined
-    return engine
-
-
-def check_hybrid(source: groups.Engine, target: groups.Engine, chunks: int) -> None:
-    first = max(0, chunks - groups.WINDOW)
-    assert target.blocks("full", 0, chunks) == source.blocks("full", 0, chunks)
-    assert target.blocks("window", first, chunks) == source.blocks("window", first, chunks)
-    assert set(target.blocks("window", 0, first) + target.blocks("window", chunks, groups.CHUNKS + 3)) <= {0xA5}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stored", [0, 3, 7, groups.CHUNKS])
-def test_windows_are_those_at_the_end_of_what_was_found(hybrid: kvfs.Namespace, way: str, stored: int) -> None:
-    source, target = save_hybrid(hybrid, stored), groups.Engine()
-    with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
-        result = restored(io, groups.TOKENS, groups.units())
-        pages = stored + min(stored, groups.WINDOW)
-        assert (result.tokens, result.pages, result.declined) == (stored * groups.PAGE, pages, 0), result
-    check_hybrid(source, target, stored)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_lies_behind_the_last_whole_window_is_of_no_use(hybrid: kvfs.Namespace, way: str) -> None:
-    """All of the full group is there, and by then on its way; of the windows those up to chunk 7."""
-    source, target = save_hybrid(hybrid, 7), groups.Engine()
-    pages = {"full": bytes(5 * hybrid.layout.groups[0].page_bytes), "window": b""}
-    assert hybrid.put(groups.TOKENS, pages, {"full": 7, "window": 0}).stored == 5
-    with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
-        result = restored(io, groups.TOKENS, groups.units())
-        assert (result.tokens, result.pages, result.declined) == (7 * groups.PAGE, 7 + groups.WINDOW, 0), result
-    check_hybrid(source, target, 7)
-
-
-def test_pages_that_came_in_vain_are_not_counted_as_used(hybrid: kvfs.Namespace, store: kvfs.Store) -> None:
-    """The full group is there, and no window."""
-    pages = {"full": bytes(5 * hybrid.layout.groups[0].page_bytes), "window": b""}
-    assert hybrid.put(groups.TOKENS, pages, {"full": 0, "window": 0}).stored == 5
-    stamps: list[Any] = []
-    with counted(store) as moved, attach(hybrid, *groups.Engine().kvs) as io:
-        recency = hybrid._c.recency
-        recency.stamp = lambda *stamp: stamps.append(stamp)  # type: ignore[method-assign]
-        result = restored(io, groups.TOKENS, groups.units())
-        assert (result.tokens, result.pages, result.nbytes, result.declined) == (0, 0, 0, 0)
-    assert not moved("bytes_loaded") and not stamps and recency.request_of(b"") is None
-
-
-@pytest.mark.parametrize("way", ["in_place", "small ring"])
-@pytest.mark.parametrize(("group", "chunk"), [("full", 3), ("full", 0), ("window", 9)])
-def test_a_damaged_page_of_either_group_shortens_what_is_restored(
-    hybrid: kvfs.Namespace, store: kvfs.Store, way: str, group: str, chunk: int
-) -> None:
-    source, target = save_hybrid(hybrid), groups.Engine()
-    groups.damage(Path(store.path), hybrid, group, chunk)
-    with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
-        result = restored(io, groups.TOKENS, groups.units())
-        assert result.reason == "unreadable" and result.tokens <= chunk * groups.PAGE, result
-        again = restored(io, groups.TOKENS, groups.units())
-        assert again.tokens == hybrid.match(groups.TOKENS).tokens and not again.declined, again
-    check_hybrid_prefix(source, target, again.tokens // groups.PAGE)
-
-
-def check_hybrid_prefix(source: groups.Engine, target: groups.Engine, chunks: int) -> None:
-    first = max(0, chunks - groups.WINDOW)
-    assert target.blocks("full", 0, chunks) == source.blocks("full", 0, chunks)
-    assert target.blocks("window", first, chunks) == source.blocks("window", first, chunks)
-
-
-def test_a_rank_that_holds_only_windows_restores_what_all_ranks_can(hybrid: kvfs.Namespace) -> None:
-    source, target = save_hybrid(hybrid), groups.Engine()
-    with attach(hybrid, target.kvs[1]) as io:
-        result = restored(io, groups.TOKENS, range(groups.CHUNKS))
-        assert (result.tokens, result.pages) == (groups.CHUNKS * groups.PAGE, groups.WINDOW)
-    first, end = groups.CHUNKS - groups.WINDOW, groups.CHUNKS
-    assert target.blocks("window", first, end) == source.blocks("window", first, end)
-    assert set(target.blocks("full", 0, end)) == {0xA5}
-
-
-def test_the_second_group_waits_for_slots_of_the_first(hybrid: kvfs.Namespace) -> None:
-    """A ring of one page, for both."""
-    source, target = save_hybrid(hybrid), groups.Engine()
-    with attach(hybrid, *target.kvs, registered_bytes=0, ring_bytes=SLOT_ALIGN, dirty_bytes=SLOT_ALIGN) as io:
-        assert restored(io, groups.TOKENS, groups.units()).tokens == groups.CHUNKS * groups.PAGE
-        assert io.ring.free == io.ring.slots
-    check_hybrid(source, target, groups.CHUNKS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvfs.chains
-from kvfs.chains import BYTES_MAX, HASH_COST, PROMPTS, Chains
+from kvfs.chains import BYTES_MAX, HASH_COST, PROMPTS, Chain, Chains
 from kvfs.hashing import TOKEN_BYTES, chain, tenant_seed
 
 SEED, PAGE = tenant_seed("somebody"), 4
@@ -29,6 +29,10 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+def hashes(chains: Chains, tokens: bytes, page: int, seed: bytes) -> list[bytes]:
+    return Chain(chains, tokens, page, seed).all()
+
+
 def ids(*parts: tuple[int, int]) -> bytes:
     """``count`` tokens that begin with ``first``, and so on."""
     return b"".join(array("I", range(first, first + count)).tobytes() for first, count in parts)
@@ -45,7 +49,7 @@ def test_prompts_that_share_whatever_they_share_have_the_hashes_of_the_whole(
             prompt = [*data.draw(st.sampled_from(prompts)), *prompt]  # a longer one, or the next turn
         tokens = array("I", prompt).tobytes()
         page, seed = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([SEED, tenant_seed("another")]))
-        given_out = chains.hashes(tokens, page, seed)
+        given_out = hashes(chains, tokens, page, seed)
         assert given_out == chain(tokens, page, seed)
         given_out.append(b"the caller's own")
 
@@ -54,43 +58,43 @@ def test_only_what_is_new_is_hashed(hashed: list[int]) -> None:
     chains = Chains()
     turns = [ids((0, 100)), ids((0, 100)), ids((0, 230)), ids((0, 60)), ids((0, 130), (9000, 60)), ids((0, 230))]
     for tokens in turns:
-        assert chains.hashes(tokens, PAGE, SEED) == chain(tokens, PAGE, SEED)
+        assert hashes(chains, tokens, PAGE, SEED) == chain(tokens, PAGE, SEED)
     assert hashed == [100, 128, 60]  # 100 + 128 of 230, which make whole chunks; 128 of the fork's 190 are known
 
 
 def test_a_request_is_hashed_once_while_many_others_are_under_way(hashed: list[int]) -> None:
     chains, requests = Chains(), [ids((0, 400), (1000 * n, 200)) for n in range(1, PROMPTS + 1)]
     for tokens in requests:
-        chains.hashes(tokens, PAGE, SEED)
+        hashes(chains, tokens, PAGE, SEED)
     assert sum(hashed) == 400 + 200 * PROMPTS
     for tokens in requests:
-        chains.hashes(tokens + ids((7, 8)), PAGE, SEED)  # with what was computed for it
+        hashes(chains, tokens + ids((7, 8)), PAGE, SEED)  # with what was computed for it
     assert sum(hashed) == 400 + 208 * PROMPTS
 
 
 def test_what_is_remembered_is_bounded() -> None:
     chains = Chains()
     for n in range(3 * PROMPTS):
-        chains.hashes(ids((1000 * n, 4 * PAGE)), PAGE, SEED)
+        hashes(chains, ids((1000 * n, 4 * PAGE)), PAGE, SEED)
     assert len(chains._known) == PROMPTS
     large = BYTES_MAX // 3 // (PAGE * TOKEN_BYTES + HASH_COST) * PAGE
     for n in range(5):
-        chains.hashes(ids((10_000_000 * n, large)), PAGE, SEED)
+        hashes(chains, ids((10_000_000 * n, large)), PAGE, SEED)
         assert sum(len(one.tokens) + HASH_COST * len(one.hashes) for one in chains._known) <= BYTES_MAX
     before = chains._known
     assert len(before) == 3
     whole = ids((0, 4 * large))
-    assert chains.hashes(whole, PAGE, SEED) == chain(whole, PAGE, SEED)
+    assert hashes(chains, whole, PAGE, SEED) == chain(whole, PAGE, SEED)
     assert chains._known == before
 
 
 def test_nothing_is_remembered_of_prompts_without_a_whole_chunk() -> None:
     chains = Chains()
-    assert chains.hashes(b"", PAGE, SEED) == [] == chains.hashes(ids((1, PAGE - 1)), PAGE, SEED) and not chains._known
+    assert hashes(chains, b"", PAGE, SEED) == [] == hashes(chains, ids((1, PAGE - 1)), PAGE, SEED) and not chains._known
 
 
 def test_a_conversation_is_remembered_as_one_prompt() -> None:
     chains = Chains()
     for turn in range(1, 50):
-        chains.hashes(ids((0, turn * PAGE)), PAGE, SEED)
+        hashes(chains, ids((0, turn * PAGE)), PAGE, SEED)
     assert [one.tokens for one in chains._known] == [ids((0, 49 * PAGE))]

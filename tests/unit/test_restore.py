@@ -13,6 +13,7 @@ import kvfs
 from kvfs import PageOutcome, TransferState
 from kvfs.errors import ConfigError
 from kvfs.matcher import Matcher
+from kvfs.transfer import Task, Transfer
 from tests.stores import counted, segment_files
 from tests.unit.test_hybrid_transfers import CHUNKS, LATE, PAGE, PROMPT, SECONDS, UNITS, Engine, hybrid
 
@@ -100,6 +101,19 @@ def test_a_restore_that_is_cancelled_when_its_prompt_has_just_been_looked_up_cla
         assert result is not None and (result.tokens, result.pages, result.tiers) == (0, 0, {}), result
         assert transfer.state is TransferState.CANCELLED
     assert same(target, target, 0)
+
+
+def test_pages_that_are_offered_while_a_transfer_ends_are_too_late() -> None:
+    class Late:
+        """Is released when the transfer has ended, and not been summed up."""
+
+        def release(self) -> None:
+            transfer._offer({0: 1}, lambda _: (PAGE, {}))
+
+    transfer = Transfer(Task("load", {}, {0: ("full", (0,), 8)}, LATE, lambda _: (0, {})), lambda _: None)
+    transfer._leases.add(Late())  # type: ignore[arg-type]
+    transfer._end()
+    assert transfer.result is not None and (transfer.result.tokens, transfer.result.declined) == (0, 0)
 
 
 def test_extra_keys_are_those_of_the_call(ns: kvfs.Namespace) -> None:

@@ -39,6 +39,16 @@ def saved(ns: kvfs.Namespace, chunks: int = 5) -> tuple[kvfs.TransferState, int,
         return transfer.state, result.declined, result.reason
 
 
+def brought_back(ns: kvfs.Namespace, chunks: int = 5) -> tuple[kvfs.TransferState, int, int]:
+    """How a restore into an engine's blocks of 16 tokens ends."""
+    blocks = np.zeros((2, chunks, 16, 2, 8), "uint16")
+    with ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim")) as io:
+        transfer = io.restore(TOKENS, list(range(chunks)))
+        result = transfer.wait(30)
+        assert result is not None
+        return transfer.state, result.tokens, result.declined
+
+
 def tree(path: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in [path, *path.rglob("*")]}
 
@@ -75,6 +85,7 @@ def test_a_store_that_is_switched_off_breaks_nothing_and_touches_nothing(
         assert ns.plan_save(TOKENS).missing == {ns.layout.groups[0].name: (0, 1, 2, 3, 4)}
         assert ns.new_epoch().put(TOKENS, PAGES).reason == "disabled"
         assert saved(ns) == (kvfs.TransferState.DECLINED, 5, "disabled")
+        assert brought_back(ns) == (kvfs.TransferState.DONE, 0, 0)
         assert store.pin("p", ns, TOKENS) == 0 and store.unpin("p") is False and store.pins() == []
         assert store.gc()["segments_dropped"] == 0
         stats = store.stats()
