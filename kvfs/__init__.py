@@ -18,62 +18,32 @@ from typing import TYPE_CHECKING, Any
 from kvfs.version import __version__
 
 if TYPE_CHECKING:
-    from kvfs.config import Quota as Quota
-    from kvfs.device import DeviceKV as DeviceKV
-    from kvfs.device import KVBuffer as KVBuffer
-    from kvfs.errors import (
-        ConfigError as ConfigError,
-    )
-    from kvfs.errors import (
-        CorruptError as CorruptError,
-    )
-    from kvfs.errors import (
-        FormatError as FormatError,
-    )
-    from kvfs.errors import (
-        KvfsError as KvfsError,
-    )
-    from kvfs.errors import (
-        NoSpaceError as NoSpaceError,
-    )
-    from kvfs.errors import (
-        StoreAccessError as StoreAccessError,
-    )
-    from kvfs.errors import (
-        StoreLockedError as StoreLockedError,
-    )
-    from kvfs.errors import (
-        StoreNotFoundError as StoreNotFoundError,
-    )
-    from kvfs.errors import (
-        StoreReadOnlyError as StoreReadOnlyError,
-    )
-    from kvfs.errors import (
-        UnsupportedModelError as UnsupportedModelError,
-    )
-    from kvfs.hostio import HostIO as HostIO
-    from kvfs.identity import Identity as Identity
-    from kvfs.layout import (
-        Cell as Cell,
-    )
-    from kvfs.layout import (
-        Group as Group,
-    )
-    from kvfs.layout import (
-        Need as Need,
-    )
-    from kvfs.layout import (
-        PageLayout as PageLayout,
-    )
-    from kvfs.layout import (
-        Part as Part,
-    )
-    from kvfs.match import PrefixMatch as PrefixMatch
+    from kvfs.directory.config import Quota as Quota
+    from kvfs.errors import ConfigError as ConfigError
+    from kvfs.errors import CorruptError as CorruptError
+    from kvfs.errors import FormatError as FormatError
+    from kvfs.errors import KvfsError as KvfsError
+    from kvfs.errors import NoSpaceError as NoSpaceError
+    from kvfs.errors import StoreAccessError as StoreAccessError
+    from kvfs.errors import StoreLockedError as StoreLockedError
+    from kvfs.errors import StoreNotFoundError as StoreNotFoundError
+    from kvfs.errors import StoreReadOnlyError as StoreReadOnlyError
+    from kvfs.errors import UnsupportedModelError as UnsupportedModelError
+    from kvfs.lookup.prefix_match import PrefixMatch as PrefixMatch
     from kvfs.namespace import Namespace as Namespace
+    from kvfs.pages.describe import describe as describe
+    from kvfs.pages.device_kv import DeviceKV as DeviceKV
+    from kvfs.pages.device_kv import KVBuffer as KVBuffer
+    from kvfs.pages.identity import Identity as Identity
+    from kvfs.pages.layout import Cell as Cell
+    from kvfs.pages.layout import Group as Group
+    from kvfs.pages.layout import Need as Need
+    from kvfs.pages.layout import PageLayout as PageLayout
+    from kvfs.pages.layout import Part as Part
     from kvfs.store import Store as Store
     from kvfs.store import open_store as open
-    from kvfs.tensors import describe as describe
-    from kvfs.transfer import Transfer as Transfer
+    from kvfs.transfer.handle import Transfer as Transfer
+    from kvfs.transfer.host_io import HostIO as HostIO
     from kvfs.types import PageDone as PageDone
     from kvfs.types import PageOutcome as PageOutcome
     from kvfs.types import PurgeResult as PurgeResult
@@ -85,9 +55,9 @@ if TYPE_CHECKING:
     from kvfs.types import Verify as Verify
 
 _HOME = {
-    "Quota": "config",
-    "DeviceKV": "device",
-    "KVBuffer": "device",
+    "Quota": "directory.config",
+    "DeviceKV": "pages.device_kv",
+    "KVBuffer": "pages.device_kv",
     "ConfigError": "errors",
     "CorruptError": "errors",
     "FormatError": "errors",
@@ -98,19 +68,19 @@ _HOME = {
     "StoreNotFoundError": "errors",
     "StoreReadOnlyError": "errors",
     "UnsupportedModelError": "errors",
-    "HostIO": "hostio",
-    "Identity": "identity",
-    "Cell": "layout",
-    "Group": "layout",
-    "Need": "layout",
-    "PageLayout": "layout",
-    "Part": "layout",
-    "PrefixMatch": "match",
+    "HostIO": "transfer.host_io",
+    "Identity": "pages.identity",
+    "Cell": "pages.layout",
+    "Group": "pages.layout",
+    "Need": "pages.layout",
+    "PageLayout": "pages.layout",
+    "Part": "pages.layout",
+    "PrefixMatch": "lookup.prefix_match",
     "Namespace": "namespace",
     "SavePlan": "types",
     "Store": "store",
-    "describe": "tensors",
-    "Transfer": "transfer",
+    "describe": "pages.describe",
+    "Transfer": "transfer.handle",
     "TransferResult": "types",
     "TransferState": "types",
     "PageDone": "types",

@@ -9,19 +9,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvfs import modes
-from kvfs.chains import Chains
-from kvfs.config import Settings
-from kvfs.directory import Directory
-from kvfs.files import Files
+from kvfs.directory import io_mode as modes
+from kvfs.directory.access_times import Recency
+from kvfs.directory.config import Settings
+from kvfs.directory.io_mode import Mode
+from kvfs.directory.liveness import Liveness
+from kvfs.directory.pinned_memory import PinnedBytes
+from kvfs.directory.purge_marks import Marks
+from kvfs.directory.root import Directory
+from kvfs.directory.shared_counters import Tallies
 from kvfs.index.environment import Index
-from kvfs.liveness import Liveness
-from kvfs.marks import Marks
-from kvfs.modes import Mode
-from kvfs.recency import Recency
-from kvfs.registered import PinnedBytes
-from kvfs.segment_files import SegmentFiles
-from kvfs.tally import Tallies
+from kvfs.pages.chunk_hash_cache import Chains
+from kvfs.segments.open_segments import SegmentFiles
+from kvfs.system.files import Files
 from kvfs.types import Verify
 
 T = TypeVar("T")

@@ -6,30 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfs.active import SegmentClass
-from kvfs.bits import members, span
-from kvfs.buffers import byte_view
-from kvfs.codec import NAMES as codec_names
-from kvfs.codec import parse as parse_codec
-from kvfs.config import Quota, parse_duration, quota_id
 from kvfs.context import Context
-from kvfs.directory import explained
-from kvfs.epochs import next_epoch
+from kvfs.directory.config import Quota, parse_duration, quota_id
+from kvfs.directory.root import explained
+from kvfs.directory.weight_epochs import next_epoch
 from kvfs.errors import ConfigError, StoreReadOnlyError
-from kvfs.identity import Identity, salt_digest
-from kvfs.layout import Group, PageLayout, Part
-from kvfs.lookup import GroupLookup, Prompt
-from kvfs.match import PrefixMatch, used_ranges
-from kvfs.matcher import Matcher
-from kvfs.prompt import PromptPages, chain_of, prompt_of_keys
-from kvfs.reader import Reader
+from kvfs.format.codec import NAMES as codec_names
+from kvfs.format.codec import parse as parse_codec
+from kvfs.lookup.matcher import Matcher
+from kvfs.lookup.prefix_match import PrefixMatch, used_ranges
+from kvfs.lookup.prompt_pages import PromptPages, chain_of, prompt_of_keys
+from kvfs.lookup.search import GroupLookup, Prompt
+from kvfs.pages.chunk_set import members, span
+from kvfs.pages.identity import Identity, salt_digest
+from kvfs.pages.layout import Group, PageLayout, Part
+from kvfs.read.reader import Reader
+from kvfs.system.memory_views import byte_view
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
-from kvfs.writer import Appender, Job, Outcome, check_pages_fit
+from kvfs.write.active_segments import SegmentClass
+from kvfs.write.appender import Appender, Job, Outcome, check_pages_fit
 
 if TYPE_CHECKING:
-    from kvfs.device import DeviceKV
-    from kvfs.hostio import HostIO
+    from kvfs.pages.device_kv import DeviceKV
+    from kvfs.transfer.host_io import HostIO
 
 
 class _Put(NamedTuple):
@@ -223,11 +223,11 @@ class Namespace:
         }  # fmt: skip
         memory = next((kv.memory for kv in kvs), "host")
         if not memory.startswith("cuda"):
-            from kvfs.hostio import HostIO  # attached processes only
+            from kvfs.transfer.host_io import HostIO
 
             return HostIO(*args, **settings)
-        from kvfs.gpu import Gpu
-        from kvfs.gpuio import GpuIO
+        from kvfs.gpu.device import Gpu
+        from kvfs.gpu.gpu_io import GpuIO
 
         return GpuIO(
             Gpu(memory), *args, **settings, scratch_bytes=scratch_bytes, registered_bytes=registered_bytes,

@@ -10,33 +10,35 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvfs import config, cores, modes
-from kvfs import directory as directories
-from kvfs.catalog import Catalog
-from kvfs.codec import parse as parse_codec
-from kvfs.config import Quota, Settings, parse_duration, parse_size
+from kvfs.catalog.catalog import Catalog
 from kvfs.context import COMMIT_SECONDS
-from kvfs.core import Core
+from kvfs.directory import config
+from kvfs.directory import io_mode as modes
+from kvfs.directory import root as directories
+from kvfs.directory.config import Quota, Settings, parse_duration, parse_size
+from kvfs.directory.pin_files import Pin, list_pins
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
-from kvfs.files import Files, check_output
-from kvfs.identity import Identity
+from kvfs.format.codec import parse as parse_codec
 from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
-from kvfs.layout import PageLayout
-from kvfs.pinned import Pin, list_pins
+from kvfs.pages.identity import Identity
+from kvfs.pages.layout import PageLayout
+from kvfs.runtime import registry as cores
+from kvfs.runtime.open_store import Core
+from kvfs.system.files import Files, check_output
 from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
 from kvfs.version import FORMAT
 
 if TYPE_CHECKING:
-    from kvfs.bundle import Exported
-    from kvfs.bundle_import import Imported
-    from kvfs.match import PrefixMatch
+    from kvfs.bundles.exporter import Exported
+    from kvfs.bundles.importer import Imported
+    from kvfs.bundles.safetensors_file import Written
+    from kvfs.eviction.dry_run import Plan
+    from kvfs.lookup.prefix_match import PrefixMatch
+    from kvfs.maintenance.recompress import Recompressed, RecompressPlan
+    from kvfs.maintenance.verify import Verification
+    from kvfs.maintenance.warm import Warmed
     from kvfs.namespace import Namespace
-    from kvfs.plan import Plan
-    from kvfs.recompress import Recompressed, RecompressPlan
-    from kvfs.tensorfile import Written
-    from kvfs.verify import Verification
-    from kvfs.warm import Warmed
 
 PIN_SECONDS = 30.0  # for an eviction or a purge that goes on
 
@@ -72,7 +74,7 @@ def open_store(
         raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
     files = files or Files()
     if disabled:
-        from kvfs.disabled import DisabledCore
+        from kvfs.runtime.disabled import DisabledCore
 
         return Store(DisabledCore(where, policy, threads, files))
     read_only = read_only or forced
@@ -184,7 +186,7 @@ class Store:
 
     def gc_plan(self, target_bytes: int | None = None) -> Plan:
         """What ``gc`` would do now. Changes nothing."""
-        from kvfs.plan import make_plan
+        from kvfs.eviction.dry_run import make_plan
 
         self._check_open()
         return make_plan(self._core.c, self._core.evictor, target_bytes)
@@ -193,7 +195,7 @@ class Store:
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None
     ) -> RecompressPlan:
         """What ``recompress`` would do now: which segments, and about how many bytes it would save. Changes nothing."""
-        from kvfs.recompress import Recompressor
+        from kvfs.maintenance.recompress import Recompressor
 
         self._check_open()
         self._check_enabled()
@@ -205,12 +207,12 @@ class Store:
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Recompressed:  # fmt: skip
-        """Write cold sealed segments anew, their pages in ``codec``, and drop the old ones; see ``kvfs.recompress``.
+        """Write cold sealed segments anew, their pages in ``codec``, and drop the old ones.
 
         Cold: no page of the segment was used for ``idle`` (seconds, or a text like "1h"), and it is not pinned. Ends
         after ``seconds``, if given. ``progress(done, total)`` in segments.
         """
-        from kvfs.recompress import Recompressor
+        from kvfs.maintenance.recompress import Recompressor
 
         self._check_open()
         self._check_enabled()
@@ -232,10 +234,26 @@ class Store:
         chunks of these hashes (see ``Namespace.chunk_hashes``). Pages stored afterwards are served, and so are matches
         and views that somebody holds already, until he lets go. ConfigError if a pin protects some of the pages.
         """
-        from kvfs.selection import select
+        from kvfs.maintenance.purge import select
+        from kvfs.namespace import Namespace
 
         self._check_open()
-        selection = select(namespace, salt, prefix, chunks, extra)
+        if not isinstance(namespace, (Namespace, str, bytes, type(None))) or namespace in ("", b""):
+            raise ConfigError(f"namespace is {namespace!r}: pass a Namespace, a name, or a digest")
+        if prefix is not None:
+            if chunks is not None:
+                raise ConfigError("prefix and chunks are both given: pass one")
+            if not isinstance(namespace, Namespace):
+                raise ConfigError("prefix needs a Namespace as store.namespace(...) gives it: tokens are hashed by it")
+            chunks = namespace.chunk_hashes(prefix, extra=extra)
+        elif extra is not None:
+            raise ConfigError("extra belongs to a prefix: pass prefix=token_ids")
+        digest = namespace.identity.digest if isinstance(namespace, Namespace) else namespace
+        selection = select(
+            digest=digest if isinstance(digest, bytes) else None,
+            name=digest if isinstance(digest, str) else None,
+            salt=salt, chunks=chunks,
+        )  # fmt: skip
         self._check_enabled()
         self._check_writable()
         with directories.explained(self.path):
@@ -279,7 +297,7 @@ class Store:
         """Read pages into the page cache: of namespaces, of prefixes (ids of ``kvfs ls``), of a match, of all pins,
         or the ``hottest`` bytes. ``check`` only says how much is there. ``progress(done, total)`` in bytes.
         """
-        from kvfs.warm import Warmer
+        from kvfs.maintenance.warm import Warmer
 
         self._check_open()
         self._core.c.mode.check_maps("warm", "do without it")
@@ -296,8 +314,8 @@ class Store:
         self, path: str, namespaces: Sequence[str] = (), *, match: PrefixMatch | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:  # fmt: skip
-        """Write the pages of namespaces, or of a match, to a bundle; see ``kvfs.bundle``. ConfigError for neither."""
-        from kvfs import bundle
+        """Write the pages of namespaces, or of a match, to a bundle. ConfigError for neither."""
+        from kvfs.bundles import exporter as bundle
 
         self._check_open()
         c = self._core.c
@@ -308,8 +326,8 @@ class Store:
 
     def match_prefix(self, ref: str) -> PrefixMatch:
         """The pages of a prefix (an id of ``kvfs ls``) from the first token on; ConfigError where they begin later."""
-        from kvfs.lookup import Prompt
-        from kvfs.matcher import Matcher
+        from kvfs.lookup.matcher import Matcher
+        from kvfs.lookup.search import Prompt
 
         self._check_open()
         described, hashes = self.catalog.hashes_of_prefix(ref)
@@ -320,8 +338,8 @@ class Store:
         self, path: str, match: PrefixMatch, token_ids: Sequence[int] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Written:  # fmt: skip
-        """Write the pages of a match as a safetensors file, replacing what ``path`` names; see ``kvfs.tensorfile``."""
-        from kvfs import tensorfile
+        """Write the pages of a match as a safetensors file, replacing what ``path`` names."""
+        from kvfs.bundles import safetensors_file as tensorfile
 
         self._check_open()
         described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
@@ -336,7 +354,7 @@ class Store:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Imported:  # fmt: skip
         """Verify a bundle page by page and take its pages in; nothing of one that was changed, unless ``partial``."""
-        from kvfs.bundle_import import Importer
+        from kvfs.bundles.importer import Importer
 
         self._check_open()
         self._check_writable()
@@ -349,8 +367,8 @@ class Store:
         return Catalog(self._core.c)
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
-        """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.verify``."""
-        from kvfs.verify import Verifier
+        """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.maintenance.verify``."""
+        from kvfs.maintenance.verify import Verifier
 
         self._check_open()
         self._check_enabled()

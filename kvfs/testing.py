@@ -4,8 +4,9 @@ and bytes that any process can check.
 >>> files = FaultyFiles(Fault(nth=3, kind="pwritev", error=errno.ENOSPC))   # the third write finds a full disk
 >>> store = kvfs.open(path, capacity="16MiB", files=files)                  # doctest: +SKIP
 
-Every :class:`~kvfs.files.Files` method that is one system call is counted (``KINDS``); loops such as ``read_into``
-count through the calls that they make. LMDB does its own I/O and is not reached from here: see ``tools/torture``.
+Every :class:`~kvfs.system.files.Files` method that is one system call is counted (``KINDS``); loops such as
+``read_into`` count through the calls that they make. LMDB does its own I/O and is not reached from here:
+see ``tools/torture``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvfs.direct import aligned
-from kvfs.files import BareMap, Files
-from kvfs.files import Mapping as Map
-from kvfs.format import BLOCK
+from kvfs.format.segment import BLOCK
+from kvfs.system.direct_io import aligned
+from kvfs.system.files import BareMap, Files
+from kvfs.system.files import Mapping as Map
 
 #: Calls that are counted and can fail.
 KINDS = (

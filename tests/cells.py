@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvfs import hostcopy
-from kvfs.device import DeviceKV
-from kvfs.layout import Group, PageLayout, Part
-from kvfs.tensors import describe
+from kvfs.pages import host_copy as hostcopy
+from kvfs.pages.describe import describe
+from kvfs.pages.device_kv import DeviceKV
+from kvfs.pages.layout import Group, PageLayout, Part
 
 
 class Copies(NamedTuple):
-    """A pair of functions with the signatures of ``kvfs.hostcopy``; None: they do not count bytes."""
+    """A pair of functions with the signatures of ``kvfs.pages.host_copy``; None: they do not count bytes."""
 
     gather: Callable[..., int | None]
     scatter: Callable[..., int | None]

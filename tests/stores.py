@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.files import Files
-from kvfs.format import align
-from kvfs.match import PrefixMatch
-from kvfs.segment_scan import Scan, scan_segment
+from kvfs.format.segment import align
+from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.segments.scan import Scan, scan_segment
+from kvfs.system.files import Files
 
 PAGE_TOKENS = 16
 #: Threads fork one after the other: filelock, which torch brings, refuses a fork while another one is in progress.

@@ -26,10 +26,10 @@ import click
 
 import kvfs
 from kvfs import Cell, Group, Need, PageLayout, Part
-from kvfs.active import SegmentClass
-from kvfs.evictor import CARRIED
-from kvfs.files import Files
-from kvfs.format import FLAG_CARRIED
+from kvfs.eviction.evictor import CARRIED
+from kvfs.format.segment import FLAG_CARRIED
+from kvfs.system.files import Files
+from kvfs.write.active_segments import SegmentClass
 
 BORN_US = 1_700_000_000_000_000  # November 2023: the clock under which the store is made
 TTL = 3600

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
-from kvfs.layout import PageLayout
+from kvfs.pages.layout import PageLayout
 
 SECONDS = 120.0
 REST = 8  # tokens behind the last whole page: those are computed

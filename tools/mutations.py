@@ -20,24 +20,24 @@ class Mutation(NamedTuple):
 
 MUTATIONS = (
     Mutation(
-        "skip the checksum on read", "kvfs/fetch.py",
+        "skip the checksum on read", "kvfs/read/fetch.py",
         "            return job.bits(), []\n        good = [self._agrees(root, job.root(i)) for i, root in enumerate(roots)]",
         "            return job.bits(), []\n        good = [True for i, root in enumerate(roots)]",
         ("tests/unit/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew",),
     ),
     Mutation(
-        "skip the checksum of views", "kvfs/reader.py",
+        "skip the checksum of views", "kvfs/read/reader.py",
         "if not self._fetcher.check(job, n, view, leaf_bytes))",
         "if not view)",
         ("tests/unit/test_namespace.py::test_a_damaged_page_ends_the_views",),
     ),
     Mutation(
-        "skip the checksum of leaves read for other parts", "kvfs/assemble.py",
+        "skip the checksum of leaves read for other parts", "kvfs/read/assemble.py",
         'if checksum(data) != int.from_bytes(table[row * LEAF_BYTES : (row + 1) * LEAF_BYTES], "little"):', "if not data:",
         ("tests/unit/test_namespace.py::test_damage_is_seen_by_a_reader_of_other_parts",),
     ),
     Mutation(
-        "publish before writing", "kvfs/segment.py",
+        "publish before writing", "kvfs/segments/writer.py",
         '            self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)\n            return tables',
         '            data = b"".join(bytes(b) for b in [*buffers, *tables])\n'
         "            threading.Timer(0.05, self._files.write_all, (self.fd, [data], start)).start()\n"
@@ -45,7 +45,7 @@ MUTATIONS = (
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "write table entries before payloads", "kvfs/segment.py",
+        "write table entries before payloads", "kvfs/segments/writer.py",
         "        tables = self._write_payloads(records, buffers, start, leaves_at)\n",
         "        tables = [leaf_table(r.payload, r.leaf_bytes) for r in records]\n"
         "        late = partial(self._write_payloads, records, buffers, start, leaves_at)\n"
@@ -54,7 +54,7 @@ MUTATIONS = (
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "publish before the sync of level sync", "kvfs/writer.py",
+        "publish before the sync of level sync", "kvfs/write/appender.py",
         '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
         "                self._active.note_dirty(job.segment_class)\n"
         "            self._publish(job, targets, records, placed, writer, generation, outcome)\n",
@@ -64,25 +64,25 @@ MUTATIONS = (
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "no sync at level sync", "kvfs/active.py",
+        "no sync at level sync", "kvfs/write/active_segments.py",
         "            self._c.files.fdatasync(writer.fd)\n        except OSError:\n            writer.dead = True",
         "            pass\n        except OSError:\n            writer.dead = True",
         ("tests/crash/test_crash_images.py",),
     ),
     Mutation(
-        "retry a failed sync", "kvfs/active.py",
+        "retry a failed sync", "kvfs/write/active_segments.py",
         "        except OSError:\n            writer.dead = True\n            self._c.counters.add(\"sync_errors\")",
         "        except OSError:\n            return self._c.files.fdatasync(writer.fd)\n"
         "            self._c.counters.add(\"sync_errors\")",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "ignore a short write", "kvfs/files.py",
+        "ignore a short write", "kvfs/system/files.py",
         "                    batch[0] = batch[0][n:]\n", "                    batch = []\n",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "read through the page cache in mode staging", "kvfs/segment_files.py",
+        "read through the page cache in mode staging", "kvfs/segments/open_segments.py",
         "        fd = self.direct(held) if past or self._mode.direct else -1\n        if fd >= 0:\n"
         "            direct.read(self._files, fd, target, offset)\n        elif self._mode.direct:",
         "        fd = self.direct(held) if past and not self._mode.direct else -1\n        if fd >= 0:\n"
@@ -90,30 +90,30 @@ MUTATIONS = (
         ("tests/unit/test_modes.py",),
     ),
     Mutation(
-        "write payloads through the page cache in mode staging", "kvfs/segment.py",
+        "write payloads through the page cache in mode staging", "kvfs/segments/writer.py",
         "            writes = list(self._writes_past(records, start, 1 if small else WRITE_THREADS))\n", "            pass\n",
         ("tests/unit/test_modes.py", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
-        "map a segment that is being written past the page cache", "kvfs/segment_files.py",
+        "map a segment that is being written past the page cache", "kvfs/segments/open_segments.py",
         "            held.mappable = not written_direct or sealed_bytes(files, held) > 0\n",
         "            held.mappable = True\n",
         ("tests/unit/test_modes.py",),
     ),
     Mutation(
-        "go on within a block after a short direct write", "kvfs/files.py",
+        "go on within a block after a short direct write", "kvfs/system/files.py",
         "                n = self.pwritev(fd, batch, offset)\n                n -= n % block\n",
         "                n = self.pwritev(fd, batch, offset)\n",
         ("tests/unit/test_modes.py",),
     ),
     Mutation(
-        "take a short read for a whole one", "kvfs/files.py",
+        "take a short read for a whole one", "kvfs/system/files.py",
         "                raise OSError(errno.EIO, f\"file ends {total - done} bytes short\")", "                return",
         ("tests/unit/test_namespace.py::test_a_truncated_segment_serves_what_is_left",
          "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
-        "drop the capacity reservation", "kvfs/space.py",
+        "drop the capacity reservation", "kvfs/index/ledger.py",
         "    if growth > 0 and used + growth > limits.limit:\n", "    if growth > 1 << 60:\n",
         ("tests/crash/test_order_of_writes.py", "tests/golden"),
     ),
@@ -134,121 +134,121 @@ MUTATIONS = (
         ("tests/crash/test_order_of_writes.py", "tests/unit/test_open.py"),
     ),
     Mutation(
-        "off by one in the record table", "kvfs/segment.py",
+        "off by one in the record table", "kvfs/segments/writer.py",
         "            if slot + len(packed) == fmt.slots_of_table(table == fmt.FIRST_TABLE) - 1:",
         "            if slot + len(packed) == fmt.slots_of_table(table == fmt.FIRST_TABLE):",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "cut a published page off when trimming", "kvfs/segment.py",
+        "cut a published page off when trimming", "kvfs/segments/writer.py",
         '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail)',
         '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail) - BLOCK',
         ("tests/unit/test_open.py::test_a_store_opens_as_it_was_closed", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
-        "reuse a ring slot early", "kvfs/staging.py",
+        "reuse a ring slot early", "kvfs/transfer/staging.py",
         "        taken = self._free[first : first + n]\n        del self._free[first : first + n]",
         "        taken = self._free[first : first + n]\n        del self._free[first + 1 : first + n]",
         ("tests/unit/test_staging.py",),
     ),
     Mutation(
-        "load in the wrong direction", "kvfs/hostcopy.py",
+        "load in the wrong direction", "kvfs/pages/host_copy.py",
         "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=False)",
         "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=True)",
         ("tests/unit/test_hostcopy.py",),
     ),
     Mutation(
-        "settle a page twice", "kvfs/transfer.py",
+        "settle a page twice", "kvfs/transfer/handle.py",
         "            self._open[group] ^= fresh\n", "",
         ("tests/unit/test_transfer.py::test_save_and_load",),
     ),
     Mutation(
-        "take the GPU's copy without a check", "kvfs/gpubatches.py",
+        "take the GPU's copy without a check", "kvfs/gpu/batches.py",
         "kernels.scatter(launch, shape, check=check)", "kernels.scatter(launch, shape, check=False)",
         ("tests/kernels/test_gpu_transport.py",),
     ),
     Mutation(
-        "keep the ring's slots from the next group", "kvfs/gpuload.py",
+        "keep the ring's slots from the next group", "kvfs/gpu/load.py",
         "if later and group.source.has_slots:", "if False:",
         ("tests/kernels/test_gpu_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
     ),
     Mutation(
-        "do not launch what was copied", "kvfs/gpuload.py",
+        "do not launch what was copied", "kvfs/gpu/load.py",
         "            launches.all()\n            self.transfer._expect", "            self.transfer._expect",
         ("tests/kernels/test_gpu_groups.py",),
     ),
     Mutation(
-        "wait for the end of a load before the next one begins", "kvfs/gpuio.py",
+        "wait for the end of a load before the next one begins", "kvfs/gpu/gpu_io.py",
         "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/kernels/test_gpu_overlap.py",),
     ),
     Mutation(
-        "give the sheet of a load to the next one", "kvfs/gpulane.py",
+        "give the sheet of a load to the next one", "kvfs/gpu/lane.py",
         "            self._free.remove(sheet)\n", "            pass\n", ("tests/kernels/test_gpu_overlap.py",),
     ),
     Mutation(
-        "hold none of what is found while the first pages come", "kvfs/lookahead.py",
+        "hold none of what is found while the first pages come", "kvfs/lookup/incremental.py",
         "            self.held.update(self._matcher.acquire(new, self._read.generation))\n",
         "            self._matcher.acquire(new, self._read.generation)\n",
         ("tests/unit/test_lookahead.py",),
     ),
     Mutation(
-        "restore up to where the first group ends, whatever the others have", "kvfs/lookahead.py",
+        "restore up to where the first group ends, whatever the others have", "kvfs/lookup/incremental.py",
         "        chunks = min([self.limit, *self._there.values()])\n",
         "        chunks = self._there[self._needs_all[0]] if self._needs_all else self.limit\n",
         ("tests/unit/test_lookahead.py",),
     ),
     Mutation(
-        "look all of a prompt up before its first pages come", "kvfs/gpurestore.py",
+        "look all of a prompt up before its first pages come", "kvfs/gpu/restore.py",
         "        done, pages = 0, FIRST_PAGES\n",
         "        done, pages = 0, 1 << 30\n",
         ("tests/kernels/test_gpu_restore.py::test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up",),
     ),
     Mutation(
-        "call back where the ends of loads are waited for", "kvfs/gpuload.py",
+        "call back where the ends of loads are waited for", "kvfs/gpu/load.py",
         "if self.transfer.calls_back:", "if False:", ("tests/kernels/test_gpu_overlap.py",),
     ),
     Mutation(
-        "enqueue batches without end", "kvfs/gpubatches.py",
+        "enqueue batches without end", "kvfs/gpu/batches.py",
         "            if due is None or due.query():", "            if True:",
         ("tests/kernels/test_gpu_queue.py",),
     ),
     Mutation(
-        "take any number of calls for a batch", "kvfs/gpulane.py",
+        "take any number of calls for a batch", "kvfs/gpu/lane.py",
         "            if calls > CALLS or back", "            if back",
         ("tests/kernels/test_gpu_queue.py",),
     ),
     Mutation(
-        "give out the address of what is still pinned", "kvfs/pieces.py",
+        "give out the address of what is still pinned", "kvfs/gpu/registration.py",
         "        return False\n    mapping.close()\n", "    mapping.close()\n",
         ("tests/kernels/test_gpu_ends.py",),
     ),
     Mutation(
-        "end the capture of a graph", "kvfs/gpu.py",
+        "end the capture of a graph", "kvfs/gpu/device.py",
         "            cuda.relax_capture()\n", "",
         ("tests/kernels/test_capture.py",),
     ),
     Mutation(
-        "give slots back while copies read them", "kvfs/gpusource.py",
+        "give slots back while copies read them", "kvfs/gpu/page_source.py",
         "while self._leases and self._leases[0][0].query():", "while self._leases:",
         ("tests/kernels/test_gpu_late.py",),
     ),
     Mutation(
-        "wait for a hung disk to give memory back", "kvfs/registered.py",
+        "wait for a hung disk to give memory back", "kvfs/directory/pinned_memory.py",
         "            self.mine -= nbytes\n", "            self.mine -= nbytes\n            self._say()\n",
         ("tests/kernels/test_gpu_warm.py",),
     ),
     Mutation(
-        "register what the disk has yet to bring", "kvfs/pieces.py",
+        "register what the disk has yet to bring", "kvfs/gpu/registration.py",
         "            self._bring_in(held, mapping.address, start, nbytes)\n", "            pass\n",
         ("tests/kernels/test_gpu_queue.py",),
     ),
     Mutation(
-        "pin ahead what was used first", "kvfs/gpuwarm.py",
+        "pin ahead what was used first", "kvfs/gpu/preregister.py",
         "key=lambda s: -s.stamp_us", "key=lambda s: s.stamp_us",
         ("tests/kernels/test_gpu_warm.py",),
     ),
     Mutation(
-        "let others append where a write hangs", "kvfs/core.py",
+        "let others append where a write hangs", "kvfs/runtime/open_store.py",
         "        if not free:\n", "        if False:\n",
         ("tests/unit/test_hanging_writes.py",),
     ),
@@ -263,28 +263,28 @@ MUTATIONS = (
         ("tests/kernels/test_xxh3.py",),
     ),
     Mutation(
-        "skip the sync of super's directory", "kvfs/directory.py",
+        "skip the sync of super's directory", "kvfs/directory/root.py",
         "            files.unlink(temporary, dir_fd=root)\n    files.fsync(root)", "            files.unlink(temporary, dir_fd=root)",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "replace a small file without a sync of its bytes", "kvfs/directory.py",
+        "replace a small file without a sync of its bytes", "kvfs/directory/root.py",
         "                self.files.write_all(fd, [data], 0)\n                if durable:\n                    self.files.fsync(fd)",
         "                self.files.write_all(fd, [data], 0)",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
-        "evict pinned pages", "kvfs/victims.py",
+        "evict pinned pages", "kvfs/eviction/victims.py",
         "if row.state == DOOMED or row.segment_id in pinned:", "if row.state == DOOMED:",
         ("tests/golden/test_golden.py::test_a_pin_of_format_1_protects_its_pages",),
     ),
     Mutation(
-        "accept an entry of another segment", "kvfs/format.py",
+        "accept an entry of another segment", "kvfs/format/segment.py",
         '    return int.from_bytes(segment_id[:8], "little")', "    return 0",
         ("tests/unit/test_format.py", "tests/golden"),
     ),
     Mutation(
-        "accept a segment of another store", "kvfs/rebuild.py",
+        "accept a segment of another store", "kvfs/maintenance/rebuild.py",
         "(scan.header.segment_id, scan.header.store_id) != (segment_id, self._store_id)",
         "scan.header.segment_id != segment_id",
         ("tests/unit/test_open.py::test_a_segment_of_another_store_is_not_served",),
@@ -295,13 +295,13 @@ MUTATIONS = (
         ("tests/unit/test_rows.py", "tests/fuzz"),
     ),
     Mutation(
-        "wrong order of the chain", "kvfs/hashing.py",
+        "wrong order of the chain", "kvfs/pages/chunk_hash.py",
         "            parent = sha(parent + tokens[start : start + step]).digest()",
         "            parent = sha(tokens[start : start + step] + parent).digest()",
         ("tests/unit/test_hashing.py", "tests/golden"),
     ),
     Mutation(
-        "forget the tenant's salt", "kvfs/hashing.py",
+        "forget the tenant's salt", "kvfs/pages/chunk_hash.py",
         'hashlib.sha256(b"kvfs chain 1\\n" + salt.encode("utf-8"))', 'hashlib.sha256(b"kvfs chain 1\\n")',
         ("tests/unit/test_hashing.py", "tests/security"),
     ),
@@ -321,13 +321,13 @@ MUTATIONS = (
         ("tests/security",),
     ),
     Mutation(
-        "free a segment that somebody holds", "kvfs/gc.py",
+        "free a segment that somebody holds", "kvfs/eviction/reclaimer.py",
         "if not files.flock(fd, fcntl.LOCK_EX):", "if not files.flock(fd, fcntl.LOCK_EX) and fd < 0:",
         ("tests/unit/test_namespace.py::test_a_match_holds_its_pages_after_the_segment_is_unlinked",
          "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
-        "take the claims of others for pages", "kvfs/index/runs.py",
+        "take the claims of others for pages", "kvfs/index/row_updates.py",
         "            if claim_holds(session, place):\n                return CLAIM\n    return None",
         "            if claim_holds(session, place):\n                return 0\n    return None",
         ("tests/crash/test_order_of_writes.py",),
@@ -338,7 +338,7 @@ MUTATIONS = (
         ("tests/unit/test_rows.py", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
-        "the oldest of two records wins a rebuild", "kvfs/rebuild.py",
+        "the oldest of two records wins a rebuild", "kvfs/maintenance/rebuild.py",
         "key=lambda x: -x.created_us", "key=lambda x: x.created_us",
         ("tests/crash/test_order_of_writes.py",),
     ),
@@ -354,7 +354,7 @@ MUTATIONS = (
         ("tests/unit/test_namespace.py::test_nothing_is_stored_behind_a_gap",),
     ),
     Mutation(
-        "follow symlinks", "kvfs/files.py",
+        "follow symlinks", "kvfs/system/files.py",
         "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_CLOEXEC | os.O_NONBLOCK",
         ("tests/security",),
     ),
@@ -364,27 +364,27 @@ MUTATIONS = (
         ("tests/security",),
     ),
     Mutation(
-        "append to a segment that has two names", "kvfs/segment.py",
+        "append to a segment that has two names", "kvfs/segments/writer.py",
         "            if files.fstat(fd).st_nlink > 1:\n", "            if fd < 0:\n",
         ("tests/security",),
     ),
     Mutation(
-        "name what a power cut has torn", "kvfs/rebuild.py",
+        "name what a power cut has torn", "kvfs/maintenance/rebuild.py",
         "whole = [e for e in entries if self._is_whole(e)]", "whole = list(entries)",
         ("tests/crash/test_found_by_torture.py::test_a_page_that_a_power_cut_has_torn_is_not_skipped",),
     ),
     Mutation(
-        "go on with a segment that has torn pages", "kvfs/rebuild.py",
+        "go on with a segment that has torn pages", "kvfs/maintenance/rebuild.py",
         "not dead and not torn and scan.appendable", "not dead and scan.appendable",
         ("tests/crash/test_found_by_torture.py::test_a_segment_with_a_torn_page_is_not_sealed_over_it",),
     ),
     Mutation(
-        "seal what may not be on the disk", "kvfs/active.py",
+        "seal what may not be on the disk", "kvfs/write/active_segments.py",
         'if self._c.settings.sync != "cache":  # a seal', 'if self._c.settings.sync == "":  # a seal',
         ("tests/crash/test_order_of_writes.py::test_what_a_seal_covers_is_on_the_disk_before_the_seal",),
     ),
     Mutation(
-        "give away the slot of a writer that was killed", "kvfs/index/runs.py",
+        "give away the slot of a writer that was killed", "kvfs/index/row_updates.py",
         "if place.flags & CLAIM and place.chunk_hash != wanted and", "if place.flags & CLAIM and not wanted and",
         ("tests/crash/test_found_by_torture.py::test_what_a_killed_writer_has_not_published_hides_nothing_after_a_rebuild",),
     ),
@@ -394,66 +394,66 @@ MUTATIONS = (
         ("tests/fuzz",),
     ),
     Mutation(
-        "append to a segment of unknown features", "kvfs/format.py",
+        "append to a segment of unknown features", "kvfs/format/segment.py",
         "    return not _HEADER.unpack(bytes(page[: _HEADER.size]))[4] & ~READ_ONLY_COMPATIBLE", "    return True",
         ("tests/golden",),
     ),
     Mutation(
-        "wait for fifos", "kvfs/files.py",
+        "wait for fifos", "kvfs/system/files.py",
         "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_CLOEXEC | os.O_NOFOLLOW",
         ("tests/security",),
     ),
     Mutation(
-        "allocate what a compressed frame claims", "kvfs/codec.py",
+        "allocate what a compressed frame claims", "kvfs/format/codec.py",
         "        if claimed != raw_bytes:\n", "        if claimed < 0:\n",
         ("tests/unit/test_codec.py::test_a_bomb_allocates_nothing",),
     ),
     Mutation(
-        "take a decoded page for verified", "kvfs/assemble.py",
+        "take a decoded page for verified", "kvfs/read/assemble.py",
         "    if root_of(leaf_table(target, leaf_bytes)) != place.root:\n", "    if not target:\n",
         ("tests/unit/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_anew",),
     ),
     Mutation(
-        "let planes leave bytes over", "kvfs/codec.py",
+        "let planes leave bytes over", "kvfs/format/codec.py",
         "    if sum(lengths) != len(source) - begin or max(lengths) > plane_bytes:\n",
         "    if max(lengths) > plane_bytes:\n",
         ("tests/unit/test_codec.py::test_what_is_not_exactly_one_page_is_refused",),
     ),
     Mutation(
-        "sum what is stored in place of the page", "kvfs/encoder.py",
+        "sum what is stored in place of the page", "kvfs/write/encode.py",
         "    table = record.table or leaf_table(record.payload, record.leaf_bytes)\n",
         "    table = leaf_table(payload, record.leaf_bytes)\n",
         ("tests/unit/test_codec.py",),
     ),
     Mutation(
-        "drop a segment whose pages were not all copied", "kvfs/carry.py",
+        "drop a segment whose pages were not all copied", "kvfs/write/relocate.py",
         "            if whole and isinstance(exc, OSError):\n", "            if whole and not exc:\n",
         ("tests/crash/test_recompress.py",),
     ),
     Mutation(
-        "take prompts for one another that end alike", "kvfs/chains.py",
+        "take prompts for one another that end alike", "kvfs/pages/chunk_hash_cache.py",
         " or known[:common] != tokens[:common]:", ":",
         ("tests/unit/test_chains.py",),
     ),
     Mutation(
-        "remember chains of one tenant for another", "kvfs/chains.py",
+        "remember chains of one tenant for another", "kvfs/pages/chunk_hash_cache.py",
         " if one[:2] == (seed, step) else 0", "",
         ("tests/unit/test_chains.py",),
     ),
     Mutation(
-        "miss the run behind those that are not there", "kvfs/lookup.py",
+        "miss the run behind those that are not there", "kvfs/lookup/search.py",
         "                if there and any(page + part in there for part in parts):\n                    return run\n",
         "                if there and any(page + part in there for part in parts):\n                    return run + 1\n",
         ("tests/unit/test_lookup.py",),
     ),
     Mutation(
-        "fill in what is asked for and not what is registered", "kvfs/gpufill.py",
+        "fill in what is asked for and not what is registered", "kvfs/gpu/populate.py",
         "for first, nbytes in maps.missing(run.held, run.offset, run.span, self._published[run.segment]):",
         "for first, nbytes in [(run.offset, run.span)]:",
         ("tests/kernels/test_gpu_transport.py",),
     ),
     Mutation(
-        "wait for a segment that does not open", "kvfs/segment_files.py",
+        "wait for a segment that does not open", "kvfs/segments/open_segments.py",
         "                opener.call(work, seconds)\n", "                opener.call(work, 3600.0)\n",
         ("tests/unit/test_hanging_writes.py",),
     ),

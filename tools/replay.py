@@ -29,7 +29,7 @@ from typing import NamedTuple
 import click
 
 import kvfs
-from kvfs.files import Files
+from kvfs.system.files import Files
 
 BLOCK_TOKENS = 512
 SAMPLE = 50  # requests between two looks at what the store uses and holds

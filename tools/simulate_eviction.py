@@ -1,4 +1,4 @@
-"""Replay a request trace against ``kvfs.eviction`` and against exact LRU by page; print how they compare.
+"""Replay a request trace against ``kvfs.eviction.policy`` and against exact LRU by page; print how they compare.
 
 A trace is JSON lines with ``timestamp`` (ms), ``input_length`` and ``hash_ids`` (chained ids of 512-token
 blocks); the id of a partial last block is not storable. Without --trace a synthetic one of growing conversations
@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfs.eviction import CARRIED_LIFE_US, Policy, WriteBudget
-from kvfs.usage import SegmentUse, Summary, summarise
+from kvfs.eviction.policy import CARRIED_LIFE_US, Policy, WriteBudget
+from kvfs.eviction.usage import SegmentUse, Summary, summarise
 
 Request = tuple[int, list[int]]  # us, block ids
 RESERVE_SEGMENTS = 2

@@ -97,7 +97,7 @@ class App:
 
     def namespace(self, store: Store, ref: str | None) -> Namespace:
         """The namespace that ``ref`` names; the only one of the store if there is no ``ref``."""
-        from kvfs.catalog import identity_of
+        from kvfs.catalog.catalog import identity_of
         from kvfs.errors import ConfigError
 
         if ref is None:

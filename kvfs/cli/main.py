@@ -21,22 +21,22 @@ from kvfs.version import __version__
 
 #: Command -> (module below kvfs.cli, what it does).
 COMMANDS = {
-    "init": ("settings", "Create a store."),
-    "config": ("settings", "Show the settings with their origin, or change one."),
-    "inspect": ("inspecting", "Show the store, a namespace, a segment or a page."),
-    "ls": ("listing", "List namespaces, or the prefixes of one."),
-    "match": ("matching", "How much of a prompt is stored, and in which tier."),
-    "stats": ("counts", "Hit rates, bytes and latencies of all processes, past and present."),
-    "gc": ("care", "Show what would be evicted, or evict it."),
-    "verify": ("care", "Check the store, and repair it."),
-    "pin": ("pinning", "Keep a prefix from eviction, or list such prefixes."),
-    "unpin": ("pinning", "Make a pinned prefix ordinary again."),
-    "rm": ("removing", "Remove a namespace, a prompt or a tenant for good."),
-    "warm": ("warming", "Read pages into the page cache."),
-    "export": ("bundles", "Write pages to a bundle, a file that another store can import."),
-    "import": ("bundles", "Verify a bundle and take its pages in."),
-    "doctor": ("doctor", "Look for what is wrong around the store, with remedies."),
-    "completion": ("completion", "Print the completion script of a shell."),
+    "init": ("config_cmd", "Create a store."),
+    "config": ("config_cmd", "Show the settings with their origin, or change one."),
+    "inspect": ("inspect_cmd", "Show the store, a namespace, a segment or a page."),
+    "ls": ("ls_cmd", "List namespaces, or the prefixes of one."),
+    "match": ("match_cmd", "How much of a prompt is stored, and in which tier."),
+    "stats": ("stats_cmd", "Hit rates, bytes and latencies of all processes, past and present."),
+    "gc": ("gc_verify_cmd", "Show what would be evicted, or evict it."),
+    "verify": ("gc_verify_cmd", "Check the store, and repair it."),
+    "pin": ("pin_cmd", "Keep a prefix from eviction, or list such prefixes."),
+    "unpin": ("pin_cmd", "Make a pinned prefix ordinary again."),
+    "rm": ("rm_cmd", "Remove a namespace, a prompt or a tenant for good."),
+    "warm": ("warm_cmd", "Read pages into the page cache."),
+    "export": ("bundle_cmd", "Write pages to a bundle, a file that another store can import."),
+    "import": ("bundle_cmd", "Verify a bundle and take its pages in."),
+    "doctor": ("doctor_cmd", "Look for what is wrong around the store, with remedies."),
+    "completion": ("completion_cmd", "Print the completion script of a shell."),
 }
 
 #: What click raises for a group without a command; from 8.2 on.

@@ -22,15 +22,14 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from kvfs.directory import Directory
+from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
-from kvfs.files import SHORT_OF, boot_id
 from kvfs.index.gate import Gate
+from kvfs.index.generation_files import State, keep_slack, read_state, write_state
 from kvfs.index.lmdb_files import begin, discard_generation, open_environment, open_tables
 from kvfs.index.session import Session, Tables
-from kvfs.index.slack import keep_slack
-from kvfs.index.state import State, read_state, write_state
-from kvfs.index.worker import Worker
+from kvfs.system.files import SHORT_OF, boot_id
+from kvfs.system.worker import Worker
 
 T = TypeVar("T")
 PROBE_SECONDS = 0.1  # the breaker lets one call through per this time

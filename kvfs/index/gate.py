@@ -13,7 +13,7 @@ import contextlib
 import fcntl
 import os
 
-from kvfs.directory import Directory
+from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
 
 POLL_SECONDS = 75e-6  # fixed: exponential back-off was measured to lose 30-fold against it

@@ -23,7 +23,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvfs.hashing import HASH_BYTES, ROOT_BYTES, checksum
+from kvfs.format.checksums import ROOT_BYTES, checksum
+from kvfs.pages.chunk_hash import HASH_BYTES
 
 RUN = 32
 _HEAD = struct.Struct("<QBBHII")

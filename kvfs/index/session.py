@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvfs.format import KNOWN_CODECS
+from kvfs.format.segment import KNOWN_CODECS
 from kvfs.index import tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
 from kvfs.index.tables import ACTIVE, DOOMED, Contents, Ledger, SegmentRow

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import lmdb
 
-from kvfs.hashing import checksum
+from kvfs.format.checksums import checksum
 
 _SEGMENT = struct.Struct("<16s16s16sIIIIQQQI")
 _LEDGER = struct.Struct("<QIIQ")

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvfs.kernels.work import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, Shape
+from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, Shape
 
 _HEAD = tl.constexpr(HEAD_WORDS)
 _GRANULE = tl.constexpr(GRANULE_WORDS)
@@ -88,7 +88,7 @@ _KINDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 def move(work: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 8) -> Any:
-    """Run on the current stream. ``work``: an i64 tensor that begins with a work list (``kvfs.kernels.work``).
+    """Run on the current stream. ``work``: an i64 tensor that begins with a work list (``kvfs.kernels.work_list``).
 
     What was compiled; None under the interpreter.
     """

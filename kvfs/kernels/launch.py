@@ -11,7 +11,7 @@ import ctypes
 import re
 from typing import Any
 
-from kvfs import cuda
+from kvfs.kernels import driver as cuda
 
 SCRATCH = 2  # parameters behind the arguments, at most: Triton's global and profile scratch
 ALIGN = 16  # of addresses that Triton has compiled a kernel for, if they were so when it did

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvfs.kernels.work import GRANULE_WORDS, HEAD_WORDS, Shape
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, Shape
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"

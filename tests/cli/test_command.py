@@ -24,7 +24,7 @@ import pytest
 import kvfs
 from kvfs.cli.app import App, complete_namespaces, complete_pins
 from kvfs.cli.main import run
-from kvfs.recompress import Recompressed
+from kvfs.maintenance.recompress import Recompressed
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -471,7 +471,7 @@ def test_a_watch_may_rest_for_ages(store: Path, monkeypatch: pytest.MonkeyPatch)
         assert seconds <= threading.TIMEOUT_MAX
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvfs.cli.counts.time.sleep", rest)
+    monkeypatch.setattr("kvfs.cli.stats_cmd.time.sleep", rest)
     assert called("-C", str(store), "stats", "--watch", "--interval", "999999999999").returncode == 130
 
 
@@ -579,7 +579,7 @@ def test_who_may_only_read_can_look(store: Path, monkeypatch: pytest.MonkeyPatch
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("kvfs.core.Liveness", refused)
+    monkeypatch.setattr("kvfs.runtime.open_store.Liveness", refused)
     assert "alpha" in called("-C", str(store), "ls").stdout
     done = called("-C", str(store), "rm", "alpha", "-y")
     assert done.returncode == 1 and "owner" in done.stderr

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import space
-from kvfs.files import Files
-from kvfs.gc import FAILURES_MAX
+from kvfs.eviction.reclaimer import FAILURES_MAX
+from kvfs.index import ledger as space
 from kvfs.index.session import Session
 from kvfs.index.tables import SegmentRow
+from kvfs.system.files import Files
 from tests.stores import counters, restored, seeded, segment_files, tiny, tokens_of
 
 LAYOUT = tiny(page_tokens=64, head_dim=16)

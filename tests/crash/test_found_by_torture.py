@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.files import Files
+from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, put
 from tools.torture.crew import ROOT
@@ -227,7 +227,7 @@ class LaterFiles(Files):
 
 KILLED_BEFORE_THE_COMMIT = """
 import os, sys
-from kvfs import writer
+from kvfs.write import appender as writer
 from tools.torture.case import PROMPTS, namespace, open_store
 writer.publish = lambda *_: os._exit(7)
 with open_store(sys.argv[1]) as store:

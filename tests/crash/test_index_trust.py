@@ -15,9 +15,9 @@ import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError
-from kvfs.files import Files
 from kvfs.index.environment import Index
-from kvfs.rebuild import rebuild
+from kvfs.maintenance.rebuild import rebuild
+from kvfs.system.files import Files
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.judge import Judge
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.context import COMMIT_SECONDS
-from kvfs.index.worker import GRACE_SECONDS
+from kvfs.system.worker import GRACE_SECONDS
 from tools.torture import kill
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.crew import ROOT

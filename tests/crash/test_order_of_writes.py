@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import format as fmt
-from kvfs.directory import Directory, create
+from kvfs.directory.root import Directory, create
 from kvfs.errors import IndexUnavailableError
-from kvfs.files import Files
+from kvfs.format import segment as fmt
 from kvfs.index.gate import Gate
+from kvfs.index.row_updates import RunKeys, claim_run
 from kvfs.index.rows import CLAIM_SECONDS
-from kvfs.index.runs import RunKeys, claim_run
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
+from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import segment_files
 from tools.torture.case import PAGE_BYTES, PROMPTS, allocated_bytes, get, namespace, open_store, put

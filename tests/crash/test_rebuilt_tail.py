@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.format import BLOCK, KIND_NAMESPACE
+from kvfs.format.segment import BLOCK, KIND_NAMESPACE
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
-from kvfs.layout import Part
+from kvfs.pages.layout import Part
 from tests.stores import counters, run_child, scanned, seeded, segment_files, tokens_of
 
 LAYERS, PAGES, TOKENS = 80, 2, 64

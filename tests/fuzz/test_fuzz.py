@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import format as fmt
-from kvfs.config import parse_toml
+from kvfs.directory.config import parse_toml
 from kvfs.errors import ConfigError
+from kvfs.format import segment as fmt
 from kvfs.index import tables
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.faults import lose_index

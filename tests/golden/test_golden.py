@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs import format as fmt
 from kvfs.errors import FormatError
-from kvfs.hashing import checksum
-from kvfs.segment_scan import Scan, scan_segment
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import checksum
+from kvfs.segments.scan import Scan, scan_segment
 from tests.unit.test_open import features, rewrite_super
 from tools import golden
 from tools.golden import CASES, GQA, PINNED, Case, get, unpack
@@ -43,7 +43,7 @@ def scans(path: Path) -> dict[str, Scan]:
     found = {}
     for file in sorted((path / "segments").iterdir()):
         with file.open("rb") as opened:
-            scan = scan_segment(opened.fileno(), kvfs.files.Files())
+            scan = scan_segment(opened.fileno(), kvfs.system.files.Files())
         assert scan is not None
         found[file.name] = scan
     return found

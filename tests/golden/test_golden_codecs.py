@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs import format as fmt
+from kvfs.format import segment as fmt
 from tests.golden.test_golden import scans
 from tools import golden
 from tools.golden import BYTES, CODEC_CASES, WIDE, Case, get, unpack

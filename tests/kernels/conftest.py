@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs import gpuload
+from kvfs.gpu import load as gpuload
 
 
 @pytest.fixture

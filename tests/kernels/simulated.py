@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvfs.cuda import CudaError
-from kvfs.gpu import Event, Pinned, Stream
-from kvfs.kernels import by_torch, cells, xxh3
-from kvfs.kernels.work import Shape, Work
+from kvfs.gpu.device import Event, Pinned, Stream
+from kvfs.kernels import cells, xxh3
+from kvfs.kernels import torch_fallback as by_torch
+from kvfs.kernels.driver import CudaError
+from kvfs.kernels.work_list import Shape, Work
 
 
 class Happened:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvfs import cuda
-from kvfs.gpu import Gpu
+from kvfs.gpu.device import Gpu
+from kvfs.kernels import driver as cuda
 
 GLOBAL, RELAXED = 0, 2
 

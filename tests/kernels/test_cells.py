@@ -15,11 +15,12 @@ import pytest
 pytest.importorskip("triton", reason="the copy kernels need triton")
 import torch
 
-from kvfs.device import DeviceKV
-from kvfs.kernels import by_torch, cells
-from kvfs.kernels.work import Work, pack, shape_of
-from kvfs.layout import Cell, Group, Need, PageLayout, Part
-from kvfs.tensors import describe
+from kvfs.kernels import cells
+from kvfs.kernels import torch_fallback as by_torch
+from kvfs.kernels.work_list import Work, pack, shape_of
+from kvfs.pages.describe import describe
+from kvfs.pages.device_kv import DeviceKV
+from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from tests.cells import ORDERS, Case, Copies, guarded, reference
 from tests.kernels.simulated import at_host
 

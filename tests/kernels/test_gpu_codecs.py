@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import codec
-from kvfs import format as fmt
-from kvfs.layout import Part
+from kvfs.format import codec
+from kvfs.format import segment as fmt
+from kvfs.pages.layout import Part
 from kvfs.types import Tier
 from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, way
 from tests.stores import counted

@@ -18,12 +18,14 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import TransferState, gpusave, hostsave
-from kvfs.cuda import CudaError
-from kvfs.gpujobs import UNDER_WAY
-from kvfs.gpulane import Lane
-from kvfs.inplace import MAKING_SECONDS
-from kvfs.liveness import Liveness
+from kvfs import TransferState
+from kvfs.directory.liveness import Liveness
+from kvfs.gpu import save as gpusave
+from kvfs.gpu.lane import Lane
+from kvfs.gpu.registration_cache import MAKING_SECONDS
+from kvfs.gpu.resources import UNDER_WAY
+from kvfs.kernels.driver import CudaError
+from kvfs.transfer import save as hostsave
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LATE, LAYOUT, NOW, SECONDS, Engine, attach, prompt, saved
 

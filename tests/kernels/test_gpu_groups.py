@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import gpubatches, gpulane, gpusource
-from kvfs.files import Files
-from kvfs.gpusource import PageSource
-from kvfs.layout import Group, Need, PageLayout
-from kvfs.reader import Reader
+from kvfs.gpu import batches as gpubatches
+from kvfs.gpu import lane as gpulane
+from kvfs.gpu import page_source as gpusource
+from kvfs.gpu.page_source import PageSource
+from kvfs.pages.layout import Group, Need, PageLayout
+from kvfs.read.reader import Reader
+from kvfs.system.files import Files
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, way
 from tests.stores import counted, segment_files

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import hostjobs
-from kvfs.gpu import Event, Stream
-from kvfs.gpuio import GpuIO
-from kvfs.gpulane import Lane, Sheet
-from kvfs.hostio import HostIO
-from kvfs.layout import Cell, Group, Need, PageLayout
-from kvfs.staging import Lease
+from kvfs.gpu.device import Event, Stream
+from kvfs.gpu.gpu_io import GpuIO
+from kvfs.gpu.lane import Lane, Sheet
+from kvfs.pages.layout import Cell, Group, Need, PageLayout
+from kvfs.transfer import workers as hostjobs
+from kvfs.transfer.host_io import HostIO
+from kvfs.transfer.staging import Lease
 from tests.kernels.simulated import Happened, SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import BLOCK, LATE, NOW, ORDER, PAGE, SECONDS, attach, prompt
 

@@ -17,10 +17,12 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import gpubatches, gpulane, gpusource
-from kvfs.cuda import CudaError
-from kvfs.gpu import Event
-from kvfs.kernels.work import Shape, Work
+from kvfs.gpu import batches as gpubatches
+from kvfs.gpu import lane as gpulane
+from kvfs.gpu import page_source as gpusource
+from kvfs.gpu.device import Event
+from kvfs.kernels.driver import CudaError
+from kvfs.kernels.work_list import Shape, Work
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt
 

@@ -13,11 +13,13 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, TransferState, gpubatches, gpulane
-from kvfs.cuda import CudaError
-from kvfs.gpujobs import UNDER_WAY
-from kvfs.gpusource import PageSource
-from kvfs.reads import Run
+from kvfs import PageOutcome, TransferState
+from kvfs.gpu import batches as gpubatches
+from kvfs.gpu import lane as gpulane
+from kvfs.gpu.page_source import PageSource
+from kvfs.gpu.resources import UNDER_WAY
+from kvfs.kernels.driver import CudaError
+from kvfs.read.plan import Run
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_late import WAYS, LateDevice, Recorded
 from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved

@@ -16,12 +16,13 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import gpubatches, gpulane
-from kvfs.files import HUGE_BYTES, BareMap, Files
-from kvfs.gpu import Event, Stream
-from kvfs.gpubatches import Batches
-from kvfs.gpulane import Lane
-from kvfs.pieces import Budget, FullError, RegisteredMaps
+from kvfs.gpu import batches as gpubatches
+from kvfs.gpu import lane as gpulane
+from kvfs.gpu.batches import Batches
+from kvfs.gpu.device import Event, Stream
+from kvfs.gpu.lane import Lane
+from kvfs.gpu.registration import Budget, FullError, RegisteredMaps
+from kvfs.system.files import HUGE_BYTES, BareMap, Files
 from tests.kernels.simulated import SimulatedDevice, SimulatedStream
 from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 

@@ -12,10 +12,14 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, gpubatches, gpulane, gpurestore, gpusource
+from kvfs import PageOutcome
 from kvfs.errors import ConfigError
-from kvfs.lookahead import Lookahead
-from kvfs.match import PrefixMatch
+from kvfs.gpu import batches as gpubatches
+from kvfs.gpu import lane as gpulane
+from kvfs.gpu import page_source as gpusource
+from kvfs.gpu import restore as gpurestore
+from kvfs.lookup.incremental import Lookahead
+from kvfs.lookup.prefix_match import PrefixMatch
 from tests.kernels.test_gpu_late import WAYS, LateDevice
 from tests.kernels.test_gpu_overlap import Halting
 from tests.kernels.test_gpu_transport import LATE, LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import TransferState
 from kvfs.errors import IndexUnavailableError
-from kvfs.lookahead import Lookahead
-from kvfs.matcher import Matcher
+from kvfs.lookup.incremental import Lookahead
+from kvfs.lookup.matcher import Matcher
 from tests.kernels.test_gpu_restore import CHUNKS, UNITS, Looking, restored, small_windows
 from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 from tests.stores import counted

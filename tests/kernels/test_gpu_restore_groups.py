@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import lookup
-from kvfs.layout import Group, Need, PageLayout
-from kvfs.staging import SLOT_ALIGN
+from kvfs.lookup import search as lookup
+from kvfs.pages.layout import Group, Need, PageLayout
+from kvfs.transfer.staging import SLOT_ALIGN
 from tests.kernels import test_gpu_groups as groups
 from tests.kernels.test_gpu_late import WAYS
 from tests.kernels.test_gpu_restore import come, restored, small_windows, through_ring

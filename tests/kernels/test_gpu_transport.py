@@ -17,17 +17,19 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import PageOutcome, gpulane, settings
-from kvfs import format as fmt
-from kvfs.cuda import CudaError
+from kvfs import PageOutcome
+from kvfs.directory import config_file as settings
+from kvfs.directory.liveness import Liveness
+from kvfs.directory.pinned_memory import FRESH_SECONDS, PinnedBytes
 from kvfs.errors import ConfigError
-from kvfs.files import Files
-from kvfs.gpuio import GpuIO
-from kvfs.inplace import PIECE_BYTES
-from kvfs.layout import Cell, Group, Need, PageLayout, Part
-from kvfs.liveness import Liveness
-from kvfs.pieces import Budget, RegisteredMaps
-from kvfs.registered import FRESH_SECONDS, PinnedBytes
+from kvfs.format import segment as fmt
+from kvfs.gpu import lane as gpulane
+from kvfs.gpu.gpu_io import GpuIO
+from kvfs.gpu.registration import Budget, RegisteredMaps
+from kvfs.gpu.registration_cache import PIECE_BYTES
+from kvfs.kernels.driver import CudaError
+from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
+from kvfs.system.files import Files
 from kvfs.testing import FakeClock, Fault, FaultyFiles
 from kvfs.types import Tier
 from tests.kernels.simulated import Happened, SimulatedDevice
@@ -406,7 +408,7 @@ def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load plans its pages a window at a time; what the first window makes must do for the others."""
-    monkeypatch.setattr("kvfs.gpuload.WINDOW_PAGES", 1)
+    monkeypatch.setattr("kvfs.gpu.load.WINDOW_PAGES", 1)
     source, target = saved(ns, 8), Engine()
     with attach(ns, target.kv) as io, ns.match(prompt(8)) as match:
         monkeypatch.setattr(io.ring, "acquire", lambda *args, **kwargs: pytest.fail("the ring was used"))
@@ -417,8 +419,8 @@ def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
 
 def test_a_large_save_is_written_to_several_segments(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = LAYOUT.groups[0].page_bytes
-    monkeypatch.setattr("kvfs.hostsave.LANE_BYTES", 4 * page)
-    monkeypatch.setattr("kvfs.hostsave.BATCH_BYTES", page)
+    monkeypatch.setattr("kvfs.transfer.save.LANE_BYTES", 4 * page)
+    monkeypatch.setattr("kvfs.transfer.save.BATCH_BYTES", page)
     source, target, tokens = Engine(seed=3), Engine(), prompt(12)
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
@@ -439,7 +441,7 @@ def test_a_large_save_is_written_to_several_segments(store_path: Path, monkeypat
 
 def test_batches_are_committed_together(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     page = LAYOUT.groups[0].page_bytes
-    monkeypatch.setattr("kvfs.hostsave.BATCH_BYTES", 5 * page)
+    monkeypatch.setattr("kvfs.transfer.save.BATCH_BYTES", 5 * page)
     source, target, tokens, appends = Engine(seed=3), Engine(), prompt(12), list[list[int]]()
     store = ns._appender.store
     monkeypatch.setattr(ns._appender, "store", lambda job, chunks: (appends.append([*chunks]), store(job, chunks))[1])
@@ -718,8 +720,8 @@ def test_what_will_be_registered_is_filled_in_as_a_whole_and_once(
 ) -> None:
     """What the page cache lacks of a piece when it is registered would be read by the thread that loads, alone."""
     files, device = ColdFiles(), SimulatedDevice()
-    monkeypatch.setattr("kvfs.gpufill.FILL_BYTES", 1 << 14)
-    monkeypatch.setattr("kvfs.gpuload.WINDOW_PAGES", 1)
+    monkeypatch.setattr("kvfs.gpu.populate.FILL_BYTES", 1 << 14)
+    monkeypatch.setattr("kvfs.gpu.load.WINDOW_PAGES", 1)
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = saved(ns, 12), Engine()

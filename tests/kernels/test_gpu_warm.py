@@ -16,11 +16,11 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs import walk
+from kvfs.catalog import walk
+from kvfs.directory.liveness import Liveness
 from kvfs.errors import ConfigError, IndexUnavailableError
-from kvfs.files import Files
-from kvfs.gpuio import GpuIO
-from kvfs.liveness import Liveness
+from kvfs.gpu.gpu_io import GpuIO
+from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.kernels.simulated import SimulatedDevice
 from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved

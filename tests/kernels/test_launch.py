@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfs import cuda
+from kvfs.kernels import driver as cuda
 from kvfs.kernels import launch
 
 PTX = """

@@ -20,7 +20,7 @@ import torch
 
 import kvfs
 from kvfs.kernels import cells
-from kvfs.layout import Group, PageLayout
+from kvfs.pages.layout import Group, PageLayout
 from kvfs.types import Tier, TransferState
 from tests.cells import ORDERS, Case, reference
 from tests.stores import counted

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="the checksum kernel needs triton")
 import torch
 import xxhash
 
-from kvfs.hashing import leaf_table
+from kvfs.format.checksums import leaf_table
 from kvfs.kernels import xxh3
-from kvfs.kernels.work import LEAF_BYTES_MIN, Shape, pack
+from kvfs.kernels.work_list import LEAF_BYTES_MIN, Shape, pack
 
 
 def address(array: np.ndarray) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import kvfs
-from kvfs import codec
+from kvfs.format import codec
 from tests.stores import restored, seeded, tokens_of
 from tests.unit.test_codec import LAYOUT, PAGE, bf16
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kvfs
 from kvfs import PageOutcome, TransferState
-from kvfs.files import Files
+from kvfs.system.files import Files
 from tools.torture.case import PAGE_BYTES, PROMPTS, allocated_bytes, namespace, open_store
 from tools.torture.faults import lose_index
 

@@ -21,8 +21,8 @@ import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError, KvfsError
-from kvfs.files import Files
 from kvfs.index.tables import ACTIVE
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 6

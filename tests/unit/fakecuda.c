@@ -1,4 +1,4 @@
-/* A driver for tests of kvfs doctor: the calls that kvfs/gpuprobe.py makes, and what can be wrong with them.
+/* A driver for tests of kvfs doctor: the calls that kvfs/doctor/gpu_probe.py makes, and what can be wrong with them.
    FAKE_CUDA: nothing, or one of init=CODE, hang, crash, none, register=CODE, second=CODE, lies. */
 #include <signal.h>
 #include <stdint.h>

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs import space
-from kvfs.bundle import BundleError
+from kvfs.bundles.exporter import BundleError
+from kvfs.index import ledger as space
+from kvfs.index.ledger import StaleWriterError
 from kvfs.index.tables import ACTIVE
-from kvfs.segment import SegmentWriter
-from kvfs.space import StaleWriterError
+from kvfs.segments.writer import SegmentWriter
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.catalog import Catalog, NamespaceInfo, NotFoundError, identity_of
-from kvfs.records import Records
-from kvfs.walk import Walk
+from kvfs.catalog.catalog import Catalog, NamespaceInfo, NotFoundError, identity_of
+from kvfs.catalog.records import Records
+from kvfs.catalog.walk import Walk
 from tests.stores import TINY_BYTES, load, seeded, segment_files, tiny, tokens_of
 
 

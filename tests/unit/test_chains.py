@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvfs.chains
-from kvfs.chains import BYTES_MAX, HASH_COST, PROMPTS, Chain, Chains
-from kvfs.hashing import TOKEN_BYTES, chain, tenant_seed
+import kvfs.pages.chunk_hash_cache
+from kvfs.pages.chunk_hash import TOKEN_BYTES, chain, tenant_seed
+from kvfs.pages.chunk_hash_cache import BYTES_MAX, HASH_COST, PROMPTS, Chain, Chains
 
 SEED, PAGE = tenant_seed("somebody"), 4
 
@@ -25,7 +25,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(tokens) // TOKEN_BYTES)
         return chain(tokens, *args)
 
-    monkeypatch.setattr(kvfs.chains, "chain", counted)
+    monkeypatch.setattr(kvfs.pages.chunk_hash_cache, "chain", counted)
     return calls
 
 

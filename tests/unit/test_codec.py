@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfs
-from kvfs import Cell, Group, Need, PageLayout, Part, codec, reader
-from kvfs import format as fmt
-from kvfs.codec import CodecError
-from kvfs.segment_files import SegmentFiles
-from kvfs.segment_scan import scan_segment
+from kvfs import Cell, Group, Need, PageLayout, Part
+from kvfs.format import codec
+from kvfs.format import segment as fmt
+from kvfs.format.codec import CodecError
+from kvfs.read import reader
+from kvfs.segments.open_segments import SegmentFiles
+from kvfs.segments.scan import scan_segment
 from tests.stores import counted, restored, seeded, segment_files, tokens_of
 from tools.torture.case import allocated_bytes
 

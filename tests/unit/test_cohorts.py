@@ -10,11 +10,11 @@ import pytest
 
 import kvfs
 from kvfs import Part
-from kvfs.cohorts import NO_SHAPE, CohortTable, Shape, collect, orphans
-from kvfs.files import Files
-from kvfs.identity import Described
-from kvfs.segment_scan import read_namespace
-from kvfs.survey import Candidate
+from kvfs.eviction.orphans import NO_SHAPE, CohortTable, Shape, collect, orphans
+from kvfs.eviction.survey import Candidate
+from kvfs.pages.identity import Described
+from kvfs.segments.scan import read_namespace
+from kvfs.system.files import Files
 from kvfs.testing import FakeClock
 from tests.stores import restored, scanned, seeded, segment_files, tokens_of
 from tests.unit.test_parts import CHUNKS, LAYERS, cut, layout_of, ranks_of

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvfs.device import DeviceKV, KVBuffer
 from kvfs.errors import ConfigError
-from kvfs.layout import Cell, Group, Need, PageLayout, Part
-from kvfs.tensors import describe
+from kvfs.pages.describe import describe
+from kvfs.pages.device_kv import DeviceKV, KVBuffer
+from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 
 LAYOUT = PageLayout.kv(layers=[2, 3, 5, 7], kv_heads=4, head_dim=8, dtype="bfloat16", page_tokens=64)
 GROUP = LAYOUT.groups[0]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs import diagnosis
-from kvfs.diagnosis import BAD, OK, WARN, Finding
-from kvfs.files import Files
+from kvfs.doctor import checks as diagnosis
+from kvfs.doctor.checks import BAD, OK, WARN, Finding
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.diagnosis import BAD, OK, WARN, Finding
-from kvfs.diagnosis_gpu import _sample, diagnose_gpu
-from kvfs.directory import Directory
-from kvfs.files import Files
+from kvfs.directory.root import Directory
+from kvfs.doctor.checks import BAD, OK, WARN, Finding
+from kvfs.doctor.gpu_checks import _sample, diagnose_gpu
+from kvfs.system.files import Files
 from tests.stores import seeded, tiny, tokens_of
 
 HERE = Path(__file__).parent

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs import dropfolder
-from kvfs.bundle_import import Importer, Pace
-from kvfs.dropfolder import REFUSED_MAX, SETTLE_SECONDS, STALE_SECONDS, DropFolder
+from kvfs.bundles import drop_folder as dropfolder
+from kvfs.bundles.drop_folder import REFUSED_MAX, SETTLE_SECONDS, STALE_SECONDS, DropFolder
+from kvfs.bundles.importer import Importer, Pace
+from kvfs.directory.watch import DROPS
 from kvfs.errors import NoSpaceError
-from kvfs.files import Files
-from kvfs.watch import DROPS
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, tiny, tokens_of
 
 SEEDS, CHUNKS = 4, 40

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvfs.eviction import BUDGET_SEGMENTS, WRITE_BUDGET, Policy, WriteBudget, choose, plan
-from kvfs.usage import SegmentUse, summarise
+from kvfs.eviction.policy import BUDGET_SEGMENTS, WRITE_BUDGET, Policy, WriteBudget, choose, plan
+from kvfs.eviction.usage import SegmentUse, summarise
 
 SECOND = 1_000_000
 NOW = 10_000 * SECOND

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import files as files_module
-from kvfs.files import Files
-from kvfs.pool import Pool, Team
+from kvfs.system import files as files_module
+from kvfs.system.files import Files
+from kvfs.system.thread_pool import Pool, Team
 from tests.stores import counted, seeded, segment_files, tokens_of
 
 PAGE, CHUNKS = 64 << 10, 160  # 10 MiB: several reads, several pieces of each

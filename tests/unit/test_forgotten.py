@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import gc, space
 from kvfs.errors import IndexUnavailableError
+from kvfs.eviction import reclaimer as gc
+from kvfs.index import ledger as space
 from kvfs.index.tables import SEALED
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
@@ -73,7 +74,7 @@ def test_a_namespace_is_known_before_its_bytes_lie_anywhere(store: kvfs.Store, m
     def die(*args: Any, **how: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("kvfs.segment.SegmentWriter.append", die)
+    monkeypatch.setattr("kvfs.segments.writer.SegmentWriter.append", die)
     assert space_of(store, 1).put(tokens_of(1, CHUNKS), PAGES).declined == CHUNKS
     assert [d.name for d in store.catalog.described()] == ["m"]
 
@@ -154,15 +155,15 @@ def test_pages_that_were_claimed_before_their_namespace_was_forgotten_are_found(
         times.append(1)
         return own_segment(*args)
 
-    monkeypatch.setattr("kvfs.space.own_segment", forget_between)
-    append = kvfs.segment.SegmentWriter.append  # type: ignore[attr-defined]
+    monkeypatch.setattr("kvfs.index.ledger.own_segment", forget_between)
+    append = kvfs.segments.writer.SegmentWriter.append  # type: ignore[attr-defined]
 
     def append_and_forget(*args: Any, **how: Any) -> Any:
         assert times == [1], "claimed, not published"
         assert gc.forget_namespaces(store._core.c) == 1
         return append(*args, **how)
 
-    monkeypatch.setattr("kvfs.segment.SegmentWriter.append", append_and_forget)
+    monkeypatch.setattr("kvfs.segments.writer.SegmentWriter.append", append_and_forget)
     assert ns.put(tokens_of(5, CHUNKS), PAGES).stored == CHUNKS
     assert times == [1, 1]
     assert restored(ns, tokens_of(5, CHUNKS)) == PAGES

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.liveness import Liveness
+from kvfs.directory.liveness import Liveness
 from tests.stores import TINY_BYTES, counters, load, restored, run_child, seeded, tiny, tokens_of
 
 CHUNKS = 3

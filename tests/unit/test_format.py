@@ -11,8 +11,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfs import format as fmt
-from kvfs.format import Entry, Header, Seal
+from kvfs.format import segment as fmt
+from kvfs.format.segment import Entry, Header, Seal
 
 SEGMENT, STORE, CLASS = bytes(range(16)), bytes(range(16, 32)), b"class-of-segment"
 HEADER = Header(SEGMENT, STORE, created_us=1_700_000_000_000_000, flags=fmt.FLAG_CARRIED, class_id=CLASS)

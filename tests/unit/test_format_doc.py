@@ -11,24 +11,25 @@ from typing import Any
 
 import pytest
 
-from kvfs import format as fmt
-from kvfs import hashing
-from kvfs.directory import SUBDIRECTORIES, pack_super
+from kvfs.directory.root import SUBDIRECTORIES, pack_super
+from kvfs.format import checksums
+from kvfs.format import segment as fmt
 from kvfs.index.environment import State
 from kvfs.index.rows import Extent
 from kvfs.index.tables import Ledger, SegmentRow
+from kvfs.pages import chunk_hash as hashing
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 HEADING = re.compile(r"^### .*: `(kvfs\.[\w.]+)`$", re.MULTILINE)
 
 #: struct -> (fields in the code, or None where they have no names there; name of the check word before, behind)
 STRUCTS: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "kvfs.layout._PART": (("layer", "layers", "head", "heads"), ""),
-    "kvfs.format._HEADER": (None, "behind"),
-    "kvfs.format._ENTRY": (fmt.Entry._fields, "behind"),
-    "kvfs.format._SEAL": (None, "behind"),
-    "kvfs.codec._HEAD": (("planes", "zero"), ""),
-    "kvfs.format._PURGE": (("magic", "segment_id", "flags", "epoch", "bytes"), "behind"),
+    "kvfs.pages.layout._PART": (("layer", "layers", "head", "heads"), ""),
+    "kvfs.format.segment._HEADER": (None, "behind"),
+    "kvfs.format.segment._ENTRY": (fmt.Entry._fields, "behind"),
+    "kvfs.format.segment._SEAL": (None, "behind"),
+    "kvfs.format.codec._HEAD": (("planes", "zero"), ""),
+    "kvfs.format.segment._PURGE": (("magic", "segment_id", "flags", "epoch", "bytes"), "behind"),
     "kvfs.index.rows._HEAD": (None, "before"),
     "kvfs.index.rows._EXTENT": (Extent._fields, ""),
     "kvfs.index.tables._SEGMENT": (SegmentRow._fields, "behind"),
@@ -73,7 +74,7 @@ def sizes(packer: struct.Struct) -> list[int]:
 
 def test_the_page_and_this_test_speak_of_the_same_structs() -> None:
     documented = {h[1] for h in HEADING.finditer(DOC)}
-    assert documented == {*STRUCTS, "kvfs.directory.pack_super", "kvfs.index.environment.State"}
+    assert documented == {*STRUCTS, "kvfs.directory.root.pack_super", "kvfs.index.environment.State"}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -96,8 +97,8 @@ def test_offsets_sizes_and_fields_are_those_of_the_code(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "packed"),
     [
-        ("kvfs.format._HEADER", fmt.Header(b"S" * 16, b"T" * 16, 5, 4, b"C" * 16), fmt.pack_header),
-        ("kvfs.format._SEAL", fmt.Seal(b"S" * 16, 3, 8192, 6, b"R" * 16), fmt.pack_seal),
+        ("kvfs.format.segment._HEADER", fmt.Header(b"S" * 16, b"T" * 16, 5, 4, b"C" * 16), fmt.pack_header),
+        ("kvfs.format.segment._SEAL", fmt.Seal(b"S" * 16, 3, 8192, 6, b"R" * 16), fmt.pack_seal),
     ],
 )
 def test_fields_lie_where_the_page_says(name: str, value: Any, packed: Any) -> None:
@@ -112,7 +113,7 @@ def test_fields_lie_where_the_page_says(name: str, value: Any, packed: Any) -> N
     for field in ("header_bytes", "first_table_bytes", "table_bytes", "version"):
         if field in at:
             assert int.from_bytes(at[field], "little") == int(meaning[field]), field
-    assert int.from_bytes(at["check"], "little") == hashing.checksum(data[: data.index(at["check"])])
+    assert int.from_bytes(at["check"], "little") == checksums.checksum(data[: data.index(at["check"])])
 
 
 def test_constants_have_the_documented_values() -> None:
@@ -123,7 +124,7 @@ def test_constants_have_the_documented_values() -> None:
 
 def test_the_json_files_have_the_documented_keys() -> None:
     body = json.loads(pack_super(bytes(16), 1))
-    rows = {row[0]: row[1] for row in table(section("kvfs.directory.pack_super"), 2)}
+    rows = {row[0]: row[1] for row in table(section("kvfs.directory.root.pack_super"), 2)}
     assert list(rows) == list(body)
     assert all(f"`{name}`" in rows["features"] for name in body["features"])
     assert all(name in rows["algorithms"] for name in body["algorithms"])
@@ -141,9 +142,9 @@ def test_every_directory_that_holds_data_is_documented() -> None:
 
 
 def test_numbers_in_tables_are_those_of_the_code() -> None:
-    flags = next(row[3] for row in table(section("kvfs.format._HEADER"), 4) if row[2] == "flags")
+    flags = next(row[3] for row in table(section("kvfs.format.segment._HEADER"), 4) if row[2] == "flags")
     assert flags.startswith(f"{fmt.FLAG_PINNED} pinned, {fmt.FLAG_DIRECT} written direct, {fmt.FLAG_CARRIED} carried")
-    purge = next(row[3] for row in table(section("kvfs.format._PURGE"), 4) if row[2] == "flags")
+    purge = next(row[3] for row in table(section("kvfs.format.segment._PURGE"), 4) if row[2] == "flags")
     assert purge.startswith(f"{fmt.PURGE_PENDING} index rows") and f"{fmt.PURGE_ALL} all records" in purge
-    kind = next(row[3] for row in table(section("kvfs.format._ENTRY"), 4) if row[2] == "kind")
+    kind = next(row[3] for row in table(section("kvfs.format.segment._ENTRY"), 4) if row[2] == "kind")
     assert kind == f"{fmt.KIND_PART} part of a page, {fmt.KIND_NAMESPACE} namespace, {fmt.KIND_CHAIN} chain"

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import gc as kvfs_gc
 from kvfs.errors import StoreLockedError
-from kvfs.format import CODEC_PLANES
+from kvfs.eviction import reclaimer as kvfs_gc
+from kvfs.format.segment import CODEC_PLANES
 from kvfs.index import environment
 from kvfs.index.rows import parse_row
 from kvfs.index.session import Session
-from kvfs.index.worker import GRACE_SECONDS
-from kvfs.layout import Cell, Group, Need
-from kvfs.lookup import Prompt
-from kvfs.recompress import Recompressor
-from kvfs.segment import SegmentWriter
+from kvfs.lookup.search import Prompt
+from kvfs.maintenance.recompress import Recompressor
+from kvfs.pages.layout import Cell, Group, Need
+from kvfs.segments.writer import SegmentWriter
+from kvfs.system.worker import GRACE_SECONDS
 from tests.stores import TINY_BYTES, load, restored, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 4

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.files import Files
-from kvfs.guest import MISSING_SECONDS
+from kvfs.runtime.read_only_index import MISSING_SECONDS
+from kvfs.system.files import Files
 from kvfs.testing import FakeClock
 from tests.stores import restored, tokens_of
 from tests.unit.test_purge import CHUNKS, found, path, put, space

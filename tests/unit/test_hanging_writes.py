@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import active, turns
 from kvfs.errors import StoreAccessError
-from kvfs.files import Files
 from kvfs.index.tables import ACTIVE
+from kvfs.system.files import Files
+from kvfs.write import active_segments as active
+from kvfs.write import class_locks as turns
 from tests.stores import TINY_BYTES, counted, run_child, seeded, segment_files, tiny, tokens_of
 
 SECONDS = 60.0

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvfs
-from kvfs import hashing
 from kvfs.errors import ConfigError
+from kvfs.format import checksums
+from kvfs.pages import chunk_hash as hashing
 from tests.stores import TINY_BYTES, counters, segment_files, tiny
 
 SEED = "35fa7b1448a139ce13ec390a12fe3152ea8058220de7b2df1b63fe070551dd7b"
@@ -106,18 +107,18 @@ def test_an_opaque_key_is_what_every_kvfs_ever_used() -> None:
 
 def test_leaf_table_and_root_are_what_every_kvfs_ever_used() -> None:
     payload = bytes(range(256))
-    table = hashing.leaf_table(payload, 64)
+    table = checksums.leaf_table(payload, 64)
     assert table.hex() == "55edb08990eb876124297b1068f474d43f054f2c93399420c286f96efec201bd"
     words = [xxhash.xxh3_64_intdigest(payload[i : i + 64]) for i in range(0, 256, 64)]
     assert table == struct.pack("<4Q", *words)
-    assert hashing.root_of(table).hex() == "4b119f16a5ed7739bb106dc4f8164b10"
-    assert hashing.leaf_table(memoryview(payload), 64) == hashing.leaf_table(bytearray(payload), 64) == table
+    assert checksums.root_of(table).hex() == "4b119f16a5ed7739bb106dc4f8164b10"
+    assert checksums.leaf_table(memoryview(payload), 64) == checksums.leaf_table(bytearray(payload), 64) == table
 
 
 def test_another_process_makes_the_same_hashes() -> None:
     """No hash may depend on the process: not on PYTHONHASHSEED, not on a random key."""
     code = (
-        "from kvfs import hashing; seed = hashing.tenant_seed('');"
+        "from kvfs.pages import chunk_hash; seed = chunk_hash.tenant_seed('');"
         "print([h.hex() for h in hashing.chain(hashing.token_bytes(range(32)), 16, seed)])"
     )
     root = Path(__file__).resolve().parents[2]
@@ -283,7 +284,7 @@ def test_a_refused_prompt_writes_nothing(store_path: Path) -> None:
 @given(st.binary(max_size=64), st.integers(1, 16))
 @settings(max_examples=50)
 def test_a_leaf_table_has_a_word_per_started_leaf(payload: bytes, leaf: int) -> None:
-    table = hashing.leaf_table(payload, leaf)
+    table = checksums.leaf_table(payload, leaf)
     assert len(table) == 8 * -(-len(payload) // leaf)
     assert all(
         int.from_bytes(table[8 * i : 8 * i + 8], "little") == xxhash.xxh3_64_intdigest(payload[i * leaf :][:leaf])

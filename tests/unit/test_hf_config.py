@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs.errors import ConfigError, UnsupportedModelError
-from kvfs.hf_config import CONFIG_BYTES_MAX, rope_identity
-from kvfs.layout import Need, PageLayout
+from kvfs.pages.hf_config import CONFIG_BYTES_MAX, rope_identity
+from kvfs.pages.layout import Need, PageLayout
 
 LLAMA3_ROPE = {
     "factor": 8.0,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvfs import hostcopy
 from kvfs.errors import ConfigError
-from kvfs.hostcopy import gather, scatter
-from kvfs.layout import Cell, Group, Need, PageLayout, Part
-from kvfs.tensors import describe
+from kvfs.pages import host_copy as hostcopy
+from kvfs.pages.describe import describe
+from kvfs.pages.host_copy import gather, scatter
+from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from tests.cells import GUARD, ORDERS, POISON, Case, guarded, reference
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.directory import check_filesystem, filesystem_of
+from kvfs.directory.root import check_filesystem, filesystem_of
 from kvfs.errors import StoreAccessError, StoreLockedError
-from kvfs.files import Files, boot_id
+from kvfs.system.files import Files, boot_id
 from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import hostjobs, hostsave, settings
+from kvfs.directory import config_file as settings
 from kvfs.errors import ConfigError
-from kvfs.files import Files
-from kvfs.layout import Cell, Group, Need, PageLayout
-from kvfs.reader import Reader
+from kvfs.pages.layout import Cell, Group, Need, PageLayout
+from kvfs.read.reader import Reader
+from kvfs.system.files import Files
+from kvfs.transfer import save as hostsave
+from kvfs.transfer import workers as hostjobs
 
 PAGE, BLOCK, CHUNKS = 32, 16, 12
 SECONDS = 60.0  # of waits that end at once unless something is wrong

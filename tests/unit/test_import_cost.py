@@ -20,10 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "triton", "numpy", "zstandard", "transformers", "vllm", "watchdog")
 #: What no command needs that only looks at a store: what writes, evicts, rebuilds or reads payloads, and its libraries.
 WORK = (
-    "kvfs.workshop", "kvfs.writer", "kvfs.active", "kvfs.evictor", "kvfs.purge", "kvfs.rebuild", "kvfs.dropfolder",
-    "kvfs.reader", "kvfs.namespace", "kvfs.bundle", "kvfs.bundle_import", "kvfs.recompress", "kvfs.verify",
-    "kvfs.plan", "kvfs.warm", "kvfs.selection", "kvfs.disabled", "kvfs.hf_config", "tempfile", "shutil", "tarfile",
-    "pathlib", "asyncio",
+    "kvfs.runtime.services", "kvfs.write.appender", "kvfs.write.active_segments", "kvfs.eviction.evictor",
+    "kvfs.maintenance.purge", "kvfs.maintenance.rebuild", "kvfs.bundles.drop_folder", "kvfs.read.reader",
+    "kvfs.namespace", "kvfs.bundles.exporter", "kvfs.bundles.importer", "kvfs.maintenance.recompress",
+    "kvfs.maintenance.verify", "kvfs.maintenance.warm", "kvfs.eviction.dry_run", "kvfs.runtime.disabled",
+    "kvfs.pages.hf_config",
+    "tempfile", "shutil", "tarfile", "pathlib", "asyncio",
 )  # fmt: skip
 LOOKS = (("inspect",), ("inspect", "alpha"), ("ls",), ("ls", "alpha"), ("stats",))
 
@@ -77,7 +79,16 @@ def test_import_kvfs_loads_none_of_its_modules_but_the_version(loaded: set[str])
 
 def test_help_loads_no_store_and_none_of_the_commands() -> None:
     names = loaded_by("--help")
-    assert not names & {*HEAVY, "lmdb", "xxhash", "tomllib", "logging", "kvfs.config", "kvfs.files", "kvfs.store"}
+    assert not names & {
+        *HEAVY,
+        "lmdb",
+        "xxhash",
+        "tomllib",
+        "logging",
+        "kvfs.directory.config",
+        "kvfs.system.files",
+        "kvfs.store",
+    }
     assert {n for n in names if n.startswith("kvfs.cli.")} <= {
         f"kvfs.cli.{n}" for n in ("app", "main", "output", "text")
     }
@@ -86,18 +97,24 @@ def test_help_loads_no_store_and_none_of_the_commands() -> None:
 @pytest.mark.parametrize("arguments", LOOKS, ids=" ".join)
 def test_what_a_command_that_looks_does_not_load(arguments: tuple[str, ...], store: str) -> None:
     names = loaded_by("-C", store, *arguments)
-    assert "kvfs.core" in names
+    assert "kvfs.runtime.open_store" in names
     found = names & {*HEAVY, *WORK}
     assert not found, f"`kvfs {' '.join(arguments)}` loads {sorted(found)}; see python -X importtime -m kvfs.cli.main"
 
 
 def test_config_opens_no_index(store: str) -> None:
-    assert not loaded_by("-C", store, "config") & {*HEAVY, *WORK, "lmdb", "kvfs.core", "kvfs.catalog"}
+    assert not loaded_by("-C", store, "config") & {
+        *HEAVY,
+        *WORK,
+        "lmdb",
+        "kvfs.runtime.open_store",
+        "kvfs.catalog.catalog",
+    }
 
 
 @pytest.mark.parametrize("arguments", [("verify",), ("gc",), ("warm", "alpha"), ("pin", "ls")], ids=" ".join)
 def test_what_the_other_commands_do_not_load(arguments: tuple[str, ...], store: str) -> None:
-    assert not loaded_by("-C", store, *arguments) & {*HEAVY, "kvfs.recompress", "kvfs.hf_config"}
+    assert not loaded_by("-C", store, *arguments) & {*HEAVY, "kvfs.maintenance.recompress", "kvfs.pages.hf_config"}
 
 
 def test_an_engine_imports_before_it_serves(store: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs.errors import ConfigError
-from kvfs.layout import (
+from kvfs.pages.layout import (
     CELL_BYTES_MAX,
     GRANULE_TOKENS,
     GROUPS_MAX,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.rows import RUN
-from kvfs.layout import Cell, Group, Need, PageLayout
-from kvfs.lookahead import Lookahead
-from kvfs.match import PrefixMatch
-from kvfs.prompt import chain_of
+from kvfs.lookup.incremental import Lookahead
+from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.lookup.prompt_pages import chain_of
+from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from tests.stores import counters, segment_files
 
 PAGE, MOST = 16, 3 * RUN + 5

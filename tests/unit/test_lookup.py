@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvfs.bits import members
 from kvfs.index.rows import CLAIM, RUN, Place, claim, pack_row, parse_row
-from kvfs.layout import Cell, Group, Need, Part
-from kvfs.lookup import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths
-from kvfs.match import GroupMatch, PrefixMatch
-from kvfs.presence import KEYS_PER_HOLD, read_behind_gaps
+from kvfs.lookup.gaps import KEYS_PER_HOLD, read_behind_gaps
+from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
+from kvfs.lookup.search import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths
+from kvfs.pages.chunk_set import members
+from kvfs.pages.layout import Cell, Group, Need, Part
 
 needs = st.none() | st.integers(1, 9) | st.sampled_from([64, 2**27])
 

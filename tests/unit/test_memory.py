@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import memory
+from kvfs.system import memory_limits as memory
 
 GIB = 1 << 30
 

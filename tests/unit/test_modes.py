@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import direct, modes
-from kvfs import format as fmt
-from kvfs.config import make_settings
+from kvfs.directory import io_mode as modes
+from kvfs.directory.config import make_settings
 from kvfs.errors import ConfigError
-from kvfs.files import Files
-from kvfs.layout import Part
+from kvfs.format import segment as fmt
+from kvfs.pages.layout import Part
+from kvfs.system import direct_io as direct
+from kvfs.system.files import Files
 from kvfs.types import Tier
 from tests.stores import cached_of, counted, load, restored, scanned, seeded, segment_files, tiny, tokens_of
 
@@ -48,7 +49,7 @@ def opened(path: Path, mode: str = "staging", files: Files | None = None, **sett
 
 
 def set_mode(path: Path, mode: str) -> None:
-    from kvfs import settings
+    from kvfs.directory import config_file as settings
 
     settings.change(str(path), "mode", mode, Files())
 
@@ -481,7 +482,7 @@ def test_memory_knows_no_sync(tmpfs: Path, sync: str) -> None:
 
 
 def test_levels_belong_to_modes_while_a_store_is_open(tmpfs: Path) -> None:
-    from kvfs import settings
+    from kvfs.directory import config_file as settings
 
     with opened(tmpfs, "memory") as store:
         set_mode(tmpfs, "cache")

@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import Cell, ConfigError, Group, Need, NoSpaceError, PageLayout, Part, StoreReadOnlyError, encoder, segment
-from kvfs.files import Files
-from kvfs.hashing import LEAF_BYTES
-from kvfs.lookup import Prompt
-from kvfs.segment_scan import scan_segment
+from kvfs import Cell, ConfigError, Group, Need, NoSpaceError, PageLayout, Part, StoreReadOnlyError
+from kvfs.format.checksums import LEAF_BYTES
+from kvfs.lookup.search import Prompt
+from kvfs.segments import writer as segment
+from kvfs.segments.scan import scan_segment
+from kvfs.system.files import Files
+from kvfs.write import encode as encoder
 from tests.stores import TINY_BYTES, counted, load, restored, seeded, segment_files, tiny, tokens_of
 
 T = 16

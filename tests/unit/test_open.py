@@ -36,13 +36,13 @@ from kvfs import (
     StoreLockedError,
     StoreNotFoundError,
     StoreReadOnlyError,
-    cores,
 )
-from kvfs.config import make_settings, parse_duration, parse_size, parse_toml, to_toml
-from kvfs.directory import _canonical
-from kvfs.files import Files
-from kvfs.hashing import checksum
-from kvfs.keeper import TICK_SECONDS
+from kvfs.directory.config import make_settings, parse_duration, parse_size, parse_toml, to_toml
+from kvfs.directory.root import _canonical
+from kvfs.format.checksums import checksum
+from kvfs.runtime import registry as cores
+from kvfs.runtime.background import TICK_SECONDS
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 NOBODY = 65534

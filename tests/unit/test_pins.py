@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import format as fmt
 from kvfs.errors import NoSpaceError
-from kvfs.files import Files
+from kvfs.format import segment as fmt
+from kvfs.system.files import Files
 from kvfs.testing import FakeClock
 from tests.stores import counted, restored, seeded, tokens_of
 

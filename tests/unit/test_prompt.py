@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs.bits import bits_of
+from kvfs.pages.chunk_set import bits_of
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 CHUNK = 16

@@ -16,7 +16,7 @@ import pytest
 
 import kvfs
 from kvfs.errors import ConfigError, StoreAccessError, StoreReadOnlyError
-from kvfs.files import Files
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counted, load, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 40  # a run and a bit

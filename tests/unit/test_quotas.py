@@ -11,16 +11,16 @@ import pytest
 
 import kvfs
 from kvfs import Quota
-from kvfs import format as fmt
-from kvfs.active import CLASSES_MAX, Active, Declined, SegmentClass
 from kvfs.errors import ConfigError
-from kvfs.evictor import CARRIED
-from kvfs.files import Files
-from kvfs.identity import salt_digest
-from kvfs.segment import SegmentWriter
-from kvfs.space import NO_QUOTA
+from kvfs.eviction.evictor import CARRIED
+from kvfs.format import segment as fmt
+from kvfs.index.ledger import NO_QUOTA
+from kvfs.pages.identity import salt_digest
+from kvfs.segments.writer import SegmentWriter
+from kvfs.system.files import Files
 from kvfs.testing import FakeClock
-from kvfs.writer import Appender
+from kvfs.write.active_segments import CLASSES_MAX, Active, Declined, SegmentClass
+from kvfs.write.appender import Appender
 from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 CHUNKS = 40
@@ -78,7 +78,7 @@ def there(ns: kvfs.Namespace, seeds: range) -> list[int]:
 
 
 def charged(store: kvfs.Store, name: str) -> int:
-    from kvfs.config import quota_id
+    from kvfs.directory.config import quota_id
 
     used: int = store._core.c.index.read(lambda s: s.quota_used(quota_id(name)), 2.0)
     return used

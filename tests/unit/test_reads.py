@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvfs.index.rows import Place, pack_row
-from kvfs.layout import Part
-from kvfs.lookup import Hit
-from kvfs.match import GroupMatch
-from kvfs.reads import plan_reads, plan_runs
-from kvfs.segment_files import Held
+from kvfs.lookup.prefix_match import GroupMatch
+from kvfs.lookup.search import Hit
+from kvfs.pages.layout import Part
+from kvfs.read.plan import plan_reads, plan_runs
+from kvfs.segments.open_segments import Held
 
 WANT = Part(0, 1, 0, 1)
 PAGE = 4096

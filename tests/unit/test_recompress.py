@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import PageLayout, codec, recompress
-from kvfs import format as fmt
-from kvfs.segment_scan import scan_segment
+from kvfs import PageLayout
+from kvfs.format import codec
+from kvfs.format import segment as fmt
+from kvfs.maintenance import recompress
+from kvfs.segments.scan import scan_segment
 from kvfs.testing import Fault, FaultyFiles
-from kvfs.writer import Appender
+from kvfs.write.appender import Appender
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
 from tools.torture.case import allocated_bytes

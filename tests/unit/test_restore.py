@@ -12,8 +12,8 @@ import pytest
 import kvfs
 from kvfs import PageOutcome, TransferState
 from kvfs.errors import ConfigError
-from kvfs.matcher import Matcher
-from kvfs.transfer import Task, Transfer
+from kvfs.lookup.matcher import Matcher
+from kvfs.transfer.handle import Task, Transfer
 from tests.stores import counted, segment_files
 from tests.unit.test_hybrid_transfers import CHUNKS, LATE, PAGE, PROMPT, SECONDS, UNITS, Engine, hybrid
 

@@ -13,12 +13,12 @@ import pytest
 
 import kvfs
 from kvfs import Quota
-from kvfs.active import LANES
-from kvfs.config import quota_id
-from kvfs.files import Files
-from kvfs.gc import Reclaimer
+from kvfs.directory.config import quota_id
+from kvfs.eviction.reclaimer import Reclaimer
+from kvfs.system.files import Files
 from kvfs.testing import FakeClock
-from kvfs.writer import SPACE_SECONDS
+from kvfs.write.active_segments import LANES
+from kvfs.write.appender import SPACE_SECONDS
 from tests.stores import restored, seeded, tokens_of
 
 LAYOUT = kvfs.PageLayout.kv(layers=2, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)

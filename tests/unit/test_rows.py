@@ -22,15 +22,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvfs.hashing import checksum, page_key
+from kvfs.format.checksums import checksum
 from kvfs.index import rows
 from kvfs.index.lmdb_files import open_environment, open_tables
+from kvfs.index.row_updates import Publish, RunKeys, Target, claim_run, forget_place, publish, sweep
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
-from kvfs.index.runs import Publish, RunKeys, Target, claim_run, forget_place, publish, sweep
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
-from kvfs.layout import Cell, Group, Need
-from kvfs.lookup import GroupLookup, Prompt, prefix_length
+from kvfs.lookup.search import GroupLookup, Prompt, prefix_length
+from kvfs.pages.chunk_hash import page_key
+from kvfs.pages.layout import Cell, Group, Need
 
 KEY = bytes(range(40))
 GROUP = Group("full", (0,), 1, Cell("opaque", 16), Need.all(), 16)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.writer import Appender
+from kvfs.write.appender import Appender
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
 

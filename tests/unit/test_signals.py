@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import core
 from kvfs.index.tables import ACTIVE
-from kvfs.pool import Pool
-from kvfs.transfer import Task, Transfer
+from kvfs.runtime import open_store as core
+from kvfs.system.thread_pool import Pool
+from kvfs.transfer.handle import Task, Transfer
 from kvfs.types import Tier
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PROGRAM = """
 import os, signal, sys, time
-from kvfs.sigterm import at_sigterm
+from kvfs.system.sigterm import at_sigterm
 class Holder:
     def __init__(self, name): self.name = name
     def let_go(self):

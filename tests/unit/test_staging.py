@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvfs.buffers import address_of
 from kvfs.errors import ConfigError
-from kvfs.hostjobs import SLOW_BYTES_PER_SECOND, STALLED_SECONDS, Writes
-from kvfs.staging import SLOT_ALIGN, Lease, SlotState, StagingRing
+from kvfs.system.memory_views import address_of
+from kvfs.transfer.staging import SLOT_ALIGN, Lease, SlotState, StagingRing
+from kvfs.transfer.workers import SLOW_BYTES_PER_SECOND, STALLED_SECONDS, Writes
 
 NOW = 0.0  # a deadline that has passed
 

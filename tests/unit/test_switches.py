@@ -12,7 +12,7 @@ import pytest
 
 import kvfs
 from kvfs.errors import ConfigError, StoreNotFoundError, StoreReadOnlyError
-from kvfs.files import Files
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, run_child, seeded, tiny, tokens_of
 
 TOKENS, PAGES = tokens_of(1, 5), seeded(1, 5 * TINY_BYTES)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import tally
-from kvfs.directory import Directory
-from kvfs.files import Files
-from kvfs.liveness import Liveness
-from kvfs.tally import Tallies
+from kvfs.directory import shared_counters as tally
+from kvfs.directory.liveness import Liveness
+from kvfs.directory.root import Directory
+from kvfs.directory.shared_counters import Tallies
+from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, tiny, tokens_of
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import tensorfile
+from kvfs.bundles import safetensors_file as tensorfile
+from kvfs.bundles.safetensors_file import UnverifiedError, pieces
 from kvfs.errors import ConfigError, NoSpaceError
-from kvfs.files import Files
-from kvfs.layout import Cell, Group, Need, PageLayout, Part
-from kvfs.tensorfile import UnverifiedError, pieces
+from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
 safetensors = pytest.importorskip("safetensors")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvfs.descriptors import Descriptor
-from kvfs.files import Files
+from kvfs.system.descriptors import Descriptor
+from kvfs.system.files import Files
 from kvfs.testing import KINDS, DictOracle, FakeClock, Fault, FaultyFiles, Prompts
 
 

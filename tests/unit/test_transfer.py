@@ -21,12 +21,15 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs import PageOutcome, TransferState, hostjobs, hostload, hostsave
+from kvfs import PageOutcome, TransferState
 from kvfs.errors import ConfigError, StoreReadOnlyError
-from kvfs.files import Files
-from kvfs.hostio import HostIO
-from kvfs.layout import Cell, Group, Need, PageLayout, Part
-from kvfs.transfer import Task, Transfer
+from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
+from kvfs.system.files import Files
+from kvfs.transfer import load as hostload
+from kvfs.transfer import save as hostsave
+from kvfs.transfer import workers as hostjobs
+from kvfs.transfer.handle import Task, Transfer
+from kvfs.transfer.host_io import HostIO
 from kvfs.types import Tier
 
 PAGE, BLOCK = 32, 16

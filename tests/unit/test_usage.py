@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.usage import SCALE_US, Chains, Pieces, group
+from kvfs.eviction.usage import SCALE_US, Chains, Pieces, group
 
 
 def drawn(draw: random.Random) -> Pieces:

@@ -12,11 +12,11 @@ import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError
-from kvfs.files import Files
+from kvfs.eviction.dry_run import make_plan
 from kvfs.index.rows import pack_row, parse_row
 from kvfs.index.session import Session
-from kvfs.plan import make_plan
-from kvfs.verify import Verifier
+from kvfs.maintenance.verify import Verifier
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
 PROMPTS = 6

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import Quota, victims
-from kvfs.files import Files
+from kvfs import Quota
+from kvfs.eviction import victims
+from kvfs.eviction.victims import LOOK_SECONDS
 from kvfs.index.tables import SEALED
+from kvfs.system.files import Files
 from kvfs.testing import FakeClock
-from kvfs.victims import LOOK_SECONDS
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
 CHUNKS = 8

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import kvfs
-from kvfs.files import Files
+from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, segment_files, tiny, tokens_of
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs import settings
+from kvfs.directory import config_file as settings
+from kvfs.directory.watch import DROPS, HOLDS, SETTINGS, Heard, Watch
 from kvfs.errors import ConfigError
-from kvfs.files import Files
-from kvfs.keeper import Keeper
-from kvfs.watch import DROPS, HOLDS, SETTINGS, Heard, Watch
+from kvfs.runtime.background import Keeper
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.files import Files
+from kvfs.system.files import Files
 from tests.vllm.engine import Engine
 
 Models = Callable[[str], Path]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kvfs.hashing import leaf_table
+from kvfs.format.checksums import leaf_table
 from tools.benchmarks.case import LEAF_BYTES, MIB, Case, Payload, cached_share, out_buffer
 from tools.benchmarks.measure import BenchError, Sample, Stopwatch
 

@@ -14,8 +14,8 @@ import click
 import xxhash
 
 import kvfs
-from kvfs.config import parse_size
-from kvfs.files import Files
+from kvfs.directory.config import parse_size
+from kvfs.system.files import Files
 from tools.benchmarks.measure import BenchError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

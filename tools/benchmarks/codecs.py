@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
-from kvfs import PageLayout, codec
-from kvfs.hashing import leaf_table
+from kvfs import PageLayout
+from kvfs.format import codec
+from kvfs.format.checksums import leaf_table
 from tools.benchmarks.case import drop_cache
 from tools.benchmarks.measure import BenchError, Contender, Sample, Spread, Stopwatch, interleave, rate_ratio
 from tools.benchmarks.report import Report, Table

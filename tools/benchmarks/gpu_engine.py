@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kvfs
-from kvfs.layout import Group, Need, PageLayout
+from kvfs.pages.layout import Group, Need, PageLayout
 from tools.benchmarks.measure import BenchError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.kernels.work import Shape, granule_words, pack, shape_of
+from kvfs.kernels.work_list import Shape, granule_words, pack, shape_of
 from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
 from tools.benchmarks.report import Report, Table
 
@@ -67,7 +67,7 @@ class Batch:
         self.work = torch.frombuffer(array("b", work), dtype=torch.int64).cuda()
 
     def calls(self) -> dict[str, Callable[[int], None]]:
-        from kvfs.gpu import copy_warps
+        from kvfs.gpu.device import copy_warps
         from kvfs.kernels import cells, xxh3
 
         def move(to_page: bool) -> Callable[[int], None]:

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvfs
-from kvfs.buffers import address_of_readonly
-from kvfs.files import Files
-from kvfs.gpu import Gpu
-from kvfs.inplace import PIECE_BYTES
-from kvfs.layout import PageLayout
+from kvfs.gpu.device import Gpu
+from kvfs.gpu.registration_cache import PIECE_BYTES
+from kvfs.pages.layout import PageLayout
+from kvfs.system.files import Files
+from kvfs.system.memory_views import address_of_readonly
 from tools.benchmarks.gpu_engine import torch_with_cuda
 from tools.benchmarks.measure import BenchError, percentile
 from tools.benchmarks.report import Report, Table, Value
@@ -76,7 +76,7 @@ def fill(folder: Path, nbytes: int) -> list[Path]:
 
 
 class Registered:
-    """Maps of the first ``nbytes`` of files, piece by piece, as ``kvfs.pieces`` makes them."""
+    """Maps of the first ``nbytes`` of files, piece by piece, as ``kvfs.gpu.registration`` makes them."""
 
     def __init__(self, files: Sequence[Path], nbytes: int) -> None:
         self._gpu = Gpu("cuda:0")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
-from kvfs.files import Files
+from kvfs.system.files import Files
 from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
 from tools.benchmarks.measure import BenchError, percentile
 from tools.benchmarks.report import Report, Table

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kvfs import settings
-from kvfs.files import Files
+from kvfs.directory import config_file as settings
+from kvfs.system.files import Files
 from tools.benchmarks import bare, ours
 from tools.benchmarks.bare import COLD_READ_BYTES, BareRead, BareView
 from tools.benchmarks.case import Case, Payload, drop_cache, out_buffer, size_text, write_back

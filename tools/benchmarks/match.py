@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvfs
-from kvfs.hashing import chain, tenant_seed, token_bytes
+from kvfs.pages.chunk_hash import chain, tenant_seed, token_bytes
 from tools.benchmarks import others, scaling
 from tools.benchmarks.measure import (
     BenchError,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import kvfs
-from kvfs.format import BLOCK, parse_seal
+from kvfs.format.segment import BLOCK, parse_seal
 from tools.benchmarks.bare import touch
 from tools.benchmarks.case import Case, Payload, cached_share, out_buffer, write_back
 from tools.benchmarks.measure import BenchError, Sample, Stopwatch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
-from kvfs.files import Files
+from kvfs.system.files import Files
 from kvfs.testing import Prompts
 from tools.torture.judge import Judge
 

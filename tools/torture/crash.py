@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfs.files import Files
+from kvfs.system.files import Files
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.faults import lose_index
 from tools.torture.judge import Judge

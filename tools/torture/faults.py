@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvfs import cores
+from kvfs.runtime import registry as cores
 from kvfs.testing import Fault, FaultyFiles
 from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, put
 from tools.torture.judge import Judge, kvfs_threads, open_files

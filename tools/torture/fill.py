@@ -10,7 +10,7 @@ import random
 import time
 from pathlib import Path
 
-from kvfs.config import parse_size
+from kvfs.directory.config import parse_size
 from tools.torture.crew import Crew
 from tools.torture.judge import Judge
 from tools.torture.mounts import mounted

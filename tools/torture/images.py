@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.files import Files
+from kvfs.system.files import Files
 
 BYTES_READ_MAX = 64 << 20  # of one input: more is a loop
 CALLS_MAX = 20_000
@@ -138,7 +138,7 @@ class ImageDirectory:
         return 0
 
     def read_small(self, name: str, limit: int, *, sub: str = "") -> bytes | None:
-        from kvfs.directory import Directory
+        from kvfs.directory.root import Directory
 
         return Directory.read_small(self, name, limit, sub=sub)  # type: ignore[arg-type]
 

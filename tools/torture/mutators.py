@@ -11,10 +11,10 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from kvfs import format as fmt
-from kvfs.directory import _canonical
-from kvfs.hashing import checksum, root_of
-from kvfs.identity import digest_of
+from kvfs.directory.root import _canonical
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import checksum, root_of
+from kvfs.pages.identity import digest_of
 from tools.torture.images import Image
 
 BIG = "@big@"  # stands for a number that json.dumps refuses to write

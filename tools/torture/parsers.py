@@ -20,30 +20,30 @@ from typing import Any
 import lmdb
 
 import kvfs
-from kvfs import codec as codecs
-from kvfs import format as fmt
-from kvfs.config import Settings, make_settings, parse_toml, to_toml
-from kvfs.directory import Directory, create, pack_super, parse_super
+from kvfs.directory.access_times import Recency
+from kvfs.directory.config import Settings, make_settings, parse_toml, to_toml
+from kvfs.directory.liveness import Liveness
+from kvfs.directory.pin_files import list_pins, pinned_segments
+from kvfs.directory.root import Directory, create, pack_super, parse_super
 from kvfs.errors import ConfigError, FormatError, KvfsError, NoSpaceError, StoreLockedError
-from kvfs.files import Files, pack_u64
-from kvfs.format import Entry, Header
-from kvfs.hashing import checksum
-from kvfs.identity import Identity, digest_of, parse_descriptor
+from kvfs.format import codec as codecs
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import checksum
+from kvfs.format.segment import Entry, Header
 from kvfs.index import tables
 from kvfs.index.environment import Index
+from kvfs.index.generation_files import State, read_state
+from kvfs.index.ledger import adopt
+from kvfs.index.row_updates import forget_place, sweep
 from kvfs.index.rows import _EXTENT, _HEAD, RUN, Place, claim, pack_row, parse_row
-from kvfs.index.runs import forget_place, sweep
 from kvfs.index.session import Session, Tables
-from kvfs.index.state import State, read_state
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
-from kvfs.layout import PageLayout, Part
-from kvfs.liveness import Liveness
-from kvfs.pinned import list_pins, pinned_segments
-from kvfs.rebuild import Report, _Listed, _SegmentBuilder
-from kvfs.recency import Recency
-from kvfs.segment import Record, SegmentWriter, file_name
-from kvfs.segment_scan import scan_segment
-from kvfs.space import adopt
+from kvfs.maintenance.rebuild import Report, _Listed, _SegmentBuilder
+from kvfs.pages.identity import Identity, digest_of, parse_descriptor
+from kvfs.pages.layout import PageLayout, Part
+from kvfs.segments.scan import scan_segment
+from kvfs.segments.writer import Record, SegmentWriter, file_name
+from kvfs.system.files import Files, pack_u64
 from tools.torture.images import DictTxn, Image, ImageDirectory
 from tools.torture.mutators import (
     flip_bytes,

@@ -15,11 +15,11 @@ from kvfs.integrations.transformers.layers import RecordingLayer, fits
 from kvfs.integrations.transformers.model import Source, cell_dims, source_of
 from kvfs.integrations.transformers.prompts import Row, rows_of
 from kvfs.integrations.transformers.tensors import pages_of, states_of
-from kvfs.layout import Group
+from kvfs.pages.layout import Group
 from kvfs.types import PutResult
 
 if TYPE_CHECKING:
-    from kvfs.match import PrefixMatch
+    from kvfs.lookup.prefix_match import PrefixMatch
     from kvfs.namespace import Namespace, SavePlan
     from kvfs.store import Store
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvfs.layout import Group
+from kvfs.pages.layout import Group
 
 
 class RecordingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]

@@ -21,10 +21,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfs.errors import ConfigError, UnsupportedModelError
-from kvfs.hf_config import config_digest, rope_identity
 from kvfs.integrations.transformers.adapters import has_adapters, switches, unfit
 from kvfs.integrations.transformers.layers import fits
-from kvfs.layout import Group, PageLayout
+from kvfs.pages.hf_config import config_digest, rope_identity
+from kvfs.pages.layout import Group, PageLayout
 
 DIGEST_THREADS = 8
 SAMPLES = 6  # places along each dimension of a tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from kvfs.integrations.transformers.model import cell_dims
-from kvfs.layout import GRANULE_TOKENS, Group
+from kvfs.pages.layout import GRANULE_TOKENS, Group
 
 
 def states_of(pages: torch.Tensor, group: Group, dtype: torch.dtype, position: int,

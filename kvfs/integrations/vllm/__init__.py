@@ -11,7 +11,7 @@ import importlib
 import logging
 
 CONNECTOR, SPEC, TIER = "KvfsConnector", "KvfsOffloadingSpec", "kvfs"
-MODULE = "kvfs.integrations.vllm.entry"
+MODULE = "kvfs.integrations.vllm.plugin"
 #: vLLM's module, its factory and the method that adds to it; our name, module and class
 _PLACES = (
     ("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", "register_connector",

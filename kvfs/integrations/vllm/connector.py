@@ -38,11 +38,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvfs.errors import ConfigError
 from kvfs.integrations.vllm import versions
-from kvfs.integrations.vllm.doubts import Doubts, Given
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
 from kvfs.integrations.vllm.model import EngineModel, model_of
 from kvfs.integrations.vllm.settings import check_early, set_defaults, settings_of
+from kvfs.integrations.vllm.tainted_requests import Doubts, Given
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace

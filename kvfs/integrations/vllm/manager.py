@@ -31,7 +31,7 @@ from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.model import EngineModel
 from kvfs.integrations.vllm.requests import RequestPages, cacheable
 from kvfs.integrations.vllm.settings import VllmSettings
-from kvfs.match import PrefixMatch
+from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.namespace import Namespace
 from kvfs.store import Store
 from kvfs.types import SavePlan, Tier

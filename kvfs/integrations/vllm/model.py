@@ -26,9 +26,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvfs.errors import ConfigError, UnsupportedModelError
-from kvfs.hf_config import config_digest
 from kvfs.integrations.vllm.weights import weights_id
-from kvfs.layout import Cell, Group, Need, PageLayout
+from kvfs.pages.hf_config import config_digest
+from kvfs.pages.layout import Cell, Group, Need, PageLayout
 
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float32": "f32"}
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")

@@ -6,9 +6,9 @@ import hashlib
 import re
 from typing import Any
 
-from kvfs.match import PrefixMatch
+from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.lookup.prompt_pages import PromptPages
 from kvfs.namespace import Namespace
-from kvfs.prompt import PromptPages
 from kvfs.types import Tier
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64,128}")

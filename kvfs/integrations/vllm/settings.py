@@ -7,11 +7,11 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvfs.codec import parse as parse_codec
-from kvfs.config import MODES, parse_size
+from kvfs.directory.config import MODES, parse_size
 from kvfs.errors import ConfigError
+from kvfs.format.codec import parse as parse_codec
 from kvfs.integrations.vllm import SPEC
-from kvfs.layout import PAGE_TOKENS_MAX
+from kvfs.pages.layout import PAGE_TOKENS_MAX
 from kvfs.store import open_store
 
 #: Settings of vLLM's own offloading connector that may stand beside ours.

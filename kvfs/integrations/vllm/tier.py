@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, ScheduleEndContext, SecondaryTierManager, TransferJob
 
 from kvfs.errors import ConfigError
-from kvfs.layout import GRANULE_TOKENS, PAGE_TOKENS_MAX, PageLayout
 from kvfs.namespace import Namespace
+from kvfs.pages.layout import GRANULE_TOKENS, PAGE_TOKENS_MAX, PageLayout
 from kvfs.store import open_store
 
 logger = init_logger(f"vllm.{__name__}")

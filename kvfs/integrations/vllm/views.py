@@ -13,10 +13,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec, iter_layer_specs
 
-from kvfs.device import DeviceKV
 from kvfs.errors import ConfigError
 from kvfs.integrations.vllm.model import EngineGroup, EngineModel, layers_of
-from kvfs.tensors import describe
+from kvfs.pages.describe import describe
+from kvfs.pages.device_kv import DeviceKV
 
 
 class Attached(NamedTuple):

@@ -13,12 +13,12 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvfs.errors import KvfsError
-from kvfs.hostio import HostIO
 from kvfs.integrations.vllm.manager import LoadSpec, SaveSpec
 from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.settings import VllmSettings
 from kvfs.integrations.vllm.views import Attached
-from kvfs.transfer import Transfer
+from kvfs.transfer.handle import Transfer
+from kvfs.transfer.host_io import HostIO
 from kvfs.types import SavePlan, TransferState
 
 logger = init_logger(f"vllm.{__name__}")

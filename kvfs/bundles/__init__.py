@@ -1,0 +1,1 @@
+"""Pages that leave a store or enter one: bundles, the drop folder, safetensors files."""

@@ -1,0 +1,407 @@
+"""Taking the pages of a bundle in. Every page is verified before it is stored; nothing of a changed bundle is.
+
+The pages are appended to this store's own segments and published like any others, so identity, limits, quotas and
+evictions are those of this store. What is there already is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+from kvfs.bundles.exporter import (
+    MANIFEST,
+    BundleError,
+    Member,
+    TooLargeError,
+    Window,
+    entry_problem,
+    read_manifest,
+    read_members,
+)
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.directory.config import SEGMENT_MAX, quota_id
+from kvfs.directory.root import explained
+from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import LEAF_BYTES
+from kvfs.format.codec import CodecError, decoded, fits
+from kvfs.format.segment import Entry
+from kvfs.index import ledger as space
+from kvfs.index.row_updates import Named, Publish, is_live, load, publish
+from kvfs.index.rows import RUN, Place
+from kvfs.index.session import Session
+from kvfs.pages.chunk_hash import page_key
+from kvfs.pages.identity import Described, parse_descriptor
+from kvfs.pages.layout import Group, Part
+from kvfs.segments.scan import Scan, read_descriptor, scan_segment
+from kvfs.segments.writer import Record, SegmentWriter
+from kvfs.system.files import Files
+from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
+
+MEMBERS_MAX = 100_000
+MANIFEST_BYTES_MAX = 64 << 20
+PROBLEMS_MAX = 100
+BATCH_PAGES, BATCH_BYTES = 256, 16 << 20
+SPACE_SECONDS = 30.0
+EXPIRY_SECONDS = 3600  # records that expire in the same hour share segments
+_SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
+
+
+@dataclass
+class Imported:
+    """What became of a bundle's pages."""
+
+    digest: str = ""
+    pages: int = 0  # in the bundle
+    stored: int = 0
+    skipped: int = 0  # were there already
+    expired: int = 0
+    bad: int = 0  # did not verify; only of a partial import
+    nbytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.bad += 1
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(text)
+
+
+class _Page(NamedTuple):
+    """A record of a bundle that has verified."""
+
+    entry: Entry
+    payload: bytes  # as it is stored
+    table: bytes  # leaf table of what it decodes to
+    described: Described
+    descriptor: bytes
+    group: Group
+    part: Part
+
+
+class Pace(NamedTuple):
+    """How greedy an import is: what it appends at once, how long it waits for room, what it does between two steps."""
+
+    batch_bytes: int = BATCH_BYTES
+    space_seconds: float = SPACE_SECONDS
+    manifest_bytes_max: int = MANIFEST_BYTES_MAX
+    members_max: int = MEMBERS_MAX
+    records_max: int = 1 << 32  # of a segment
+    page_bytes_max: int = 1 << 62
+    step: Callable[[], None] = lambda: None  # may rest, or raise to end the import
+
+
+class Importer:
+    """One import. ``partial``: pages that verify are taken from a bundle that is damaged."""
+
+    def __init__(self, context: Context, active: ActiveSegments, *, partial_: bool, pace: Pace | None = None) -> None:
+        self._c = context
+        self._active = active
+        self._partial = partial_
+        self._pace = pace or Pace()
+        self.report = Imported()
+        self._heads: set[bytes] = set()  # chunk hashes that begin a run
+        self._stamps: dict[int, int] = {}  # as they are in the bundle -> as they will be here
+
+    def run(self, path: str, progress: Callable[[int, int], None], *, digest: str | None = None) -> Imported:
+        """Verify all of a bundle, then store its pages. BundleError names what is wrong with it."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as exc:
+            raise ConfigError(f"{path}: {exc.strerror}; give a bundle that kvfs export wrote") from None
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(f"{path} is no regular file; give a bundle that kvfs export wrote")
+            return self.take(fd, progress, digest=digest)
+        except OSError as exc:
+            raise BundleError(f"{path}: {exc.strerror}; copy the bundle again") from None
+        finally:
+            os.close(fd)
+
+    def take(
+        self, fd: int, progress: Callable[[int, int], None] = lambda done, total: None, *, digest: str | None = None
+    ) -> Imported:
+        """The same for an open file. OSError if it cannot be read."""
+        size = os.fstat(fd).st_size
+        members = self.members(fd, size, digest)
+        done = 0
+        for member in members:  # first all is looked at: a changed bundle leaves nothing behind
+            self._check(fd, member)
+            done += member.nbytes
+            progress(done, 2 * size)
+        # a stamp per request, as in the store that they come from, and in its order
+        now = self._c.files.now_us()
+        self._stamps = {stamp: now + i for i, stamp in enumerate(sorted(self._stamps))}
+        for member in members:
+            self._take(fd, member)
+            done += member.nbytes
+            progress(done, 2 * size)
+        return self.report
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def members(self, fd: int, size: int, digest: str | None = None) -> list[Member]:
+        """The segments of a bundle that is complete: it ends with a manifest that names them, sizes included."""
+        found = read_members(fd, size, self._c.files.read, self._pace.members_max)
+        members = [member for member in found if self._pace.step() is None]
+        if not members or members[-1].name != MANIFEST or members[-1].nbytes > self._pace.manifest_bytes_max:
+            raise BundleError("there is no manifest at the end: not a bundle of kvfs, or cut short; copy it again")
+        data = self._c.files.read(fd, members[-1].nbytes, members[-1].offset)
+        self.report.digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+        if digest is not None and not (len(digest) >= 16 and self.report.digest.startswith(digest.lower())):
+            raise BundleError(f"its digest is {self.report.digest}, not {digest}: another bundle, or a changed one")
+        listed = read_manifest(data)
+        segments = members[:-1]
+        if [(m.name, m.nbytes) for m in segments] != [x[:2] for x in listed]:
+            raise BundleError("its files are not those of its manifest; copy the bundle again")
+        self._digests = {name: wanted for name, _, wanted in listed}
+        for m in segments:
+            if not _SEGMENT_NAME.match(m.name) or m.nbytes > 2 * SEGMENT_MAX:
+                raise BundleError(f"{m.name!r} is no segment; this bundle was not written by kvfs")
+        return segments
+
+    def _check(self, fd: int, member: Member) -> None:
+        """Digest and every page of a segment."""
+        digest = hashlib.blake2b(digest_size=32)
+        for at in range(0, member.nbytes, 4 << 20):
+            digest.update(self._c.files.read(fd, min(4 << 20, member.nbytes - at), member.offset + at))
+            self._pace.step()
+        if digest.hexdigest() != self._digests[member.name]:
+            if not self._partial:
+                raise BundleError(
+                    f"{member.name} was changed after it was written; --partial takes what still verifies"
+                )
+            self.report.problems.append(f"{member.name} was changed after it was written")
+        scan = self._scan(fd, member)
+        if scan is None or scan.seal is None or scan.header.segment_id.hex() != member.name[:32]:
+            if scan is None or not self._partial:
+                self._refuse(f"{member.name}: header, tables and seal do not agree")
+            if scan is None:
+                return
+        for entry, page in self._pages(fd, member, scan):
+            self.report.pages += 1
+            if isinstance(page, str):
+                self._refuse(f"{member.name} record {entry.seq}: {page}")
+            elif entry.chunk % RUN == 0:
+                self._heads.add(entry.chunk_hash)
+            self._stamps.setdefault(entry.written_us, 0)
+
+    def _scan(self, fd: int, member: Member) -> Scan | None:
+        scan = scan_segment(fd, Window(member, self._pace.step), records_max=self._pace.records_max + 1)
+        if scan is not None and len(scan.entries) > self._pace.records_max:
+            raise TooLargeError(f"{member.name} has more than {self._pace.records_max} records")
+        return scan
+
+    def _refuse(self, text: str) -> None:
+        if not self._partial:
+            raise BundleError(f"{text}: refused; --partial takes the pages that verify")
+        self.report.note(text)
+
+    def _pages(self, fd: int, member: Member, scan: Scan) -> Iterator[tuple[Entry, _Page | str]]:
+        """Each record with its verified page, or with what is wrong with it."""
+        files = Window(member)
+        known: dict[int, tuple[Described, bytes] | None] = {}
+        for entry in scan.parts():
+            self._pace.step()
+            if entry.ns_seq not in known:
+                known[entry.ns_seq] = self._described(fd, files, scan, entry.ns_seq)
+            named = known[entry.ns_seq]
+            if named is None or entry.group >= len(named[0].layout.groups):
+                yield entry, "its namespace record is damaged"
+                continue
+            group = named[0].layout.groups[entry.group]
+            try:
+                part = Part.unpack(entry.part)
+                if not fits(entry.codec, entry.stored_bytes, group.part_bytes(part)):
+                    yield entry, "its size or codec contradicts the layout"
+                    continue
+                if group.part_bytes(part) > self._pace.page_bytes_max:
+                    raise TooLargeError(f"it has a page of {group.part_bytes(part)} bytes")
+                if group.part_bytes(part) > space.page_limit(self._c.settings):
+                    yield entry, f"a page of {group.part_bytes(part)} bytes is more than this store's capacity allows"
+                    continue
+                payload = files.read(fd, entry.stored_bytes, entry.payload)
+                raw = decoded(payload, entry.codec, group.part_bytes(part))
+                table = files.read(fd, LEAF_BYTES * group.leaves(part), entry.leaves)
+            except (ConfigError, CodecError, OSError) as exc:
+                yield entry, str(exc)
+                continue
+            why = entry_problem(raw, table, entry, group.leaf_bytes(part))
+            yield entry, why or _Page(entry, payload, table, *named, group, part)
+
+    def _described(self, fd: int, files: Files, scan: Scan, ns_seq: int) -> tuple[Described, bytes] | None:
+        if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
+            return None
+        try:
+            data = read_descriptor(fd, files, scan.entries[ns_seq])
+        except OSError:
+            return None
+        described = parse_descriptor(data) if data is not None else None
+        if data is None or described is None or described.digest != scan.entries[ns_seq].chunk_hash:
+            return None
+        return described, data
+
+    # -- storing ------------------------------------------------------------------------------
+
+    def _take(self, fd: int, member: Member) -> None:
+        """Store the pages of a segment. They are verified again as they are read: the file may change meanwhile."""
+        now = self._c.files.now_us()
+        scan = self._scan(fd, member)
+        if scan is None:
+            return
+        good = (page for _, page in self._pages(fd, member, scan) if isinstance(page, _Page))
+        shapes = groupby(
+            good, key=lambda p: (p.described.digest, p.entry.group, p.part, p.entry.expires, p.entry.written_us)
+        )
+        for (_, _, _, expires, stamp), same in shapes:
+            if expires and expires <= now // 1_000_000:
+                self.report.expired += sum(1 for _ in same)
+                continue
+            batch: list[_Page] = []
+            for page in same:
+                batch.append(page)
+                if len(batch) == BATCH_PAGES or len(batch) * len(page.payload) >= self._pace.batch_bytes:
+                    self._store(batch, self._stamps.get(stamp, now))
+                    batch = []
+            if batch:
+                self._store(batch, self._stamps.get(stamp, now))
+
+    def _store(self, pages: list[_Page], at_us: int) -> None:
+        digest, group, part = pages[0].described.digest, pages[0].group, pages[0].part
+        opaque = pages[0].described.layout.kind == "opaque"
+        key = partial(_row_key, digest, group.name, part.pack())
+        records = [(self._place(p, opaque), p) for p in pages]
+        missing = self._c.index.read(lambda s: _missing(s, key, records), COMMIT_SECONDS)
+        self.report.skipped += len(records) - len(missing)
+        segment_class = self._class(pages[0].described, pages[0].entry.expires)
+        deadline = self._c.files.monotonic() + self._pace.space_seconds
+        try:
+            with explained(self._c.directory.path), self._active.turns.soon(segment_class):
+                while missing:
+                    try:
+                        done = self._append(segment_class, missing, key, at_us, deadline)
+                    except space.StaleWriterError:
+                        self._active.drop(segment_class)
+                        raise IndexUnavailableError(
+                            f"the index was rebuilt meanwhile: {self.report.stored} pages are imported; import again"
+                        ) from None
+                    except OSError:  # a segment that nobody can go on with, or give up, would be charged for good
+                        self._active.drop(segment_class)
+                        raise
+                    missing = missing[done:]
+        except Declined as exc:
+            raise NoSpaceError(
+                f"no room for more ({exc.reason}): {self.report.stored} pages are imported; raise the capacity"
+            ) from None
+
+    def _place(self, page: _Page, opaque: bool) -> tuple[bytes, int]:
+        """(head, slot) of the row that takes a page: its run's, where that is known to begin the run; else its own.
+
+        A lookup reads the row of a run's first chunk always, and a chunk's own row whenever it has not seen it.
+        """
+        if opaque:
+            return page.entry.chunk_hash, 0
+        head = page.entry.run_hash if page.entry.run_hash in self._heads else page.entry.chunk_hash
+        return head, page.entry.chunk % RUN
+
+    def _class(self, described: Described, expires: int) -> SegmentClass:
+        quotas = self._c.settings.quotas
+        names = (f"salt:{described.salt}" if described.salt else "", described.name)
+        owner = next((quota_id(n) for n in names if n and n in quotas), bytes(8))
+        last = -(-expires // EXPIRY_SECONDS) * EXPIRY_SECONDS
+        return SegmentClass(owner + last.to_bytes(8, "little"))
+
+    def _append(
+        self, segment_class: SegmentClass, records: list[_Placed],
+        key: Callable[[bytes], bytes], at_us: int, deadline: float,
+    ) -> int:  # fmt: skip
+        """Append and publish the leading records that fit the active segment; how many."""
+        first = records[0][1]
+        digest, descriptor = first.described.digest, first.descriptor
+        leaves = first.group.leaves(first.part)
+        size, leaf_bytes = max(len(p.payload) for _, p in records), LEAF_BYTES * leaves
+        fresh = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes)
+        everything = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes, len(records))
+        writer, generation = self._active.writer(
+            segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), deadline
+        )
+        count, room = len(records), writer.room(space.segment_limit(self._c.settings, fresh))
+        while count > 1 and writer.need(digest, descriptor, size, leaf_bytes, count) > room:
+            count -= 1
+        batch = records[:count]
+        limits = space.budget(self._c.settings, segment_class.class_id)
+        need = writer.need(digest, descriptor, size, leaf_bytes, count)
+
+        def reserve(session: Session) -> int:
+            row = space.own_segment(session, writer.number, self._c.owner, generation)
+            session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())
+            allocated = max(writer.allocated, fmt.align(writer.tail + need))
+            space.reserve(session, writer.number, row, allocated, writer.records + count + 8, limits)
+            return allocated
+
+        allocated = self._active.with_room(reserve, deadline, segment_class)
+        if allocated > writer.allocated:
+            writer.grow(allocated)
+        made = [
+            Record(p.payload, p.group.leaf_bytes(p.part), leaves, p.group.part_bytes(p.part), p.entry.group,
+                   p.entry.chunk, p.entry.part, p.entry.chunk_hash, head, p.entry.expires, p.entry.codec, p.table)
+            for (head, _), p in batch
+        ]  # fmt: skip
+        placed = writer.append(made, digest, descriptor, at_us)
+        named = [
+            Publish(
+                head, slot,
+                Place(r.chunk_hash, at.root, r.codec, 0, writer.number, at.payload // fmt.BLOCK, len(r.payload),
+                      at.leaves // 8, at.seq, r.expires),
+            )
+            for ((head, slot), _), r, at in zip(batch, made, placed, strict=True)
+        ]  # fmt: skip
+
+        def commit(session: Session) -> Named:
+            row = space.own_segment(session, writer.number, self._c.owner, generation)
+            session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())  # see ``writer``
+            stored = publish(session, key, leaves, named)
+            session.add_contents(writer.number, digest, *stored)
+            expires = max(row.expires, first.entry.expires) if first.entry.expires else row.expires
+            moved = row._replace(records=writer.records, tail=writer.tail, table=writer.table, expires=expires)
+            session.set_segment(writer.number, row, moved)
+            return stored
+
+        stored = self._c.index.write(commit, COMMIT_SECONDS)
+        self._active.note_use(segment_class)
+        self._active.note_dirty(segment_class)
+        self.report.stored += stored.records
+        self._c.counters.add("pages_imported", stored.records)
+        self.report.skipped += count - stored.records
+        self.report.nbytes += stored.stored_bytes
+        return count
+
+
+_Placed: TypeAlias = tuple[tuple[bytes, int], _Page]
+
+
+def _missing(session: Session, key: Callable[[bytes], bytes], records: list[_Placed]) -> list[_Placed]:
+    """What is not stored where a lookup finds it."""
+    rows: dict[bytes, dict[int, Place]] = {}
+    missing = []
+    for (head, slot), page in records:
+        for first in (head, page.entry.chunk_hash):
+            if first not in rows:
+                rows[first] = load(session, key(first))
+            old = rows[first].get(slot)
+            if old is not None and old.chunk_hash == page.entry.chunk_hash and is_live(session, old):
+                break
+        else:
+            missing.append(((head, slot), page))
+    return missing
+
+
+def _row_key(digest: bytes, group: str, packed: bytes, chunk_hash: bytes) -> bytes:
+    return page_key(digest, group, chunk_hash) + packed

@@ -1,0 +1,259 @@
+"""What is stored of a prompt as a safetensors file: tensors that other tools read.
+
+The format is small: eight bytes with the length of a JSON header (little endian), the header, the tensors one behind
+the other. It is written here without the library and without torch, in stretches of BATCH_BYTES, whatever the length
+of the prompt. Pages are verified as they are loaded; the file appears under its name when all of them were. One page
+that does not verify ends the export: a header says how many tokens there are before the first is read.
+
+A tensor holds one piece of the cells of one layer, [states, heads, numbers]: ``<group>.layer.<id>.k`` and ``.v``,
+``.latent`` and ``.rope`` (MLA), ``.scale``; cells of other encodings are bytes, ``.cell``. A state is a token, or where
+a page has one state (``exact`` groups, opaque pages) a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kvfs.context import Context
+from kvfs.directory.root import private
+from kvfs.errors import ConfigError, KvfsError
+from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
+from kvfs.pages.device_kv import DeviceKV, KVBuffer
+from kvfs.pages.host_copy import scatter
+from kvfs.pages.identity import Described
+from kvfs.pages.layout import Cell, Group
+from kvfs.read.reader import Reader
+from kvfs.system.memory_views import address_of
+from kvfs.types import Verify
+from kvfs.version import __version__
+
+BATCH_BYTES = 8 << 20  # or one page
+HEADER_BYTES_MAX = 100_000_000  # what the library takes
+_DTYPES = {"bf16": ("BF16", 2), "f16": ("F16", 2), "f32": ("F32", 4), "int8": ("I8", 1),
+           "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1)}  # fmt: skip
+_ENCODING = re.compile(
+    r"(?P<dtype>[a-z0-9_]+) (?:k(?P<k>\d{1,9})\+v(?P<v>\d{1,9})|latent (?P<latent>\d{1,9})\+(?P<rope>\d{1,9}) [a-z]+)"
+    r"(?:\+(?P<scale_dtype>f16|f32) scale (?P<scale>\d{1,9}))?(?: static .*)?\Z"
+)
+
+
+class Piece(NamedTuple):
+    """Some numbers of each cell: its name, its dtype as safetensors calls it, where it lies in the cell (bytes)."""
+
+    name: str
+    dtype: str
+    numbers: int
+    offset: int
+    nbytes: int
+
+    @property
+    def item_bytes(self) -> int:
+        return self.nbytes // self.numbers
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file: a piece of one layer (by position in its group), and where it begins behind the header."""
+
+    name: str
+    group: GroupMatch
+    layer: int
+    piece: Piece
+    shape: tuple[int, int, int]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one state."""
+        return self.shape[1] * self.piece.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.row_bytes
+
+
+@dataclass
+class Written:
+    """What a file holds."""
+
+    path: str
+    tokens: int
+    pages: int
+    tensors: int
+    nbytes: int
+    file_bytes: int = 0
+
+
+class UnverifiedError(KvfsError):
+    """A page that a file was to hold does not verify, or is gone."""
+
+
+def pieces(cell: Cell) -> list[Piece]:
+    """What a cell consists of; one piece of bytes if its encoding is not one of kvfs's, or has half bytes."""
+    found = _ENCODING.match(cell.encoding)
+    if found is not None and found["dtype"] in _DTYPES:
+        dtype, size = _DTYPES[found["dtype"]]
+        wanted = [(name, dtype, size) for name in ("k", "v", "latent", "rope") if found[name] is not None]
+        if found["scale"] is not None:
+            wanted.append(("scale", *_DTYPES[found["scale_dtype"]]))
+        made, at = [], 0
+        for name, dtype, size in wanted:
+            made.append(Piece(name, dtype, int(found[name]), at, int(found[name]) * size))
+            at += made[-1].nbytes
+        if at == cell.nbytes and all(p.numbers for p in made):
+            return made
+    return [Piece("cell", "U8", cell.nbytes, 0, cell.nbytes)]
+
+
+def write(
+    context: Context, described: Described, match: PrefixMatch, path: str,
+    token_ids: Sequence[int] | None, progress: Callable[[int, int], None],
+) -> Written:  # fmt: skip
+    """Write the pages of a match; ``progress`` in bytes. OSError as it comes, UnverifiedError, ConfigError."""
+    groups = described.layout.groups
+    for gm in match.groups:
+        if gm.want != groups[gm.number].full:
+            raise ConfigError("this match is of a part of each page: match without part= to export")
+    tensors = list(_tensors(groups, match))
+    total = sum(t.nbytes for t in tensors)
+    head = _header(described, match, tensors, token_ids)
+    done = Written(path, match.tokens, sum(g.count for g in match.groups), len(tensors), total, len(head) + total)
+    temporary = f"{path}.{context.files.random(4).hex()}.tmp"
+    reader = Reader(replace(context, verify=Verify.ALWAYS))  # whatever this process asks of its own loads
+    try:
+        with open(temporary, "xb", opener=private) as file, reader.held(match) as held:
+            file.truncate(done.file_bytes)
+            os.pwrite(file.fileno(), head, 0)
+            written = 0
+            for gm in match.groups:
+                mine = [t for t in tensors if t.group is gm]
+                batch = _Batch(groups[gm.number], gm, mine)
+                for first in range(gm.first, gm.first + gm.count, batch.chunks):
+                    cut = gm.cut(first, min(batch.chunks, gm.first + gm.count - first))
+                    good, _ = reader.load_run(match, cut, groups[gm.number], batch.pages[: cut.nbytes], held)
+                    if good != (1 << cut.count) - 1 << cut.first:
+                        raise UnverifiedError(
+                            f"a page of tokens {first * match.page_tokens} to "
+                            f"{(first + cut.count) * match.page_tokens} does not verify, or was evicted: try again, "
+                            "what is left is shorter"
+                        )
+                    for tensor, data in batch.arranged(cut.count):
+                        at = len(head) + tensor.offset + (first - gm.first) * batch.states * tensor.row_bytes
+                        context.files.write_all(file.fileno(), [data], at)
+                    written += cut.nbytes
+                    progress(written, total)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        reader.close()
+    return done
+
+
+def _tensors(groups: Sequence[Group], match: PrefixMatch) -> Iterator[Tensor]:
+    """Those of the widest numbers first, so that each begins at a multiple of its item's size."""
+    found = [
+        (gm, layer, piece)
+        for gm in match.groups
+        for layer in range(len(groups[gm.number].layers))
+        for piece in pieces(groups[gm.number].cell)
+    ]
+    at = 0
+    for gm, layer, piece in sorted(found, key=lambda item: -item[2].item_bytes):
+        group = groups[gm.number]
+        shape = (gm.count * group.states, group.heads, piece.numbers)
+        name = f"{group.name}.layer.{group.layers[layer]}.{piece.name}"
+        tensor = Tensor(name, gm, layer, piece, shape, at)
+        at += tensor.nbytes
+        yield tensor
+
+
+def _header(
+    described: Described, match: PrefixMatch, tensors: Sequence[Tensor], token_ids: Sequence[int] | None
+) -> bytes:
+    """Length and JSON. What describes the file is text by the rules of the format, structures are JSON in it."""
+    about: dict[str, Any] = {
+        "kvfs": __version__,
+        "namespace": described.digest.hex(),
+        "name": described.name,
+        "revision": described.revision,
+        **{key: _text(described.body[key]) for key in ("adapter", "epoch", "rope", "extra", "layout")},
+        "page_tokens": str(match.page_tokens),
+        "token_count": str(match.tokens),
+        "first_tokens": json.dumps({g.name: g.first * match.page_tokens for g in match.groups}),
+        "chunk_hashes": json.dumps(_hashes(match)),
+    }
+    if token_ids is not None:
+        about["tokens"] = json.dumps([int(t) for t in token_ids[: match.tokens]], separators=(",", ":"))
+    body: dict[str, Any] = {"__metadata__": about}
+    for t in tensors:
+        body[t.name] = {"dtype": t.piece.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
+    text = json.dumps(body, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        raise ConfigError(f"the header has {len(text)} bytes, at most {HEADER_BYTES_MAX} are read: shorten the prompt")
+    return struct.pack("<Q", len(text)) + text
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _hashes(match: PrefixMatch) -> dict[str, list[str]]:
+    """Group -> chunk hashes of its pages."""
+    return {
+        g.name: [sources[0].place.chunk_hash.hex() for _, sources in sorted(g.sources().items())] for g in match.groups
+    }
+
+
+class _Batch:
+    """Some pages of a group as they are stored, and room for them as the tensors want them."""
+
+    def __init__(self, group: Group, gm: GroupMatch, tensors: Sequence[Tensor]) -> None:
+        self._group, self._tensors = group, tensors
+        self.states = group.states
+        self.chunks = max(1, min(gm.count, BATCH_BYTES // group.page_bytes))
+        self.pages = memoryview(bytearray(self.chunks * group.page_bytes))
+        self._out = memoryview(bytearray(self.chunks * group.page_bytes))
+        start, size = address_of(self._out), len(self._out)
+        self._at: dict[str, int] = {}
+        at = 0
+        for t in tensors:
+            self._at[t.name] = at
+            at += self.chunks * self.states * t.row_bytes
+        by_piece: dict[Piece, list[Tensor]] = {}
+        for t in tensors:
+            by_piece.setdefault(t.piece, []).append(t)
+        # the tensors are described as an engine's buffers are, so that one piece of code moves cells
+        self._units = range(self.chunks * self.states)
+        self._described = DeviceKV(
+            group.name,
+            tuple(
+                KVBuffer(
+                    "host", tuple(start + self._at[t.name] for t in some), ((start, size),) * len(some),
+                    tuple(group.layers[t.layer] for t in some), (0, group.heads), (0, 1),
+                    0 if group.states == 1 else 1, len(self._units),
+                    (some[0].row_bytes, some[0].row_bytes, piece.nbytes), (piece.offset, piece.nbytes), self._out,
+                )
+                for piece, some in by_piece.items()
+            ),
+        )  # fmt: skip
+
+    def arranged(self, count: int) -> Iterator[tuple[Tensor, memoryview]]:
+        """The first ``count`` pages as rows of each tensor."""
+        size = self._group.page_bytes
+        for i in range(count):
+            page = self.pages[i * size : (i + 1) * size]
+            scatter(page, self._group, self._group.full, self._described, self._units, i)
+        for t in self._tensors:
+            at = self._at[t.name]
+            yield t, self._out[at : at + count * self.states * t.row_bytes]

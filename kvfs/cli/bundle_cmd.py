@@ -1,0 +1,164 @@
+"""``kvfs export`` and ``kvfs import``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import click
+
+from kvfs.cli import text
+from kvfs.cli.app import EXIT_PROBLEMS, App, common, complete_namespaces, namespace_option
+from kvfs.cli.output import shown
+from kvfs.cli.prompts import FORMATS, need_prompt, read_prompt, tokenizer_option
+
+PROBLEMS_SHOWN = 20
+KINDS = ("bundle", "safetensors")  # of the file that export writes
+
+
+@click.command("export")
+@click.argument("file", metavar="FILE")
+@click.argument("targets", nargs=-1, metavar="[TARGET]...", shell_complete=complete_namespaces)
+@click.option("--prompt", metavar="FILE", help="Only what is stored of this prompt; with -n.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@namespace_option
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice((*FORMATS, *KINDS)),
+    metavar="FORMAT",
+    help="Of FILE: bundle (the default), safetensors. Of the prompt, as for match: auto, ids, json, bin, text.",
+)
+@tokenizer_option
+@common
+@click.pass_obj
+def export_command(
+    app: App, file: str, targets: tuple[str, ...], prompt: str | None, force: bool, ref: str | None,
+    formats: tuple[str, ...], tokenizer: str | None,
+) -> None:  # fmt: skip
+    """Write namespaces, or the stored part of one prompt, to FILE.
+
+    Every page is verified on the way. A bundle is for `kvfs import`; the digest that is shown names it. A safetensors
+    file is for other tools: tensors of one prompt, or of one prefix (TARGET is then an id of `kvfs ls NAMESPACE`).
+    """
+    from kvfs.errors import ConfigError
+
+    kind, how = _sort_out(formats)
+    if bool(targets) == (prompt is not None):
+        raise click.UsageError("what shall be exported: give namespaces, or --prompt FILE with -n")
+    need_prompt(prompt, ref, how, tokenizer)
+    if file == "-":
+        raise click.UsageError("an export is verified and then renamed, so it is no stream: name a file")
+    if os.path.lexists(file) and not force:
+        raise ConfigError(f"{file} exists already: choose another name, or pass --force")
+    ids = None if prompt is None else read_prompt(prompt, how, tokenizer)
+    if kind == "safetensors":
+        _export_tensors(app, file, targets, ids, prompt, ref)
+    else:
+        _export_bundle(app, file, targets, ids, prompt, ref)
+
+
+def _sort_out(formats: tuple[str, ...]) -> tuple[str, str]:
+    """(format of the file, format of the prompt)."""
+    kinds, prompts = [f for f in formats if f in KINDS], [f for f in formats if f not in KINDS]
+    if len(kinds) > 1 or len(prompts) > 1:
+        raise click.UsageError(f"--format is given as {', '.join(formats)}: give one of the file, one of the prompt")
+    return kinds[0] if kinds else KINDS[0], prompts[0] if prompts else "auto"
+
+
+def _export_tensors(
+    app: App, file: str, targets: tuple[str, ...], ids: Sequence[int] | None, prompt: str | None, ref: str | None
+) -> None:
+    from kvfs.errors import ConfigError
+
+    if len(targets) > 1:
+        raise click.UsageError("a safetensors file holds one prompt: give one prefix, or --prompt FILE with -n")
+    with (
+        app.open() as store,
+        app.namespace(store, ref).match(ids) if ids is not None else store.match_prefix(targets[0]) as match,
+    ):
+        if not match.tokens:
+            raise ConfigError(f"nothing of {prompt or targets[0]} is stored: kvfs match shows what is")
+        done = store.export_tensors(file, match, ids, progress=shown(app.out, "exporting"))
+        namespace = match.namespace.hex()
+    data = {
+        "file": done.path, "namespace": namespace, "tokens": done.tokens, "pages": done.pages, "tensors": done.tensors,
+        "bytes": done.nbytes, "file_bytes": done.file_bytes,
+    }  # fmt: skip
+
+    def lines() -> Iterable[str]:
+        yield (
+            f"exported {text.count(done.tokens)} tokens ({text.count(done.pages)} pages, {text.size(done.nbytes)}) as "
+            f"{text.count(done.tensors)} tensors to {done.path}"
+        )
+
+    app.out.result(data, lines, [done.path])
+
+
+def _export_bundle(
+    app: App, bundle: str, namespaces: tuple[str, ...], ids: Sequence[int] | None, prompt: str | None, ref: str | None
+) -> None:
+    from kvfs.errors import ConfigError
+
+    with app.open() as store:
+        match = app.namespace(store, ref).match(ids) if ids is not None else None
+        try:
+            if match is not None and not match.tokens:
+                raise ConfigError(f"nothing of {prompt} is stored: kvfs match shows what is")
+            done = store.export(bundle, namespaces, match=match, progress=shown(app.out, "exporting", _pages))
+        finally:
+            if match is not None:
+                match.close()
+    data = {
+        "bundle": done.path, "digest": done.digest, "pages": done.pages, "bytes": done.nbytes,
+        "segments": done.segments, "file_bytes": done.file_bytes, "left_out": done.left_out,
+    }  # fmt: skip
+
+    def lines() -> Iterable[str]:
+        yield f"exported {text.count(done.pages)} pages ({text.size(done.nbytes)}) to {done.path}"
+        if done.left_out:
+            yield f"left out {text.count(done.left_out)}: evicted meanwhile, or they did not verify (kvfs verify --all)"
+        yield f"digest {done.digest}"
+
+    app.out.result(data, lines, [done.digest])
+
+
+@click.command("import")
+@click.argument("bundle", metavar="BUNDLE")
+@click.option("--digest", metavar="HEX", help="Refuse any other bundle: 16 digits or more of what export showed.")
+@click.option("--partial", is_flag=True, help="Of a damaged bundle, take the pages that verify. Exit code 3.")
+@common
+@click.pass_obj
+def import_command(app: App, bundle: str, digest: str | None, partial: bool) -> int:
+    """Verify BUNDLE, every page of it, and take its pages in. Nothing of a bundle that was changed is stored.
+
+    A bundle is as trustworthy as where it comes from: --digest makes sure that it is the one that was exported.
+    """
+    from kvfs.bundles.exporter import BundleError
+
+    with app.open(write=True, counted=True) as store:
+        try:
+            done = store.import_bundle(bundle, partial=partial, digest=digest, progress=shown(app.out, "importing"))
+        except BundleError as exc:
+            raise BundleError(f"{bundle}: {exc}; nothing was imported") from None
+    data = {
+        "bundle": bundle, "digest": done.digest, "pages": done.pages, "stored": done.stored, "skipped": done.skipped,
+        "expired": done.expired, "bad": done.bad, "bytes": done.nbytes, "problems": done.problems,
+    }  # fmt: skip
+
+    def lines() -> Iterable[str]:
+        yield from done.problems[:PROBLEMS_SHOWN]
+        yield (
+            f"imported {text.count(done.stored)} of {text.count(done.pages)} pages ({text.size(done.nbytes)}), "
+            f"{text.count(done.skipped)} were there already"
+        )
+        if done.bad or done.expired:
+            yield f"left out {text.count(done.bad)} that do not verify, {text.count(done.expired)} expired"
+
+    app.out.result(data, lines, [str(done.stored)])
+    return EXIT_PROBLEMS if done.bad else 0
+
+
+def _pages(n: float) -> str:
+    return f"{text.count(round(n))} pages"

@@ -1,0 +1,137 @@
+"""``kvfs init`` and ``kvfs config``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+import click
+
+from kvfs.cli import text
+from kvfs.cli.app import App, common
+
+
+@click.command("init")
+@click.option("--capacity", metavar="SIZE", help="Limit of all that the store allocates; default $KVFS_CAPACITY.")
+@click.option("--segment-bytes", metavar="SIZE", help="Size of a segment; default capacity / 512, at most 256 MiB.")
+@click.option("--index-bytes", metavar="SIZE", help="Budget of the index; default capacity / 128.")
+@click.option("--sync", default="cache", show_default=True, metavar="LEVEL", help="cache, batch or sync.")
+@click.option("--mode", default="cache", show_default=True, metavar="NAME", help="cache, staging or memory.")
+@click.option("--codec", default="raw", show_default=True, metavar="NAME", help="raw, zstd or planes.")
+@click.option("--group", is_flag=True, help="Share the store with the directory's group (2770/0660).")
+@common
+@click.pass_obj
+def init_command(
+    app: App, capacity: str | None, segment_bytes: str | None, index_bytes: str | None, sync: str, mode: str,
+    codec: str, group: bool,
+) -> None:  # fmt: skip
+    """Create a store at -C PATH. Missing directories above it are made."""
+    from kvfs.directory import config
+    from kvfs.directory import root as directory
+    from kvfs.errors import ConfigError
+    from kvfs.store import open_store
+    from kvfs.system.files import Files
+
+    path = os.path.abspath(app.path)
+    if directory.is_store(path):
+        raise ConfigError(f"{path} holds a store already: kvfs config shows and changes its settings")
+    if app.read_only:
+        raise ConfigError("init creates a store, and KVFS_READONLY or --read-only is set")
+    if capacity is None and not os.environ.get("KVFS_CAPACITY"):
+        raise ConfigError("no capacity given: pass --capacity 200GiB or set KVFS_CAPACITY")
+    # before anything is made, or shared: a mistake leaves no folders, and a folder that is refused keeps its mode
+    limit = os.environ["KVFS_CAPACITY"] if capacity is None else capacity
+    config.make_settings(limit, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, codec=codec)
+    with directory.explained(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if group:
+            os.makedirs(path, exist_ok=True)
+            directory.check_free(path, Files())
+            os.chmod(path, 0o2770)
+    sizes = {"capacity": capacity, "segment_bytes": segment_bytes, "index_bytes": index_bytes}
+    with open_store(path, **sizes, sync=sync, mode=mode, codec=codec) as store:  # type: ignore[arg-type]
+        s, store_id = store.settings, store.stats()["store_id"]
+    data = {
+        "path": path, "store_id": store_id, "capacity_bytes": s.capacity_bytes, "segment_bytes": s.segment_bytes,
+        "index_bytes": s.index_bytes,
+    }  # fmt: skip
+
+    def lines() -> Iterable[str]:
+        yield f"created store {store_id[:8]} at {path}"
+        yield (
+            f"limit {text.size(s.capacity_bytes)}, segments of {text.size(s.segment_bytes)}, "
+            f"index {text.size(s.index_bytes)}"
+        )
+
+    app.out.result(data, lines, [path])
+
+
+@click.group("config", invoke_without_command=True)
+@common
+@click.pass_context
+def config_command(ctx: click.Context) -> None:
+    """Show all settings with their origin; `config set KEY VALUE` changes one."""
+    if ctx.invoked_subcommand is None:
+        _show(ctx.obj)
+
+
+def _show(app: App) -> None:
+    from kvfs.directory import config_file as settings
+    from kvfs.errors import StoreNotFoundError
+    from kvfs.system.files import Files
+
+    try:
+        found = settings.read(app.path, Files())
+    except StoreNotFoundError:
+        raise app.no_store() from None
+    path = os.path.abspath(app.path)
+    data = {
+        "path": {"value": path, "origin": app.path_origin},
+        "settings": {s.name: {"value": s.value, "origin": s.origin} for s in found},
+    }
+
+    def rows() -> Iterator[tuple[str, str, str]]:
+        for s in found:
+            yield s.name, _value(s.name, s.value), s.origin
+
+    def lines() -> Iterator[str]:
+        yield f"store {path} (from {app.path_origin})"
+        yield ""
+        yield from text.table(("SETTING", "VALUE", "FROM"), rows())
+
+    app.out.result(data, lines, (s.name for s in found))
+
+
+def _value(name: str, value: object) -> str:
+    if name.endswith("ttl") and isinstance(value, (int, float)):
+        return f"{value:.0f} s"
+    return text.size(value) if isinstance(value, int) else str(value)
+
+
+@config_command.command("set")
+@click.argument("key")
+@click.argument("value")
+@common
+@click.pass_obj
+def set_command(app: App, key: str, value: str) -> None:
+    """Change a setting, for example: config set capacity 200GiB, config set quota.NAME.cap 10GiB.
+
+    Processes that have the store open take it up within seconds; the mode counts from the next open on.
+    """
+    from kvfs.directory import config_file as settings
+    from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
+    from kvfs.system.files import Files
+
+    if app.read_only:
+        raise StoreReadOnlyError("config set changes the store, and KVFS_READONLY or --read-only is set")
+    try:
+        settings.change(app.path, key, value, Files())
+        stored = next(s.value for s in settings.read(app.path, Files()) if s.name == key)
+    except StoreNotFoundError:
+        raise app.no_store() from None
+    except StoreReadOnlyError:
+        raise app.mounted_read_only() from None
+    data = {"setting": key, "value": stored}
+    later = key in ("mode", "index_bytes")
+    whom = "for those who open the store from now on" if later else "for all who have the store open, too"
+    app.out.result(data, lambda: [f"{key} is {_value(key, stored)} now, {whom}"], [key])

@@ -1,0 +1,53 @@
+"""``kvfs doctor``: what is wrong around the store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import click
+
+from kvfs.cli.app import EXIT_PROBLEMS, App, common
+
+_MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+
+
+@click.command("doctor")
+@common
+@click.pass_obj
+def doctor_command(app: App) -> int:
+    """Check file system, limits, locks and who holds them, dead processes, memory, page cache, GPUs; name remedies.
+
+    Does not open the index and changes nothing. Exit code 3 if something is bad (warnings do not count).
+    """
+    from kvfs.directory.root import explained
+    from kvfs.doctor.checks import diagnose
+    from kvfs.doctor.gpu_checks import diagnose_gpu
+    from kvfs.errors import StoreNotFoundError
+    from kvfs.system.files import Files
+
+    try:
+        with explained(app.path):
+            findings = [*diagnose(app.path, Files()), diagnose_gpu(app.path, Files())]
+    except StoreNotFoundError:
+        raise app.no_store() from None
+    counts = Counter(f.status for f in findings)
+    data = {
+        "findings": [
+            {"check": f.check, "status": f.status, "detail": f.detail, "remedy": f.remedy, "data": f.data}
+            for f in findings
+        ],
+        "ok": counts["ok"],
+        "warn": counts["warn"],
+        "bad": counts["bad"],
+    }
+
+    def lines() -> Iterable[str]:
+        for f in findings:
+            yield f"{_MARKS[f.status]}  {f.check:<16}  {f.detail}"
+            if f.remedy:
+                yield f"{'':24}-> {f.remedy}"
+        yield f"{counts['ok']} ok, {counts['warn']} warnings, {counts['bad']} bad"
+
+    app.out.result(data, lines, (f.check for f in findings if f.status != "ok"))
+    return EXIT_PROBLEMS if counts["bad"] else 0

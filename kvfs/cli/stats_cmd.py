@@ -1,0 +1,165 @@
+"""``kvfs stats``: what all processes did with the store, now and before."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+from kvfs.cli import text
+from kvfs.cli.app import App, common
+
+PAUSE_MIN, PAUSE_MAX = 0.1, 1e9  # the kernel's clock takes no more than some 290 years
+_BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
+
+
+@click.command("stats")
+@click.option("--watch", is_flag=True, help="Show again until interrupted; rates are of the time in between.")
+@click.option("--interval", metavar="TIME", help="Time between two looks of --watch.  [default: 2s]")
+@click.option("--times", type=click.IntRange(1), metavar="N", help="Stop --watch after N looks.")
+@common
+@click.pass_obj
+def stats_command(app: App, watch: bool, interval: str | None, times: int | None) -> None:
+    """Show hit rates in tokens, bytes and latencies, summed over all processes since the store was made.
+
+    Live processes publish their counts every 5 seconds; what one counted in the seconds before it was killed is lost.
+    """
+    from kvfs.directory.config import parse_duration
+
+    if not watch and (interval is not None or times is not None):
+        raise click.UsageError("--interval and --times belong to --watch: add it, or leave them out")
+    pause = min(max(PAUSE_MIN, parse_duration(interval or "2s", "--interval")), PAUSE_MAX)
+    with app.open() as store:
+        previous: dict[str, int] | None = None
+        looks = 0
+        while True:
+            stats = store.stats()
+            totals = stats["totals"]
+            data = summary(stats)
+            if watch:
+                data["per_second"] = _rates(totals, previous, pause)
+            app.out.result(data, lambda data=data: _lines(data), [_rate(data)])  # type: ignore[misc]
+            looks += 1
+            if not watch or looks == times:
+                return
+            previous = totals
+            time.sleep(pause)
+
+
+def _rate(data: Mapping[str, Any]) -> str:
+    return "-" if data["hit_rate"] is None else str(data["hit_rate"])
+
+
+def summary(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures that people ask for, of the totals of a store."""
+    t: Mapping[str, int] = stats["totals"]
+    queried, matched = t.get("tokens_queried", 0), t.get("tokens_matched", 0)
+    return {
+        "lookups": t.get("lookups", 0),
+        "tokens_queried": queried,
+        "tokens_matched": matched,
+        "tokens_loaded": t.get("tokens_loaded", 0),
+        "hit_rate": round(matched / queried, 4) if queried else None,
+        "pages_stored": t.get("pages_stored", 0),
+        "pages_skipped": t.get("pages_skipped", 0),
+        "pages_in_flight": t.get("pages_in_flight", 0),
+        "pages_declined": {k[15:]: n for k, n in sorted(t.items()) if k.startswith("pages_declined_")},
+        "pages_encoded": t.get("pages_encoded", 0),
+        "pages_incompressible": t.get("pages_incompressible", 0),
+        "bytes_written": t.get("bytes_written", 0),
+        "bytes_saved": t.get("bytes_saved", 0),
+        "bytes_loaded": t.get("bytes_loaded", 0),
+        "segments_evicted": t.get("segments_evicted", 0),
+        "pages_corrupt": t.get("pages_corrupt", 0),
+        "read_errors": t.get("read_errors", 0),
+        "write_errors": t.get("write_errors", 0),
+        "settings_taken_up": t.get("settings_taken_up", 0),
+        "settings_refused": t.get("settings_refused", 0),
+        "bundles_adopted": t.get("bundles_adopted", 0),
+        "bundles_refused": t.get("bundles_refused", 0),
+        "processes_inotify": t.get("now_inotify", 0),
+        "processes_polling": t.get("now_polling", 0),
+        "latency_us": latencies(t),
+        "capacity_bytes": stats["capacity_bytes"],
+        "used_bytes": stats.get("used_bytes"),
+        "counters": dict(sorted((k, n) for k, n in t.items() if not _BUCKET.match(k) and not k.startswith("now_"))),
+    }
+
+
+def latencies(totals: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Percentiles per call, as upper bounds of buckets that double."""
+    buckets: dict[str, dict[int, int]] = {}
+    for name, n in totals.items():
+        if match := _BUCKET.match(name):
+            buckets.setdefault(match[1], {})[int(match[2])] = n
+    found = {}
+    for call, counts in sorted(buckets.items()):
+        calls = sum(counts.values())
+        entry = {"calls": calls}
+        for label, share in (("p50_below", 0.5), ("p99_below", 0.99)):
+            seen = 0
+            for exponent in sorted(counts):
+                seen += counts[exponent]
+                if seen >= share * calls:
+                    entry[label] = 1 << exponent
+                    break
+        found[call] = entry
+    return found
+
+
+def _rates(totals: Mapping[str, int], previous: Mapping[str, int] | None, pause: float) -> dict[str, float]:
+    names = ("lookups", "tokens_matched", "bytes_written", "bytes_loaded")
+    before = totals if previous is None else previous
+    return {name: round((totals.get(name, 0) - before.get(name, 0)) / pause, 1) for name in names}
+
+
+def _lines(data: Mapping[str, Any]) -> Iterable[str]:
+    rate = text.percent(data["tokens_matched"], data["tokens_queried"])
+    yield (
+        f"lookups   {text.count(data['lookups'])}   tokens asked {text.count(data['tokens_queried'])}, "
+        f"matched {text.count(data['tokens_matched'])} ({rate}), loaded {text.count(data['tokens_loaded'])}"
+    )
+    declined = data["pages_declined"]
+    why = f" ({', '.join(f'{k} {text.count(n)}' for k, n in declined.items())})" if declined else ""
+    yield (
+        f"pages     stored {text.count(data['pages_stored'])}, skipped {text.count(data['pages_skipped'])}, "
+        f"in flight {text.count(data['pages_in_flight'])}, declined {text.count(sum(declined.values()))}{why}"
+    )
+    yield (
+        f"bytes     written {text.size(data['bytes_written'])}, loaded {text.size(data['bytes_loaded'])}   "
+        f"segments evicted {text.count(data['segments_evicted'])}"
+    )
+    if data["pages_encoded"] or data["pages_incompressible"]:
+        yield (
+            f"codecs    {text.count(data['pages_encoded'])} pages stored smaller, {text.size(data['bytes_saved'])} "
+            f"saved; {text.count(data['pages_incompressible'])} did not shrink"
+        )
+    yield (
+        f"faults    corrupt pages {text.count(data['pages_corrupt'])}, read errors {text.count(data['read_errors'])}, "
+        f"write errors {text.count(data['write_errors'])}"
+    )
+    yield (
+        f"changes   noticed by {text.count(data['processes_inotify'])} processes at once (inotify), by "
+        f"{text.count(data['processes_polling'])} polling   settings taken up {text.count(data['settings_taken_up'])}, "
+        f"refused {text.count(data['settings_refused'])}"
+    )
+    adopted, refused = data["bundles_adopted"], data["bundles_refused"]
+    yield f"drops     bundles adopted {text.count(adopted)}, refused {text.count(refused)}"
+    for call, entry in data["latency_us"].items():
+        yield (
+            f"{call:<9} {text.count(entry['calls'])} calls, half below {_micros(entry['p50_below'])}, "
+            f"99 % below {_micros(entry['p99_below'])}"
+        )
+    if "per_second" in data:
+        p = data["per_second"]
+        yield (
+            f"now       {p['lookups']:.1f} lookups/s, {p['tokens_matched']:.0f} tokens matched/s, "
+            f"{text.size(p['bytes_written'])}/s written, {text.size(p['bytes_loaded'])}/s loaded"
+        )
+
+
+def _micros(us: int) -> str:
+    return f"{us} us" if us < 1000 else f"{us / 1000:.1f} ms" if us < 1_000_000 else f"{us / 1e6:.1f} s"

@@ -1,0 +1,1 @@
+"""The small files of a store's directory: settings, liveness, counters, access times, purge marks, pins."""

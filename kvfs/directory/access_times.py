@@ -1,0 +1,153 @@
+"""When records were last used: one small file of stamps per segment, shared by all processes.
+
+``run/use/<segment id>`` holds a u64 (microseconds since 1970) per record, by its seq. A reader stamps with a
+pwrite and touches no index; two who race write nearly the same number. The file is advice: absent, short or
+damaged stamps fall back to the time of writing, and times in the future are clamped. It is never mapped
+(a full disk would be SIGBUS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvfs.directory.root import Directory
+from kvfs.system.descriptors import Descriptor, opened
+from kvfs.system.files import pack_u64
+
+STAMP_BYTES = 8
+_OPEN_MAX = 64
+RECORDS_MAX = 1 << 23  # of one segment: what is behind them is nobody's stamp
+REQUESTS_MAX = 4096
+REQUEST_US = 600_000_000  # a prompt saved this long after its lookup still belongs to the same request
+
+
+class Recency:
+    """Stamps uses, reads stamps. Never raises for a file system that misbehaves: recency is advice."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._files = directory.files
+        self._lock = threading.Lock()  # lookups want it: no call to the disk is made inside
+        self._open: OrderedDict[bytes, Descriptor] = OrderedDict()
+        self._requests: OrderedDict[bytes, int] = OrderedDict()
+
+    def note_request(self, chunk_hash: bytes, at_us: int) -> None:
+        """A request that ends in ``chunk_hash`` was looked up or loaded at ``at_us``."""
+        with self._lock:
+            self._requests[chunk_hash] = at_us
+            self._requests.move_to_end(chunk_hash)
+            if len(self._requests) > REQUESTS_MAX:
+                self._requests.popitem(last=False)
+
+    def request_of(self, chunk_hash: bytes) -> int | None:
+        """When the request that now goes on behind ``chunk_hash`` was looked up, if that was a moment ago."""
+        with self._lock:
+            at_us = self._requests.get(chunk_hash)
+        return at_us if at_us is not None and self._files.now_us() - at_us < REQUEST_US else None
+
+    def stamp(self, segment_id: bytes, first: int, stamps: Sequence[int]) -> None:
+        """Records from ``first`` on were used at these times. What one request uses gets one and the same time:
+        eviction takes equal stamps for pages of one prompt."""
+        if self._directory.read_only or not stamps:
+            return
+        with contextlib.suppress(OSError):
+            file = self._file(segment_id)
+            self._files.write_all(file.fd, [pack_u64(stamps)], first * STAMP_BYTES)
+
+    def _file(self, segment_id: bytes) -> Descriptor:
+        """A segment's stamps. Open as long as the caller refers to it, whoever lets go of it meanwhile: so nobody waits
+        for the disk of another."""
+        with self._lock:
+            file = self._open.get(segment_id)
+            if file is not None:
+                self._open.move_to_end(segment_id)
+                return file
+        file = self._opened(segment_id)
+        with self._lock:
+            self._open[segment_id] = file
+            if len(self._open) > _OPEN_MAX:
+                self._open.popitem(last=False)
+        return file
+
+    def _opened(self, segment_id: bytes) -> Descriptor:
+        run, name, files = self._directory.sub("run/use"), segment_id.hex(), self._files
+        try:
+            file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
+            if files.fstat(file.fd).st_nlink > 1:  # a snapshot's, or no file of kvfs's at all
+                file.close()
+                files.unlink(name, dir_fd=run)
+                raise FileNotFoundError
+        except FileNotFoundError:
+            try:
+                file = Descriptor.create(files, name, self._directory.file_mode, dir_fd=run)
+            except FileExistsError:
+                file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
+        return file
+
+    def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
+        """Last use of each record; where there is no stamp, the time at which it was written."""
+        now, used = self._files.now_us(), list(written_us)
+        stamps = self.raw(segment_id, len(used))
+        for i, stamp in enumerate(stamps):
+            if 0 < stamp <= now:
+                used[i] = stamp
+        return used
+
+    def raw(self, segment_id: bytes, records_max: int = RECORDS_MAX) -> array[int]:
+        """The stamps as they lie in the file, by seq; empty if there are none."""
+        stamps = array("Q")
+        with contextlib.suppress(OSError):
+            file = Descriptor.open(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
+            size = min(self._files.fstat(file.fd).st_size // STAMP_BYTES, records_max) * STAMP_BYTES
+            stamps.frombytes(self._files.read(file.fd, size, 0))
+        return stamps
+
+    def was_used(self, segment_id: bytes, seq: int) -> bool:
+        """Whether a record was used since it was written."""
+        with contextlib.suppress(OSError):
+            if self._directory.read_only:  # nothing is made, or taken away, for a reader
+                run = self._directory.sub("run/use")
+                with opened(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=run) as fd:
+                    return any(self._files.read(fd, STAMP_BYTES, seq * STAMP_BYTES))
+            file = self._file(segment_id)
+            return any(self._files.read(file.fd, STAMP_BYTES, seq * STAMP_BYTES))
+        return False
+
+    def version(self, segment_id: bytes) -> tuple[int, int]:
+        """Changes when stamps change."""
+        try:
+            st = self._files.stat(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
+        except OSError:
+            return 0, 0
+        return st.st_mtime_ns, st.st_size
+
+    def forget(self, segment_id: bytes) -> None:
+        """The segment is gone."""
+        with self._lock:
+            self._open.pop(segment_id, None)
+        with contextlib.suppress(OSError):
+            self._files.unlink(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
+
+    def sweep(self, known: set[bytes]) -> None:
+        """Remove the stamps of segments that no longer exist."""
+        with contextlib.suppress(OSError):
+            run = self._directory.sub("run/use")
+            names = {segment_id.hex() for segment_id in known}
+            for name in self._files.listdir(run):
+                if name not in names:
+                    with contextlib.suppress(OSError):  # a directory, say: none of kvfs's
+                        self._files.unlink(name, dir_fd=run)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+        self.close()

@@ -1,0 +1,170 @@
+"""Who is alive: one flock'd file with a random name per process and store.
+
+The kernel drops the lock when the process dies, whatever it dies of. Process ids identify nobody: two
+containers that share a store have equal ones. The file is never mapped and its lock never released with
+LOCK_UN, since both would act through a forked child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+
+from kvfs.directory.root import Directory
+from kvfs.errors import StoreLockedError
+from kvfs.system.descriptors import Descriptor, opened
+from kvfs.system.files import boot_id
+
+OWNER_BYTES = 16
+NOBODY = bytes(OWNER_BYTES)
+HEARTBEAT_SECONDS = 5.0
+FOREIGN_FRESH_SECONDS = 30.0
+_NAME = re.compile(r"[0-9a-f]{32}\.live\Z")
+_LINE_BYTES = 64
+_PINNED_BYTES = 8  # behind the line; absent: nothing
+
+
+class Liveness:
+    """This process's proof of life in one store, and its view of the others."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._files = directory.files
+        self._run = directory.sub("run")
+        self.boot = boot_id(self._files)
+        self.owner = self._files.random(OWNER_BYTES)
+        name = f"{self.owner.hex()}.live"
+        temporary = f".{name}"
+        self._fd = self._files.create(temporary, directory.file_mode, dir_fd=self._run)
+        try:
+            if not self._files.flock(self._fd, fcntl.LOCK_EX):
+                raise StoreLockedError(f"{name}: somebody locked a file that was just created")
+            try:
+                self.beat()
+            except OSError as exc:  # a full disk: the lock is what counts; the next beats will try again
+                if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+            # renamed when locked: nobody can find it unlocked and take it for a dead process's
+            self._files.rename(temporary, name, src_dir_fd=self._run, dst_dir_fd=self._run)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.unlink(temporary, dir_fd=self._run)
+            self.close()
+            raise
+        self._dead: set[bytes] = set()
+
+    def beat(self) -> None:
+        """Write the heartbeat, for readers under another kernel, where flock says nothing."""
+        line = f"{self.boot} {self._files.now_us():020d}\n".encode().ljust(_LINE_BYTES)
+        self._files.write_all(self._fd, [line], 0)
+
+    def say_pinned(self, nbytes: int) -> None:
+        """Let others know how much memory this process keeps pinned."""
+        with contextlib.suppress(OSError):  # then they count what was said last
+            self._files.write_all(self._fd, [nbytes.to_bytes(_PINNED_BYTES, "little")], _LINE_BYTES)
+
+    def pinned_by_others(self) -> int:
+        """Bytes that the other live processes keep pinned."""
+        total = 0
+        for owner in self.others():
+            with (
+                contextlib.suppress(OSError),
+                opened(self._files, f"{owner.hex()}.live", os.O_RDONLY, dir_fd=self._run) as fd,
+            ):
+                total += int.from_bytes(self._files.read(fd, _PINNED_BYTES, _LINE_BYTES), "little")
+        return total
+
+    def is_alive(self, owner: bytes) -> bool:
+        """Whether the process behind ``owner`` still runs. Death is final, so it is remembered."""
+        if owner == self.owner:
+            return True
+        if owner == NOBODY or owner in self._dead:
+            return False
+        alive = self._locked(f"{owner.hex()}.live")
+        if not alive:
+            if len(self._dead) > 4096:
+                self._dead.clear()
+            self._dead.add(owner)
+        return alive
+
+    def _locked(self, name: str) -> bool:
+        try:
+            file = Descriptor.open(self._files, name, os.O_RDONLY, dir_fd=self._run)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # cannot tell: nobody's property is taken on a doubt
+        try:
+            return not self._files.flock(file.fd, fcntl.LOCK_SH)
+        finally:
+            file.close()
+
+    def others(self) -> list[bytes]:
+        """Owners of the other live processes; files of the dead are removed on the way."""
+        found = []
+        for name in self._files.listdir(self._run):
+            if not _NAME.match(name):
+                continue
+            owner = bytes.fromhex(name[: 2 * OWNER_BYTES])
+            if owner == self.owner:
+                continue
+            if self.is_alive(owner):
+                found.append(owner)
+            else:
+                with contextlib.suppress(OSError):
+                    self._files.unlink(name, dir_fd=self._run)
+        return found
+
+    def refuse_foreign_kernel(self) -> None:
+        """Raise if a process under another kernel used the store within the last seconds."""
+        now = self._files.now_us()
+        for name in self._files.listdir(self._run):
+            if not _NAME.match(name) or name.startswith(self.owner.hex()):
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                fd = self._files.open(name, os.O_RDONLY, dir_fd=self._run)
+                try:
+                    boot, stamp = self._files.read(fd, _LINE_BYTES, 0).decode("ascii").split()
+                finally:
+                    self._files.close(fd)
+                age = (now - int(stamp)) / 1e6
+                if boot != self.boot and -FOREIGN_FRESH_SECONDS < age < FOREIGN_FRESH_SECONDS:
+                    raise StoreLockedError(
+                        f"{self._directory.path} is in use under another kernel (heartbeat {age:.0f} s ago): "
+                        f"file locks do not reach it, so a store serves one host at a time; stop the other user, "
+                        f"or wait {FOREIGN_FRESH_SECONDS:.0f} s after it has ended"
+                    )
+
+    def forget(self) -> None:
+        """In a forked child: drop the inherited descriptor; the lock stays the parent's."""
+        fd, self._fd = self._fd, -1
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._files.unlink(f"{self.owner.hex()}.live", dir_fd=self._run)
+        fd, self._fd = self._fd, -1  # whoever comes late must not write to what has the number next
+        with contextlib.suppress(OSError):
+            self._files.close(fd)
+
+
+def census(directory: Directory) -> list[tuple[str, bool]]:
+    """(owner in hex, whether it lives) of every process that has, or had, the store open. Removes nothing."""
+    files, run = directory.files, directory.sub("run")
+    found = []
+    for name in sorted(files.listdir(run)):
+        if not _NAME.match(name):
+            continue
+        try:
+            fd = files.open(name, os.O_RDONLY, dir_fd=run)
+        except OSError:
+            continue
+        try:
+            found.append((name[: 2 * OWNER_BYTES], not files.flock(fd, fcntl.LOCK_SH)))
+        finally:
+            files.close(fd)
+    return found

@@ -1,0 +1,1 @@
+"""What is wrong around a store, with remedies."""

@@ -1,0 +1,366 @@
+"""What is wrong around a store, with remedies.
+
+Opens no index and changes nothing, so it works where nothing else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import resource
+import stat
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvfs.bundles.drop_folder import waiting
+from kvfs.directory import config
+from kvfs.directory import io_mode as modes
+from kvfs.directory.liveness import FOREIGN_FRESH_SECONDS, census
+from kvfs.directory.root import GOOD_FILESYSTEMS, Directory, filesystem_of
+from kvfs.directory.watch import probe
+from kvfs.errors import ConfigError, KvfsError
+from kvfs.system.files import Files, boot_id
+from kvfs.system.memory_limits import cgroup_limit, memory_available
+
+OK, WARN, BAD = "ok", "warn", "bad"
+LOCK_SECONDS = 1.0
+SEGMENTS_MAX = 8192
+HEADROOM_FILES = 256
+_MIB = 1 << 20
+
+
+class Finding(NamedTuple):
+    """One check: its name, ok / warn / bad, what was seen, what to do ("" if nothing)."""
+
+    check: str
+    status: str
+    detail: str
+    remedy: str = ""
+    data: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+def diagnose(path: str, files: Files) -> list[Finding]:
+    """All checks of a store. Raises only where there is no store."""
+    directory = Directory(path, files, read_only=True)
+    try:
+        try:
+            store_id = directory.store_id()
+            found = [Finding("format", OK, f"format 1, id {store_id.hex()[:8]}")]
+        except KvfsError as exc:
+            if exc.exit_code == 10:
+                raise
+            found = [Finding("format", BAD, str(exc), "use the kvfs that wrote it, or start with an empty directory")]
+        for check in (
+            _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _processes, _locks, _index,
+            _leftovers, _drop_folder, _watch, _page_cache,
+        ):  # fmt: skip
+            try:
+                found += check(directory)
+            except (OSError, KvfsError, ValueError) as exc:
+                found.append(Finding(check.__name__.strip("_"), BAD, str(exc), "see docs/cli.md, doctor"))
+        return found
+    finally:
+        directory.close()
+
+
+def _read_settings(directory: Directory) -> config.Settings:
+    data = directory.read_small("kvfs.toml", config.TOML_BYTES_MAX)
+    if data is None:
+        raise KvfsError("kvfs.toml is missing")
+    return config.parse_toml(data, "kvfs.toml")
+
+
+def _settings(directory: Directory) -> Iterator[Finding]:
+    try:
+        s = _read_settings(directory)
+    except KvfsError as exc:
+        yield Finding("settings", BAD, str(exc), "correct kvfs.toml; kvfs config set checks what it writes")
+        return
+    detail = f"limit {s.capacity_bytes // _MIB} MiB, segments of {s.segment_bytes // 1024} KiB, mode {s.mode}"
+    try:
+        modes.check(directory.path, s, directory.files, read_only=True)
+    except ConfigError as exc:
+        yield Finding("settings", BAD, str(exc), "kvfs config set mode cache, or move the store")
+        return
+    yield Finding("settings", OK, detail, "", {"mode": s.mode})
+
+
+def _file_system(directory: Directory) -> Iterator[Finding]:
+    kind = filesystem_of(directory.path)
+    read_only = bool(os.fstatvfs(directory.root).f_flag & os.ST_RDONLY)
+    if kind is not None and kind not in GOOD_FILESYSTEMS:
+        yield Finding("file system", BAD, f"{kind}: its locks do not reach every process", "use a local file system")
+    elif read_only:
+        yield Finding("file system", OK, f"{kind}, mounted read-only: this host can only read the store")
+    else:
+        yield Finding("file system", OK, kind or "cannot be told")
+
+
+def _space(directory: Directory) -> Iterator[Finding]:
+    s = _read_settings(directory)
+    fs = os.fstatvfs(directory.root)
+    free = fs.f_bavail * fs.f_frsize
+    own = _allocated(directory)
+    data = {"free_bytes": free, "allocated_bytes": own, "capacity_bytes": s.capacity_bytes}
+    detail = f"{free // _MIB} MiB free, {own // _MIB} of {s.capacity_bytes // _MIB} MiB allocated"
+    if own + free < s.capacity_bytes:
+        fits = (own + free) // 10 * 9 // _MIB
+        yield Finding(
+            "space", WARN, f"{detail}: the disk fills before the limit is reached",
+            f"make room, or: kvfs config set capacity {fits}MiB", data,
+        )  # fmt: skip
+    else:
+        yield Finding("space", OK, detail, "", data)
+
+
+def _allocated(directory: Directory) -> int:
+    """Bytes of all files of the store, as far as they can be seen."""
+    total = 0
+    for folder, _, names, fd in os.fwalk(".", dir_fd=directory.root, follow_symlinks=False):
+        del folder
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+    return total
+
+
+def _permissions(directory: Directory) -> Iterator[Finding]:
+    st = os.fstat(directory.root)
+    mode = stat.S_IMODE(st.st_mode)
+    shape = "shared with its group" if mode & 0o070 == 0o070 else "private"
+    detail = f"mode {mode:04o}, {shape}, owner {st.st_uid}, group {st.st_gid}"
+    if mode & 0o007:
+        yield Finding("permissions", BAD, f"{detail}: others have access", f"chmod o-rwx {directory.path}")
+    elif not os.access(directory.path, os.W_OK):
+        yield Finding("permissions", WARN, f"{detail}: this user may only read", "run as the owner or in the group")
+    else:
+        yield Finding("permissions", OK, detail)
+
+
+def _limits(directory: Directory) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    segments = len(directory.files.listdir(directory.sub("segments")))
+    need = segments + HEADROOM_FILES
+    data = {"nofile": soft, "segments": segments}
+    if soft != resource.RLIM_INFINITY and soft < need:
+        yield Finding(
+            "open files", WARN, f"limit {soft}, the store has {segments} segments: lookups will miss",
+            f"ulimit -n {min(hard, max(4096, need)) if hard != resource.RLIM_INFINITY else max(4096, need)}", data,
+        )  # fmt: skip
+    else:
+        yield Finding("open files", OK, f"limit {_limit(soft)}, {segments} segments", "", data)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield Finding(
+        "locked memory", OK, f"limit {_limit(locked)} (matters for pinned rings only)", "", {"memlock": locked}
+    )
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _memory(directory: Directory) -> Iterator[Finding]:
+    limit, available = cgroup_limit(), memory_available()
+    data = {"cgroup_limit_bytes": limit, "available_bytes": available}
+    room = f"{available // _MIB} MiB available" if available is not None else "the kernel does not say"
+    if limit is None:
+        yield Finding("memory", OK, f"{room}, no cgroup limit", "", data)
+    else:
+        yield Finding(
+            "memory",
+            OK,
+            f"{room}; the cgroup may use {limit // _MIB} MiB, page cache that it reads in included",
+            "",
+            data,
+        )
+
+
+def _kernel(directory: Directory) -> Iterator[Finding]:
+    files = directory.files
+    fd = files.open("super", os.O_RDONLY, dir_fd=directory.root)
+    try:
+        cachestat = files.cached_bytes(fd, 0, 1) is not None
+    finally:
+        files.close(fd)
+    detail = f"Linux {platform.release()}, cachestat {'works' if cachestat else 'is missing'}"
+    if cachestat:
+        yield Finding("kernel", OK, detail)
+    else:
+        yield Finding(
+            "kernel", WARN, f"{detail}: tiers are shown as disk", "a kernel from 6.5 on, or allow it in seccomp"
+        )
+
+
+def lock_holders(directory: Directory) -> dict[tuple[int, int], list[tuple[int, str]]]:
+    """(device, inode) -> [(pid, READ or WRITE)] of all flocks that /proc/locks shows to this process."""
+    found: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
+        for line in lines:
+            fields = line.split()
+            with contextlib.suppress(ValueError, IndexError):
+                if fields[1] != "FLOCK":  # also leaves out who only waits
+                    continue
+                major, minor, inode = fields[5].split(":")
+                device = os.makedev(int(major, 16), int(minor, 16))
+                found.setdefault((device, int(inode)), []).append((int(fields[4]), fields[3]))
+    return found
+
+
+def _holder(directory: Directory, name: str, sub: str, holders: dict[tuple[int, int], list[tuple[int, str]]]) -> str:
+    try:
+        st = directory.files.stat(name, dir_fd=directory.sub(sub) if sub else directory.root)
+    except OSError:
+        return ""
+    # 0: a process of another PID namespace
+    return ", ".join(
+        f"pid {pid}" if pid else "a process of another container" for pid, _ in holders.get((st.st_dev, st.st_ino), [])
+    )
+
+
+def _processes(directory: Directory) -> Iterator[Finding]:
+    holders = lock_holders(directory)
+    people = census(directory)
+    alive = [owner for owner, lives in people if lives]
+    dead = len(people) - len(alive)
+    named = [_holder(directory, f"{owner}.live", "run", holders) or "unknown" for owner in alive]
+    detail = f"{len(alive)} open the store" + (f" ({', '.join(named[:16])})" if named else "")
+    data = {"alive": len(alive), "dead": dead, "holders": named}
+    yield Finding(
+        "processes", OK, detail + (f"; {dead} died and are cleaned up after by the next user" if dead else ""), "", data
+    )
+    now, boot = directory.files.now_us(), boot_id(directory.files)
+    for owner, _ in people:
+        body = directory.read_small(f"{owner}.live", 4096, sub="run") or b""
+        with contextlib.suppress(ValueError):
+            other, stamp = body.decode("ascii").split()
+            age = (now - int(stamp)) / 1e6
+            if other != boot and 0 <= age < FOREIGN_FRESH_SECONDS:
+                yield Finding(
+                    "hosts", BAD, f"a process under another kernel used the store {age:.0f} s ago",
+                    "one host at a time: stop the other one",
+                )  # fmt: skip
+
+
+def _locks(directory: Directory) -> Iterator[Finding]:
+    holders = lock_holders(directory)
+    stuck: list[str] = []
+    busy: list[str] = []
+    for name, sub in (("gate", ""), ("main", ""), ("gc", "run"), ("rebuild", "run")):
+        free = _is_free(directory, name, sub)
+        if free is False:
+            who = _holder(directory, name, sub, holders) or "somebody"
+            (busy if name == "rebuild" else stuck).append(f"{name} by {who}")
+    if stuck:
+        yield Finding(
+            "locks", BAD, f"held for more than {LOCK_SECONDS:.0f} s: {'; '.join(stuck)}",
+            "it is stopped, swapping or waits for a disk: let it go on (kill -CONT) or end it; its locks go with it",
+        )  # fmt: skip
+    else:
+        yield Finding("locks", OK, "free" if not busy else f"free; {'; '.join(busy)} (an index is being built)")
+
+
+def _is_free(directory: Directory, name: str, sub: str) -> bool | None:
+    """Whether a lock can be had within LOCK_SECONDS; None if there is no such file."""
+    files = directory.files
+    try:
+        fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(sub) if sub else directory.root)
+    except OSError:
+        return None
+    try:
+        deadline = files.monotonic() + LOCK_SECONDS
+        while not files.flock(fd, fcntl.LOCK_SH):
+            if files.monotonic() >= deadline:
+                return False
+            files.sleep(0.001)
+        return True
+    finally:
+        files.close(fd)
+
+
+def _index(directory: Directory) -> Iterator[Finding]:
+    current = directory.read_small("CURRENT", 64, sub="index")
+    if current is None:
+        yield Finding("index", WARN, "there is none: lookups miss until it is rebuilt", "open the store: kvfs inspect")
+        return
+    data = directory.read_small("state", 4096)
+    try:
+        state = json.loads(data or b"")
+        clean, boot = state["clean"], state["boot"]
+    except (ValueError, KeyError, TypeError):
+        yield Finding("index", WARN, "its state file is damaged: it will be rebuilt", "open the store: kvfs inspect")
+        return
+    used = any(lives for _, lives in census(directory))
+    if clean:
+        yield Finding("index", OK, f"generation {current.decode('ascii', 'replace')[:16]}, closed cleanly")
+    elif used and boot == boot_id(directory.files):
+        yield Finding("index", OK, f"generation {current.decode('ascii', 'replace')[:16]}, in use")
+    else:
+        yield Finding(
+            "index", WARN, "its users died: it will be rebuilt from the segments at the next open",
+            "open the store ahead of traffic: kvfs inspect",
+        )  # fmt: skip
+
+
+def _leftovers(directory: Directory) -> Iterator[Finding]:
+    counts = {sub: len(directory.files.listdir(directory.sub(sub))) for sub in ("doomed", "quarantine")}
+    data: dict[str, Any] = dict(counts)
+    if counts["quarantine"]:
+        yield Finding(
+            "quarantine", WARN, f"{counts['quarantine']} files that are not kvfs's were put aside",
+            f"look at {directory.path}/quarantine and remove what nobody misses", data,
+        )  # fmt: skip
+    held = f"{counts['doomed']} dropped segments are still held by readers" if counts["doomed"] else "none"
+    yield Finding("dropped segments", OK, held, "", data)
+
+
+def _drop_folder(directory: Directory) -> Iterator[Finding]:
+    names, refused = waiting(directory)
+    data = {"waiting": len(names), "refused": len(refused)}
+    if refused:
+        yield Finding(
+            "drop folder", WARN, f"{len(names)} files wait, {len(refused)} were refused ({', '.join(refused[:4])})",
+            f"cat {directory.path}/import/refused/*.reason, and remove what lies there", data,
+        )  # fmt: skip
+    elif names and not any(lives for _, lives in census(directory)):
+        yield Finding(
+            "drop folder", WARN, f"{len(names)} files wait, and nobody has the store open to adopt them",
+            "start a worker, or: kvfs import FILE", data,
+        )  # fmt: skip
+    else:
+        yield Finding("drop folder", OK, f"{len(names)} files wait, none was refused", "", data)
+
+
+def _watch(directory: Directory) -> Iterator[Finding]:
+    why = probe(directory)
+    data: dict[str, Any] = {"inotify": not why}
+    for name in ("max_user_instances", "max_user_watches"):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/sys/fs/inotify/{name}", encoding="ascii") as file:
+            data[name] = int(file.read())
+    if why:
+        yield Finding(
+            "watch", WARN, f"inotify does not work ({why}): workers poll, and notice changes after seconds",
+            "sysctl fs.inotify.max_user_instances=1024 (default 128), or stop what uses them up", data,
+        )  # fmt: skip
+    else:
+        yield Finding("watch", OK, "inotify works: workers notice changes at once", "", data)
+
+
+def _page_cache(directory: Directory) -> Iterator[Finding]:
+    files, folder = directory.files, directory.sub("segments")
+    names = files.listdir(folder)
+    cached = total = 0
+    for name in names[:SEGMENTS_MAX]:
+        with contextlib.suppress(OSError):
+            fd = files.open(name, os.O_RDONLY, dir_fd=folder)
+            try:
+                size = files.fstat(fd).st_size
+                total += size
+                cached += files.cached_bytes(fd, 0, size) or 0 if size else 0
+            finally:
+                files.close(fd)
+    share = f"{100 * cached / total:.0f} %" if total else "nothing is stored"
+    data = {"cached_bytes": cached, "segments_bytes": total, "segments_seen": min(len(names), SEGMENTS_MAX)}
+    yield Finding("page cache", OK, f"{cached // _MIB} of {total // _MIB} MiB of segments ({share})", "", data)

@@ -1,0 +1,1 @@
+"""Which segment is evicted, and how its file is reclaimed."""

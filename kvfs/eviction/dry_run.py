@@ -1,0 +1,79 @@
+"""What eviction would do, without doing it: the same policy on the same figures, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.eviction import policy as eviction
+from kvfs.eviction.evictor import Evictor
+from kvfs.eviction.usage import Summary
+from kvfs.index import ledger as space
+from kvfs.index.tables import DOOMED, SegmentRow
+
+STEPS_MAX = 100_000
+
+
+@dataclass(frozen=True)
+class Step:
+    """One segment that would be dropped."""
+
+    segment: int
+    segment_id: bytes
+    frees_bytes: int
+    pages: int  # live pages that are lost with it
+    carried_pages: int  # hot pages that would be copied forward first
+    carried_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What gc would do: steps in order, and how much is in use before and after them."""
+
+    used_bytes: int
+    target_bytes: int
+    doomed_bytes: int  # of segments dropped already and still held by a reader
+    steps: tuple[Step, ...] = ()
+    pinned: frozenset[bytes] = field(default_factory=frozenset)  # ids of segments that pins protect
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(step.frees_bytes - step.carried_bytes for step in self.steps)
+
+
+def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> Plan:
+    """The steps until ``target_bytes`` are in use (default: the limit).
+
+    Eviction decides anew before each step, so uses and puts that come meanwhile change what it really does.
+    """
+    rows = dict(context.index.read(lambda s: s.segments(), COMMIT_SECONDS))
+    used = context.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
+    limit = space.budget(context.settings).limit if target_bytes is None else target_bytes
+    doomed = sum(row.allocated for row in rows.values() if row.state == DOOMED)
+    pinned = frozenset(evictor.victims.pinned())
+    if used <= limit:
+        return Plan(used, limit, doomed, (), pinned)  # without reading a table
+    evictable, summaries, now = evictor.victims.survey()
+    # one flock each, once: who holds a segment now is who would keep its blocks
+    held = {n for n, row in evictable.items() if evictor.victims.is_held(row)}
+    alive = {s.number: replace(s, held=s.number in held) for s in summaries}
+    budget = eviction.WriteBudget(context.settings.segment_bytes, evictor.budget.tokens)
+    policy, steps, left = eviction.Policy(), list[Step](), used
+    while left > limit and len(steps) < STEPS_MAX:
+        choice = policy.choose(alive.values(), now, budget.available)
+        if choice is None:
+            break
+        budget.carried(choice.carry_bytes)
+        step = _step(alive.pop(choice.victim), evictable[choice.victim], choice)
+        steps.append(step)
+        left -= step.frees_bytes - step.carried_bytes
+    return Plan(used, limit, doomed, tuple(steps), pinned)
+
+
+def _step(summary: Summary, row: SegmentRow, choice: eviction.Plan) -> Step:
+    pages = len(summary.pieces.ordinals)
+    return Step(
+        summary.number, row.segment_id, row.allocated, pages - len(choice.carry), len(choice.carry),
+        choice.carry_bytes, choice.reason,
+    )  # fmt: skip

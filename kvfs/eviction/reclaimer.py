@@ -1,0 +1,255 @@
+"""Reclaiming space: choosing victims, carrying hot pages forward, and the last steps of a segment's life.
+
+One evictor at a time per store (``flock run/gc``). A victim is doomed in one commit, so its pages are misses;
+then its file is renamed into ``doomed/``, and unlinked once an exclusive flock says that nobody holds it. Until
+then it stays charged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import IndexUnavailableError
+from kvfs.index import ledger as space
+from kvfs.index.environment import FULL
+from kvfs.index.row_updates import sweep
+from kvfs.index.session import PAGE, Session
+from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.segments.writer import file_name
+from kvfs.system.descriptors import opened
+
+T = TypeVar("T")
+_Look: TypeAlias = Callable[[Session, bytes, int], tuple[list[T], bytes | None]]  # what, and where to go on
+SWEEP_ROWS = 256
+ROOM_BYTES_MIN = 128 << 10  # what one commit may add to the index, and some: it is refused if that fills it
+ROOM_SHARE = 64
+FAILURES_MAX = 4
+FORGET_MAX = 32  # namespaces that one commit forgets
+
+
+class Reclaimer:
+    """Finishes doomed segments and sweeps rows that point to dropped ones."""
+
+    def __init__(self, context: Context) -> None:
+        self._c = context
+        self._sweeping = threading.Lock()
+        self._sweep_at: bytes | None = None
+        self._sweep_dropped = 0
+        self._sweep_generation = ""
+        self._failures = 0  # segments doomed one after the other that could not be removed
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is the file system that fails, not a segment: dooming more would lose pages and free nothing."""
+        return self._failures >= FAILURES_MAX
+
+    def drop(self, number: int, segment_id: bytes = b"", *, strict: bool = False) -> bool:
+        """Doom a segment and free its space if nobody holds it; whether it is free. ``segment_id``: see ``space.doom``;
+        ``strict``: OSError as it comes."""
+        row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
+        return row is not None and (self._finish if strict else self.finish)(number, row)
+
+    def drop_missing(self, segment_id: bytes, number: int, generation: str) -> bool:
+        """Drop a segment whose pages the index names although its file is gone; whether it was so. The caller keeps
+        others from dropping it: a file leaves ``segments`` after the commit that dooms it."""
+        with contextlib.suppress(FileNotFoundError):
+            self._c.files.stat(file_name(segment_id), dir_fd=self._c.directory.sub("segments"))
+            return False
+
+        def doom(session: Session) -> SegmentRow | None:
+            row = session.segment(number) if session.generation == generation else None
+            if row is None or row.segment_id != segment_id or row.state == DOOMED or not row.records:
+                return None  # one without records may be about to be made
+            return space.doom(session, number, self._c.owner)
+
+        row = self._c.index.write(doom, COMMIT_SECONDS)
+        if row is not None:
+            self.finish(number, row)
+        return row is not None
+
+    def finish(self, number: int, row: SegmentRow) -> bool:
+        """Unlink a segment that was doomed just now; True if its bytes are free. One that cannot be removed stays
+        charged, like one that is held, and is tried again."""
+        try:
+            return self._finish(number, row)
+        except OSError:
+            self._c.counters.add("evict_errors")
+            self._failures += 1
+            return False
+
+    def _finish(self, number: int, row: SegmentRow) -> bool:
+        """Unlink a doomed segment; True if its bytes are free now. OSError as it comes."""
+        name = file_name(row.segment_id)
+        files, segments, doomed = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
+        self._remove_stranger(name)  # a directory: nothing could be renamed to it
+        with contextlib.suppress(FileNotFoundError):
+            files.rename(name, name, src_dir_fd=segments, dst_dir_fd=doomed)
+        self._remove_stranger(name)
+        with contextlib.suppress(FileNotFoundError), opened(files, name, os.O_RDONLY, dir_fd=doomed) as fd:
+            if not files.flock(fd, fcntl.LOCK_EX):
+                return False
+            files.unlink(name, dir_fd=doomed)
+        self._c.recency.forget(row.segment_id)
+        if self._c.marks.has(row.segment_id):
+            files.fsync(doomed)  # a segment that comes back after a power failure must find its mark
+            self._c.marks.forget(row.segment_id)
+        self._c.index.write(lambda s: space.gone(s, number, row.segment_id), COMMIT_SECONDS)
+        self._c.counters.add("segments_reclaimed")
+        self._failures = 0
+        return True
+
+    def _remove_stranger(self, name: str) -> None:
+        """What bears a segment's name and is no file: it must not keep the others from going."""
+        files, doomed = self._c.files, self._c.directory.sub("doomed")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(files.stat(name, dir_fd=doomed).st_mode):
+                try:
+                    files.unlink(name, dir_fd=doomed)
+                except OSError:  # a directory: somebody may want what is in it
+                    aside = f"{name}.{files.random(8).hex()}"
+                    files.rename(name, aside, src_dir_fd=doomed, dst_dir_fd=self._c.directory.sub("quarantine"))
+
+    def finish_doomed(self, *, strict: bool = False) -> int:
+        """Finish what can be finished, whoever doomed it; bytes freed. One that cannot be removed keeps none of the
+        others; ``strict``: its OSError is raised in the end."""
+        freed, failed = 0, None
+        rows = self._c.index.read(lambda s: s.segments_in(DOOMED), COMMIT_SECONDS)
+        if not rows:  # what could not be removed here somebody else has removed
+            self._failures = 0
+        for number, row in rows:
+            try:
+                if self._finish(number, row):
+                    freed += row.allocated
+            except OSError as exc:
+                self._c.counters.add("evict_errors")
+                failed = failed or exc
+        if strict and failed is not None:
+            raise failed
+        return freed
+
+    def abandon(self) -> None:
+        """In a forked child: a thread that was sweeping is the parent's, and never lets go of the lock here."""
+        self._sweeping, self._sweep_at = threading.Lock(), None
+
+    def sweep_step(self, slices: int = 4, *, pack: bool = False) -> bool:
+        """Clean some page rows, if segments were dropped since the last full round; whether there is more to clean.
+        ``pack``: and have the index take no more pages for them than it must."""
+        with self._sweeping:
+            return all(self._sweep_slice(pack) for _ in range(slices))
+
+    def _sweep_slice(self, pack: bool) -> bool:
+        dropped, generation = self._c.index.read(lambda s: (s.ledger().dropped, s.generation), COMMIT_SECONDS)
+        if self._sweep_at is None or self._sweep_generation != generation:  # of another index nothing was swept here
+            self._sweep_at = None
+            if not dropped:
+                return False
+            self._sweep_at, self._sweep_dropped, self._sweep_generation = b"\0", dropped, generation
+        clean = partial(self._clean, start=self._sweep_at, pack=pack)
+        following, changed = self._c.index.write(clean, COMMIT_SECONDS)
+        self._c.counters.add("rows_swept", changed)
+        if following is None:
+            self._c.index.write(self._swept, COMMIT_SECONDS)
+        self._sweep_at = following
+        if following is None:
+            with contextlib.suppress(IndexUnavailableError):  # the next round does it; this one has made its room
+                forget_namespaces(self._c)
+        return True
+
+    def _swept(self, session: Session) -> None:
+        if session.generation == self._sweep_generation:
+            session.swept(self._sweep_dropped)
+
+    def _clean(self, session: Session, start: bytes, pack: bool) -> tuple[bytes | None, int]:
+        """LMDB copies each leaf that changes, and has the old ones back two commits later: a small index that is
+        nearly full has no room for many."""
+        free = (self._c.settings.index_bytes - session.used_bytes()) // PAGE
+        return sweep(session, start, min(SWEEP_ROWS, max(1, free // 4)), pack=pack)
+
+    def sweep_all(self, end: float | None = None) -> None:
+        """Until no row of a dropped segment is left; the upkeep goes on with it where ``end`` cuts it short."""
+        while self.sweep_step(1) and (end is None or self._c.files.monotonic() < end):
+            pass
+
+
+class _Growing(NamedTuple):
+    """What may gain pages: the segments that are active, and those that are yet to come."""
+
+    generation: str
+    active: list[int]
+    next_segment: int
+
+
+def forget_namespaces(context: Context) -> int:
+    """Take the namespaces that have no page left out of the index; how many. Nobody is kept from storing meanwhile.
+
+    None but an active segment gains pages. So a namespace has none if no segment held one when it was looked at, and
+    none is in those that were active before, or are new: the latter are few, and looked at again when it is removed.
+    """
+    growing = context.index.read(_see, COMMIT_SECONDS)
+    empty = set(_slices(context, Session.digests))
+    for held in _slices(context, Session.contents) if empty else ():
+        empty.discard(held.digest)
+    left, forgotten = sorted(empty), 0
+    while left:
+        digests, left = left[:FORGET_MAX], left[FORGET_MAX:]
+        forgotten += context.index.write(partial(_forget, growing=growing, digests=digests), COMMIT_SECONDS)
+    context.counters.add("namespaces_forgotten", forgotten)
+    return forgotten
+
+
+def _slices(context: Context, look: _Look[T]) -> Iterator[T]:
+    after: bytes | None = b""
+    while after is not None:
+        found, after = context.index.read(partial(_slice, look, after), COMMIT_SECONDS)
+        yield from found
+
+
+def _slice(look: _Look[T], after: bytes, session: Session) -> tuple[list[T], bytes | None]:
+    return look(session, after, SWEEP_ROWS)
+
+
+def _see(session: Session) -> _Growing:
+    active = [number for number, _ in session.segments_in(ACTIVE)]
+    return _Growing(session.generation, active, session.ledger().next_segment)
+
+
+def _forget(session: Session, growing: _Growing, digests: Sequence[bytes]) -> int:
+    if session.generation != growing.generation:
+        return 0
+    numbers = [*growing.active, *range(growing.next_segment, session.ledger().next_segment)]
+    empty = [digest for digest in digests if not any(session.has_contents(n, digest) for n in numbers)]
+    for digest in empty:
+        session.delete_namespace(digest)
+    return len(empty)
+
+
+class GcLock:
+    """``flock run/gc``: one evictor at a time, among processes and among threads."""
+
+    def __init__(self, context: Context) -> None:
+        self._c = context
+
+    @contextlib.contextmanager
+    def hold(self, deadline: float) -> Iterator[bool]:
+        """Yields whether the lock was had before ``deadline`` (monotonic seconds)."""
+        files = self._c.files
+        with opened(files, "gc", os.O_RDWR, dir_fd=self._c.directory.sub("run")) as fd:  # each hold opens it anew
+            while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
+                files.sleep(0.002)
+            yield got
+
+
+def index_is_full(session: Session, index_bytes: int, *, room: bool = False) -> bool:
+    """Whether nothing may be inserted. ``room``: or not much, so that what makes room ends with some."""
+    return session.used_bytes() > FULL * index_bytes - (max(ROOM_BYTES_MIN, index_bytes // ROOM_SHARE) if room else 0)
+
+
+__all__ = ["GcLock", "IndexUnavailableError", "Reclaimer", "forget_namespaces", "index_is_full"]

@@ -1,0 +1,161 @@
+"""Which segment is dropped next: what may go, and what the policy says of it.
+
+A choice looks at all segments: 17 us each on a slow core. A store of terabytes has tens of thousands, so there one look
+serves for several victims, a 512th of the segments, in the order of the ranking. Each is asked for again when its turn
+comes: it may have been pinned, be what its quota was promised, or be held by a reader by then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import islice
+from typing import NamedTuple
+
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.directory.config import quota_id
+from kvfs.eviction import policy as eviction
+from kvfs.eviction.survey import Survey
+from kvfs.eviction.usage import Summary
+from kvfs.index import ledger as space
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.segments.writer import file_name
+from kvfs.system.descriptors import Descriptor
+
+SEGMENTS_PER_VICTIM = 512
+LOOK_SECONDS = 1.0  # that a look is good for
+
+
+class Victim(NamedTuple):
+    """``seqs``: records to carry, of ``carry_bytes``."""
+
+    number: int
+    row: SegmentRow
+    seqs: Sequence[int] = ()
+    carry_bytes: int = 0
+
+
+class Victims:
+    """One per evictor; whoever asks for victims holds the evictors' lock."""
+
+    def __init__(self, context: Context) -> None:
+        self._c = context
+        self._survey = Survey(context)
+        self._policy = eviction.Policy()
+        self._next: deque[Victim] = deque()  # of the last look
+        self._until = 0.0
+        self.pinned: Callable[[], set[bytes]] = set  # ids of segments that pins protect
+
+    def choose(self, budget_bytes: int, owner: bytes = b"", spared: Set[bytes] = frozenset()) -> Victim | None:
+        """What is to be dropped, with up to ``budget_bytes`` to be carried. What somebody holds comes last."""
+        if not owner and not spared and (victim := self._queued(budget_bytes)) is not None:
+            return victim
+        evictable, uses, now = self.survey(owner, spared)
+        free = self._free(self._policy.ranked(uses, now, budget_bytes), evictable)
+        first = next(free, None)
+        if first is not None:
+            if not owner and not spared:
+                more = len(uses) // SEGMENTS_PER_VICTIM - 1
+                self._next.extend(v for v in islice(free, max(0, more)) if v.row.state == SEALED)
+                self._until = self._c.files.monotonic() + LOOK_SECONDS
+            return first
+        if evictable and not self._c.index.read(_doomed, COMMIT_SECONDS):
+            return Victim(*next(iter(evictable.items())))  # one at a time: it frees nothing yet
+        return None
+
+    def _free(self, plans: Iterator[eviction.Plan], evictable: dict[int, SegmentRow]) -> Iterator[Victim]:
+        for plan in plans:
+            row = evictable[plan.victim]
+            if not self.is_held(row):
+                yield Victim(plan.victim, row, self._survey.seqs(row.segment_id, plan.carry), plan.carry_bytes)
+
+    def _queued(self, budget_bytes: int) -> Victim | None:
+        """The next victim of the last look, if that is still what it was."""
+        if self._next and self._c.files.monotonic() < self._until:
+            victim = self._next.popleft()
+            if victim.carry_bytes <= budget_bytes and self._may_go(victim) and not self.is_held(victim.row):
+                return victim
+        self._next.clear()
+        return None
+
+    def _may_go(self, victim: Victim) -> bool:
+        mine = victim.row.class_id[: space.QUOTA_BYTES]
+
+        def look(session: Session) -> tuple[SegmentRow | None, int]:
+            doomed = sum(r.allocated for _, r in session.segments_in(DOOMED) if r.class_id.startswith(mine))
+            return session.segment(victim.number), session.quota_used(mine) - doomed
+
+        row, used = self._c.index.read(look, COMMIT_SECONDS)
+        if row != victim.row or row.segment_id in self.pinned():
+            return False
+        promised = self._promised()
+        return mine not in promised or used - promised[mine] >= row.allocated
+
+    def forget(self, segment_id: bytes) -> None:
+        """What is known of a segment is out of date."""
+        self._survey.forget(segment_id)
+        self._next.clear()
+
+    def dropped(self, victim: Victim) -> None:
+        """It has been dropped, or tried to be."""
+        self._survey.forget(victim.row.segment_id)
+
+    def survey(
+        self, owner: bytes = b"", spared: Set[bytes] = frozenset()
+    ) -> tuple[dict[int, SegmentRow], list[Summary], int]:
+        """(segments that may be dropped, what the policy sees of all, the time of that)."""
+        rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+        evictable = {
+            n: r for n, r in self._evictable(rows, owner).items() if spared.isdisjoint((r.segment_id, r.class_id))
+        }
+        return evictable, *self._survey.summaries(rows, evictable)
+
+    def is_held(self, row: SegmentRow) -> bool:
+        """Whether a reader has the segment open, so that dropping it would not free its blocks."""
+        files = self._c.files
+        try:
+            segments = self._c.directory.sub("segments")
+            file = Descriptor.open(files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments)
+        except OSError:
+            return False
+        try:
+            return not files.flock(file.fd, fcntl.LOCK_EX)
+        finally:
+            file.close()
+
+    def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
+        """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
+        pinned, spare = self.pinned(), self._above_guarantee(rows)
+        free = {}
+        for number, row in rows:
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if row.state == DOOMED or row.segment_id in pinned:
+                continue
+            if mine != owner and mine in spare and row.allocated > spare[mine]:
+                continue  # others would take what was promised; a quota's own pages may make room for new ones
+            if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
+                continue
+            if row.class_id.startswith(owner):
+                free[number] = row
+        return free
+
+    def _promised(self) -> dict[bytes, int]:
+        """Quotas that have something guaranteed, and how much."""
+        promised = {quota_id(name): q.guaranteed_bytes for name, q in self._c.settings.quotas.items()}
+        return {owner: nbytes for owner, nbytes in promised.items() if nbytes}
+
+    def _above_guarantee(self, rows: Iterable[tuple[int, SegmentRow]]) -> dict[bytes, int]:
+        """Quotas that were promised something -> what they use above it (negative: below)."""
+        above = {owner: -nbytes for owner, nbytes in self._promised().items()}
+        for _, row in rows:
+            mine = row.class_id[: space.QUOTA_BYTES]
+            if mine in above and row.state != DOOMED:
+                above[mine] += row.allocated
+        return above
+
+
+def _doomed(session: Session) -> int:
+    return session.ledger().doomed

@@ -1,0 +1,1 @@
+"""Asynchronous saves and loads of an engine's buffers on a GPU."""

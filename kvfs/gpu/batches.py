@@ -1,0 +1,300 @@
+"""The batches of a load: enqueued for DMA as early as scratch allows, and for the kernels behind it.
+
+The copies of a few batches, of the next band or group too, are enqueued before the kernels of the first one: what the
+host does in between takes longer than the copy of a small batch, and the link would run dry.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+from kvfs.gpu.device import Event
+from kvfs.gpu.lane import ALIGN, Launches, Slot
+from kvfs.gpu.page_source import PageSource, streaks
+from kvfs.gpu.resources import POLL_SECONDS, GpuDesk
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
+from kvfs.read.plan import Run
+from kvfs.transfer.workers import Attached
+
+BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
+RUNS_MAX = 256  # of a batch: each is a copy
+BATCH_CALLS = 10  # that the driver gets for a batch, beside its copies and its small data
+AHEAD = 3  # batches that are prepared behind the one that was sent
+FLAG = 4
+UNKNOWN = 2  # whether a leaf table is good
+
+
+@dataclass(frozen=True)
+class Window:
+    """Neighbouring pages of a load: as they lie in segments, and those that do not lie as they are wanted."""
+
+    runs: list[Run]
+    others: list[int]
+    left: int  # pages behind it, as far as is known
+
+    def __len__(self) -> int:
+        return sum(run.count for run in self.runs) + len(self.others)
+
+
+class Band(NamedTuple):
+    """Layer positions [first, first + rows), when all pages of it are there, and where their flags lie then."""
+
+    first: int
+    rows: int
+    end: Event
+    flags: int
+
+
+class _Copied(NamedTuple):
+    """A batch that DMA brings to a slot: (pages, where the first one lies in it, bytes from page to page)."""
+
+    slot: Slot
+    parts: list[tuple[Run, int, int]]
+    first: int  # layer position
+    rows: int
+
+
+class Batches:
+    """Those of one group, on the lane of loads; nothing here waits for the GPU."""
+
+    def __init__(
+        self, desk: GpuDesk, launches: Launches, attached: Attached, source: PageSource, units: Sequence[int],
+        wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool], ended: Callable[[Band], None],
+    ) -> None:  # fmt: skip
+        self._desk, self._lane, self._attached, self._source, self._stop = desk, desk.loads, attached, source, stop
+        self._launches, self._ended = launches, ended  # to be told of each band whose end is enqueued
+        self._shape, self._granules = desk.shapes[attached.number], attached.group.granules
+        self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
+        self._bands, self._wanted = bands, wanted
+        self._ready = False  # the part of the sheet
+        self._size = source.table_bytes  # of the leaf table of a page
+        # of the wanted pages, for the later bands; and which of them are good
+        self._tables, self._good = bytearray(), bytearray()
+        if bands > 1:
+            self._tables, self._good = bytearray(self._size * len(wanted)), bytearray([UNKNOWN]) * len(wanted)
+        self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
+        self.ends = 0  # of bands, that wait to be enqueued
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in scratch, when all of it comes."""
+        return self._source.stride
+
+    def _prepare(self) -> None:
+        """What all batches share: unit ids, the pages' flags, and where these come back at the end of each band."""
+        ids, flags = array("q", self._unit_ids), bytes(FLAG * len(self._wanted))
+        sheet = self._sheet = self._launches.sheet(len(ids) * WORD, *[len(flags)] * (self._bands + 1))
+        self._units, self._flags = sheet.put(ids), sheet.put(flags)
+        sheet.send(self._lane.kernels, self._units)
+        self._rooms = [sheet.room(len(flags)) for _ in range(self._bands)]
+        self.index = {chunk: i for i, chunk in enumerate(self._wanted)}
+        self._ready = True
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def send(self, window: Window, first: int, rows: int, behind: int = 0) -> bool:
+        """Some layers of all pages of a window; False if the load ends before the last one.
+
+        ``behind``: bytes that come after the last window's last layers.
+        """
+        whole = rows == self._shape.layers
+        page = self.page_bytes if whole else rows * self._shape.leaf_bytes * self._granules
+        most, least = max(1, self._desk.batch_bytes // page), max(1, BATCH_BYTES_MIN // page)
+        later = (window.left + len(window)) * (self._shape.layers - first - rows) // rows
+        batches = list(_batches(window.runs, most, least, window.left + later + behind // page))
+        if whole:
+            self._source.expect(window.runs)
+        for number, batch in enumerate(batches):
+            if not self._may_go_on():
+                return False
+            copied = self._copy(batch, first, rows)
+            self._launches.add(partial(self._launch_copied, copied))
+            for run in chain(*batches[number + 1 if number == 0 else number + AHEAD : number + AHEAD + 1]):
+                self._source.prepare(run)
+        return self._send_assembled(window.others)
+
+    def _may_go_on(self) -> bool:
+        """Wait until few enough batches are under way; False if the load is to end."""
+        due = self._lane.due()
+        while not self._stop():
+            if due is None or due.query():
+                return True
+            self._desk.context.files.sleep(POLL_SECONDS)
+        return False
+
+    def _slot(self, nbytes: int) -> Slot:
+        while True:
+            slot = self._lane.slot(nbytes, self._lane.dma)
+            if slot is not None:
+                return slot
+            self._launches.oldest()
+
+    def _copy(self, batch: Sequence[Run], first: int, rows: int) -> _Copied:
+        whole, leaf = rows == self._shape.layers, self._shape.leaf_bytes
+        width = rows * leaf
+        slot = self._slot(sum(run.span if whole else run.count * self._granules * width for run in batch))
+        at, parts = 0, []
+        for run in batch:
+            if whole:  # as they lie in the segment
+                came = self._source.send(run, slot.address + at)
+                parts += [(part, at + (part.chunk - run.chunk) * run.stride, run.stride) for part in came]
+                at += run.span
+            else:
+                self._source.send_rows(run, first * leaf, width, self._granules, slot.address + at)
+                parts.append((run, at, self._granules * width))
+                at += run.count * self._granules * width
+        self._lane.dma.record(slot.arrived)
+        return _Copied(slot, parts, first, rows)
+
+    def _send_assembled(self, chunks: Sequence[int]) -> bool:
+        """Pages that were written for other head slots or layers than these, or in a codec; False as ``send``."""
+        left, size = list(chunks), self.page_bytes
+        step = max(1, self._desk.batch_bytes // size)
+        while left and self._may_go_on():
+            self._launches.all()
+            slot, words = self._slot(min(step, len(left)) * size), array("q")
+            taken, good = self._source.send_assembled(left[:step], slot.address)
+            self._lane.dma.record(slot.arrived)
+            for i in good:
+                words += self._words(taken[i], b"\1", i * size, size, self._shape.layers * self._shape.leaf_bytes)
+            self._launch(slot, words, b"", 0, self._shape.layers, check=False, copies=len(good))
+            if not taken:
+                return False
+            left = left[len(taken) :]
+        return not left
+
+    # -- kernels -----------------------------------------------------------------------------
+
+    def _launch_copied(self, copied: _Copied) -> None:
+        slot, parts, first, rows = copied
+        words, tables = array("q"), list[bytes]()
+        for run, at, stride in parts:
+            found, good = self._found(run)
+            words += self._words(run.chunk, good, at, stride, rows * self._shape.leaf_bytes)
+            tables += [found[self._size * i : self._size * (i + n)] for i, n in streaks(good)]
+        whole = b"".join(tables)
+        if whole and rows < self._shape.layers:
+            whole = _columns(whole, self._shape.layers, first, rows)
+        self._launch(slot, words, whole, first, rows, check=self._source.sums, copies=len(parts))
+
+    def _found(self, run: Run) -> tuple[bytes, bytes]:
+        """The leaf tables of a run, and which of them are good; read and checked once."""
+        if not self._ready:
+            self._prepare()
+        if self._bands == 1:
+            return self._source.tables(run)
+        first, end = self.index[run.chunk], self.index[run.chunk] + run.count
+        if self._good[first] == UNKNOWN:  # the batches of all bands are cut alike, or finer
+            tables = self._source.tables(run)
+            self._tables[first * self._size : end * self._size], self._good[first:end] = tables
+        return bytes(self._tables[first * self._size : end * self._size]), bytes(self._good[first:end])
+
+    def _words(self, chunk: int, good: bytes, offset: int, stride: int, step: int) -> array[int]:
+        """The granules of pages from ``chunk`` on that lie ``stride`` apart from ``offset`` of a slot on.
+
+        Pages that are not ``good`` are left out; granules of a page lie ``step`` apart.
+        """
+        if not self._ready:
+            self._prepare()
+        states, granules = self._attached.group.states, self._granules
+        jump = 1 if states == 1 else states // granules
+        even = granules == 1 or stride == granules * step
+        words = array("q")
+        for first, count in streaks(good, len(good) if even else 1):
+            chunks = range(chunk + first, chunk + first + count)
+            self.sent.update(dict.fromkeys(chunks))
+            begin, page = chunks[0] * (1 if states == 1 else states), self.index[chunks[0]]
+            words += granule_words(
+                offset + first * stride, stride if granules == 1 else step,
+                range(begin, begin + count * granules * jump, jump), range(page, page + count), granules,
+            )  # fmt: skip
+        return words
+
+    def _launch(
+        self, slot: Slot, words: array[int], tables: bytes, first: int, rows: int, *, check: bool, copies: int
+    ) -> None:
+        """Check and scatter what the DMA stream brings to ``slot``, in so many ``copies``."""
+        calls = copies + BATCH_CALLS
+        if words:
+            kernels, shape, units = self._lane.kernels, self._shape, len(self._unit_ids)
+            sheet = self._launches.sheet(len(tables), (HEAD_WORDS + len(words)) * WORD)
+            leaves = sheet.put(tables)
+            work = sheet.put(pack(
+                shape, words, scratch=slot.address, unit_ids=self._sheet.address(self._units), units=units,
+                flags=self._sheet.address(self._flags), leaves=sheet.address(leaves),
+                buffers=self._desk.tables[self._attached.number].address, first_token=self._first_token,
+                first_row=first, rows=rows,
+            ))  # fmt: skip
+            calls += sheet.send(kernels, leaves)
+            kernels.after(slot.arrived)
+            launch = sheet.work(work, self._sheet.words(self._units, units))
+            kernels.scatter(launch, shape, check=check)
+        else:  # the end of a band is the end of all copies before it, of pages that are refused too
+            self._lane.kernels.after(slot.arrived)
+        self._lane.finished(slot, self._lane.kernels, calls)
+
+    def end_band(self, first: int, rows: int) -> None:
+        """Behind all that was sent so far; ``ended`` is told."""
+        self.ends += 1
+        self._launches.add(partial(self._end_band, first, rows))
+
+    def _end_band(self, first: int, rows: int) -> None:
+        if not self._ready:
+            self._prepare()
+        room = self._rooms.pop()
+        self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
+        band = Band(first, rows, self._lane.kernels.record(), room)
+        self.ends -= 1  # a group without any would count as verified
+        self._ended(band)
+
+    def flags(self, band: Band) -> memoryview:
+        """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
+        return self._sheet.back(band.flags, FLAG * len(self._wanted))
+
+
+def sheet_bytes(shape: Shape, granules: int, *, pages: int, units: int, bands: int) -> int:
+    """Room in the sheet for one group: unit ids, flags, leaf tables and work lists."""
+    lists = bands * pages * (granules * GRANULE_WORDS + HEAD_WORDS) * WORD
+    leaves = pages * granules * shape.layers * WORD
+    padding = (3 * pages * bands + bands + 8) * ALIGN  # at most, if each page is a batch of its own
+    return units * WORD + (bands + 2) * pages * FLAG + lists + leaves + padding
+
+
+def _columns(tables: bytes, layers: int, first: int, rows: int) -> bytes:
+    """The entries of layers [first, first + rows) of leaf tables, granule by granule."""
+    whole = array("Q", tables)
+    cut = array("Q", bytes(len(whole) // layers * rows * WORD))
+    for row in range(rows):
+        cut[row::rows] = whole[first + row :: layers]
+    return cut.tobytes()
+
+
+def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterator[list[Run]]:
+    """Runs, cut where need be, in batches of at most ``most`` pages; towards the end ever fewer, down to ``least``.
+
+    ``behind``: pages that will come after them. A batch has up to three quarters of what is left: each costs the host
+    something, and the GPU sums and scatters it six times as fast as the link brings it, while the next one comes.
+    """
+    left = sum(run.count for run in runs) + behind
+    batch: list[Run] = []
+    room = _room(left, most, least)
+    for run in runs:
+        done = 0
+        while done < run.count:
+            take = min(room, run.count - done)
+            batch.append(run.cut(done, take) if take < run.count else run)
+            done, room, left = done + take, room - take, left - take
+            if not room or len(batch) == RUNS_MAX:
+                yield batch
+                batch, room = [], _room(left, most, least)
+    if batch:
+        yield batch
+
+
+def _room(left: int, most: int, least: int) -> int:
+    return min(most, max(least, left * 3 // 4))

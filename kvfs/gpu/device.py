@@ -1,0 +1,310 @@
+"""One GPU as the transports use it: streams, events, scratch, pinned memory, copies, kernels.
+
+``Gpu`` is the real one, through torch and ``kvfs.kernels.driver``. Tests put a class with the same methods in its
+place and run the transports over host memory and interpreted kernels (``tests/kernels/simulated.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from kvfs.errors import ConfigError
+from kvfs.kernels import driver as cuda
+from kvfs.kernels import torch_fallback as by_torch
+from kvfs.kernels.driver import CudaError
+from kvfs.kernels.launch import Launch, launch_of
+from kvfs.kernels.work_list import Shape, Work
+
+#: Of the kernels. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
+COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
+COPY_TILE_BYTES = 32 << 10  # tiles of this size want fewer warps
+PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
+
+
+def copy_warps(shape: Shape) -> int:
+    return 4 if shape.tile_bytes >= COPY_TILE_BYTES else 8
+
+
+class Event(Protocol):
+    """Something that a stream will have done."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Work in order. Host addresses must be pinned, or registered; nothing here waits. Kernels want ``use``."""
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None: ...
+
+    def push(self, target: int, source: int, nbytes: int) -> None:
+        """A few bytes out of pageable memory, which may change as soon as this returns."""
+
+    def copy_in_2d(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None: ...
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None: ...
+
+    def use(self) -> AbstractContextManager[object]:
+        """Launch kernels on it from this thread, inside."""
+
+    def event(self) -> Event:
+        """An event for ``record``, to be used again and again."""
+
+    def record(self, event: Event | None = None) -> Event: ...
+
+    def after(self, event: Event) -> None: ...
+
+    def gather(self, work: Work, shape: Shape) -> None:
+        """Cells of the engine to pages; if ``shape.sums``, their leaves are summed then."""
+
+    def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
+        """Cells of pages to the engine, but for pages with flags; ``check`` sums leaves first, and sets flags."""
+
+
+class Memory(Protocol):
+    """Memory of the device."""
+
+    address: int
+
+    def words(self, offset: int) -> Any:
+        """From byte ``offset`` on, as what kernels take."""
+
+
+class Device(Protocol):
+    """A GPU."""
+
+    name: str
+
+    def enter(self) -> None:
+        """Make it current on the calling thread, which is one of kvfs's own, for good."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make it current on the calling thread, which is somebody else's, inside."""
+
+    def stream(self) -> Stream: ...
+
+    def memory(self, nbytes: int) -> Memory: ...
+
+    def pinned(self, nbytes: int) -> Pinned: ...
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
+
+    def owns(self, memory: str) -> bool:
+        """Whether buffers with this ``KVBuffer.memory`` are its own."""
+
+
+#: Maps of pinned memory. A forked child does not have these addresses (MADV_DONTFORK), so it must never unmap them:
+#: something else may lie there.
+_MAPS: set[mmap.mmap] = set()
+
+
+def _wake_soon() -> None:
+    """Have the calling thread's short sleeps be short: by default Linux adds up to 50 us to each."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
+
+
+class Pinned:
+    """Host memory for DMA: anonymous, not inherited by children, pinned until ``close``."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._device = device
+        self._pid = os.getpid()
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _MAPS.add(self._map)  # an interrupt may come when the driver has it already
+        try:
+            device.register(self.address, self.nbytes, read_only=False)
+        except CudaError:
+            _MAPS.discard(self._map)
+            raise
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                self.close()
+            raise
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unpin. Nothing may copy any more; views that are left keep the memory, not the pinning.
+
+        CudaError if the driver keeps it. It stays where it is then: the driver would take other memory there for it.
+        """
+        if self._map in _MAPS and self._pid == os.getpid():
+            self._device.unregister(self.address)
+            self._map.madvise(mmap.MADV_DOFORK)  # a child that drops it unmaps a map of its own
+            _MAPS.discard(self._map)
+
+
+class _Stream:
+    """A CUDA stream. The calling thread has entered its device."""
+
+    def __init__(self, torch: Any, stream: Any, constants: Any) -> None:
+        self._torch, self._stream, self._constants = torch, stream, constants
+        self._handle = int(stream.cuda_stream)
+        self._launches: dict[object, Launch | None] = {}  # None: only Triton can
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None:
+        cuda.copy_in(target, source, nbytes, self._handle)
+
+    push = copy_in
+
+    def copy_in_2d(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
+    ) -> None:
+        cuda.copy_in_2d(target, target_pitch, source, source_pitch, width, height, self._handle)
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None:
+        cuda.copy_out(target, source, nbytes, self._handle)
+
+    def use(self) -> AbstractContextManager[object]:
+        return self._torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
+
+    def event(self) -> Event:
+        return self._torch.cuda.Event(blocking=True)  # type: ignore[no-any-return]
+
+    def record(self, event: Any = None) -> Event:
+        event = event or self.event()
+        event.record(self._stream)
+        return event  # type: ignore[no-any-return]
+
+    def after(self, event: Event) -> None:
+        self._stream.wait_event(event)
+
+    def gather(self, work: Work, shape: Shape) -> None:
+        self._move(work, shape, to_page=True)
+        if shape.sums:
+            self._sum(work, shape, check=False)
+
+    def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
+        if check:
+            self._sum(work, shape, check=True)
+        self._move(work, shape, to_page=False)
+
+    def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
+        if not shape.kernels:
+            by_torch.move(work, shape, self._elements, to_page=to_page)
+            return
+        from kvfs.kernels import cells
+
+        kernel = (to_page, shape.buffers, shape.states, shape.rows, shape.cols, shape.element)
+        warps = copy_warps(shape)
+        self._launch(
+            kernel, lambda: cells.move(work.words, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=warps),
+            COPY_PROGRAMS, work.address,
+        )  # fmt: skip
+
+    def _sum(self, work: Work, shape: Shape, *, check: bool) -> None:
+        from kvfs.kernels import xxh3
+
+        self._launch(
+            (check, shape.aligned),
+            lambda: xxh3.leaves(work.words, self._constants, shape, check=check, programs=SUM_PROGRAMS),
+            SUM_PROGRAMS, work.address, self._constants.data_ptr(),
+        )  # fmt: skip
+
+    def _launch(self, kernel: object, by_triton: Callable[[], Any], programs: int, *addresses: int) -> None:
+        """``kernel``: what Triton compiles it for. Once that is done the driver launches it, if it can."""
+        launch = self._launches.get(kernel)
+        if launch is not None:
+            launch(*addresses)
+            return
+        made = by_triton()
+        if kernel not in self._launches:
+            self._launches[kernel] = launch_of(made, len(addresses), programs, self._handle)
+
+    def _elements(self, address: int, elements: int, element: int) -> Any:
+        return self._torch.as_tensor(_Raw(address, elements, element), device=self._stream.device)
+
+
+class _Raw:
+    """Device memory as other libraries describe it to torch (CUDA Array Interface, version 2)."""
+
+    def __init__(self, address: int, elements: int, element: int) -> None:
+        kind = f"<i{element}" if element > 1 else "|i1"
+        self.__cuda_array_interface__ = {"shape": (elements,), "typestr": kind, "data": (address, False), "version": 2}
+
+
+class _Memory:
+    def __init__(self, tensor: Any, int64: Any) -> None:
+        self._tensor, self._int64 = tensor, int64
+        self.address = int(tensor.data_ptr())
+
+    def words(self, offset: int) -> Any:
+        return self._tensor[offset:].view(self._int64)
+
+
+class Gpu:
+    """A CUDA device. ConfigError if it is not there, or lacks what kvfs needs."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            import torch
+        except ImportError as exc:
+            raise ConfigError(f"memory on {name} needs torch ({exc}): pip install 'kvfs[gpu]'") from None
+        index = int(name.partition(":")[2])
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise ConfigError(f"memory is on {name}: torch sees {found} CUDA devices here")
+        self.name, self.index, self._torch = name, index, torch
+        self._entered = threading.local()
+        self._constants = None
+        with contextlib.suppress(ImportError):  # without triton nothing asks for them
+            from kvfs.kernels import xxh3
+
+            self._constants = torch.frombuffer(bytearray(xxh3.CONSTANTS), dtype=torch.int64).to(name)
+
+    def owns(self, memory: str) -> bool:
+        return memory == self.name
+
+    def enter(self) -> None:
+        if not getattr(self._entered, "done", False):
+            self._torch.cuda.set_device(self.index)
+            cuda.relax_capture()
+            self._torch.cuda.current_stream().query()  # makes the context current where this is a thread's first call
+            _wake_soon()
+            self._entered.done = True
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        with self._torch.cuda.device(self.index):
+            mode = cuda.relax_capture()
+            try:
+                self._torch.cuda.current_stream().query()
+                yield
+            finally:
+                cuda.restore_capture(mode)
+
+    def stream(self) -> Stream:
+        return _Stream(self._torch, self._torch.cuda.Stream(self.index), self._constants)
+
+    def memory(self, nbytes: int) -> Memory:
+        torch = self._torch
+        tensor = torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.name)
+        # torch's cache may give out what work still queued on this stream uses; other streams must not touch it yet
+        torch.cuda.current_stream(self.index).synchronize()
+        return _Memory(tensor, torch.int64)
+
+    def pinned(self, nbytes: int) -> Pinned:
+        return Pinned(self, nbytes)
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
+        cuda.register(address, nbytes, read_only=read_only)
+
+    def unregister(self, address: int) -> None:
+        cuda.unregister(address)

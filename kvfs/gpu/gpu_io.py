@@ -1,0 +1,365 @@
+"""GpuIO: asynchronous saves and loads between an engine's GPU memory and the store.
+
+One thread enqueues saves, one loads, one waits for the ends of loads, one calls back, a few write to the store; others
+read segments into the ring where the GPU cannot read them in place. All kernels are compiled and run once when it is
+made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvfs.directory.config import parse_size
+from kvfs.errors import ConfigError
+from kvfs.gpu.device import Device, Memory, Pinned
+from kvfs.gpu.lane import BATCHES, Lane, aligned
+from kvfs.gpu.load import GpuLoad
+from kvfs.gpu.preregister import pin_hottest, pin_match
+from kvfs.gpu.registration import Arena, Budget, Probe, RegisteredMaps, probe
+from kvfs.gpu.registration_cache import MAKING_SECONDS, PIECE_BYTES, InPlace
+from kvfs.gpu.resources import UNDER_WAY, GpuDesk
+from kvfs.gpu.restore import GpuRestore
+from kvfs.gpu.save import BATCH_BYTES, GpuSave
+from kvfs.kernels.driver import CudaError
+from kvfs.kernels.work_list import Shape, pack, shape_of
+from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.read.reader import Reader
+from kvfs.segments.writer import file_name
+from kvfs.system.memory_limits import memory_limit
+from kvfs.system.sigterm import at_sigterm
+from kvfs.system.thread_pool import Pool
+from kvfs.transfer.handle import Transfer
+from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
+from kvfs.transfer.workers import JobThreads, Writes, make_ring
+from kvfs.write.active_segments import LANES
+from kvfs.write.appender import Appender
+
+log = logging.getLogger("kvfs")
+READ_THREADS = 16
+TRANSPORTS = ("in_place", "arena", "ring")
+REGISTERED_SHARE = 4  # of the host's memory, or the cgroup's, that all processes together may register: one in so many
+PROBE_BYTES = 64 << 10
+
+
+class GpuIO(HostIO):
+    """One rank's attached buffers on a GPU. Made by ``Namespace.attach``; any thread may use it.
+
+    ``transport``: "in_place" (the GPU reads segments in the page cache), "arena" (it reads pinned copies of them) or
+    "ring" (through pinned slots).
+    """
+
+    _save = GpuSave
+    _load = GpuLoad
+    _restore = GpuRestore
+    _write_lanes = LANES
+    kernels = "triton"  # or "torch", where Triton does not work
+    _shut = _unpinned = False
+
+    def __init__(
+        self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str | None,
+        transport: str | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self._device = device
+        self._scratch_bytes = parse_size(scratch_bytes, "scratch_bytes")
+        share = (memory_limit() or 0) // REGISTERED_SHARE
+        self._registered_bytes = share if registered_bytes is None else parse_size(registered_bytes, "registered_bytes")
+        if transport not in (None, *TRANSPORTS):
+            raise ConfigError(
+                f"transport is {transport!r}: pass one of {', '.join(TRANSPORTS)}, or None to have it chosen"
+            )
+        self._asked_for = transport
+        with device.current():
+            super().__init__(*args, **{**kwargs, "threads": 1})
+        at_sigterm(self)
+
+    def _make_desk(
+        self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
+    ) -> GpuDesk:
+        device, attached = self._device, self._attached.values()
+        for a in attached:
+            if not device.owns(a.device.memory):
+                raise ConfigError(
+                    f"group {a.group.name} lies in {a.device.memory}, others on {device.name}: attach one device"
+                )
+        page = max(aligned(a.page_bytes + 4096) for a in attached)
+        load_bytes = max(self._scratch_bytes, BATCHES * page)
+        save_bytes = max(min(self._scratch_bytes, BATCHES * BATCH_BYTES), BATCHES * page)
+        with contextlib.ExitStack() as undo:
+
+            def allocate(nbytes: int) -> memoryview:
+                try:
+                    self._pinned = device.pinned(nbytes)
+                except CudaError as exc:
+                    raise ConfigError(f"ring_bytes is {ring_bytes}: it cannot be pinned ({exc}); pass less") from None
+                undo.callback(self._pinned.close)
+                return self._pinned.view
+
+            ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
+            shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
+            tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
+            saves = Lane(device, save_bytes)
+            undo.callback(saves.close)
+            loads = Lane(device, load_bytes)
+            undo.callback(loads.close)
+            sheets = [loads.sheet(1) for _ in range(UNDER_WAY)]  # now: that takes as long as to load a short prompt
+            for sheet in sheets:
+                loads.give_back(sheet)
+            shapes = self._that_work(loads, shapes, tables)
+            readers = Pool(READ_THREADS, "kvfs-ring")
+            undo.callback(readers.close)
+            in_place = self._pieces(readers) if any(shape.sums for shape in shapes.values()) else None
+            if in_place is not None:
+                undo.callback(in_place.close)
+            self.transport = "ring" if in_place is None else in_place.backing.name
+            callbacks, later = JobThreads("tell", 1), deque[Callable[[], None]]()
+            desk = GpuDesk(
+                self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
+                self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, in_place, readers,
+                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(), later,
+                JobThreads("end", 1, partial(_finish_up, later, callbacks)), callbacks,
+            )  # fmt: skip
+            undo.pop_all()
+        self._forgotten = weakref.finalize(self, _forgotten, desk, self._pinned, os.getpid())
+        self._forgotten.atexit = False
+        return desk
+
+    def _that_work(self, lane: Lane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
+        """The shapes, for Triton's kernels if all of them compile and run, or else for torch's."""
+        try:
+            for number, shape in shapes.items():
+                _warm_up(lane, shape, tables[number])
+        except CudaError:
+            raise
+        except Exception as exc:  # whatever a compiler or a missing package comes up with
+            if self._asked_for not in (None, "ring"):
+                raise ConfigError(
+                    f"transport is {self._asked_for!r}, which needs Triton's kernels, and they do not work here "
+                    f"({type(exc).__name__}: {exc}): mend Triton, or pass None"
+                ) from exc
+            log.warning(
+                "Triton's kernels do not work on %s (%s: %s): torch moves the cells, and the CPU verifies pages in the "
+                "ring, which is slower", self._device.name, type(exc).__name__, exc,
+            )  # fmt: skip
+            self.kernels = "torch"
+            return {number: replace(shape, kernels=False) for number, shape in shapes.items()}
+        return shapes
+
+    def _upload(self, data: bytes) -> Memory:
+        memory, pinned, stream = self._device.memory(len(data)), self._device.pinned(len(data)), self._device.stream()
+        try:
+            pinned.view[: len(data)] = data
+            stream.copy_in(memory.address, pinned.address, len(data))
+            stream.record().synchronize()
+        finally:
+            pinned.close()
+        return memory
+
+    def _pieces(self, readers: Pool) -> InPlace | None:
+        """What loads read segments from, other than the ring."""
+        off = self._c.declines == "disabled"
+        if off or not self._registered_bytes or self._asked_for == "ring" or not self._c.mode.maps:
+            return None
+        files = self._c.files
+        budget = Budget(self._c.pinned, files, self._registered_bytes)
+        if self._asked_for != "arena":
+            result = self._probe()
+            if result.works:
+                return InPlace(RegisteredMaps(self._device, files, budget), files)
+            if self._asked_for == "in_place":
+                raise ConfigError(f"transport is 'in_place': {self._device.name} cannot: {result.reason}; pass None")
+            log.warning("%s does not read segments in place: %s", self._device.name, result.reason)
+        return InPlace(Arena(self._device, files, budget, readers, PIECE_BYTES), files)
+
+    def _probe(self) -> Probe:
+        """Whether the device reads a map of a file in this store right."""
+        files, directory = self._c.files, self._c.directory
+        if self._c.liveness is None:
+            return Probe(True)  # nothing may be written: the first load shows
+        name = f"probe-{os.urandom(8).hex()}"
+        try:
+            run = directory.sub("run")
+            fd = files.create(name, directory.file_mode, dir_fd=run)
+        except OSError as exc:
+            return Probe(False, f"no file for the probe: {exc}")
+        try:
+            files.unlink(name, dir_fd=run)
+            files.write_all(fd, [os.urandom(PROBE_BYTES)], 0)
+            return probe(self._device, fd, files, PROBE_BYTES)
+        except OSError as exc:
+            return Probe(False, f"no file for the probe: {exc}")
+        finally:
+            files.close(fd)
+
+    def _load_threads(self, threads: int) -> JobThreads:
+        return JobThreads("read", threads, self._gpu_desk.ends.dismiss)
+
+    # -- for everybody -----------------------------------------------------------------------
+
+    def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
+        super().warm(match, deadline)
+        maps, end = self._gpu_desk.in_place, self._c.files.monotonic() + deadline
+        if maps is None:
+            return 0
+        ready = list[int]()
+        self._pin(partial(pin_match, maps, self._gpu_desk.reader, match, ready), end)
+        return sum(ready)
+
+    def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
+        super().warm_hottest(nbytes, deadline)
+        maps, end = self._gpu_desk.in_place, self._c.files.monotonic() + deadline
+        if maps is None:
+            return 0
+        limit, attached = parse_size(nbytes, "nbytes"), self._attached.values()
+        self._pin(partial(pin_hottest, self._c, maps, self._identity.digest, attached, limit, end), end)
+        return maps.nbytes
+
+    def _pin(self, pins: Callable[[Callable[[], bool]], None], end: float) -> None:
+        """In a thread of its own, told when to stop: what an interrupt leaves half made would stay pinned for good.
+
+        ``end``: monotonic. A little after that it is left to itself, since a disk may hang.
+        """
+        pool, stop, over, clock = Pool(1, "kvfs-pin"), threading.Event(), threading.Event(), self._c.files.monotonic
+
+        def pin() -> None:
+            try:
+                self._device.enter()
+                pins(lambda: stop.is_set() or clock() >= end)
+            finally:
+                over.set()
+
+        try:
+            begun = pool.begin([pin])
+            if over.wait(max(0.0, end - clock()) + MAKING_SECONDS):
+                begun.wait()
+        finally:
+            stop.set()
+            pool.close(0.0)
+
+    def let_go(self) -> None:
+        """Unpin what loads read from, as far as none does: before the process dies."""
+        maps = self._gpu_desk.in_place
+        if maps is not None and self._pid == os.getpid():
+            with self._device.current():
+                maps.close()
+
+    @property
+    def _gpu_desk(self) -> GpuDesk:
+        assert isinstance(self._desk, GpuDesk)
+        return self._desk
+
+    def sweep(self) -> None:
+        """Let go of maps whose segments were dropped, and of what is late. Called every second.
+
+        The driver is asked nothing while there is nothing to do: it may refuse that while a graph is captured in
+        another thread, and end the capture.
+        """
+        super().sweep()
+        maps = self._gpu_desk.in_place
+        if maps is None:
+            return
+        gone = maps.gone(self._gone)
+        if gone or maps.wished:
+            with self._device.current():
+                maps.sweep(gone)
+                maps.work()
+
+    def _gone(self, segment_id: bytes) -> bool:
+        try:
+            self._c.files.stat(file_name(segment_id), dir_fd=self._c.directory.sub("segments"))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _check_after(self, after: Any) -> None:
+        if after is None:
+            raise ConfigError(
+                "after is None: pass a torch.cuda.Event that was recorded behind the work that writes (save) or last "
+                "reads (load) these units"
+            )
+        if not hasattr(after, "query"):
+            super()._check_after(after)
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        end = time.monotonic() + timeout
+        super().close(timeout)
+        if self._pid == os.getpid():
+            for threads in (self._gpu_desk.ends, self._gpu_desk.callbacks):
+                threads.join(max(0.1, end - time.monotonic()))
+            self._shut = True
+            self._unpin()
+
+    def _forget(self, transfer: Transfer) -> None:
+        super()._forget(transfer)
+        if self._shut:  # it has outlived the close
+            self._unpin()
+
+    def _unpin(self) -> None:
+        """Let go of lanes, ring and readers when the last transfer has ended; of what none copies from at once."""
+        desk = self._gpu_desk
+        with self._changed:
+            over = not self._unfinished and not self._unpinned
+            self._unpinned = self._unpinned or over
+        if over:
+            self._forgotten.detach()
+            _let_go_of(desk, self._pinned)
+        elif desk.in_place is not None:
+            with self._device.current():
+                desk.in_place.close()
+
+
+def _finish_up(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
+    """At the end of the thread that waits for the ends of loads."""
+    try:
+        while later:
+            later.popleft()()
+    finally:
+        callbacks.dismiss()
+
+
+def _forgotten(desk: GpuDesk, pinned: Pinned, pid: int) -> None:
+    """Nobody closed it. No transfer is under way: each keeps its GpuIO. Not in whatever thread collects garbage."""
+    if pid == os.getpid():
+        with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
+            threading.Thread(target=_let_go_of, args=(desk, pinned), name="kvfs-unpin", daemon=True).start()
+
+
+def _let_go_of(desk: GpuDesk, pinned: Pinned) -> None:
+    steps = [desk.saves.quiet, desk.saves.close, desk.loads.quiet, desk.loads.close, pinned.close]
+    if desk.in_place is not None:
+        steps.insert(-1, desk.in_place.close)
+    try:
+        with desk.device.current(), contextlib.ExitStack() as each:  # whatever becomes of the others
+            for step in reversed(steps):
+                each.callback(step)
+    except Exception:  # whatever it was that broke the GPU: the store is to be closed in any case
+        log.exception("%s could not be let go of", desk.device.name)
+    desk.readers.close()
+
+
+def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:
+    """Compile and run every kernel once, on no granules."""
+    sheet = lane.sheet(1 << 16)
+    work = sheet.put(pack(
+        shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
+    ))  # fmt: skip
+    sheet.send(lane.kernels, work)
+    with lane.kernels.use():
+        launch = sheet.work(work, sheet.words(0, 0))
+        lane.kernels.gather(launch, shape)
+        for check in {False, shape.sums}:
+            lane.kernels.scatter(launch, shape, check=check)
+    lane.quiet()
+    lane.give_back(sheet)

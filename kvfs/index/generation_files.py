@@ -1,0 +1,79 @@
+"""Files of an index generation beside LMDB: the file ``state``, and blocks allocated ahead of the index file's end.
+
+``state`` says for which boot, device and inode a generation was made dirty, or that it was closed cleanly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from typing import NamedTuple
+
+from kvfs.directory.root import Directory
+from kvfs.system.descriptors import opened
+from kvfs.system.files import SHORT_OF
+
+SLACK_BYTES = 8 << 20
+
+
+class State(NamedTuple):
+    """Content of the file ``state``."""
+
+    generation: str
+    boot: str
+    device: int
+    inode: int
+    clean: bool
+
+
+def read_state(directory: Directory) -> State | None:
+    """None if it is damaged or not there. OSError if this process lacks what it takes to look."""
+    try:
+        data = directory.read_small("state", 4096)
+        if data is None:
+            return None
+        body = json.loads(data)
+        state = State(*(body[name] for name in State._fields))
+    except Exception as exc:  # damaged state means: do not trust the index
+        if getattr(exc, "errno", None) in SHORT_OF:
+            raise
+        return None
+    kinds = (str, str, int, int, bool)
+    return state if all(type(v) is k for v, k in zip(state, kinds, strict=True)) else None
+
+
+def write_state(directory: Directory, state: State) -> None:
+    """Replace the file, durably. On a full disk the old one is overwritten in its place.
+
+    That can be torn. Then it says nothing, or speaks of no generation that there is, and the index is not trusted; what
+    it is called clean for has been synced before.
+    """
+    data = json.dumps(state._asdict()).encode() + b"\n"
+    try:
+        directory.write_small("state", data)
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with opened(directory.files, "state", os.O_RDWR, dir_fd=directory.root) as fd:
+            size = directory.files.fstat(fd).st_size
+            directory.files.write_all(fd, [data.ljust(size)], 0)
+            directory.files.fsync(fd)
+
+
+def keep_slack(directory: Directory, generation: str, map_size: int) -> None:
+    """Allocate blocks ahead of the index file's end, so that eviction can commit on a full disk.
+
+    Up to SLACK_BYTES behind the end of a generation's file. OSError if the disk has no room.
+    """
+    files = directory.files
+    folder = files.open(generation, os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory.sub("index"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(files.close, folder)
+        fd = files.open("data.mdb", os.O_RDWR, dir_fd=folder)
+        stack.callback(files.close, fd)
+        st = files.fstat(fd)
+        wanted = min(map_size, st.st_size + SLACK_BYTES)
+        if st.st_blocks * 512 < min(wanted, st.st_size + SLACK_BYTES // 2):
+            files.fallocate(fd, 0, wanted, keep_size=True)

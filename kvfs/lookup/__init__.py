@@ -1,0 +1,1 @@
+"""From a prompt to a ``PrefixMatch`` that holds its segments."""

@@ -1,0 +1,58 @@
+"""What of a prompt is stored behind the gaps of what is there.
+
+A chunk whose slot in its run's row was taken lies in a row of its own, with its successors, and that row may outlive
+what leads to it. So behind a gap each chunk may have one; hardly any has. Read one by one they would be 32 reads for
+every run that is not stored, in many holds of the gate; here their keys are made before, and asked for in bulk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from kvfs.index.rows import RUN
+from kvfs.index.session import Session
+from kvfs.lookup.search import ROWS_PER_HOLD, GroupLookup
+
+T = TypeVar("T")
+#: Keys that are asked for in one hold of the gate: half a millisecond.
+KEYS_PER_HOLD = 512
+
+
+class Read(Protocol):
+    """Runs a function under the gate."""
+
+    def __call__(self, function: Callable[[Session], T]) -> T: ...
+
+
+def read_behind_gaps(lookup: GroupLookup, read: Read, *, orphans: bool = True) -> None:
+    """Read the runs that have gaps again, now behind these too, where a chunk has a row of its own.
+
+    Unless ``orphans``, runs of which nothing has been found yet are left out but for the first: rows of their later
+    chunks could only be there without what leads to them.
+    """
+    gapped, left = lookup.gapped, list[int]()
+    if not orphans:
+        first = next((run for run in gapped if not lookup.has_some(run)), None)
+        gapped = [run for run in gapped if run == first or lookup.has_some(run)]
+    together = max(1, KEYS_PER_HOLD // (RUN * max(1, len(lookup.parts))))
+    for first in range(0, len(gapped), together):
+        runs = gapped[first : first + together]
+        keys = [key for run in runs for key in lookup.keys_within(run)]
+        there: set[bytes] = set()
+        for at in range(0, len(keys), KEYS_PER_HOLD):  # of many parts, those of a single run are more
+            there.update(_there(keys[at : at + KEYS_PER_HOLD], read))
+        if there:
+            left += [run for run in runs if not there.isdisjoint(lookup.keys_within(run))]
+
+    def step(session: Session) -> None:
+        budget = lookup.rows_read + ROWS_PER_HOLD
+        while left and lookup.rows_read < budget:
+            lookup.read_run(session, left.pop(), stop_at_gap=False)
+
+    while left:
+        read(step)
+
+
+def _there(keys: Sequence[bytes], read: Read) -> list[bytes]:
+    return read(lambda session: session.keys_there(keys))

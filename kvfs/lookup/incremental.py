@@ -1,0 +1,112 @@
+"""Looking a prompt up a piece at a time, for a load that begins with the first piece while the rest is looked up.
+
+In a group that needs all of its pages each piece is there, or the prefix ends in it; so what is found can be on its way
+before the next piece is hashed. What windows and snapshots need is known when the prefix's end is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvfs.context import Context
+from kvfs.errors import IndexUnavailableError
+from kvfs.lookup.matcher import Matcher, later
+from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
+from kvfs.lookup.search import GroupLookup, Prompt, walk_back, walk_forward
+from kvfs.pages.chunk_hash_cache import Chain
+from kvfs.pages.identity import Identity
+from kvfs.pages.layout import Part
+from kvfs.segments.open_segments import Held
+
+
+class Lookahead:
+    """One lookup in progress. Of one thread."""
+
+    def __init__(
+        self, context: Context, matcher: Matcher, identity: Identity, chain: Chain, wants: list[Part], chunks: int
+    ) -> None:
+        self._c, self._matcher, self._identity, self._chain = context, matcher, identity, chain
+        self._lookups, self._read = matcher.begin(Prompt(identity.digest, ()), wants)
+        self._needs_all = [n for n, x in enumerate(self._lookups) if x.group.need.kind == "all"]
+        self._there = dict.fromkeys(self._needs_all, 0)  # leading chunks that were found and are held
+        self._asked, self._seconds = chunks, 0.0
+        self.limit = chunks  # more than these cannot be restored
+        #: segments of what was found, by number, and the end of what is published in each; grow
+        self.held: dict[int, Held] = {}
+        self.tails: dict[int, int] = {}
+        #: everything that was found, after ``finish``
+        self.match: PrefixMatch = PrefixMatch(0, identity.layout.page_tokens, identity.digest, "", (), {})
+
+    def more(self, number: int, chunks: int) -> int:
+        """Look up to chunk ``chunks`` of a group that needs all; how many leading ones are there, at most so many.
+
+        If that is fewer than asked for, there are no more.
+        """
+        began = self._c.files.monotonic()
+        chunks, there = min(chunks, self.limit), self._there[number]
+        if chunks > there:
+            self._there[number] = there = self._look(number, there, chunks)
+            if there < chunks:
+                self.limit = there
+        self._seconds += self._c.files.monotonic() - began
+        return min(chunks, there)
+
+    def found(self, number: int, chunks: int) -> GroupMatch:
+        """The pages of the first chunks of a group, all of which are there."""
+        return self._matcher.group_match(number, self._lookups[number], 0, chunks)
+
+    def finish(self, *, go_on: bool) -> PrefixMatch:
+        """The longest prefix that can be restored. Unless ``go_on``, nothing more is looked up for it."""
+        for number in self._needs_all if go_on else ():
+            self.more(number, self.limit)
+        began = self._c.files.monotonic()
+        others = [x for x in self._lookups if x.group.need.kind != "all"]
+        chunks = min([self.limit, *self._there.values()])
+        if others:
+            chunks = self._look_back(others, chunks) if go_on else 0
+        self.match = self._matcher.hold(self._lookups, chunks, self._read.generation, self.held)
+        self.held.update(self.match.hold.held if self.match.hold is not None else {})
+        later(self.tails, self.match.tails)
+        self._chain.remember()
+        if go_on or self.match:
+            self._matcher.count(self.match, self._asked, self._seconds + self._c.files.monotonic() - began)
+        return self.match
+
+    def release(self) -> None:
+        """Let go of the segments: nothing is loaded from them any more."""
+        self.held.clear()
+        self.match.close()
+
+    def _extend(self, chunks: int) -> None:
+        self._chain.grow(chunks)
+        prompt = Prompt(self._identity.digest, self._chain.hashes)
+        for lookup in self._lookups:
+            lookup.extend(prompt)
+
+    def _look(self, number: int, there: int, chunks: int) -> int:
+        self._extend(chunks)
+        lookup = self._lookups[number]
+        found = self._walk(partial(walk_forward, lookup, chunks, self._read, there), there)
+        new = {n: i for n, i in dict(lookup.segments).items() if n not in self.held}
+        later(self.tails, dict(lookup.tails))
+        if new:
+            self.held.update(self._matcher.acquire(new, self._read.generation))
+            if not new.keys() <= self.held.keys():
+                sources = self.found(number, found).cut(there, found - there).sources()
+                for chunk in range(there, found):
+                    if not all(s.place.segment in self.held for s in sources.get(chunk, [])):
+                        return chunk
+        return found
+
+    def _look_back(self, others: list[GroupLookup], chunks: int) -> int:
+        self._extend(chunks)
+        return self._walk(partial(walk_back, others, self._identity.layout.page_tokens, chunks, self._read), 0)
+
+    def _walk(self, walk: Callable[[], int], otherwise: int) -> int:
+        """What was found; ``otherwise``, where the index cannot answer."""
+        try:
+            return walk()
+        except IndexUnavailableError as exc:
+            self._matcher.count_unavailable(exc)
+            return otherwise

@@ -1,0 +1,156 @@
+"""PromptPages: one prompt, page by page, for engines that keep their own account of what to load and what to save.
+
+``Namespace.match`` and ``plan_save`` decide for their caller. A paged engine decides itself: it asks for each of its
+blocks, joins the answer with what it has, and wants exactly some pages. So::
+
+    pages = ns.prompt(token_ids)
+    pages.look()                                          # one walk over the index
+    pages.stored["full"] >> 3 & 1                         # is page 3 there?
+    io.load(pages.select({"full": 2}, end=7), units)      # pages 2 to 6
+    io.save(pages.plan({"full": [7, 8]}), units)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvfs.context import Context
+from kvfs.errors import ConfigError
+from kvfs.lookup.matcher import Matcher
+from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.lookup.search import Prompt
+from kvfs.pages import chunk_hash as hashing
+from kvfs.pages.chunk_hash_cache import Chain
+from kvfs.pages.identity import Identity
+from kvfs.pages.layout import PageLayout
+from kvfs.types import ExtraKeys, SavePlan, TokensLike
+
+TOKENS_MAX = 1 << 24  # of one prompt
+
+
+def checked_tokens(layout: PageLayout, token_ids: TokensLike, known: int = 0) -> bytes:
+    """Token ids as the chain takes them, behind ``known`` others. ConfigError for what is none, or too many."""
+    if layout.kind == "opaque":
+        raise ConfigError("this namespace holds opaque pages: use match_keys and put_keys")
+    tokens = hashing.token_bytes(token_ids)
+    count = known + len(tokens) // hashing.TOKEN_BYTES
+    if count > TOKENS_MAX:
+        raise ConfigError(f"{count} token ids: at most {TOKENS_MAX} in one prompt")
+    return tokens
+
+
+def checked_extra(extra: ExtraKeys | None) -> ExtraKeys | None:
+    """ConfigError for anything but a mapping from chunk numbers to bytes."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigError(f"extra is {type(extra).__name__}: pass a mapping from chunk number to bytes")
+    for chunk, key in (extra or {}).items():
+        if type(chunk) is not int or chunk < 0 or not isinstance(key, bytes):
+            raise ConfigError(f"extra maps {chunk!r} to {type(key).__name__}: map chunk numbers to bytes")
+    return extra
+
+
+def chain_of(
+    context: Context, identity: Identity, token_ids: TokensLike, leave: int = 0, extra: ExtraKeys | None = None
+) -> Chain:
+    """The chunks of a prompt that leave ``leave`` tokens behind them at least. ConfigError for what is no prompt."""
+    tokens = checked_tokens(identity.layout, token_ids)
+    if type(leave) is not int or leave < 0:
+        raise ConfigError(f"leave is {leave!r}: pass the number of tokens to compute, 0 or more")
+    usable = tokens[: max(0, len(tokens) - leave * hashing.TOKEN_BYTES)]
+    return Chain(context.chains, usable, identity.layout.page_tokens, identity.seed, checked_extra(extra))
+
+
+def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
+    """Pages under opaque keys, which have no order."""
+    if identity.layout.kind != "opaque":
+        raise ConfigError("opaque keys need a namespace with PageLayout.opaque(...)")
+    if isinstance(keys, (bytes, str)) or not all(isinstance(k, bytes) and k for k in keys):
+        raise ConfigError("keys must be a sequence of non-empty bytes objects, one per page")
+    return Prompt(identity.digest, [hashing.chunk_of_key(key, identity.seed) for key in keys], run_length=1)
+
+
+class PromptPages:
+    """The full chunks of a prompt. Not thread-safe. Made by ``Namespace.prompt``."""
+
+    def __init__(
+        self, context: Context, matcher: Matcher, identity: Identity, token_ids: TokensLike, extra: ExtraKeys | None
+    ) -> None:
+        self._c, self._matcher, self._identity = context, matcher, identity
+        self._extra = dict(checked_extra(extra) or {})
+        self._hashes: list[bytes] = []
+        self._tail = b""  # tokens behind the last full chunk
+        #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
+        self.stored: dict[str, int] = {}
+        self.writing: dict[str, int] = {}
+        self.forget()
+        self.extend(token_ids)
+
+    @property
+    def chunks(self) -> int:
+        return len(self._hashes)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were given, those behind the last full chunk included."""
+        return self.chunks * self._identity.layout.page_tokens + len(self._tail) // hashing.TOKEN_BYTES
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """Chunk hashes: each names the whole prefix up to its end."""
+        return self._hashes
+
+    def extend(self, token_ids: TokensLike) -> None:
+        """Append tokens. What was found by the last ``look`` stays."""
+        data = self._tail + checked_tokens(self._identity.layout, token_ids, self.tokens)
+        size, known = self._identity.layout.page_tokens, self.chunks
+        extra = {c - known: key for c, key in self._extra.items() if c >= known}
+        parent = self._hashes[-1] if self._hashes else self._identity.seed
+        self._hashes += hashing.chain(data, size, parent, extra)
+        self._tail = data[(self.chunks - known) * size * hashing.TOKEN_BYTES :]
+
+    def forget(self) -> None:
+        """Take nothing for stored until the next ``look``."""
+        self.stored = {g.name: 0 for g in self._identity.layout.groups}
+        self.writing = dict(self.stored)
+
+    def look(self, first: int = 0) -> None:
+        """Ask the index what is stored of the chunks from ``first`` on; what was found before them stays.
+
+        An index that cannot answer in time knows of nothing.
+        """
+        below = (1 << first) - 1
+        prompt = Prompt(self._identity.digest, self._hashes)
+        for number, group in enumerate(self._identity.layout.groups):
+            found = self._matcher.present(prompt, number, group, group.full, first, self.chunks, whole=True).found
+            self.stored[group.name] = self.stored[group.name] & below | found.present & ~below
+            self.writing[group.name] = self.writing[group.name] & below | found.claimed & ~found.present & ~below
+
+    def select(self, first: Mapping[str, int], end: int) -> PrefixMatch:
+        """A match of the chunks before ``end``: of group g the pages from ``first[g]`` on, none if g is not named.
+
+        It holds its segments like every match. Pages that are not stored make its load fail; load it with -1 for
+        the units of earlier pages, which the engine has.
+        """
+        self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
+        return self._matcher.select(Prompt(self._identity.digest, self._hashes[:end]), first)
+
+    def plan(self, wanted: Mapping[str, Sequence[int]]) -> SavePlan:
+        """A plan to save these chunks, whether or not they are stored."""
+        self._check(wanted, wanted, self.chunks - 1)
+        missing = {name: tuple(sorted(set(chunks))) for name, chunks in wanted.items()}
+        return SavePlan(self.chunks, tuple(self._hashes), missing, self._identity.digest)
+
+    def note_lookup(self, matched_tokens: int) -> None:
+        """Count this prompt as one lookup: its full chunks, and how many tokens the engine takes from the store."""
+        self._c.counters.add("lookups")
+        self._c.counters.add("tokens_queried", self.chunks * self._identity.layout.page_tokens)
+        self._c.counters.add("tokens_matched", matched_tokens)
+
+    def _check(self, names: Mapping[str, object], chunks: Mapping[str, Sequence[int]], last: int) -> None:
+        for name in names:
+            self._identity.layout.group(name)
+            wrong = [c for c in chunks[name] if not 0 <= c <= last]
+            if wrong or last > self.chunks:
+                raise ConfigError(
+                    f"chunk {wrong[0] if wrong else last} of group {name}: the prompt has {self.chunks} full chunks"
+                )

@@ -1,0 +1,365 @@
+"""Walking the index along a prompt: which chunks are there, for which lengths that is enough.
+
+Sets of chunks are Python ints: bit i = chunk i. So a hybrid model's restorable lengths are a few shifts and ANDs
+over all lengths at once, and covering a reader's rectangle by the parts that several ranks wrote is an AND over
+elementary rectangles of an OR over parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from kvfs.index.rows import CLAIM, RUN, Row, parse_row
+from kvfs.index.session import Session
+from kvfs.lookup.part_cover import useful_parts
+from kvfs.pages.chunk_hash import HASH_BYTES, page_key, page_keys
+from kvfs.pages.layout import Group, Part
+
+#: Rows read in one hold of the gate (notes: no hold beyond about 1 ms).
+ROWS_PER_HOLD = 256
+
+
+@dataclass
+class Hit:
+    """Chunks of one row that are live: ``bits`` relative to chunk ``run * RUN``."""
+
+    run: int
+    part: Part
+    key: bytes
+    value: bytes
+    bits: int
+    _row: Row | None = field(default=None, repr=False, compare=False)
+
+    def row(self) -> Row | None:
+        """The row, parsed once in each process; None if its bytes are damaged."""
+        if self._row is None:
+            self._row = parse_row(self.key, self.value)
+        return self._row
+
+    def __reduce__(self) -> tuple[type[Hit], tuple[int, Part, bytes, bytes, int]]:
+        return Hit, (self.run, self.part, self.key, self.value, self.bits)
+
+
+@dataclass
+class Found:
+    """What the index holds of one group along a prompt."""
+
+    present: int = 0  # chunks whose parts cover the wanted rectangle
+    claimed: int = 0  # chunks that somebody is writing
+    hits: dict[int, list[Hit]] = field(default_factory=dict)  # by run
+
+    def add(self, run: int, run_length: int, found: RunFound) -> None:
+        self.present |= found.covered << run * run_length
+        if found.claimed:
+            self.claimed |= found.claimed << run * run_length
+        self.hits[run] = found.hits
+
+
+_Read: TypeAlias = "tuple[bytes, Row | None]"  # a row's key, and the row
+
+
+class RunFound(NamedTuple):
+    covered: int
+    claimed: int
+    hits: list[Hit]
+    whole: bool  # every chunk is covered
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Chunk hashes of a prompt in one namespace. ``run_length`` is 1 for opaque keys: they have no order."""
+
+    digest: bytes
+    hashes: Sequence[bytes]
+    run_length: int = RUN
+
+    @cached_property
+    def joined(self) -> bytes:
+        """The hashes one behind the other."""
+        return b"".join(self.hashes)
+
+    def key(self, group: Group, part: Part, chunk: int) -> bytes:
+        """Row key: PageKey of the chunk, then the part."""
+        return page_key(self.digest, group.name, self.hashes[chunk]) + part.pack()
+
+    def runs(self) -> int:
+        return -(-len(self.hashes) // self.run_length)
+
+    def run(self, number: int) -> tuple[int, int]:
+        """(first chunk, count) of a run."""
+        first = number * self.run_length
+        return first, min(self.run_length, len(self.hashes) - first)
+
+
+class GroupLookup:
+    """Looks one group of a prompt up for a reader who wants the rectangle ``want``."""
+
+    def __init__(self, prompt: Prompt, group: Group, want: Part) -> None:
+        self.group = group
+        self.want = want
+        self.part_bytes = group.part_bytes(want)
+        self.found = Found()
+        self.rows_read = 0
+        self.generation = ""  # of the index that was read
+        self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
+        self.tails: dict[int, int] = {}  # and the end of what is published there
+        self.gapped: list[int] = []  # runs that were read and lack chunks
+        self._useful = useful_parts(want, ())
+        self._page_key = page_keys(prompt.digest, group.name)
+        self.extend(prompt)
+
+    def extend(self, prompt: Prompt) -> None:
+        """Look in ``prompt``, which begins with the last one; what was found stays."""
+        self.prompt = prompt
+        # one block of memory for the index thread: the caller's core has what the hashes are, another one has not
+        self._hashes = prompt.joined
+
+    def use_parts(self, known: tuple[Part, ...]) -> None:
+        """Tell which parts the namespace has; those that help are read, the most useful first."""
+        self._useful = useful_parts(self.want, known)
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Those that help."""
+        return self._useful.parts
+
+    def read_run(self, session: Session, run: int, *, stop_at_gap: bool) -> RunFound:
+        """Look one run up in all useful parts, until they cover it."""
+        return self.read_runs(session, run, run + 1, stop_at_gap=stop_at_gap)[1]
+
+    def read_runs(self, session: Session, run: int, end: int, *, stop_at_gap: bool) -> tuple[int, RunFound]:
+        """Look up runs from ``run`` to ``end``, or to the first one that one row does not cover; what came of the last.
+
+        That one row has all of a run is the usual case, so there is no bookkeeping in it. Returns the next run, too.
+        """
+        found, length, hits, whole = self.found, self.prompt.run_length, list[Hit](), 0
+        parts, first_is_enough = self._useful.parts, self._useful.first_is_enough
+        for number in range(run, end):
+            first = number * length
+            wanted = self._hashes[HASH_BYTES * first : HASH_BYTES * (first + length)]
+            count = len(wanted) // HASH_BYTES
+            whole = (1 << count) - 1
+            key, row = self._read_row(session, 0, first) if parts else (b"", None)
+            if row is None or not first_is_enough or not self._is_whole(session, row, wanted, count):
+                head = (key, row) if parts else None
+                result = self._read_parts(session, number, wanted, whole, stop_at_gap, head)
+                found.add(number, length, result)
+                if not result.whole:
+                    self.gapped.append(number)
+                return number + 1, result
+            found.present |= whole << first
+            found.hits[number] = hits = [Hit(number, parts[0], key, row.value, whole, row)]
+        return end, RunFound(whole, 0, hits, True)
+
+    def next_there(self, session: Session, run: int, end: int, budget: int) -> int:
+        """The next run from ``run`` on whose first chunk has a row, or ``end``; those before it lack all.
+
+        Asks for ever more keys in bulk, two of which count as a row; ends early when ``rows_read`` is at ``budget``.
+        """
+        length, parts, count = self.prompt.run_length, self._useful.packed, 4
+        if not parts:
+            return end
+        while run < end and self.rows_read < budget:
+            runs = range(run, min(end, run + max(1, min(count, 2 * ROWS_PER_HOLD // len(parts)))))
+            pages = [self._page_key(self.prompt.hashes[number * length]) for number in runs]
+            there = set(session.keys_there([page + part for page in pages for part in parts]))
+            self.rows_read += max(1, len(pages) * len(parts) // 2)
+            for page in pages:
+                if there and any(page + part in there for part in parts):
+                    return run
+                self.gapped.append(run)
+                run += 1
+            count *= 2
+        return run
+
+    def has_some(self, run: int) -> bool:
+        """Whether anything of a run has been found, or is being written."""
+        first, count = self.prompt.run(run)
+        return bool(self.found.hits.get(run) or self.found.claimed >> first & (1 << count) - 1)
+
+    def keys_within(self, run: int) -> list[bytes]:
+        """Keys of the rows that chunks of a run may have of their own, other than its first one."""
+        first, count = self.prompt.run(run)
+        pages = map(self._page_key, self.prompt.hashes[first + 1 : first + count])
+        return [page + part for page in pages for part in self._useful.packed]
+
+    def _read_row(self, session: Session, part: int, chunk: int) -> _Read:
+        key = self._page_key(self.prompt.hashes[chunk]) + self._useful.packed[part]
+        self.rows_read += 1
+        return key, session.row(key)
+
+    def _is_whole(self, session: Session, row: Row, wanted: bytes, count: int) -> bool:
+        """Whether a row has all chunks of a run, which are ``count``, and all of them are live."""
+        if row.matches(wanted, count) != (1 << count) - 1:
+            return False
+        for e in row.extents:
+            if e.first < count:
+                segment_id = session.live_in(e)
+                if segment_id is None:
+                    return False
+                self._lies_in(session, e.segment, segment_id)
+        return True
+
+    def _lies_in(self, session: Session, segment: int, segment_id: bytes) -> None:
+        self.tails[segment] = session.tails[segment]
+        self.segments[segment] = segment_id  # last: whoever finds this one finds the other, too
+
+    def _read_parts(
+        self, session: Session, run: int, wanted: bytes, whole: int, stop_at_gap: bool, head: _Read | None
+    ) -> RunFound:
+        """``head``: the row of the run's first chunk in the first part."""
+        live: list[int] = []
+        claimed, covered = 0, 0
+        hits: list[Hit] = []
+        for part in range(len(self.parts)):
+            bits, claims, new = self._read_rows(session, part, run, wanted, stop_at_gap, head)
+            head = None
+            live.append(bits)
+            claimed |= claims
+            hits += new
+            covered = self._cover(live, whole)
+            if covered == whole:
+                break
+        return RunFound(covered, claimed, hits, covered == whole)
+
+    def _read_rows(
+        self, session: Session, part: int, run: int, wanted: bytes, stop_at_gap: bool, head: _Read | None
+    ) -> tuple[int, int, list[Hit]]:
+        """Live and claimed chunks of one part (its number) in the rows of a run; follows forks."""
+        first, count = self.prompt.run(run)
+        live = claimed = seen = 0
+        hits = []
+        unread = (1 << count) - 1  # chunks whose own row, if they head one, has not been read
+        while left := unread & ~seen:
+            j = (left & -left).bit_length() - 1
+            unread &= -2 << j
+            key, row = self._read_row(session, part, first + j) if head is None else head
+            head = None
+            if row is not None:
+                matched = row.matches(wanted, count)
+                new_live, new_claimed = self._judge(session, row, matched & ~live)
+                if new_live:
+                    hits.append(Hit(run, self.parts[part], key, row.value, new_live, row))
+                live |= new_live
+                claimed |= new_claimed & ~live
+                seen |= live | claimed
+            if not seen >> j & 1 and stop_at_gap:
+                break
+        return live, claimed, hits
+
+    def _judge(self, session: Session, row: Row, matched: int) -> tuple[int, int]:
+        live = claimed = 0
+        for e in row.extents:
+            bits = ((1 << e.chunks) - 1 << e.first) & matched
+            if not bits:
+                continue
+            segment_id = session.live_in(e)
+            if segment_id is not None:
+                live |= bits
+                self._lies_in(session, e.segment, segment_id)
+            elif e.flags & CLAIM and session.claim_holds(e):
+                claimed |= bits
+        return live, claimed
+
+    def _cover(self, live: Sequence[int], whole: int) -> int:
+        """Chunks whose every elementary rectangle lies in some live part."""
+        if self._useful.first_is_enough and live[0] == whole:
+            return whole
+        covered = whole
+        for parts in self._useful.cells:
+            union = 0
+            for index in parts:
+                if index < len(live):
+                    union |= live[index]
+            covered &= union
+        return covered
+
+
+def prefix_length(bits: int) -> int:
+    """Number of consecutive one bits from bit 0."""
+    return (~bits & bits + 1).bit_length() - 1
+
+
+def valid_lengths(present: int, chunks: int | None, lengths: int) -> int:
+    """Set of lengths (bit L, 0 <= L <= ``lengths``) for which the last ``chunks`` chunks are present; None: all."""
+    everything = (1 << lengths + 1) - 1
+    if chunks is None or chunks >= lengths:  # a window wider than the prompt needs all of it
+        return everything & (1 << prefix_length(present) + 1) - 1
+    shifted = present << chunks | (1 << chunks) - 1  # chunks before the first count as present
+    span = 1
+    while span < chunks:
+        step = min(span, chunks - span)
+        shifted &= shifted >> step
+        span += step
+    return shifted & everything
+
+
+def search(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
+    """Longest restorable length in chunks, at most ``lengths``; fills ``found`` of each lookup on the way.
+
+    ``read(function)`` runs ``function(session) -> bool`` under the gate; it is called until the function says
+    that nothing is left to do, ROWS_PER_HOLD rows at a time.
+    """
+    full = [x for x in lookups if x.group.need.kind == "all"]
+    best = lengths
+    for lookup in full:
+        best = min(best, walk_forward(lookup, best, read))
+        if not best:
+            return 0
+    return walk_back([x for x in lookups if x not in full], page_tokens, best, read)
+
+
+def walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool], begin: int = 0) -> int:
+    """Leading chunks, at most ``lengths``, of a group that needs all; the first ``begin`` are known to be there."""
+    run_length = lookup.prompt.run_length
+    runs = -(-lengths // run_length)
+    position = begin // run_length
+    lookup.found.present &= (1 << position * run_length) - 1  # what is read again may be gone
+
+    def step(session: Session) -> bool:
+        nonlocal position
+        budget = lookup.rows_read + ROWS_PER_HOLD
+        while position < runs and lookup.rows_read < budget:
+            end = min(runs, position + budget - lookup.rows_read)
+            position, found = lookup.read_runs(session, position, end, stop_at_gap=True)
+            if not found.whole:
+                return True
+        return position >= runs
+
+    while not read(step):
+        pass
+    return min(lengths, prefix_length(lookup.found.present))
+
+
+def walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
+    """Windows and snapshots: only what lies just before a candidate length is read, longest candidate first."""
+    if not lookups or not lengths:
+        return lengths
+    run_length = lookups[0].prompt.run_length
+    needs = [x.group.need.chunks(page_tokens) or 1 for x in lookups]
+    run = (lengths - 1) // run_length
+    best = 0
+
+    def step(session: Session) -> bool:
+        nonlocal run, best
+        budget = sum(x.rows_read for x in lookups) + ROWS_PER_HOLD
+        while run >= 0 and sum(x.rows_read for x in lookups) < budget:
+            for lookup in lookups:
+                lookup.read_run(session, run, stop_at_gap=False)
+            valid = (1 << lengths + 1) - 1
+            for lookup, chunks in zip(lookups, needs, strict=True):
+                valid &= valid_lengths(lookup.found.present, chunks, lengths)
+            # lengths whose windows reach below this run are not decided yet, but all of them are shorter
+            decided = valid >> run * run_length + max(needs) << run * run_length + max(needs)
+            if decided or run == 0:
+                best = (decided or valid).bit_length() - 1
+                return True
+            run -= 1
+        return False
+
+    while not read(step):
+        pass
+    return best

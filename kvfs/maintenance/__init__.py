@@ -1,0 +1,1 @@
+"""What an operator asks for or a crash makes necessary: rebuild, verify, purge, pins, warm, recompress."""

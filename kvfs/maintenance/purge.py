@@ -1,0 +1,343 @@
+"""Removing pages for good: first marks that every rebuild obeys, then index rows, then segments that hold nothing else.
+
+The second half works from the marks alone. So after a crash, or where the index did not answer, whoever comes next
+finishes it (``resume``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.directory.pin_files import list_pins
+from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError
+from kvfs.eviction.evictor import Evictor
+from kvfs.eviction.reclaimer import forget_namespaces
+from kvfs.format import segment as fmt
+from kvfs.format.segment import Entry, PurgeMark
+from kvfs.index import ledger as space
+from kvfs.index.row_updates import forget
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.maintenance.pins import Pins
+from kvfs.pages.chunk_hash import HASH_BYTES, page_key
+from kvfs.pages.identity import Described, salt_digest
+from kvfs.segments.scan import Scan, read_namespace, scan_segment
+from kvfs.segments.writer import file_name
+from kvfs.system.descriptors import opened
+from kvfs.types import PurgeResult
+from kvfs.write.active_segments import ActiveSegments
+
+T = TypeVar("T")
+_SEGMENT = re.compile(r"[0-9a-f]{32}\.kvs\Z")
+LOCK_SECONDS = 30.0  # how long a purge waits for an eviction, or another purge, to end
+KEYS_PER_HOLD = 128
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Records of the namespaces that ``takes`` names; of these chunks only, if there are any."""
+
+    takes: Callable[[Described], bool]
+    chunks: frozenset[bytes] | None = None
+
+    def has(self, entry: Entry) -> bool:
+        return self.chunks is None or entry.chunk_hash in self.chunks
+
+
+def select(
+    *, digest: bytes | None, name: str | None, salt: str | None, chunks: Iterable[bytes] | None,
+) -> Selection:  # fmt: skip
+    """Records of the namespaces that agree with all that is given; of ``chunks`` only, if there are any.
+
+    ``name`` is a namespace's name or its digest in hex. ConfigError if nothing is given, or something malformed.
+    """
+    if digest is None and name is None and salt is None:
+        raise ConfigError("nothing to purge: name a namespace or a salt (to remove everything, delete the directory)")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ConfigError(f"salt is {type(salt).__name__} or empty: pass a tenant's salt, or name a namespace instead")
+    if digest is not None and len(digest) != HASH_BYTES:
+        raise ConfigError(f"namespace digest has {len(digest)} bytes: it has {HASH_BYTES}")
+    wanted = None if chunks is None else _hashes(chunks)
+    secret = None if salt is None else salt_digest(salt)
+
+    def takes(described: Described) -> bool:
+        return (
+            (secret is None or described.salt == secret)
+            and (digest is None or described.digest == digest)
+            and (name is None or name in (described.name, described.digest.hex()))
+        )
+
+    return Selection(takes, wanted)
+
+
+def _hashes(chunks: Iterable[bytes]) -> frozenset[bytes]:
+    if isinstance(chunks, (bytes, str)):
+        raise ConfigError("chunks must be a sequence of chunk hashes, not one: put it into a list")
+    hashes = frozenset(chunks)
+    if not all(isinstance(h, bytes) and len(h) == HASH_BYTES for h in hashes):
+        raise ConfigError(f"chunks must hold hashes of {HASH_BYTES} bytes each, as chunk_hashes() gives them")
+    return hashes
+
+
+class _Segment(NamedTuple):
+    """A segment's file as read for a purge; ``scan`` is None if it cannot be read or does not say all."""
+
+    scan: Scan | None
+    spaces: dict[int, Described | None]  # by the seq of the namespace's entry
+    damaged: bool = False  # there is a header, or there may be one
+
+
+class Purger:
+    """One per open store. Works under the evictor's lock: nothing is copied from segment to segment meanwhile."""
+
+    def __init__(self, context: Context, evictor: Evictor, active: ActiveSegments, pins: Pins) -> None:
+        self._c = context
+        self._evictor = evictor
+        self._active = active
+        self._pins = pins
+        self._kept: set[bytes] = set()  # sealed segments that hold something else, too
+
+    def purge(self, selection: Selection) -> PurgeResult:
+        """Remove records. On return no lookup finds them, and no rebuild brings them back.
+
+        ConfigError if a pin protects some, before anything is changed. StoreLockedError if it could not be done
+        in time: then what has a mark is removed as soon as that is possible.
+        """
+        self._active.finish_all()  # what this process was writing can be dropped, too
+        with self._evictor.lock.hold(self._c.files.monotonic() + LOCK_SECONDS) as held:
+            if not held:
+                raise StoreLockedError(f"{self._c.directory.path}: somebody else evicts or purges: ask again later")
+            try:
+                return self._purge(selection)
+            except IndexUnavailableError as exc:
+                raise StoreLockedError(
+                    f"{self._c.directory.path}: the index does not answer now ({exc}); what was marked so far will be "
+                    "removed when it does: ask again to be sure"
+                ) from None
+
+    def _purge(self, selection: Selection) -> PurgeResult:
+        files, directory = self._c.files, self._c.directory
+        ids = [bytes.fromhex(n[:32]) for n in files.listdir(directory.sub("segments")) if _SEGMENT.match(n)]
+        self._c.marks.sweep()
+        rows = self._rows()
+        pinned = self._pins.segments()
+        pages = 0
+        # first all segments that pins protect, so that a refusal changes nothing
+        for segment_id in sorted(ids, key=lambda i: i not in pinned):
+            mark, count = self._judge(segment_id, selection, rows.get(segment_id))
+            if mark is None:
+                continue
+            if segment_id in pinned:
+                raise self._protected(segment_id)
+            self._c.marks.write(mark)
+            pages += count
+            self._evictor.victims.forget(segment_id)
+        # dropped before, but perhaps not yet out of a rebuild's sight
+        self._evictor.reclaimer.finish_doomed(strict=True)
+        for folder in (directory.sub("segments"), directory.sub("doomed"), directory.root):
+            files.fsync(folder)
+        self._c.counters.add("pages_purged", pages)
+        dropped = self._finish_all(self._c.marks.ids())
+        with contextlib.suppress(IndexUnavailableError):  # a sweep does it; the pages are gone
+            forget_namespaces(self._c)
+        return PurgeResult(pages, len(dropped), sum(dropped))
+
+    def _protected(self, segment_id: bytes) -> ConfigError:
+        names = [pin.name for pin in list_pins(self._c.directory) if segment_id.hex() in pin.segments]
+        return ConfigError(f"pin {', '.join(map(repr, names))} protects pages that would be purged: unpin it first")
+
+    def _rows(self) -> dict[bytes, SegmentRow]:
+        """Segment rows by id; none while there is no index."""
+        try:
+            return {row.segment_id: row for _, row in self._c.index.read(Session.segments, COMMIT_SECONDS)}
+        except IndexUnavailableError:
+            return {}
+
+    # -- marks -------------------------------------------------------------------------------
+
+    def _judge(self, segment_id: bytes, selection: Selection, row: SegmentRow | None) -> tuple[PurgeMark | None, int]:
+        """The mark that a segment needs, older ones included, and how many records are new in it; None if none is."""
+        if row is not None and row.state == DOOMED:
+            return None, 0
+        try:
+            segment = self._read(segment_id, row)
+        except FileNotFoundError:
+            return None, 0
+        except OSError as exc:
+            if exc.errno not in (errno.EINVAL, errno.ELOOP):
+                raise
+            return None, 0  # no file: no rebuild reads it either
+        old = self._c.marks.read(segment_id)
+        if old is not None and old.whole:
+            return None, 0
+        if segment.scan is None and (not row.records if row is not None else not segment.damaged):
+            return None, 0  # its writer has only just made it; or no rebuild takes it for a segment
+        if segment.scan is None:  # whatever it holds: a cache can lose it, a purge must not miss it
+            return PurgeMark(segment_id, fmt.PURGE_ALL | fmt.PURGE_PENDING, 0, b""), row.records if row else 0
+        bits = bytearray(len(segment.scan.entries) // 8 + 1)
+        new = 0
+        meant = {seq for seq, described in segment.spaces.items() if described and selection.takes(described)}
+        for entry in segment.scan.parts():
+            covered = old is not None and old.covers(entry)
+            chosen = not covered and entry.ns_seq in meant and selection.has(entry)
+            new += chosen
+            if chosen or covered:
+                bits[entry.seq // 8] |= 1 << entry.seq % 8
+        if not new:
+            return None, 0
+        return PurgeMark(segment_id, fmt.PURGE_PENDING, segment.scan.entries[-1].epoch, bytes(bits)), new
+
+    def _read(self, segment_id: bytes, row: SegmentRow | None) -> _Segment:
+        """FileNotFoundError if it is gone. All entries count, published or not: a rebuild would find them."""
+        files = self._c.files
+        with opened(files, file_name(segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments")) as fd:
+            try:
+                files.random_access(fd)  # tables alone: no payload is to come along
+                scan = scan_segment(fd, files)
+                if scan is None or len(scan.entries) < (row.records if row is not None else 0):
+                    return _Segment(None, {}, damaged=scan is not None)
+                numbers = {e.ns_seq for e in scan.parts()}
+                spaces = {seq: read_namespace(fd, files, scan.entries, seq) for seq in numbers}
+                if not all(spaces.values()):
+                    return _Segment(None, {}, damaged=True)
+            except OSError as exc:
+                if exc.errno != errno.EIO:
+                    raise
+                return _Segment(None, {}, damaged=True)
+        return _Segment(scan, spaces)
+
+    # -- what marks ask for --------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Go on with purges that somebody did not finish, and drop what has nothing else left."""
+        marked = self._c.marks.ids()
+        if not marked:
+            return
+        self._active.finish_all(marked)
+        with self._evictor.lock.hold(self._c.files.monotonic()) as held:
+            if held:
+                self._evictor.reclaimer.finish_doomed()
+                self._finish_all(marked)
+
+    def _finish_all(self, marked: Iterable[bytes]) -> list[int]:
+        """Do what marks ask for, as far as it is not done; bytes freed of each segment that was dropped."""
+        found, generation = self._c.index.read(
+            lambda s: ({row.segment_id: (n, row) for n, row in s.segments()}, s.generation), COMMIT_SECONDS
+        )
+        dropped = []
+        for segment_id in marked:
+            number, row = found.get(segment_id, (0, None))
+            if row is None:
+                if not self._exists(segment_id):
+                    self._c.marks.forget(segment_id)
+            elif row.state != DOOMED:
+                freed = self._finish(number, row, generation)
+                dropped += [] if freed is None else [freed]
+        if self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) != generation:
+            raise IndexUnavailableError("replaced meanwhile")  # perhaps by one that was built without these marks
+        return dropped
+
+    def _finish(self, number: int, row: SegmentRow, generation: str) -> int | None:
+        """Bytes freed (0: somebody still holds them) if the segment was dropped, None if it stays."""
+        mark = self._c.marks.read(row.segment_id)
+        if mark is None or (not mark.pending and (row.state == ACTIVE or row.segment_id in self._kept)):
+            return None
+        segment, purged, left = _Segment(None, {}), [], False
+        if not mark.whole:
+            segment = self._read(row.segment_id, row)
+            parts = list(segment.scan.parts()) if segment.scan is not None else []
+            purged = [e for e in parts if mark.covers(e)]
+            left = len(purged) < len(parts)
+        if not left and (mark.whole or self._may_drop(number, row)):
+            return row.allocated if self._evictor.reclaimer.drop(number, row.segment_id, strict=True) else 0
+        if left and row.state != ACTIVE:
+            self._kept.add(row.segment_id)
+        if mark.pending and not mark.whole:
+            self._unname(number, generation, segment, purged)
+            self._c.marks.settle(mark)
+        return None
+
+    def _exists(self, segment_id: bytes) -> bool:
+        name, directory = file_name(segment_id), self._c.directory
+        for folder in ("segments", "doomed"):
+            try:
+                self._c.files.stat(name, dir_fd=directory.sub(folder))
+                return True
+            except FileNotFoundError:
+                continue
+        return False
+
+    def _may_drop(self, number: int, row: SegmentRow) -> bool:
+        """Whether nobody appends to a segment any more; one that a dead process left is taken over."""
+        if row.segment_id in self._pins.segments():
+            return False
+        if row.state != ACTIVE:
+            return True
+        if self._c.liveness is None or self._c.liveness.is_alive(row.owner):
+            return False
+        take = partial(space.adopt, number=number, seen=row, owner=self._c.owner)
+        return self._c.index.write(take, COMMIT_SECONDS) is not None
+
+    def _unname(self, number: int, generation: str, segment: _Segment, purged: Sequence[Entry]) -> None:
+        """Take records out of the index, in slices."""
+        by_run: dict[bytes, set[int]] = {}
+        for entry in purged:
+            by_run.setdefault(_row_key(segment, entry, entry.run_hash), set()).add(entry.seq)
+        removed: set[int] = set()
+        for keys in _slices(list(by_run)):
+            removed |= self._forget(generation, number, keys, {seq for key in keys for seq in by_run[key]})
+        # where a run's slot was taken by another continuation, a record lies in a row of its own
+        for entries in _slices([e for e in purged if e.seq not in removed]):
+            own = [_row_key(segment, entry, entry.chunk_hash) for entry in entries]
+            removed |= self._forget(generation, number, own, {entry.seq for entry in entries})
+        self._uncount(number, generation, segment, [e for e in purged if e.seq in removed])
+
+    def _uncount(self, number: int, generation: str, segment: _Segment, gone: Sequence[Entry]) -> None:
+        """What the segment holds of each namespace is less now."""
+        sums: dict[bytes, tuple[int, int]] = {}
+        for entry in gone:
+            described = segment.spaces.get(entry.ns_seq)
+            if described is not None:
+                records, stored = sums.get(described.digest, (0, 0))
+                sums[described.digest] = records + 1, stored + entry.stored_bytes
+        for digest, (records, stored) in sums.items():
+            self._c.index.write(
+                partial(_subtract, generation=generation, number=number, digest=digest, amount=(records, stored)),
+                COMMIT_SECONDS,
+            )
+
+    def _forget(self, generation: str, number: int, keys: Sequence[bytes], seqs: set[int]) -> set[int]:
+        wrong = {(number, seq) for seq in seqs}
+
+        def transact(session: Session) -> set[tuple[int, int]]:
+            if session.generation != generation:  # numbers mean other segments now
+                raise IndexUnavailableError("replaced meanwhile")
+            return forget(session, keys, wrong)
+
+        return {seq for _, seq in self._c.index.write(transact, COMMIT_SECONDS)}
+
+
+def _subtract(session: Session, generation: str, number: int, digest: bytes, amount: tuple[int, int]) -> None:
+    if session.generation == generation:
+        session.add_contents(number, digest, -amount[0], -amount[1])
+
+
+def _row_key(segment: _Segment, entry: Entry, head: bytes) -> bytes:
+    """Key of the row that names a record, if ``head`` keys it."""
+    described = segment.spaces.get(entry.ns_seq)
+    if described is None or entry.group >= len(described.layout.groups):
+        return bytes(32) + entry.part  # nothing names it
+    return page_key(described.digest, described.layout.groups[entry.group].name, head) + entry.part
+
+
+def _slices(items: list[T]) -> Iterator[list[T]]:
+    for first in range(0, len(items), KEYS_PER_HOLD):
+        yield items[first : first + KEYS_PER_HOLD]

@@ -1,0 +1,373 @@
+"""Building a new generation of the index from the segments, which are the truth.
+
+Works beside everything else: as long as there is no current generation, lookups miss and saves decline. Only
+tables are read; payloads are verified when they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import lmdb
+
+from kvfs.directory import io_mode as modes
+from kvfs.directory.config import Settings
+from kvfs.directory.liveness import NOBODY
+from kvfs.directory.purge_marks import Marks
+from kvfs.directory.root import Directory
+from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
+from kvfs.format import codec as codecs
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import leaf_table, root_of
+from kvfs.format.codec import CodecError
+from kvfs.format.segment import Entry, PurgeMark
+from kvfs.index import ledger as space
+from kvfs.index.environment import FULL, Index
+from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
+from kvfs.index.row_updates import Publish, publish
+from kvfs.index.rows import RUN, Place
+from kvfs.index.session import PAGE, Session
+from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.pages.chunk_hash import page_key
+from kvfs.pages.identity import Described, parse_descriptor
+from kvfs.pages.layout import Group, Part
+from kvfs.segments.scan import Scan, covered_end, read_descriptor, scan_segment
+from kvfs.system.descriptors import opened
+from kvfs.system.files import SHORT_OF, Files
+
+_SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
+_GENERATION = re.compile(r"[0-9a-f]{16}\Z")
+ENTRIES_PER_COMMIT = 20_000
+PAGES_PER_ENTRY = 16  # of the index that one may have copied, twice: what a commit frees, the next but one has
+
+
+@dataclass
+class Report:
+    """What a rebuild found."""
+
+    segments: int = 0
+    pages: int = 0
+    duplicates: int = 0
+    damaged_segments: int = 0
+    unreadable_segments: int = 0
+    skipped_entries: int = 0
+    expired: int = 0
+    purged: int = 0
+    torn: int = 0  # records whose bytes a power cut has taken
+    unnamed: int = 0  # of the oldest, for which the index has no room
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if len(self.problems) < 100:
+            self.problems.append(text)
+
+
+class _Listed(NamedTuple):
+    name: str
+    folder: str
+    created_us: int  # 0 if it has no valid header
+
+
+def rebuild(
+    directory: Directory, index: Index, settings: Settings, store_id: bytes, *, alone: bool,
+    cancelled: Callable[[], bool],
+) -> Report | None:  # fmt: skip
+    """Build and install a generation; None if another process is at it.
+
+    ``alone``: no other process has the store open, so unsealed segments may be appended to again. When
+    ``cancelled`` says so, IndexUnavailableError is raised between two segments.
+    """
+    files = directory.files
+    run = directory.sub("run")
+    try:
+        files.stat("rebuild", dir_fd=run)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
+    with opened(files, "rebuild", os.O_RDWR, dir_fd=run) as lock:
+        if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
+            return None  # somebody is at it, or was meanwhile
+        _remove_stale_generations(directory)
+        name = files.random(8).hex()
+        files.mkdir(name, directory.dir_mode, dir_fd=directory.sub("index"))
+        path = os.path.join(directory.path, "index", name)
+        try:
+            report = build(directory, path, settings, store_id, alone=alone, cancelled=cancelled)
+            index.install(name, timeout=5.0)
+        except BaseException as exc:
+            if not isinstance(exc, TimeoutError):  # it may become current yet; what does not the next rebuild removes
+                discard_generation(path)
+            if isinstance(exc, lmdb.Error):
+                raise IndexUnavailableError(f"index error: {exc}") from None
+            raise
+        return report
+
+
+def _remove_stale_generations(directory: Directory) -> None:
+    """Left by rebuilds that died. The current one, if any, is kept."""
+    current = None
+    with contextlib.suppress(FormatError, OSError):
+        current = directory.read_small("CURRENT", 64, sub="index")
+    for name in directory.files.listdir(directory.sub("index")):
+        if _GENERATION.match(name) and name.encode() != current:
+            discard_generation(os.path.join(directory.path, "index", name))
+
+
+def build(
+    directory: Directory, path: str, settings: Settings, store_id: bytes, *, alone: bool,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Report:  # fmt: skip
+    """Fill the empty directory ``path`` with a complete, synced generation."""
+    files, report = directory.files, Report()
+    env = open_environment(path, settings.index_bytes, directory.file_mode)
+    try:
+        tables = open_tables(env, create=True)
+        now_s = files.now_us() // 1_000_000
+        marks = Marks(directory)
+        marked = marks.ids()
+        # newest first: of two records of one page, the first that is published stays
+        for listed in sorted(_list_all(directory, report), key=lambda x: -x.created_us):
+            segment_id = bytes.fromhex(listed.name[:32])
+            mark = marks.read(segment_id) if segment_id in marked else None
+            with _SegmentBuilder(directory, listed, settings, store_id, alone, report, now_s, mark) as builder:
+                for step in builder.steps():
+                    if cancelled():
+                        raise IndexUnavailableError("closed")
+                    with env.begin(write=True) as txn:
+                        step(Session(txn, tables, "", now_s))
+        env.sync(True)
+    finally:
+        env.close()
+    for entry in os.scandir(path):
+        if entry.is_file():
+            os.chmod(entry.path, directory.file_mode)
+    fd = os.open(os.path.join(path, "users"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, directory.file_mode)
+    os.fchmod(fd, directory.file_mode)
+    os.close(fd)
+    return report
+
+
+def _list_all(directory: Directory, report: Report) -> Iterator[_Listed]:
+    """All segments, one open at a time: there may be more of them than a process may open."""
+    files = directory.files
+    for folder in ("segments", "doomed"):
+        for name in files.listdir(directory.sub(folder)):
+            if not _SEGMENT_NAME.match(name):
+                report.note(f"{folder}/{name}: not a segment's name, left alone")
+                continue
+            header = None
+            try:
+                if not stat.S_ISREG(files.stat(name, dir_fd=directory.sub(folder)).st_mode):
+                    report.note(f"{folder}/{name}: not a file, left alone")
+                    continue
+                fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(folder))
+                try:
+                    files.random_access(fd)
+                    header = fmt.parse_header(files.read(fd, fmt.BLOCK, 0))
+                finally:
+                    files.close(fd)
+            except OSError as exc:
+                if exc.errno in SHORT_OF:
+                    raise
+            yield _Listed(name, folder, header.created_us if header else 0)
+
+
+class _SegmentBuilder:
+    """Index rows of one segment, in steps of bounded size."""
+
+    def __init__(
+        self, directory: Directory, listed: _Listed, settings: Settings, store_id: bytes, alone: bool,
+        report: Report, now_s: int, mark: PurgeMark | None,
+    ) -> None:  # fmt: skip
+        self._files: Files = directory.files
+        self._listed = listed
+        self._folder = directory.sub(listed.folder)
+        self._fd = -1
+        self._settings = settings
+        self._mode = modes.of(settings)
+        self._store_id = store_id
+        self._alone = alone
+        self._report = report
+        self._now_s = now_s
+        self._mark = mark
+        self._namespaces: dict[int, Described] = {}
+        self._descriptors: dict[bytes, bytes] = {}
+        self._number = 0
+        self._step = 0  # entries that the next commit may add
+
+    def __enter__(self) -> _SegmentBuilder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._files.close(self._fd)
+
+    def steps(self) -> Iterator[Callable[[Session], None]]:
+        """Callables that each take a Session. A segment that cannot be read is charged, and holds no pages."""
+        scan = None
+        try:
+            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
+            if self._mode.direct:  # tables alone: no payload is to come along
+                self._files.random_access(self._fd)
+            scan = scan_segment(self._fd, self._files)
+            unreadable = False
+        except FileNotFoundError:
+            return  # reclaimed meanwhile
+        except OSError as exc:
+            if exc.errno in SHORT_OF:  # the next one to try may have what it takes
+                raise
+            unreadable = True
+            self._report.unreadable_segments += 1
+            self._report.note(f"segments/{self._listed.name}: {exc.strerror}")
+        segment_id = bytes.fromhex(self._listed.name[:32])
+        foreign = scan is not None and (scan.header.segment_id, scan.header.store_id) != (segment_id, self._store_id)
+        dead = self._listed.folder == "doomed" or ((scan is None or foreign) and not unreadable)
+        if dead and self._listed.folder == "segments":
+            self._report.damaged_segments += 1
+            self._report.note(f"segments/{self._listed.name}: no valid header of this store, dropped")
+        mark = self._mark
+        if mark is not None and mark.whole:
+            dead = True
+        torn = self._report.torn
+        entries = self._entries(scan, mark) if scan is not None and not dead else []
+        row = self._row(segment_id, scan if not foreign else None, dead, torn=self._report.torn > torn)
+
+        def add(session: Session) -> None:
+            self._number = session.add_segment(row)
+            self._look(session)
+
+        yield add
+        done = 0
+        while done < len(entries) and self._step:
+            batch = entries[done : done + self._step]
+            yield partial(self._publish, entries=batch)
+            done += len(batch)
+        self._report.unnamed += len(entries) - done
+
+    def _look(self, session: Session) -> None:
+        """LMDB copies each leaf that changes: the less room there is, the smaller the commits. Like a writer, a rebuild
+        adds nothing to an index that is full: the segments that are left hold the oldest pages, and go first."""
+        used, size = session.used_bytes(), self._settings.index_bytes
+        free = (size - used) // PAGE
+        self._step = 0 if used > FULL * size else max(1, min(ENTRIES_PER_COMMIT, free // PAGES_PER_ENTRY))
+
+    def _entries(self, scan: Scan, mark: PurgeMark | None) -> list[Entry]:
+        """What the index is to name, newest first."""
+        self._report.segments += 1
+        self._read_namespaces(scan)
+        parts = list(scan.parts())
+        entries = [e for e in parts if mark is None or not mark.covers(e)]
+        self._report.purged += len(parts) - len(entries)
+        if scan.seal is None and self._settings.sync != "cache":
+            # the last appends may have been torn; a put that skips a page says that it is there
+            whole = [e for e in entries if self._is_whole(e)]
+            self._report.torn += len(entries) - len(whole)
+            entries = whole
+        return entries[::-1]
+
+    def _row(self, segment_id: bytes, scan: Scan | None, dead: bool, *, torn: bool) -> SegmentRow:
+        """``torn``: nobody goes on with it. Sealed, its torn pages would be believed by the next rebuild."""
+        try:
+            size = self._files.stat(self._listed.name, dir_fd=self._folder).st_blocks * 512
+        except OSError:
+            size = self._settings.segment_bytes
+        if scan is None:
+            return SegmentRow(
+                segment_id, NOBODY, space.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
+                space.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
+            )  # fmt: skip
+        tail = None
+        if scan.seal is None and self._alone and not dead and not torn and scan.appendable:
+            tail = covered_end(scan, self._namespaces.get)  # None: what is appended might go over a leaf table
+        expiries = [e.expires for e in scan.parts()]
+        return SegmentRow(
+            segment_id, NOBODY, scan.header.class_id, DOOMED if dead else SEALED if tail is None else ACTIVE,
+            scan.header.flags, scan.entries[-1].epoch if scan.entries else 1, len(scan.entries),
+            space.charge(size, len(scan.entries)), tail or scan.end, scan.table,
+            max(expiries) if expiries and all(expiries) else 0,
+        )  # fmt: skip
+
+    def _read_namespaces(self, scan: Scan) -> None:
+        for entry in scan.entries:
+            if entry.kind == fmt.KIND_NAMESPACE:
+                with contextlib.suppress(OSError):
+                    data = read_descriptor(self._fd, self._files, entry)
+                    described = parse_descriptor(data) if data is not None else None
+                    if data is not None and described is not None and described.digest == entry.chunk_hash:
+                        self._namespaces[entry.seq] = described
+                        self._descriptors[described.digest] = data
+
+    def _is_whole(self, entry: Entry) -> bool:
+        """Whether the bytes of a record verify."""
+        shape = _shape(self._namespaces.get(entry.ns_seq), entry.group, entry.part)
+        if shape is None or not codecs.fits(entry.codec, entry.stored_bytes, shape[2]):
+            return True  # not judged here: it is left out, or checked when it is read
+        leaves, size = shape[1:]
+        try:
+            payload = self._files.read(self._fd, entry.stored_bytes, entry.payload)
+            table = leaf_table(codecs.decoded(payload, entry.codec, size), size // leaves)
+            stored = self._files.read(self._fd, len(table), entry.leaves)
+            if self._mode.direct:
+                self._files.drop_cached(self._fd, entry.payload, fmt.align(entry.stored_bytes))
+        except (OSError, CodecError):
+            return False
+        return root_of(table) == entry.root and stored == table
+
+    def _publish(self, session: Session, entries: list[Entry]) -> None:
+        by_shape: dict[tuple[int, int, bytes], list[Publish]] = {}
+        for entry in entries:
+            if entry.expires and entry.expires <= self._now_s:
+                self._report.expired += 1
+                continue
+            place = Place(entry.chunk_hash, entry.root, entry.codec, 0, self._number, entry.payload // fmt.BLOCK,
+                          entry.stored_bytes, entry.leaves // 8, entry.seq, entry.expires)  # fmt: skip
+            slot = entry.chunk % RUN
+            by_shape.setdefault((entry.ns_seq, entry.group, entry.part), []).append(
+                Publish(entry.run_hash, slot, place)
+            )
+        for (ns_seq, number, packed), records in by_shape.items():
+            described = self._namespaces.get(ns_seq)
+            shape = _shape(described, number, packed)
+            if described is None or shape is None:
+                self._report.skipped_entries += len(records)
+                continue
+            group, leaves, raw_bytes = shape
+            fitting = [  # a codec that this code does not know is left to later ones
+                r
+                for r in records
+                if r.place.codec not in codecs.NAMES or codecs.fits(r.place.codec, r.place.stored_bytes, raw_bytes)
+            ]
+            self._report.skipped_entries += len(records) - len(fitting)
+            records = fitting
+            if described.layout.kind == "opaque":
+                records = [r._replace(slot=0) for r in records]
+            session.put_namespace(described.digest, self._descriptors[described.digest], number, packed)
+            named = publish(session, partial(_row_key, described.digest, group.name, packed), leaves, records)
+            session.add_contents(self._number, described.digest, *named)
+            self._report.pages += named.records
+            self._report.duplicates += len(records) - named.records
+        self._look(session)
+
+
+def _shape(described: Described | None, number: int, packed: bytes) -> tuple[Group, int, int] | None:
+    """(group, leaves, bytes) of a part, if the namespace's layout has it."""
+    if described is None or number >= len(described.layout.groups):
+        return None
+    try:
+        group, part = described.layout.groups[number], Part.unpack(packed)
+        return group, group.leaves(part), group.part_bytes(part)
+    except ConfigError:
+        return None
+
+
+def _row_key(digest: bytes, group: str, packed: bytes, chunk_hash: bytes) -> bytes:
+    return page_key(digest, group, chunk_hash) + packed

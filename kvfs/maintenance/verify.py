@@ -1,0 +1,316 @@
+"""Checking a store: structure of every segment, the bytes of its pages, and the index against both.
+
+Safe beside running workers: published bytes never change, and what is being written is not judged. A bad record
+that the index does not name any more is no problem: nobody can read it. With ``repair`` bad pages leave the index and
+files that are not kvfs's move to quarantine/; where the index contradicts the segments it is retired and rebuilt.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.format import codec as codecs
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
+from kvfs.format.codec import CodecError, CodecMemoryError
+from kvfs.format.segment import Entry
+from kvfs.index.row_updates import forget_place
+from kvfs.index.rows import CLAIM, Place, parse_row
+from kvfs.index.session import Session
+from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.pages.identity import Described, parse_descriptor
+from kvfs.pages.layout import Part
+from kvfs.segments.open_segments import Held
+from kvfs.segments.scan import Scan, read_descriptor, scan_segment
+from kvfs.segments.writer import file_name
+from kvfs.system.descriptors import opened
+
+ROWS_PER_HOLD = 256
+PROBLEMS_MAX = 1000
+QUARANTINE_FILES_MAX = 64
+_LIES = struct.Struct("<QIB")  # where a payload lies, its stored bytes, its codec
+_SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
+
+
+@dataclass
+class Verification:
+    """What was checked and what was found. ``problems`` has a line for each finding, bounded."""
+
+    segments: int = 0
+    pages: int = 0
+    bytes: int = 0
+    index_pages: int = 0
+    bad_pages: int = 0
+    bad_segments: int = 0
+    index_errors: int = 0
+    foreign_files: int = 0
+    repaired: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.bad_pages or self.bad_segments or self.index_errors or self.foreign_files)
+
+    def note(self, text: str) -> None:
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(text)
+
+
+class Verifier:
+    """One run over a store."""
+
+    def __init__(self, context: Context, sample: float, seed: int) -> None:
+        if not 0.0 <= sample <= 1.0:
+            raise ConfigError(f"sample is {sample}: pass a share from 0 (structure only) to 1 (every page)")
+        self._c = context
+        self._sample = sample
+        self._random = random.Random(seed)
+        self.report = Verification()
+        self._bad: dict[int, set[int]] = {}  # segment number -> seqs
+        self._why: dict[tuple[int, int], str] = {}
+        self._named: set[tuple[int, int]] = set()  # bad records that the index names
+        self._foreign: list[str] = []  # names in segments/ that are no segment's
+        self._records: dict[int, dict[int, bytes]] = {}  # segment number -> seq -> check of hash, root, place
+        self._generation = ""  # of the index that was checked: numbers mean other segments in another one
+
+    def run(self) -> Verification:
+        """Check everything; IndexUnavailableError if the index does not answer."""
+        rows, self._generation = self._c.index.read(lambda s: (s.segments(), s.generation), COMMIT_SECONDS)
+        if not self._c.index.read(lambda s: s.check_ledger(), COMMIT_SECONDS):
+            self.report.index_errors += 1
+            self.report.note("index: the ledger is not the sum of its segments")
+        for number, row in rows:
+            if row.state != DOOMED:
+                self._segment(number, row)
+        self._index()
+        for place in sorted(self._named):
+            self.report.bad_pages += 1
+            self.report.note(self._why[place])
+        self._strangers({row.segment_id for _, row in rows})
+        return self.report
+
+    # -- segments ----------------------------------------------------------------------------
+
+    def _segment(self, number: int, row: SegmentRow) -> None:
+        held = self._c.segments.acquire(number, row.segment_id, self._c.index.generation)
+        if held is None:
+            if self._still_there(number, row) and (row.records or self._is_refused(row)):
+                self._bad_segment(number, row, "cannot be opened")
+            return
+        try:
+            scan = scan_segment(held.fd, self._c.files, records_max=None if row.state != ACTIVE else row.records)
+            if scan is None or scan.header.segment_id != row.segment_id or scan.header.store_id != self._c.store_id:
+                if row.records:
+                    self._bad_segment(number, row, "its header is damaged or another segment's")
+                return
+            self.report.segments += 1
+            if len(scan.entries) < row.records:
+                self._bad_segment(number, row, f"{row.records} records are published, {len(scan.entries)} can be read")
+            self._pages(number, row, held, scan)
+        except OSError as exc:
+            self._bad_segment(number, row, str(exc.strerror))
+
+    def _is_refused(self, row: SegmentRow) -> bool:
+        """Whether there is a file that cannot be read: a rebuild that met it has named no page of it."""
+        segments = self._c.directory.sub("segments")
+        try:
+            with opened(self._c.files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments):
+                return False
+        except OSError as exc:
+            return exc.errno in (errno.EACCES, errno.EPERM, errno.EIO)
+
+    def _still_there(self, number: int, row: SegmentRow) -> bool:
+        now = self._c.index.read(lambda s: s.segment(number), COMMIT_SECONDS)
+        return now is not None and now.state != DOOMED and now.segment_id == row.segment_id
+
+    def _bad_segment(self, number: int, row: SegmentRow, why: str) -> None:
+        self.report.bad_segments += 1
+        self.report.note(f"segment {row.segment_id.hex()}: {why}")
+
+    def _pages(self, number: int, row: SegmentRow, held: Held, scan: Scan) -> None:
+        known: dict[int, Described | None] = {}
+        records = self._records.setdefault(number, {})
+        for entry in scan.parts():
+            records[entry.seq] = _fingerprint(entry)
+            if self._random.random() >= self._sample:
+                continue
+            if entry.ns_seq not in known:
+                known[entry.ns_seq] = self._described(held, scan, entry.ns_seq)
+            self.report.pages += 1
+            self.report.bytes += entry.stored_bytes
+            why = self._page(held, entry, known[entry.ns_seq])
+            if why:
+                self._bad.setdefault(number, set()).add(entry.seq)
+                self._why[number, entry.seq] = f"segment {row.segment_id.hex()} record {entry.seq}: {why}"
+
+    def _described(self, held: Held, scan: Scan, ns_seq: int) -> Described | None:
+        if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
+            return None
+        data = read_descriptor(held.fd, self._c.files, scan.entries[ns_seq])
+        return parse_descriptor(data) if data is not None else None
+
+    def _page(self, held: Held, entry: Entry, described: Described | None) -> str:
+        """What is wrong with a record; empty if nothing is."""
+        if described is None or entry.group >= len(described.layout.groups):
+            return "its namespace record is damaged"
+        if entry.codec not in codecs.NAMES:
+            return f"codec {entry.codec} is unknown"
+        group = described.layout.groups[entry.group]
+        try:
+            part = Part.unpack(entry.part)
+            raw_bytes = group.part_bytes(part)
+            if not codecs.fits(entry.codec, entry.stored_bytes, raw_bytes):
+                return "its size contradicts the layout"
+            stored = self._c.segments.read_bytes(held, entry.stored_bytes, entry.payload)
+            payload = codecs.decoded(stored, entry.codec, raw_bytes)
+            table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), entry.leaves)
+        except CodecMemoryError:  # nothing is wrong with the page, and a repair must not remove it
+            raise MemoryError("no memory to check a page") from None
+        except (ConfigError, CodecError) as exc:
+            return str(exc)
+        except OSError as exc:
+            if exc.errno == errno.ENOMEM:
+                raise MemoryError("no memory to check a page") from None
+            return f"cannot be read ({exc.strerror})"
+        if leaf_table(payload, group.leaf_bytes(part)) != table:
+            return "payload and leaf checksums disagree"
+        return "" if root_of(table) == entry.root else "leaf checksums and root disagree"
+
+    # -- index -------------------------------------------------------------------------------
+
+    def _index(self) -> None:
+        for key, value in self._rows():
+            row = parse_row(key, value)
+            if row is None:
+                self.report.index_errors += 1
+                self.report.note(f"index row {key.hex()[:16]}: damaged")
+                continue
+            for _, place in row.places():
+                if not place.flags & CLAIM and place.segment in self._records:
+                    self.report.index_pages += 1
+                    self._check_place(key, place)
+
+    def _check_place(self, key: bytes, place: Place) -> None:
+        if (place.segment, place.seq) in self._why:
+            self._named.add((place.segment, place.seq))
+        recorded = self._records[place.segment].get(place.seq)
+        if recorded is not None and recorded != _fingerprint_of(place):
+            self.report.index_errors += 1
+            self.report.note(f"index row {key.hex()[:16]}: contradicts record {place.seq} of segment {place.segment}")
+
+    def _rows(self) -> Iterator[tuple[bytes, bytes]]:
+        start = b"\0"
+        while True:
+            batch = self._c.index.read(partial(_page_rows, start=start), COMMIT_SECONDS)
+            yield from batch
+            if len(batch) < ROWS_PER_HOLD:
+                return
+            start = batch[-1][0] + b"\0"
+
+    def _strangers(self, known: set[bytes]) -> None:
+        """Files in segments/ that the index does not know; they may have been made a moment ago."""
+        folder = self._c.directory.sub("segments")
+        names = self._c.files.listdir(folder)
+        now = {row.segment_id for _, row in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)} | known
+        ours = {file_name(segment_id) for segment_id in now}
+        for name in names:
+            if name in ours:
+                continue
+            if not _SEGMENT_NAME.match(name) or not self._is_file(name, folder):
+                self._foreign.append(name)
+                self.report.foreign_files += 1
+                self.report.note(f"segments/{name}: not a file of kvfs")
+            else:
+                self.report.bad_segments += 1
+                self.report.note(f"segments/{name}: the index does not know it")
+
+    def _is_file(self, name: str, folder: int) -> bool:
+        """A link or a folder is no segment, whatever its name: an index that is built anew does not know it either."""
+        try:
+            return stat.S_ISREG(self._c.files.stat(name, dir_fd=folder).st_mode)
+        except OSError:
+            return True
+
+    # -- repair ------------------------------------------------------------------------------
+
+    def repair(self) -> None:
+        """Take bad pages out of the index; retire an index that contradicts the segments."""
+        self._quarantine()
+        if not self._is_the_same():
+            self.report.note("index: given up meanwhile, and built anew: check again")
+            return
+        wrong = {(number, seq) for number, seqs in self._bad.items() for seq in seqs}
+        if wrong:
+            keys = [key for key, value in self._rows() if _names(key, value, wrong)]
+            for first in range(0, len(keys), ROWS_PER_HOLD):
+                some = keys[first : first + ROWS_PER_HOLD]
+                self.report.repaired += self._c.index.write(partial(self._forget, some, wrong), COMMIT_SECONDS)
+        if self.report.index_errors or self.report.bad_segments:
+            try:
+                self._c.index.retire()
+            except IndexUnavailableError as exc:
+                self.report.note(f"index: not rebuilt ({exc})")
+            else:
+                self.report.repaired += self.report.index_errors + self.report.bad_segments
+
+    def _is_the_same(self) -> bool:
+        try:
+            return self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) == self._generation
+        except IndexUnavailableError:
+            return False
+
+    def _forget(self, keys: Sequence[bytes], wrong: set[tuple[int, int]], session: Session) -> int:
+        return forget_place(session, keys, wrong) if session.generation == self._generation else 0
+
+    def _quarantine(self) -> None:
+        """Move what is not kvfs's out of the way; it is never deleted, and there is room for so much only."""
+        files, directory = self._c.files, self._c.directory
+        source, target = directory.sub("segments"), directory.sub("quarantine")
+        room = QUARANTINE_FILES_MAX - len(files.listdir(target))
+        for name in self._foreign:
+            if room <= 0:
+                self.report.note(f"segments/{name}: stays, quarantine/ is full; remove by hand what is in there")
+                continue
+            try:
+                files.rename(name, f"{files.now_us()}-{files.random(4).hex()}", src_dir_fd=source, dst_dir_fd=target)
+            except OSError as exc:
+                self.report.note(f"segments/{name}: stays ({exc.strerror})")
+                continue
+            room -= 1
+            self.report.repaired += 1
+
+
+def _page_rows(session: Session, start: bytes) -> list[tuple[bytes, bytes]]:
+    with session.txn.cursor(db=session.db.pages) as cursor:
+        found = []
+        if cursor.set_range(start):
+            for key, value in cursor:
+                found.append((key, value))
+                if len(found) == ROWS_PER_HOLD:
+                    break
+        return found
+
+
+def _names(key: bytes, value: bytes, wrong: set[tuple[int, int]]) -> bool:
+    row = parse_row(key, value)
+    return row is not None and any((p.segment, p.seq) in wrong for _, p in row.places())
+
+
+def _fingerprint(entry: Entry) -> bytes:
+    lies = _LIES.pack(entry.payload, entry.stored_bytes, entry.codec)
+    return root_of(entry.chunk_hash + entry.root + lies)
+
+
+def _fingerprint_of(place: Place) -> bytes:
+    lies = _LIES.pack(place.block * fmt.BLOCK, place.stored_bytes, place.codec)
+    return root_of(place.chunk_hash + place.root + lies)

@@ -1,0 +1,136 @@
+"""Chunk hashes and checksums: the only place that decides how bytes are named and checked.
+
+Chain (engine-independent; equal hash = equal whole prefix)::
+
+    h[-1] = SHA-256("kvfs chain 1\\n" + tenant salt)
+    h[i]  = SHA-256(h[i-1] + tokens of chunk i as u32 little endian [+ extra key of chunk i])
+
+PageKey = BLAKE2b-256(namespace digest, group name, h[i]). Checksums: XXH3-64 per leaf, XXH3-128 over the leaf
+table as the root of a part. XXH3 guards against faults, not against people: names of content are SHA-256 and
+BLAKE2b only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from kvfs.errors import ConfigError
+from kvfs.types import ExtraKeys, TokensLike
+
+HASH_BYTES = 32
+TOKEN_BYTES = 4
+
+
+def tenant_seed(salt: str) -> bytes:
+    """First parent of a chain. Without the salt nobody can compute, so nobody can probe, a tenant's keys."""
+    return hashlib.sha256(b"kvfs chain 1\n" + salt.encode("utf-8")).digest()
+
+
+def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None) -> list[bytes]:
+    """Hashes of the full chunks of ``tokens`` (u32 little endian); a tail shorter than a chunk is left out."""
+    step = page_tokens * TOKEN_BYTES
+    sha, parent = hashlib.sha256, seed
+    hashes: list[bytes] = []
+    append = hashes.append
+    if not extra:
+        for start in range(0, len(tokens) - step + 1, step):
+            parent = sha(parent + tokens[start : start + step]).digest()
+            append(parent)
+        return hashes
+    for number, start in enumerate(range(0, len(tokens) - step + 1, step)):
+        parent = sha(parent + tokens[start : start + step] + extra.get(number, b"")).digest()
+        append(parent)
+    return hashes
+
+
+def chunk_of_key(key: bytes, seed: bytes) -> bytes:
+    """Chunk hash of an engine's opaque key."""
+    return hashlib.sha256(b"kvfs key 1\n" + seed + key).digest()
+
+
+def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:
+    """PageKey of a chunk hash: BLAKE2b-256 over (namespace digest, length-prefixed group name, chunk hash)."""
+    begun = hashlib.blake2b(_page_prefix(namespace_digest, group), digest_size=32).copy
+
+    def key(chunk_hash: bytes) -> bytes:
+        whole = begun()  # half the time of a new one
+        whole.update(chunk_hash)
+        return whole.digest()
+
+    return key
+
+
+def page_key(namespace_digest: bytes, group: str, chunk_hash: bytes) -> bytes:
+    """One key of ``page_keys``."""
+    return hashlib.blake2b(_page_prefix(namespace_digest, group) + chunk_hash, digest_size=32).digest()
+
+
+def _page_prefix(namespace_digest: bytes, group: str) -> bytes:
+    name = group.encode("ascii")
+    return namespace_digest + len(name).to_bytes(1, "little") + name
+
+
+def token_bytes(token_ids: TokensLike) -> bytes:
+    """Token ids as u32 little endian bytes.
+
+    Accepts int sequences, 1-D integer buffers, numpy arrays and CPU torch tensors; the latter three without
+    making Python objects of the ids. Raises ConfigError for text, floats, negative or too large ids.
+    """
+    if isinstance(token_ids, (str, bytes, bytearray)):
+        raise ConfigError(
+            f"token_ids is {type(token_ids).__name__}: pass the integer ids that your tokenizer gives for it"
+        )
+    if isinstance(token_ids, (Mapping, Set)):
+        raise ConfigError(f"token_ids is {type(token_ids).__name__}, which has no order of its own: pass a sequence")
+    source = token_ids
+    if type(source).__module__.partition(".")[0] == "torch" and hasattr(source, "detach"):
+        source = _from_tensor(source)
+    try:
+        view = memoryview(source)
+    except (TypeError, ValueError, BufferError):
+        return _from_sequence(source)
+    if view.ndim != 1:
+        raise ConfigError(f"token_ids has {view.ndim} dimensions {view.shape}: pass one prompt as a 1-D sequence")
+    kind = view.format.lstrip("@=<")
+    if kind in ("i", "I", "l", "L", "q", "Q") and sys.byteorder == "little":
+        return _from_words(view.tobytes(), kind.islower(), view.itemsize)
+    return _from_sequence(source)
+
+
+def _from_tensor(tensor: Any) -> Any:
+    """The ids of a torch tensor as a buffer, or as a list where numpy is not there or lacks the dtype."""
+    tensor = tensor.detach().cpu()
+    if "numpy" in sys.modules:
+        try:
+            return tensor.numpy()
+        except (TypeError, RuntimeError):
+            pass
+    return tensor.tolist()
+
+
+def _from_sequence(token_ids: Any) -> bytes:
+    try:
+        ids = array("I", token_ids)
+    except (TypeError, OverflowError, ValueError) as exc:
+        raise ConfigError(
+            f"token_ids holds something that is no integer in [0, 2**32): {exc}; pass a flat sequence of token ids"
+        ) from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def _from_words(raw: bytes, signed: bool, size: int) -> bytes:
+    """Ids of ``size`` bytes each, native and little endian."""
+    if size == 8:
+        words = memoryview(raw).cast("I")
+        if words[1::2].tobytes() != bytes(len(raw) // 2):
+            raise ConfigError("token_ids holds a value outside [0, 2**32): negative or too large ids are no tokens")
+        return words[0::2].tobytes()
+    if signed and raw and min(memoryview(raw).cast("i")) < 0:
+        raise ConfigError(f"token_ids holds {min(memoryview(raw).cast('i'))}: ids must not be negative")
+    return raw

@@ -1,0 +1,133 @@
+"""The identity of a namespace: everything that must match before bytes may be reused. Never TP or PP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfs.errors import ConfigError
+from kvfs.format.segment import DESCRIPTOR_BYTES_MAX
+from kvfs.pages.chunk_hash import tenant_seed
+from kvfs.pages.layout import PageLayout
+
+_MOVING = frozenset({"", "main", "master", "latest", "head", "trunk", "dev", "none", "null"})
+_TEXT = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?\Z")
+_FIELDS = ("kvfs", "name", "revision", "layout", "rope", "adapter", "salt", "epoch", "extra")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who the bytes belong to. ``digest`` (32 bytes) stands for all of it; ``seed`` starts the hash chain.
+
+    ``revision`` is a weights digest or commit; a moving name is refused, since it says nothing about the bytes.
+    ``rope`` holds the effective RoPE parameters, ``adapter`` a digest of adapter content, ``salt`` a tenant's
+    secret, ``epoch`` counts in-place changes of the weights, ``extra`` whatever else an engine knows to matter.
+    """
+
+    name: str
+    layout: PageLayout
+    revision: str
+    salt: str = field(default="", repr=False)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str = ""
+    epoch: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    digest: bytes = field(init=False, compare=False, repr=False)
+    seed: bytes = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, PageLayout):
+            raise ConfigError(f"layout is {type(self.layout).__name__}: pass a kvfs.PageLayout")
+        for what in ("name", "revision"):
+            value = getattr(self, what)
+            if not isinstance(value, str) or not _TEXT.match(value):
+                raise ConfigError(f"namespace {what} is {value!r}: pass 1 to 256 printable ASCII characters")
+        if self.revision.lower() in _MOVING:
+            raise ConfigError(
+                f"revision is {self.revision!r}, a name that moves: pass the commit or a digest of the weights, "
+                "otherwise KV of other weights would be reused"
+            )
+        if not isinstance(self.salt, str) or not isinstance(self.adapter, str):
+            raise ConfigError(
+                "salt and adapter must be texts (a secret of the tenant; a digest of the adapter's content)"
+            )
+        if not isinstance(self.rope, Mapping) or not isinstance(self.extra, Mapping):
+            raise ConfigError("rope and extra must map names to plain JSON data")
+        if type(self.epoch) is not int or not 0 <= self.epoch < 2**63:
+            raise ConfigError(f"epoch is {self.epoch!r}: pass a count of weight changes, 0 or more")
+        packed = self.descriptor_bytes()
+        if len(packed) > DESCRIPTOR_BYTES_MAX:
+            raise ConfigError(
+                f"the namespace descriptor has {len(packed)} bytes, at most {DESCRIPTOR_BYTES_MAX}: shorten extra"
+            )
+        object.__setattr__(self, "digest", digest_of(packed))
+        object.__setattr__(self, "seed", tenant_seed(self.salt))
+
+    def descriptor_bytes(self) -> bytes:
+        """Canonical JSON that names the namespace; the salt appears as a digest only."""
+        body = {
+            "kvfs": 1,
+            "name": self.name,
+            "revision": self.revision,
+            "layout": self.layout.descriptor(),
+            "rope": dict(self.rope),
+            "adapter": self.adapter,
+            "salt": salt_digest(self.salt),
+            "epoch": self.epoch,
+            "extra": dict(self.extra),
+        }
+        try:
+            return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise ConfigError(f"rope and extra must be plain JSON data: {exc}") from None
+
+
+def salt_digest(salt: str) -> str:
+    """What a store may show of a salt."""
+    try:
+        secret = salt.encode()
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"salt is no Unicode text ({exc.reason}): decode it as UTF-8 first") from None
+    return hashlib.blake2b(b"kvfs salt 1\n" + secret, digest_size=16).hexdigest() if secret else ""
+
+
+def digest_of(descriptor: bytes) -> bytes:
+    return hashlib.blake2b(b"kvfs namespace 1\n" + descriptor, digest_size=32).digest()
+
+
+@dataclass(frozen=True)
+class Described:
+    """A namespace as read back from a store: untrusted bytes that passed every check."""
+
+    digest: bytes
+    name: str
+    revision: str
+    salt: str
+    layout: PageLayout
+    body: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Name and the beginning of the revision."""
+        return f"{self.name}@{self.revision[:8]}"
+
+
+def parse_descriptor(data: bytes) -> Described | None:
+    """Read a namespace descriptor from a segment or the index; None if it is not one."""
+    if len(data) > DESCRIPTOR_BYTES_MAX:
+        return None
+    try:
+        body = json.loads(data)
+        if not isinstance(body, dict) or set(body) != set(_FIELDS) or body["kvfs"] != 1:
+            return None
+        texts = (body["name"], body["revision"], body["salt"])
+        if not all(isinstance(t, str) for t in texts):
+            return None
+        layout = PageLayout.from_descriptor(body["layout"])
+    except (ValueError, RecursionError):  # ConfigError is a ValueError
+        return None
+    return Described(digest_of(data), *texts, layout, body)

@@ -1,0 +1,1 @@
+"""From a match to verified bytes."""

@@ -1,0 +1,231 @@
+"""Reading stretches of pages into the caller's memory by several threads, and checking what arrived.
+
+What seems to lie in the page cache is read without waiting for a disk, in pieces that a core's cache holds, so that the
+checksum finds each piece there; whoever is free takes the next one, so that all threads end together. What turns out
+not to be there is read after that, like everything else: each thread a stretch of neighbours, in large reads.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TypeAlias
+
+from kvfs.context import Context
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
+from kvfs.read.plan import Job
+from kvfs.system.memory_views import address_of
+from kvfs.system.thread_pool import Team
+from kvfs.types import Verify
+
+COLD_THREADS = 8  # parallel reads of what is not in the page cache
+PIECE_BYTES = 512 << 10  # read and summed at once
+READ_BYTES = 4 << 20  # one read of what is not in the page cache
+VERIFIED_MAX = 1 << 20  # remembered pages of policy "first"
+
+#: Chunks that are there and verified, as bits; bad records as (segment, seq).
+Found: TypeAlias = "tuple[int, list[tuple[int, int]]]"
+
+
+#: One read of whole leaves of one job: its number, the job's, descriptor, offset in the file, in the caller's buffer,
+#: bytes, bytes of a leaf (0: it is not summed). A plain tuple: there are hundreds in one call.
+_Piece: TypeAlias = "tuple[int, int, int, int, int, int, int]"
+
+
+class Fetcher:
+    """Reads and checks pages. Thread-safe; nothing here raises for a disk that misbehaves."""
+
+    def __init__(self, context: Context, team: Team) -> None:
+        self._c = context
+        self._team = team
+        self._verified: set[tuple[bytes, int]] = set()
+
+    def fetch(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> Found:
+        """Fill ``out`` with jobs, which are of at most READ_BYTES or one page."""
+        ends = jobs[:1], jobs[-1:]
+        if all(self._seems_cached(job) for end in ends for job in end):
+            found, rest = self._from_cache(jobs, leaf_bytes, out)
+        else:
+            seems = [self._seems_cached(job) for job in jobs]
+            found, rest = self._from_cache([job for job, yes in zip(jobs, seems, strict=True) if yes], leaf_bytes, out)
+            rest = sorted(rest + [job for job, yes in zip(jobs, seems, strict=True) if not yes], key=_chunk)
+        if rest:
+            found += self._from_disk(rest, leaf_bytes, out)
+        return sum(bits for bits, _ in found), [fault for _, faults in found for fault in faults]
+
+    def _seems_cached(self, job: Job) -> bool:
+        """Whether the end of a job is in the page cache. To ask for all of it takes a tenth of reading it."""
+        return self._c.segments.cached_bytes(job.held, job.offset + job.nbytes - 1, 1) != 0
+
+    # -- from the page cache -------------------------------------------------------------------
+
+    def _from_cache(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> tuple[list[Found], list[Job]]:
+        """(what was found, jobs that cannot be read without waiting for a disk)."""
+        summed = [self.must_sum(job) for job in jobs]
+        pieces: list[_Piece] = []
+        step = max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
+        firsts = []
+        for number, job in enumerate(jobs):
+            firsts.append(len(pieces))
+            fd, offset, start, end, leaf = job.held.fd, job.offset, job.out, job.nbytes, leaf_bytes * summed[number]
+            pieces += [
+                (n, number, fd, offset + at, start + at, min(step, end - at), leaf)
+                for n, at in enumerate(range(0, end, step), len(pieces))
+            ]
+        tables: list[bytes | None] = [None] * len(pieces)
+        left: set[int] = set()
+        workers = max(1, min(len(pieces), self._c.threads))
+        self._team.each(partial(self._read_pieces, out, tables, left), [iter(pieces)] * workers)
+        found = []
+        for number, (job, (a, b)) in enumerate(zip(jobs, pairwise([*firsts, len(pieces)]), strict=True)):
+            if number not in left:
+                table = b"".join([table for table in tables[a:b] if table is not None])
+                found.append(self._judge(job, table, leaf_bytes) if summed[number] else (job.bits(), []))
+        return found, [jobs[number] for number in sorted(left)]
+
+    def must_sum(self, job: Job) -> bool:
+        """Whether the policy asks for checksums of a job."""
+        policy, segment = self._c.verify, job.held.segment_id
+        if policy is Verify.FIRST:
+            return not all((segment, seq) in self._verified for seq in job.seqs)
+        return policy is Verify.ALWAYS
+
+    def _read_pieces(
+        self, out: memoryview, tables: list[bytes | None], left: set[int], share: Iterator[_Piece]
+    ) -> None:
+        """Read a share of the pieces, and sum them; ``left`` gets the jobs that could not be read."""
+        read_cached = self._c.files.read_cached
+        for number, job, fd, offset, at, nbytes, leaf_bytes in share:
+            if job in left:
+                continue
+            target = out[at : at + nbytes]
+            try:
+                done = read_cached(fd, target, offset)
+            except OSError:  # whoever reads it again counts it
+                done = False
+            if not done:
+                left.add(job)
+            elif leaf_bytes:
+                tables[number] = leaf_table(target, leaf_bytes)
+
+    # -- from a disk ---------------------------------------------------------------------------
+
+    def _from_disk(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> list[Found]:
+        cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
+        # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
+        workers = min(len(jobs), COLD_THREADS if self._past(jobs[-1], out) else self._c.threads)
+        bounds = [len(jobs) * i // workers for i in range(workers + 1)]
+        # from a disk each thread takes a stretch of neighbours; from memory whichever job is next
+        shares = [iter(jobs[a:b]) for a, b in pairwise(bounds)] if cold else [iter(jobs)] * workers
+        read = partial(self._read_jobs, leaf_bytes, out)
+        return [found for share in self._team.each(read, shares) for found in share]
+
+    def _read_jobs(self, leaf_bytes: int, out: memoryview, share: Iterator[Job]) -> list[Found]:
+        return [self._read_job(job, out[job.out : job.out + job.nbytes], leaf_bytes, out) for job in share]
+
+    def _cached(self, job: Job) -> int | None:
+        return self._c.segments.cached_bytes(job.held, job.offset, job.nbytes)
+
+    def _past(self, job: Job, out: memoryview) -> bool:
+        """Whether a job is read past the page cache.
+
+        In mode cache cold bytes that nobody has used before are: reading them through the page cache costs several
+        times the CPU, and pages used once are the first that the kernel drops again.
+        """
+        mode = self._c.mode
+        return mode.direct or (
+            mode.cold_direct
+            and not job.size % fmt.BLOCK
+            and self._cached(job) == 0
+            and not address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
+            and not self._c.recency.was_used(job.held.segment_id, job.seqs[0])
+            and self._c.segments.direct(job.held) >= 0
+        )
+
+    def _read_job(self, job: Job, target: memoryview, leaf_bytes: int, out: memoryview) -> Found:
+        """Read and check."""
+        try:
+            table = self._read_and_sum(job, target, leaf_bytes, self._past(job, out))
+        except OSError:
+            return self._read_singly(job, target, leaf_bytes)
+        if table is not None:
+            return self._judge(job, table, leaf_bytes)
+        return _found(job, [self.check(job, i, job.page(target, i), leaf_bytes) for i in range(job.count)])
+
+    def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, past: bool) -> bytes | None:
+        """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
+        read = self._c.segments.read
+        if past:
+            self._c.counters.add("direct_reads")
+        if self._c.verify is not Verify.ALWAYS:
+            read(job.held, target, job.offset, past=past)
+            return None
+        step = len(target) if past else max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
+        tables = []
+        for at in range(0, len(target), step):
+            piece = target[at : at + step]
+            read(job.held, piece, job.offset + at, past=past)
+            tables.append(leaf_table(piece, leaf_bytes))
+        return b"".join(tables)
+
+    def _read_singly(self, job: Job, target: memoryview, leaf_bytes: int) -> Found:
+        """One of the pages cannot be read: find out which."""
+        self._c.counters.add("read_errors")
+        good: list[bool | None] = []
+        for i in range(job.count):
+            page = job.page(target, i)
+            try:
+                self._c.segments.read(job.held, page, job.offset + i * job.size)
+                good.append(self.check(job, i, page, leaf_bytes))
+            except OSError as exc:
+                good.append(None if exc.errno == errno.ENOMEM else False)
+        return _found(job, good)
+
+    # -- whether it is right ---------------------------------------------------------------------
+
+    def check(self, job: Job, i: int, data: memoryview, leaf_bytes: int) -> bool:
+        """Whether the bytes of page ``i`` are the ones that the index vouches for, as far as the policy asks."""
+        policy, key = self._c.verify, (job.held.segment_id, job.seqs[i])
+        if policy is Verify.OFF or (policy is Verify.FIRST and key in self._verified):
+            return True
+        if not self._agrees(root_of(leaf_table(data, leaf_bytes)), job.root(i)):
+            return False
+        self._remember(job.held.segment_id, job.seqs[i : i + 1])
+        return True
+
+    def _judge(self, job: Job, table: bytes, leaf_bytes: int) -> Found:
+        """Which pages of a job are right, by the leaf tables of what was read."""
+        step = job.size // leaf_bytes * LEAF_BYTES
+        roots = [root_of(table[at : at + step]) for at in range(0, len(table), step)]
+        if b"".join(roots) == job.roots:
+            self._remember(job.held.segment_id, job.seqs)
+            return job.bits(), []
+        good = [self._agrees(root, job.root(i)) for i, root in enumerate(roots)]
+        self._remember(job.held.segment_id, [seq for seq, fine in zip(job.seqs, good, strict=True) if fine])
+        return _found(job, good)
+
+    def _agrees(self, root: bytes, expected: bytes) -> bool:
+        if root == expected:
+            return True
+        self._c.counters.add("pages_corrupt")
+        return False
+
+    def _remember(self, segment: bytes, seqs: Sequence[int]) -> None:
+        """These records are right: policy "first" asks no more."""
+        if self._c.verify is Verify.FIRST:
+            if len(self._verified) >= VERIFIED_MAX:
+                self._verified.clear()
+            self._verified.update([(segment, seq) for seq in seqs])
+
+
+def _chunk(job: Job) -> int:
+    return job.chunk
+
+
+def _found(job: Job, good: Sequence[bool | None]) -> Found:
+    """``good``: None of a page that is a miss now, for want of memory, and not bad for that."""
+    bits = sum(1 << job.chunk + i for i, fine in enumerate(good) if fine)
+    return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if fine is False]

@@ -1,0 +1,155 @@
+"""From a match to reads: stretches of pages that lie one behind the other in a segment, as the index has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import LEAF_BYTES, ROOT_BYTES
+from kvfs.lookup.prefix_match import GroupMatch
+from kvfs.segments.open_segments import Held
+
+
+@dataclass
+class Job:
+    """``count`` pages from ``chunk`` on, ``size`` bytes each, neighbours in a segment and in the caller's buffer."""
+
+    held: Held
+    segment: int  # its number in the match's generation of the index
+    offset: int  # in it
+    chunk: int
+    out: int  # offset in the caller's buffer
+    size: int
+    roots: bytes  # of the pages, one behind the other
+    seqs: list[int]  # their records
+
+    @property
+    def count(self) -> int:
+        return len(self.seqs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * len(self.seqs)
+
+    def root(self, i: int) -> bytes:
+        return self.roots[i * ROOT_BYTES : (i + 1) * ROOT_BYTES]
+
+    def page(self, data: memoryview, i: int) -> memoryview:
+        """Page ``i`` of the bytes of this job."""
+        return data[i * self.size : (i + 1) * self.size]
+
+    def bits(self) -> int:
+        return (1 << len(self.seqs)) - 1 << self.chunk
+
+
+@dataclass
+class Run:
+    """``count`` pages from ``chunk`` on, ``stride`` bytes apart in a segment, with their leaf tables."""
+
+    held: Held
+    segment: int
+    offset: int
+    stride: int
+    chunk: int
+    leaf: int  # offset of the first leaf table; they lie one behind the other. 0: there is none
+    leaf_bytes: int  # of the leaf table of one page
+    roots: bytes
+    seqs: list[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.seqs)
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first page to the end of the last one's stride."""
+        return self.stride * len(self.seqs)
+
+    def root(self, i: int) -> bytes:
+        return self.roots[i * ROOT_BYTES : (i + 1) * ROOT_BYTES]
+
+    def cut(self, first: int, count: int) -> Run:
+        """Pages [first, first + count) of it."""
+        return Run(
+            self.held, self.segment, self.offset + first * self.stride, self.stride, self.chunk + first,
+            self.leaf and self.leaf + first * self.leaf_bytes, self.leaf_bytes,
+            self.roots[first * ROOT_BYTES : (first + count) * ROOT_BYTES], self.seqs[first : first + count],
+        )  # fmt: skip
+
+
+def plan_runs(gm: GroupMatch, held: Mapping[int, Held]) -> tuple[list[Run], int]:
+    """The pages that lie just as the reader wants them, as runs by chunk, and the set (as bits) of all that do.
+
+    Chunks whose segment is gone are in the set and in no run: they are misses.
+    """
+    runs: list[Run] = []
+    wanted, covered = (1 << gm.count) - 1 << gm.first, 0
+    for hit in gm.hits:
+        base = hit.run * gm.run_length
+        bits = hit.bits & (wanted & ~covered) >> base
+        row = hit.row() if bits and hit.part == gm.want else None
+        for e, skipped, count, roots in row.stretches(bits) if row is not None else ():
+            if e.codec or e.stored_bytes != gm.part_bytes:
+                continue
+            chunk = base + e.first + skipped
+            covered |= (1 << count) - 1 << chunk
+            file = held.get(e.segment)
+            if file is None or row is None:
+                continue
+            leaf_bytes = row.leaves * LEAF_BYTES
+            run = Run(
+                file, e.segment, (e.block + skipped * e.stride) * fmt.BLOCK, e.stride * fmt.BLOCK, chunk,
+                e.leaf and e.leaf * LEAF_BYTES + skipped * leaf_bytes, leaf_bytes, roots,
+                list(range(e.seq + skipped, e.seq + skipped + count)),
+            )  # fmt: skip
+            runs += _evenly(run, fmt.align(gm.part_bytes))
+    runs.sort(key=lambda run: run.chunk)  # rows of forks may interleave
+    return _joined(runs), covered
+
+
+def _evenly(run: Run, stride: int) -> list[Run]:
+    """Pages one behind the other; where there are gaps between them, each is a run of its own."""
+    if run.stride == stride:
+        return [run]
+    pieces = [run.cut(i, 1) for i in range(run.count)]
+    for piece in pieces:
+        piece.stride = stride
+    return pieces
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Neighbours in the prompt and in a segment, their leaf tables too, become one."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.held is run.held
+            and last.chunk + last.count == run.chunk
+            and last.stride == run.stride
+            and last.offset + last.span == run.offset
+            and bool(last.leaf) == bool(run.leaf)
+            and (not run.leaf or last.leaf + last.count * last.leaf_bytes == run.leaf)
+        ):
+            last.roots += run.roots
+            last.seqs += run.seqs
+        else:
+            joined.append(run)
+    return joined
+
+
+def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tuple[list[Job], int]:
+    """``plan_runs``, cut into reads that fill a caller's buffer, page behind page, each of at most ``bytes_max``."""
+    runs, covered = plan_runs(gm, held)
+    jobs: list[Job] = []
+    size = gm.part_bytes
+    for run in runs:
+        step = max(1, bytes_max // size) if run.stride == size else 1
+        for i in range(0, run.count, step):
+            n = min(step, run.count - i)
+            jobs.append(Job(
+                run.held, run.segment, run.offset + i * run.stride, run.chunk + i, (run.chunk + i - gm.first) * size,
+                size, run.roots[i * ROOT_BYTES : (i + n) * ROOT_BYTES], run.seqs[i : i + n],
+            ))  # fmt: skip
+    return jobs, covered

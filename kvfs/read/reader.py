@@ -1,0 +1,250 @@
+"""Loading: from segments into the caller's memory, or as views of the page cache; verified."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.errors import IndexUnavailableError
+from kvfs.format import segment as fmt
+from kvfs.format.codec import fits
+from kvfs.index.row_updates import forget_place
+from kvfs.index.rows import Place
+from kvfs.lookup.prefix_match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
+from kvfs.pages.chunk_set import span
+from kvfs.pages.layout import Group
+from kvfs.read.assemble import assemble, decode_page
+from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
+from kvfs.read.plan import Job, plan_reads
+from kvfs.segments.open_segments import Held
+from kvfs.system.thread_pool import Team
+from kvfs.types import Tier
+
+S = TypeVar("S")
+T = TypeVar("T")
+VIEW_BYTES = 256 << 20  # one map
+
+
+class Reader:
+    """Reads the pages of matches. Thread-safe; nothing here raises for a disk that misbehaves."""
+
+    def __init__(self, context: Context) -> None:
+        self._c = context
+        self._team = Team(max(COLD_THREADS, context.threads), "kvfs-read")
+        self._fetcher = Fetcher(context, self._team)
+
+    # -- get ---------------------------------------------------------------------------------
+
+    def load(self, match: PrefixMatch, groups: Sequence[Group], outs: Sequence[memoryview]) -> int:
+        """Fill the buffers; leading chunks that are restorable from what verified."""
+        with self.held(match) as held:
+            good = {}
+            for gm, out in zip(match.groups, outs, strict=True):
+                good[gm.name] = self._load_group(match, gm, groups[gm.number], out, held)
+            chunks = match.restorable(good) if match.groups else 0
+            self._c.counters.add("tokens_loaded", chunks * match.page_tokens)
+            return chunks
+
+    def load_run(
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
+    ) -> tuple[int, dict[Tier, int]]:
+        """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; good ones and tiers, as bits.
+
+        A chunk's tier is where it lay just before it was read. For transfers: counts bytes, but no tokens.
+        """
+        tiers = self._chunk_tiers(gm, held)
+        return self._load_group(match, gm, group, out, held), tiers
+
+    def note(self, match: PrefixMatch, gm: GroupMatch, good: int) -> None:
+        """After a load: stamps and counts for the chunks in ``good``."""
+        with self.held(match) as held:
+            self._stamp(match, gm, good, held)
+        self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
+
+    def _load_group(
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
+    ) -> int:
+        """Set (as bits) of the chunks that are now in ``out``, verified."""
+        jobs, covered = plan_reads(gm, held, READ_BYTES)
+        good, bad = self._fetcher.fetch(jobs, group.leaf_bytes(gm.want), out)
+        rest = span(gm.first, gm.count) & ~covered
+        if rest:
+            bits, faults = self._assemble_rest(gm, group, rest, out, held)
+            good |= bits
+            bad += faults
+        self.note(match, gm, good)
+        self.forget(match, gm, bad)
+        return good
+
+    def _assemble_rest(
+        self, gm: GroupMatch, group: Group, rest: int, out: memoryview, held: dict[int, Held]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Chunks in ``rest``, which do not lie as they are wanted; (good ones as bits, bad records)."""
+        sources = gm.sources()
+        chunks = [c for c in sources if rest >> c & 1]
+
+        def one(chunk: int) -> tuple[int, list[tuple[int, int]]]:
+            target = out[(chunk - gm.first) * gm.part_bytes :][: gm.part_bytes]
+            whole, wrong = assemble(self._c, sources[chunk], gm, group, target, held)
+            return whole << chunk, [(source.place.segment, source.place.seq) for source in wrong]
+
+        cold = bool(chunks) and not all(self._in_cache(held, s.place) for s in sources[chunks[0]])
+        shares = [iter(chunks)] * max(1, min(len(chunks), COLD_THREADS if cold else self._c.threads))
+        done = [found for share in self._team.each(partial(_each, one), shares) for found in share]
+        return sum(bits for bits, _ in done), [fault for _, faults in done for fault in faults]
+
+    # -- views -------------------------------------------------------------------------------
+
+    def view(self, match: PrefixMatch, gm: GroupMatch, group: Group) -> list[memoryview]:
+        """Read-only buffers of the leading pages that verify, over shared maps of the segments.
+
+        Each map keeps its segment's blocks; a view stays valid after eviction. Pages of a codec are private memory.
+        """
+        views: list[memoryview] = []
+        bad: list[tuple[int, int]] = []
+        leaf_bytes = group.leaf_bytes(gm.want)
+        with self.held(match) as held:
+            jobs, covered = plan_reads(gm, held, VIEW_BYTES)
+            mapped = {job.chunk: job for job in jobs}
+            sources = {} if covered.bit_count() == gm.count else gm.sources()
+            while (chunk := gm.first + len(views)) < gm.first + gm.count:
+                job = mapped.get(chunk)
+                new = (
+                    self._map_job(job, leaf_bytes)
+                    if job is not None
+                    else self._decoded(gm, sources.get(chunk, []), leaf_bytes, held, bad)
+                )
+                views += new
+                if len(new) < (job.count if job is not None else 1):
+                    break
+            self._stamp(match, gm, (1 << len(views)) - 1 << gm.first, held)
+        self.forget(match, gm, bad)
+        return views
+
+    def _decoded(
+        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, Held],
+        bad: list[tuple[int, int]],
+    ) -> list[memoryview]:  # fmt: skip
+        """The page in memory of its own, if it is there encoded and as it is wanted; else nothing. Faults: ``bad``."""
+        for part, place in sources:
+            file = held.get(place.segment)
+            encoded = place.codec != fmt.CODEC_RAW and fits(place.codec, place.stored_bytes, gm.part_bytes)
+            if part == gm.want and file is not None and encoded:
+                page = memoryview(bytearray(gm.part_bytes))
+                fine = decode_page(self._c, file, place, leaf_bytes, page)
+                if fine:
+                    return [page.toreadonly()]
+                if fine is False:
+                    bad.append((place.segment, place.seq))
+        return []
+
+    def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
+        """Leading pages of a job that verify; where they must be checked, by several threads."""
+        mapping = None
+        try:
+            if self._c.segments.may_map(job.held):
+                mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
+                whole = memoryview(mapping).toreadonly()
+            else:
+                whole = memoryview(self._c.segments.read_bytes(job.held, job.nbytes, job.offset)).toreadonly()
+        except (OSError, ValueError):
+            self._c.counters.add("read_errors")
+            return []
+        views = [job.page(whole, i) for i in range(job.count)]
+        step = max(1, READ_BYTES // job.size) if self._fetcher.must_sum(job) else job.count
+        firsts = range(0, job.count, step)
+
+        def bad_page(first: int) -> int:
+            """The first page from ``first`` on that is not as it should be, of one step; the number of all if none."""
+            part = views[first : first + step]
+            try:
+                if mapping is not None:
+                    self._c.files.populate(mapping, first * job.size, sum(map(len, part)))
+            except OSError:
+                self._c.counters.add("read_errors")
+                return first
+            wrong = (n for n, view in enumerate(part, first) if not self._fetcher.check(job, n, view, leaf_bytes))
+            return next(wrong, job.count)
+
+        shares = [iter(firsts)] * max(1, min(len(firsts), self._c.threads))
+        ends = [end for share in self._team.each(partial(_each, bad_page), shares) for end in share]
+        return views[: min(ends)]
+
+    # -- tiers, stamps, faults -----------------------------------------------------------------
+
+    def tiers(self, match: PrefixMatch) -> list[PageRef]:
+        """Tier of every page of a match: HOST if the page cache has all of it."""
+        refs = []
+        with self.held(match) as held:
+            for gm in match.groups:
+                disk = self._chunk_tiers(gm, held)[Tier.DISK]
+                chunks = range(gm.first, gm.first + gm.count)
+                refs += [PageRef(gm.name, c, Tier.DISK if disk >> c & 1 else Tier.HOST) for c in chunks]
+        return refs
+
+    def _chunk_tiers(self, gm: GroupMatch, held: dict[int, Held]) -> dict[Tier, int]:
+        """The chunks, as bits, that lie in the page cache and on the disk now."""
+        sources, cold = gm.sources(), 0
+        for chunk in range(gm.first, gm.first + gm.count):
+            if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
+                cold |= 1 << chunk
+        return {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
+
+    def _in_cache(self, held: dict[int, Held], place: Place) -> bool:
+        file = held.get(place.segment)
+        if file is None:
+            return False
+        cached = self._c.segments.cached_bytes(file, place.block * fmt.BLOCK, place.stored_bytes)
+        return cached is not None and cached >= place.stored_bytes
+
+    def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, Held]) -> None:
+        for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):
+            if segment in held:
+                self._c.recency.stamp(held[segment].segment_id, seq, [match.at_us] * count)
+        if match.last_hash:
+            self._c.recency.note_request(match.last_hash, match.at_us)
+
+    def forget(self, match: PrefixMatch, gm: GroupMatch, bad: Sequence[tuple[int, int]]) -> None:
+        """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""
+        if not bad or self._c.liveness is None:
+            return
+        wrong = set(bad)
+        keys = {hit.key for hit in gm.hits}
+        with contextlib.suppress(IndexUnavailableError):
+            self._c.index.write(
+                lambda s: forget_place(s, keys, wrong) if s.generation == match.generation else 0, COMMIT_SECONDS
+            )
+
+    @contextlib.contextmanager
+    def held(self, match: PrefixMatch) -> Iterator[dict[int, Held]]:
+        """The open segments of a match, by number; reopened if the match came from elsewhere or has expired."""
+        hold = match.hold
+        if hold is None or not hold.enter():
+            held = {}
+            for number, segment_id in match.segments.items():
+                if self._c.marks.has(segment_id):
+                    continue  # some of it was purged, perhaps these pages: whoever wants to know looks up again
+                one = self._c.segments.acquire(number, segment_id, match.generation)
+                if one is not None:
+                    held[number] = one
+            hold = Hold(held, 0.0)
+            hold.enter()
+            hold.release()
+        try:
+            yield hold.held
+        finally:
+            hold.leave()
+
+    def close(self) -> None:
+        self._team.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the parent's threads are not here."""
+        self._team.abandon()
+
+
+def _each(function: Callable[[S], T], items: Iterator[S]) -> list[T]:
+    return [function(item) for item in items]

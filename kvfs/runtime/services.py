@@ -1,0 +1,116 @@
+"""What reads, writes, evicts and rebuilds in an open store. A process that only looks has none of it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Callable
+
+import lmdb
+
+from kvfs.bundles.drop_folder import DropFolder
+from kvfs.context import Context
+from kvfs.directory.watch import DROPS, Heard, Watch
+from kvfs.eviction.evictor import Evictor
+from kvfs.index.environment import Index
+from kvfs.maintenance.pins import Pins
+from kvfs.maintenance.purge import Purger
+from kvfs.maintenance.rebuild import Report, build, rebuild
+from kvfs.read.reader import Reader
+from kvfs.runtime.background import Chore
+from kvfs.write.active_segments import ActiveSegments
+from kvfs.write.appender import Appender
+from kvfs.write.relocate import Carrier
+
+WATCH_AFTER_SECONDS = 1.0  # what opens a store only for a moment pays for no watch, and adopts nothing
+
+
+class Workshop:
+    """The parts, and their share of the upkeep."""
+
+    def __init__(self, context: Context, nudge: Callable[[str], None]) -> None:
+        self._c = context
+        self._nudge = nudge
+        self.reader = Reader(context)
+        self.evictor = Evictor(context)
+        self.active = ActiveSegments(context, self.evictor.make_room)
+        self.appender = Appender(context, self.active, self.evictor.budget.stored)
+        self.evictor.carrier = Carrier(context, self.appender)
+        self.pins = Pins(context, self.active, self.evictor.carrier, self.evictor.make_room_locked)
+        self.evictor.victims.pinned = self.pins.segments
+        self.purger = Purger(context, self.evictor, self.active, self.pins)
+        self.listen()
+
+    def listen(self) -> None:
+        """Begin to notice what others do; in a forked child anew."""
+        self.drops = DropFolder(self._c, self.active)
+        self.watch = Watch(self._c.directory, self._heard, adopts=not self._c.directory.read_only)
+
+    def _heard(self, heard: Heard) -> None:
+        if heard.chore == DROPS and heard.renamed:
+            self.drops.arrived(heard.name)
+        self._nudge(heard.chore)
+
+    # -- a new index -------------------------------------------------------------------------
+
+    def rebuild(self, cancelled: Callable[[], bool]) -> Report | None:
+        """Build an index and make it the current one; None if somebody else is at it, or was faster."""
+        c = self._c
+        assert c.liveness is not None
+        # a segment that this very process may be appending to is nobody else's to go on with, either
+        alone = not c.liveness.others() and not self.active.active_numbers()
+        return rebuild(c.directory, c.index, c.settings, c.store_id, alone=alone, cancelled=cancelled)
+
+    def private_index(self, cancelled: Callable[[], bool]) -> Index:
+        """An index outside the store; IndexUnavailableError when ``cancelled`` says so meanwhile."""
+        c, folder = self._c, tempfile.mkdtemp(prefix="kvfs-index-")
+        try:
+            build(c.directory, folder, c.settings, c.store_id, alone=False, cancelled=cancelled)
+            index = Index(c.directory, c.settings.index_bytes, private_path=folder)
+            index.open_private()
+        except lmdb.Error as exc:  # no room for it, say
+            raise OSError(errno.EIO, f"no index of one's own can be made there ({exc})", folder) from None
+        finally:  # open it stays; so nothing is left behind, however this process ends
+            shutil.rmtree(folder, ignore_errors=True)
+        return index
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def chores(self) -> list[Chore]:
+        watch = Chore("watch", 30.0, self.watch.keep, after=WATCH_AFTER_SECONDS)
+        if self._c.directory.read_only:
+            return [watch]
+        return [
+            watch,
+            Chore("evict", 0.25, self.evictor.background),
+            Chore("expire", 5.0, self.evictor.expire),
+            Chore("missing", 1.0, self.evictor.drop_missing, after=1.0),
+            Chore("sync", 1.0, self.sync),
+            Chore("tidy", 2.0, self.active.tidy),
+            Chore("sweep", 0.5, self.evictor.sweep),
+            Chore("purge", 5.0, self.purger.resume),
+            Chore("slack", 5.0, self._c.index.keep_slack),
+            Chore(DROPS, 1.0, self.drops.look, after=WATCH_AFTER_SECONDS),
+        ]
+
+    def sync(self) -> None:
+        if self._c.settings.sync == "batch":
+            self.active.sync_dirty()
+
+    def stop(self) -> None:
+        """What runs beside the keeper ends; it has ended."""
+        self.watch.stop()
+        self.drops.join()
+
+    def close(self) -> bool:
+        """False if a write hangs: its segment stays this process's own."""
+        free = self._c.directory.read_only or self.active.close()
+        self.reader.close()
+        return free
+
+    def abandon(self) -> None:
+        """In a forked child: nothing of the parent's is touched any more."""
+        self.active.abandon()
+        self.evictor.reclaimer.abandon()
+        self.reader.abandon()

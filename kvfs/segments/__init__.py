@@ -1,0 +1,1 @@
+"""One segment file: append, scan, hold open."""

@@ -1,0 +1,139 @@
+"""Reading a segment's own tables: untrusted bytes, up to the first entry that is not valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvfs.errors import ConfigError
+from kvfs.format import segment as fmt
+from kvfs.format.checksums import LEAF_BYTES, root_of
+from kvfs.format.segment import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
+from kvfs.pages.identity import Described, parse_descriptor
+from kvfs.pages.layout import Part
+from kvfs.system.files import Files
+
+_U32_MAX = 0xFFFF_FFFF
+
+
+@dataclass
+class Scan:
+    """What a segment's own tables say, up to the first entry that is not valid."""
+
+    header: Header
+    entries: list[Entry]
+    seal: Seal | None
+    table: int  # table block and slot that take the next entry
+    slot: int
+    end: int  # end of what the entries cover, but for leaf tables: their sizes are their layouts' to say
+    size: int
+    checks: bytes  # check words of the entries, one behind the other
+    appendable: bool  # False where the header has features that this code may only read
+
+    def parts(self) -> Iterator[Entry]:
+        return (e for e in self.entries if e.kind == fmt.KIND_PART)
+
+
+def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Scan | None:
+    """Read the tables of a segment (untrusted bytes); None if it has no valid header. OSError as it comes."""
+    size = files.fstat(fd).st_size
+    if size < fmt.FIRST_PAYLOAD:
+        return None
+    page = files.read(fd, BLOCK, 0)
+    header = fmt.parse_header(page)
+    if header is None:
+        return None
+    seed, table, slot, epoch = fmt.segment_seed(header.segment_id), fmt.FIRST_TABLE, 0, 0
+    entries: list[Entry] = []
+    checks: list[bytes] = []
+    end = fmt.FIRST_PAYLOAD
+    block = files.read(fd, fmt.FIRST_TABLE_BYTES, table)
+    slots = fmt.slots_of_table(True)
+    while records_max is None or len(entries) < records_max:
+        raw = memoryview(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
+        entry = fmt.parse_entry(raw, seed)
+        if (
+            entry is None
+            or entry.seq != len(entries)
+            or entry.epoch < epoch
+            or not _inside(entry, size, end, slot == slots - 1)
+        ):
+            break
+        epoch = entry.epoch
+        entries.append(entry)
+        checks.append(fmt.entry_check(raw))
+        slot += 1
+        if entry.kind == fmt.KIND_CHAIN:
+            table, slot, slots = entry.payload, 0, fmt.slots_of_table(False)
+            block = files.read(fd, fmt.TABLE_BYTES, table)
+            end = max(end, table + fmt.TABLE_BYTES)
+        else:
+            end = max(end, align(entry.payload + entry.stored_bytes))
+            if entry.leaves:
+                end = max(end, align(entry.leaves + 8))
+    words = b"".join(checks)
+    seal = _read_seal(fd, files, size, header.segment_id, len(entries), root_of(words))
+    return Scan(header, entries, seal, table, slot, end, size, words, fmt.may_append(page))
+
+
+def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
+    """Whether an entry points into the file; chain entries stand in the last slot and lead forward."""
+    if entry.payload % BLOCK or entry.payload < fmt.FIRST_PAYLOAD or entry.payload + entry.stored_bytes > size:
+        return False
+    if entry.payload // BLOCK > _U32_MAX or entry.leaves // 8 > _U32_MAX:  # a page row could not name it
+        return False
+    if entry.kind == fmt.KIND_CHAIN:
+        return last_slot and entry.payload >= end and entry.payload + fmt.TABLE_BYTES <= size
+    return not last_slot and entry.leaves % 8 == 0 and entry.leaves <= size
+
+
+def covered_end(scan: Scan, describe: Callable[[int], Described | None]) -> int | None:
+    """End of all that the entries cover, leaf tables included: nothing below it may be written. ``describe`` gives the
+    namespace behind the seq of its entry. None where a layout is not known, or a table reaches out of the file."""
+    end = scan.end
+    sizes: dict[tuple[int, int, bytes], int | None] = {}
+    for entry in scan.parts():
+        if entry.leaves:
+            shape = entry.ns_seq, entry.group, entry.part
+            if shape not in sizes:
+                sizes[shape] = _table_bytes(describe(entry.ns_seq), entry.group, entry.part)
+            size = sizes[shape]
+            if size is None or entry.leaves + size > scan.size:
+                return None
+            end = max(end, align(entry.leaves + size))
+    return end
+
+
+def _table_bytes(described: Described | None, number: int, packed: bytes) -> int | None:
+    if described is None or number >= len(described.layout.groups):
+        return None
+    try:
+        return described.layout.groups[number].leaves(Part.unpack(packed)) * LEAF_BYTES
+    except ConfigError:
+        return None
+
+
+def _read_seal(fd: int, files: Files, size: int, segment_id: bytes, records: int, root: bytes) -> Seal | None:
+    if size % BLOCK:
+        return None
+    seal = fmt.parse_seal(files.read(fd, BLOCK, size - BLOCK))
+    if seal is None or seal.segment_id != segment_id or seal.tail != size - BLOCK:
+        return None
+    return seal if (seal.records, seal.table_root) == (records, root) else None
+
+
+def read_descriptor(fd: int, files: Files, entry: Entry) -> bytes | None:
+    """Namespace descriptor that a KIND_NAMESPACE entry points to, or None if its bytes do not verify."""
+    if entry.stored_bytes > fmt.DESCRIPTOR_BYTES_MAX:
+        return None
+    data = files.read(fd, entry.stored_bytes, entry.payload)
+    return data if root_of(data) == entry.root else None
+
+
+def read_namespace(fd: int, files: Files, entries: Sequence[Entry], seq: int) -> Described | None:
+    """The namespace that the entry ``seq`` describes; None if it is none, or does not verify."""
+    if seq >= len(entries) or entries[seq].kind != fmt.KIND_NAMESPACE:
+        return None
+    data = read_descriptor(fd, files, entries[seq])
+    described = parse_descriptor(data) if data is not None else None
+    return described if described is not None and described.digest == entries[seq].chunk_hash else None

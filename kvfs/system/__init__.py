@@ -1,0 +1,1 @@
+"""Every system call, descriptor and thread."""

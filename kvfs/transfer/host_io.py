@@ -1,0 +1,385 @@
+"""HostIO: asynchronous saves and loads between an engine's host memory and the store.
+
+Threads: ``threads`` that copy out of the engine, one that writes, ``threads`` that read and copy into the engine.
+Everything is bounded: the ring, the slots that saves may use of it, the unfinished transfers, every wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvfs.context import Context
+from kvfs.directory.config import parse_size
+from kvfs.errors import ConfigError, StoreReadOnlyError
+from kvfs.lookup.incremental import Lookahead
+from kvfs.lookup.matcher import Matcher
+from kvfs.lookup.prefix_match import Hold, PrefixMatch
+from kvfs.lookup.prompt_pages import chain_of
+from kvfs.lookup.search import Prompt
+from kvfs.pages.chunk_set import bits_of, span
+from kvfs.pages.device_kv import DeviceKV
+from kvfs.pages.identity import Identity
+from kvfs.pages.layout import Part
+from kvfs.read.reader import Reader
+from kvfs.transfer.handle import OnDone, OnPage, Summary, Task, Transfer
+from kvfs.transfer.load import Load
+from kvfs.transfer.outcome import CameFrom, restored
+from kvfs.transfer.save import Save, stored
+from kvfs.transfer.staging import StagingRing
+from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, chunks_covered, to_load
+from kvfs.transfer.workers import Attached, Desk, JobThreads, Writes, make_ring
+from kvfs.types import ExtraKeys, SavePlan, Tier, TokensLike, TransferState
+from kvfs.write.active_segments import SegmentClass
+from kvfs.write.appender import Appender
+
+SAVE_SECONDS = 2.0
+LOAD_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+WARM_SECONDS = 10.0
+
+
+class HostIO:
+    """One rank's attached buffers. Made by ``Namespace.attach``; any thread may use it.
+
+    After a fork the child must attach anew; closing the store closes it.
+    """
+
+    transport = "host"
+    _save: type[Save] = Save
+    _load: type[Load] = Load
+    _restore: type[Load] = Load
+    _write_lanes = 1
+
+    def __init__(
+        self, context: Context, appender: Appender, reader: Reader, matcher: Matcher, identity: Identity,
+        retention: Callable[[float | str | None], tuple[int, SegmentClass]], device_kvs: Sequence[DeviceKV], *,
+        ring_bytes: int | str, threads: int, dirty_bytes: int | str | None, queue_max: int,
+        codec: int = 0,
+    ) -> None:  # fmt: skip
+        _number("threads", threads, 64)
+        self._queue_max = _number("queue_max", queue_max, 1 << 20)
+        self._c, self._identity, self._retention, self._codec = context, identity, retention, codec
+        self._matcher = matcher
+        self._attached = self._check(device_kvs)
+        self._desk = self._make_desk(appender, reader, ring_bytes, dirty_bytes)
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._unfinished: set[Transfer] = set()
+        self._closed = False
+        try:
+            self._copies, self._reads = JobThreads("copy", threads), self._load_threads(threads)
+            self._writes = [JobThreads("write", 1) for _ in range(self._write_lanes)]
+        except BaseException:  # the process may have no more threads
+            self._unpin()
+            raise
+        context.attached.add(self)
+
+    def _make_desk(
+        self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
+    ) -> Desk:
+        for a in self._attached.values():
+            if a.device.memory.startswith("cuda"):  # no address for the copies here
+                raise ConfigError(
+                    f"group {a.group.name} lies in {a.device.memory}, others in host memory: attach one device"
+                )
+        ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
+        descriptor = self._identity.descriptor_bytes()
+        writes = Writes(self._c.files.monotonic)
+        return Desk(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec, writes)
+
+    def _load_threads(self, threads: int) -> JobThreads:
+        return JobThreads("read", threads)
+
+    def _unpin(self) -> None:
+        """Let go of what the desk has pinned; nothing, in host memory."""
+
+    def _check(self, device_kvs: Sequence[DeviceKV]) -> dict[str, Attached]:
+        layout = self._identity.layout
+        attached: dict[str, Attached] = {}
+        for device in device_kvs:
+            group = device.check(layout)
+            if group.name in attached:
+                raise ConfigError(f"group {group.name} is attached twice: pass one DeviceKV with all of its buffers")
+            part = device.part(group)
+            number, size = layout.groups.index(group), group.part_bytes(part)
+            attached[group.name] = Attached(number, group, part, device, size)
+        if not attached:
+            raise ConfigError("no buffers: pass a DeviceKV for each group that this rank holds")
+        return attached
+
+    # -- for everybody -----------------------------------------------------------------------
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The rectangle of each attached group: pass it as ``part`` to ``match`` and ``plan_save``."""
+        return {name: a.part for name, a in self._attached.items()}
+
+    @property
+    def ring(self) -> StagingRing:
+        return self._desk.ring
+
+    def save(
+        self, plan: SavePlan, units: Units, after: Any = None, deadline: float = SAVE_SECONDS,
+        ttl: float | str | None = None, store: bool = True, *, attempt: bytes = bytes(8), on_page: OnPage = None,
+        on_done: OnDone = None,
+    ) -> Transfer:  # fmt: skip
+        """Store the pages of ``plan`` that this rank is to write, out of ``units``.
+
+        ``units[i]``: the unit with tokens [i * unit_tokens, (i + 1) * unit_tokens) of the prompt; for groups of one
+        state per page, with the state at the end of chunk i; -1 where there is none: such a page is declined. Several
+        groups: a mapping from group name. ``after``: None, or what to wait for before the units are read: an object
+        with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that are not
+        copied by then, for want of slots or of the event, are declined. In groups of full attention the first
+        decline ends the save, and nothing behind it is stored in any group. Among replicas page c is written by
+        rank c % count. ``store=False``: only the callbacks.
+        ``attempt``: 8 bytes that all ranks of a cohort share. ``on_page`` and ``on_done`` are called on the threads
+        of the transport, one call at a time: they must not wait for a transfer.
+        Raises ConfigError for bad arguments and StoreReadOnlyError; everything else is in the result.
+        """
+        self._check_open()
+        if plan.namespace != self._identity.digest:
+            raise ConfigError("this plan is of another namespace: use plan_save of the one that is attached")
+        if self._c.liveness is None and not self._c.declines:
+            raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to save")
+        if len(attempt) != 8:
+            raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
+        expires, segment_class = self._retention(ttl)
+        ids = checked_units(self._attached, units)
+        order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
+        pages = [(a, a.device.written(plan.missing.get(a.group.name, ()))) for a in order]
+        tokens = self._identity.layout.page_tokens
+        task = self._task("save", pages, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
+        transfer = Transfer(task, self._forget)
+        if self._c.declines:  # operators want it so
+            self._c.counters.add(f"pages_declined_{self._c.declines}", sum(len(chunks) for _, chunks in pages))
+            return _refuse(transfer, self._c.declines)
+        if not store:
+            return _refuse(transfer, "disabled")
+        save = self._save(
+            self._desk, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
+            segment_class, attempt, [pool.put for pool in self._writes],
+        )  # fmt: skip
+        save.cut_to_source()
+        return self._submit(transfer, self._copies, save.run)
+
+    def load(
+        self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
+        first_token: int = 0, *, layerwise: bool = False, on_page: OnPage = None, on_done: OnDone = None,
+    ) -> Transfer:  # fmt: skip
+        """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
+
+        ``result.tokens`` says how many tokens from 0 on are restored, if those before ``first_token`` and those of
+        units -1 are there already. Behind it each state is either untouched or the verified one: unverified bytes
+        never reach a unit. The match may have been made for larger parts, or in another process. ``layerwise``: the
+        first layers of all pages come first, where the transport can do that (``Transfer.layer_ready``).
+        """
+        self._check_open()
+        if match.namespace != self._identity.digest:
+            raise ConfigError("this match is of another namespace: use the one that is attached")
+        _check_first(first_token)
+        ids = checked_units(self._attached, units)
+        order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
+        pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
+        possible = {g.name: span(g.first, g.count) for g in match.groups}
+        came_from, names = CameFrom(), {a.number: a.group.name for a in self._attached.values()}
+        task = self._task(
+            "load", pages, deadline, after, on_page, on_done,
+            lambda done: restored(match, names, done, came_from, first_token),
+        )  # fmt: skip
+        hold = match.hold if match.hold is not None and match.hold.enter() else None
+        transfer = Transfer(task, partial(self._forget_load, hold))
+        load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
+        return self._submit(transfer, self._reads, load.run)
+
+    def restore(
+        self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
+        first_token: int = 0, *, leave: int = 0, extra: ExtraKeys | None = None, on_page: OnPage = None,
+        on_done: OnDone = None,
+    ) -> Transfer:  # fmt: skip
+        """``match`` and ``load`` in one: look a prompt up and load its longest prefix that can be restored.
+
+        Returns before anything is looked up; on a GPU the first pages are on their way while the rest of the prompt is.
+        ``units`` of every attached group, for as much of the prompt as is to be restored at most; ``leave`` and
+        ``extra`` as in ``match``, the rest as in ``load``. Until the end nobody knows how much will be restored: units
+        behind ``result.tokens`` may have been written to, with KV of this prompt that is verified but of no use.
+        """
+        self._check_open()
+        _check_first(first_token)
+        ids = checked_units(self._attached, units)
+        lacking = [name for name, a in self._attached.items() if a.number not in ids]
+        if lacking:
+            raise ConfigError(f"units lacks group {lacking[0]!r}: pass ids for each of {list(self._attached)}")
+        chain = chain_of(self._c, self._identity, token_ids, leave, extra)
+        chunks = min([chain.chunks, *(chunks_covered(a, ids[a.number], chain.chunks) for a in self._attached.values())])
+        wants = [self.parts.get(g.name, g.full) for g in self._identity.layout.groups]
+        lookahead = Lookahead(self._c, self._matcher, self._identity, chain, wants, chunks)
+        order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
+        behind = range(first_token // self._identity.layout.page_tokens, chunks)
+        pages = [(a, to_load(a, ids[a.number], behind)) for a in order]
+        task = self._task("load", [], deadline, after, on_page, on_done, lambda _: (0, {}))  # until more is known
+        transfer = Transfer(task, partial(self._forget_load, None))
+        load = self._restore(
+            self._desk, transfer, lookahead.match, pages, ids, after, first_token, CameFrom(), {}, lookahead=lookahead
+        )
+        return self._submit(transfer, self._reads, load.run)
+
+    def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
+        """Pin what a match needs ahead of its load, on a GPU; bytes of it that are there without the ring then.
+
+        What was not pinned after ``deadline`` seconds is left. Raises ConfigError.
+        """
+        self._check_process()
+        self._check_deadline(deadline)
+        return 0
+
+    def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
+        """Pin the pages that were used last, on a GPU, before traffic: else a process's first loads have to.
+
+        Of this namespace's pages those that lie as this rank wants them, up to ``nbytes`` in whole pieces of segments;
+        what the page cache does not hold is left out (``store.warm`` brings it there), and so is what does not fit
+        into ``registered_bytes`` beside what is pinned. Walks the index; what was found and pinned after ``deadline``
+        seconds has to do. Returns the bytes that are pinned for loads then. Raises ConfigError.
+        """
+        self._check_open()
+        parse_size(nbytes, "nbytes")
+        self._check_deadline(deadline)
+        return 0
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Finish what was accepted, at most ``timeout`` seconds; what is left then ends as declined ("closed").
+
+        A transfer whose disk is stalled ends when the disk comes back; its slots stay its own until then.
+        """
+        if self._pid != os.getpid():
+            return
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._unfinished, timeout)
+            left = list(self._unfinished)
+        for transfer in left:
+            transfer._stop("closed")
+        self.ring.close()
+        for pool in (self._copies, self._reads, *self._writes):
+            pool.close(max(0.1, end - time.monotonic()))
+        for transfer in left:
+            transfer._try_end()
+        self._c.attached.discard(self)
+
+    def __enter__(self) -> HostIO:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ConfigError("this HostIO belongs to the parent process: call ns.attach(...) in this one")
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ConfigError("this HostIO was closed: call ns.attach(...) again")
+
+    def _wanted(self, match: PrefixMatch, a: Attached, ids: UnitIds, first_token: int) -> list[int]:
+        """Chunks of a match that have something to load."""
+        gm = match.group(a.group.name)
+        if not gm.want.contains(a.part):
+            raise ConfigError(
+                f"the match is for {gm.want} of group {gm.name}, attached is {a.part}: match with io.parts"
+            )
+        chunks = range(max(gm.first, first_token // match.page_tokens), gm.first + gm.count)
+        check_enough(a, ids, chunks)
+        return to_load(a, ids, chunks)
+
+    def _task(
+        self, kind: str, pages: Sequence[tuple[Attached, list[int]]], deadline: float, after: Any, on_page: OnPage,
+        on_done: OnDone, summarise: Summary,
+    ) -> Task:  # fmt: skip
+        self._check_deadline(deadline)
+        self._check_after(after)
+        groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._attached.values()}
+        end = self._c.files.monotonic() + deadline
+        offered = {a.number: bits_of(chunks) for a, chunks in pages}
+        return Task(kind, offered, groups, end, summarise, on_page, on_done)
+
+    def _check_deadline(self, deadline: float) -> None:
+        if not isinstance(deadline, (int, float)) or not deadline >= 0:
+            raise ConfigError(f"deadline is {deadline!r}: pass seconds from now, 0 or more")
+
+    def _check_after(self, after: Any) -> None:
+        if not (after is None or callable(after) or hasattr(after, "wait") or hasattr(after, "synchronize")):
+            raise ConfigError(
+                f"after is {type(after).__name__}: pass an event with synchronize() or wait(), or a callable"
+            )
+
+    def sweep(self) -> None:
+        """Let go of what other processes wait for, and of what is late. Called every second."""
+        now = self._c.files.monotonic()
+        with self._changed:
+            late = [t for t in self._unfinished if t.state is TransferState.QUEUED and now >= t.deadline]
+        if late:  # those before them stand still
+            for transfer in late:
+                transfer._stop("deadline")
+            threading.Thread(target=_end_all, args=(late,), name="kvfs-end", daemon=True).start()
+
+    def _submit(self, transfer: Transfer, pool: JobThreads, run: Callable[[], None]) -> Transfer:
+        with self._changed:
+            busy = self._backlog(pool) >= self._queue_max or self._closed
+            if not busy:
+                self._unfinished.add(transfer)
+        if busy:
+            return _refuse(transfer, "busy")
+        pool.put(run)
+        return transfer
+
+    def _backlog(self, pool: JobThreads) -> int:
+        """Transfers that have not ended, or that wait in a queue although they have; a batch of those has no slot."""
+        writes = [one.waiting - self.ring.slots for one in self._writes] if pool is self._copies else []
+        return max(len(self._unfinished), pool.waiting, *writes)
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._changed:
+            self._unfinished.discard(transfer)
+            self._changed.notify_all()
+        self._c.counters.add(f"{transfer.kind}s_{transfer.state.value}")
+
+    def _forget_load(self, hold: Hold | None, transfer: Transfer) -> None:
+        """Let go of the match's segments, which have been held since the load was asked for; count its tokens."""
+        if hold is not None:
+            hold.leave()
+        first = next(iter(self._attached.values()))
+        if transfer.result is not None and first.part.head == first.part.layer == 0 and first.device.writes(0):
+            moved = sum(n for tier, n in transfer.result.tiers.items() if tier is not Tier.DEVICE)
+            self._c.counters.add("tokens_loaded", moved)
+        self._forget(transfer)
+
+
+def _end_all(transfers: Sequence[Transfer]) -> None:
+    """In a thread of their own: what callbacks do must not keep anybody else."""
+    for transfer in transfers:
+        transfer._try_end()
+
+
+def _refuse(transfer: Transfer, reason: str) -> Transfer:
+    transfer._stop(reason)
+    transfer._end()
+    return transfer
+
+
+def _check_first(first_token: int) -> None:
+    if type(first_token) is not int or first_token < 0:
+        raise ConfigError(f"first_token is {first_token!r}: pass the number of a token, 0 or more")
+
+
+def _number(name: str, value: object, high: int) -> int:
+    if type(value) is int and 1 <= value <= high:
+        return value
+    raise ConfigError(f"{name} is {value!r}: pass 1 to {high}")

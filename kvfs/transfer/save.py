@@ -1,0 +1,232 @@
+"""A save from host memory: gathered on a copy thread, appended and published on write threads."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvfs.lookup.search import Prompt
+from kvfs.pages.chunk_set import bits_of
+from kvfs.pages.host_copy import gather
+from kvfs.transfer.handle import Outcomes, Transfer
+from kvfs.transfer.staging import Lease, SlotState
+from kvfs.transfer.units import UnitIds
+from kvfs.transfer.workers import Attached, Desk, fail, wait_for
+from kvfs.types import PageOutcome, TransferState
+from kvfs.write.active_segments import SegmentClass
+from kvfs.write.appender import BATCH_BYTES, Job
+
+LANE_BYTES = 128 << 20  # of a save, until it is worth another thread and segment
+
+
+class Batch(NamedTuple):
+    """Pages of one group in slots, on their way to the store."""
+
+    attached: Attached
+    chunks: list[int]
+    lease: Lease
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.chunks) * self.attached.page_bytes
+
+
+@dataclass
+class Save:
+    """A save in progress."""
+
+    desk: Desk
+    transfer: Transfer
+    prompt: Prompt
+    pages: list[tuple[Attached, list[int]]]
+    units: Mapping[int, UnitIds]  # by group number
+    after: Any
+    expires: int
+    segment_class: SegmentClass
+    attempt: bytes
+    writers: Sequence[Callable[[Callable[[], None]], None]]  # what they are given is done in order, by a thread each
+    limit: int = 1 << 62  # pages from this chunk on are of no use: a group of full attention has declined one
+    _unwritten: int = 0
+    _handed: int = 0  # batches
+    _gathering: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        nbytes = sum(a.page_bytes * len(chunks) for a, chunks in self.pages)
+        self._lanes = max(1, min(len(self.writers), nbytes // LANE_BYTES))
+        slots = self.desk.ring.slots - self.desk.save_keep
+        self._append_bytes = min(BATCH_BYTES, slots * self.desk.ring.slot_bytes // (2 * self._lanes))
+        first = min((chunks[0] for _, chunks in self.pages if chunks), default=0)
+        recency = self.desk.context.recency
+        #: one stamp for all pages of the request, with those that its lookup found
+        self.at_us = (first and recency.request_of(self.prompt.hashes[first - 1])) or self.desk.context.files.now_us()
+
+    def cut_to_source(self) -> None:
+        """Leave pages out that have no unit to come from; in groups of full attention all behind them too."""
+        for i, (a, chunks) in enumerate(self.pages):
+            ids = self.units.get(a.number, UnitIds("q"))
+            if ids.complete and (not chunks or a.device.unit_range(a.group, chunks[-1])[-1] < len(ids)):
+                self.pages[i] = (a, self._useful(chunks))
+                continue
+            needed = {c: a.device.unit_range(a.group, c) for c in chunks}
+            there = [c for c in chunks if needed[c][-1] < len(ids) and all(ids[u] >= 0 for u in needed[c])]
+            if len(there) < len(chunks):
+                self.transfer._note("source")
+                if a.group.need.kind == "all":
+                    self.limit = min(self.limit, min(set(chunks) - set(there)))
+            self.pages[i] = (a, self._useful(there))
+
+    def _useful(self, chunks: list[int]) -> list[int]:
+        """Those before the limit; ``chunks`` ascend."""
+        return chunks[: bisect.bisect_left(chunks, self.limit)]
+
+    def run(self) -> None:
+        """On a copy thread: everything up to ``source_free``."""
+        try:
+            wait_for(self.transfer, self.after)
+            self.transfer._enter(TransferState.COPYING)
+            for attached, chunks in self.pages:
+                if not self._gather(attached, chunks):
+                    break
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            self.transfer._enter(TransferState.WRITING)
+            self.transfer.source_free._set()
+            self._finish(gathered=True)
+
+    def _gather(self, attached: Attached, chunks: list[int]) -> bool:
+        """Copy pages to slots, as many as there are until the deadline; False ends the save."""
+        desk, transfer, done = self.desk, self.transfer, 0
+        while done < len(chunks) and chunks[done] < self.limit:
+            if transfer.stopped or desk.late(transfer):
+                return False
+            size = attached.page_bytes
+            lease = desk.ring.acquire(
+                min(desk.batch(size), len(chunks) - done), transfer.deadline, page_bytes=size, least=1,
+                keep=desk.save_keep, in_vain_from=desk.writes.stalled_at,
+            )  # fmt: skip
+            if lease is None:
+                transfer._note("ring")
+                return False
+            if not transfer._own(lease):
+                return False
+            batch = Batch(attached, chunks[done : done + len(lease)], lease)
+            with transfer._step() as allowed:
+                if not allowed:
+                    return False
+                self._fill(batch)
+                lease.move(SlotState.FULL)
+            done += len(batch.chunks)
+            self._hand_over([batch])
+        return True
+
+    def _hand_over(self, batches: Sequence[Batch]) -> None:
+        """Batches go round the write threads, several together if the ring is large; all to the first of a small save.
+
+        One append of several is one commit, and less to read of the index for those that look for it.
+        """
+        appends = list(_together(batches, self._append_bytes))
+        with self._lock:
+            self._unwritten += len(appends)
+        for append in appends:
+            lane = self._handed % self._lanes
+            self._handed += 1
+            self.writers[lane](partial(self._write, append, lane))
+
+    def _fill(self, batch: Batch) -> None:
+        attached = batch.attached
+        for page, chunk in zip(batch.lease.views(), batch.chunks, strict=True):
+            units = self.units[attached.number]
+            copied = gather(page, attached.group, attached.part, attached.device, units, chunk)
+            assert copied == attached.page_bytes, f"page {chunk} has {copied} of {attached.page_bytes} bytes"
+
+    def _write(self, batches: Sequence[Batch], lane: int) -> None:
+        """On a write thread."""
+        nbytes = sum(batch.nbytes for batch in batches)
+        try:
+            with self.transfer._step(engine=False) as allowed, self.desk.writes.one(nbytes):
+                if allowed:
+                    for batch in batches:
+                        batch.lease.move(SlotState.DRAINING)
+                    self._append(batches, lane)
+        except Exception as exc:
+            fail(self.transfer, exc)
+        finally:
+            for batch in batches:
+                batch.lease.release()
+            self._finish(gathered=False)
+
+    def _append(self, batches: Sequence[Batch], lane: int) -> None:
+        """Batches of one group."""
+        attached, chunks = batches[0].attached, [chunk for batch in batches for chunk in batch.chunks]
+        views = dict(zip(chunks, (page for batch in batches for page in batch.lease.views()), strict=True))
+        written: set[int] = set()
+
+        def payload(chunk: int) -> memoryview:
+            written.add(chunk)
+            return views[chunk]
+
+        useful = self._useful(chunks)
+        outcome = self.desk.appender.store(self._job(attached, payload, lane), useful)
+        taken = useful[: len(useful) - outcome.declined]
+        if taken:
+            self.desk.context.recency.note_request(self.prompt.hashes[taken[-1]], self.at_us)
+        if len(taken) < len(useful):
+            self.transfer._note(outcome.reason)
+            if attached.group.need.kind == "all":
+                with self._lock:
+                    self.limit = min(self.limit, useful[len(taken)])
+        settle = partial(self._settle, attached.number)
+        settle([c for c in taken if c in written], PageOutcome.STORED)
+        settle([c for c in taken if c not in written], PageOutcome.SKIPPED)
+        settle(chunks[len(taken) :], PageOutcome.DECLINED)
+
+    def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> Job:
+        return Job(
+            self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
+            payload, self.expires, self.at_us, self.attempt, self.segment_class._replace(lane=lane),
+            codec=self.desk.codec,
+        )  # fmt: skip
+
+    def _settle(self, number: int, chunks: Sequence[int], outcome: PageOutcome) -> None:
+        self.transfer._settle(number, bits_of(chunks), outcome)
+
+    def _finish(self, *, gathered: bool) -> None:
+        """End the transfer when nothing is left to gather or to write, or when nobody may any more.
+
+        After a close the write threads are not there to take what was gathered last.
+        """
+        with self._lock:
+            if gathered:
+                self._gathering = False
+            else:
+                self._unwritten -= 1
+            over = not self._gathering and not self._unwritten
+        if over or self.transfer.stopped:
+            self.transfer._try_end()
+
+
+def _together(batches: Sequence[Batch], nbytes_max: int) -> Iterator[list[Batch]]:
+    """Neighbours of one group, of at most so many bytes unless one has more."""
+    together, nbytes = list[Batch](), 0
+    for batch in batches:
+        if together and (batch.attached is not together[0].attached or nbytes + batch.nbytes > nbytes_max):
+            yield together
+            together, nbytes = [], 0
+        together.append(batch)
+        nbytes += batch.nbytes
+    if together:
+        yield together
+
+
+def stored(done: Outcomes) -> int:
+    """Chunks of which at least one page was stored."""
+    chunks = 0
+    for bits in done.get(PageOutcome.STORED, {}).values():
+        chunks |= bits
+    return chunks.bit_count()

@@ -1,0 +1,192 @@
+"""What the saves and loads of the host transport share; ``kvfs.transfer.save`` and ``kvfs.transfer.load`` are the jobs.
+
+save   copy thread: event, slots, gather (then the source is free); write thread: append and publish, batch by batch
+load   read thread: event, then per batch: slots, read and verify into them, scatter
+
+A copy thread never touches a disk and the write thread never waits for slots, so a disk that stalls delays nobody's
+``source_free`` while the ring has slots. When it has none, a save waits for them as long as the disk gets on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from kvfs.context import Context
+from kvfs.directory.config import parse_size
+from kvfs.errors import ConfigError
+from kvfs.pages.device_kv import DeviceKV
+from kvfs.pages.identity import Identity
+from kvfs.pages.layout import Group, Part
+from kvfs.read.reader import Reader
+from kvfs.transfer.handle import Transfer
+from kvfs.transfer.staging import SLOT_ALIGN, StagingRing
+from kvfs.types import TransferState
+from kvfs.write.appender import Appender
+
+log = logging.getLogger("kvfs")
+BATCH_BYTES = 16 << 20
+BATCH_PAGES = 128
+#: Without anything written, and what is under way would have been by a slow disk: a save that finds the ring full is
+#: declined then, not kept waiting.
+STALLED_SECONDS, SLOW_BYTES_PER_SECOND = 0.5, 512e6
+
+
+class Attached(NamedTuple):
+    """One group on this rank."""
+
+    number: int
+    group: Group
+    part: Part
+    device: DeviceKV
+    page_bytes: int  # of the part
+
+
+class Writes:
+    """What is being written, and since when none of it has got to its end."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic, self._lock = monotonic, threading.Lock()
+        self._running, self._nbytes, self._since = 0, 0, 0.0
+
+    @contextmanager
+    def one(self, nbytes: int) -> Iterator[None]:
+        """So many bytes are being written, inside."""
+        with self._lock:
+            if not self._running:
+                self._since = self._monotonic()
+            self._running += 1
+            self._nbytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._nbytes -= nbytes
+                self._since = self._monotonic()
+
+    def stalled_at(self) -> float:
+        """From when on the disk counts as stalled, if nothing gets to its end meanwhile."""
+        patience = STALLED_SECONDS + self._nbytes / SLOW_BYTES_PER_SECOND
+        return self._since + patience if self._running else math.inf
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What all jobs of one HostIO share."""
+
+    context: Context
+    appender: Appender
+    reader: Reader
+    identity: Identity
+    descriptor: bytes
+    ring: StagingRing
+    save_keep: int  # slots that saves leave to loads
+    codec: int  # of pages that are saved
+    writes: Writes
+
+    def batch(self, page_bytes: int) -> int:
+        """Pages to ask for slots for at once."""
+        return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes, self.ring.holds(page_bytes)))
+
+    def late(self, transfer: Transfer) -> bool:
+        """Whether the deadline has passed; notes it as the reason."""
+        late = self.context.files.monotonic() >= transfer.deadline
+        if late:
+            transfer._note("deadline")
+        return late
+
+
+def wait_for(transfer: Transfer, after: Any) -> None:
+    """Wait for the engine's event: ``synchronize()``, ``wait()``, or a call of it. What it raises goes up."""
+    if after is None or transfer.stopped:
+        return
+    transfer._enter(TransferState.WAITING)
+    wait = getattr(after, "synchronize", None) or getattr(after, "wait", None) or after
+    wait()
+
+
+def fail(transfer: Transfer, exc: Exception) -> None:
+    log.error("a %s failed", transfer.kind, exc_info=exc)
+    transfer._stop("error", exc)
+
+
+class JobThreads:
+    """Threads that run what is put, in order. They end with ``close``, or when this is forgotten.
+
+    ``last``: is called by each of them when it ends.
+    """
+
+    def __init__(self, name: str, count: int, last: Callable[[], None] = lambda: None) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_run_all, args=(self._queue, last), name=f"kvfs-{name}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        weakref.finalize(self, _dismiss, self._queue, count).atexit = False
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, run: Callable[[], None]) -> None:
+        self._queue.put(run)
+
+    @property
+    def waiting(self) -> int:
+        """How much of what was put has not begun, what was cancelled meanwhile included."""
+        return self._queue.qsize()
+
+    def dismiss(self) -> None:
+        """Have them end behind what was put so far."""
+        _dismiss(self._queue, len(self._threads))
+
+    def close(self, timeout: float) -> None:
+        self.dismiss()
+        self.join(timeout)
+
+    def join(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+
+
+def _run_all(queue: SimpleQueue[Callable[[], None] | None], last: Callable[[], None]) -> None:
+    while (run := queue.get()) is not None:
+        try:
+            run()
+        except BaseException:  # a bug in one transfer must not end the others, whatever a callback raises
+            log.exception("a transfer crashed")
+        del run  # it has the match, which must not live until the next one
+    last()
+
+
+def _dismiss(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
+    for _ in range(threads):
+        queue.put(None)
+
+
+def make_ring(
+    context: Context, attached: Collection[Attached], ring_bytes: int | str, dirty_bytes: int | str | None,
+    allocate: Callable[[int], memoryview | None] = lambda nbytes: None,
+) -> tuple[StagingRing, int]:  # fmt: skip
+    """The ring, and how many of its slots saves must leave free. ConfigError if a page does not fit.
+
+    A slot has the size of the largest page. ``allocate``: gives the memory; None: the ring makes its own.
+    """
+    page = max(a.page_bytes for a in attached)
+    slot = -(-page // SLOT_ALIGN) * SLOT_ALIGN
+    slots = parse_size(ring_bytes, "ring_bytes") // slot
+    if not slots:
+        raise ConfigError(f"ring_bytes is {ring_bytes}: pass at least {slot}, for one page of {page} bytes")
+    dirty = slots - slots // 4 if dirty_bytes is None else parse_size(dirty_bytes, "dirty_bytes") // slot
+    if not dirty:
+        raise ConfigError(f"dirty_bytes is {dirty_bytes}: pass at least {slot}, for one page of {page} bytes")
+    return StagingRing(slot, slots, context.files.monotonic, allocate(slot * slots)), max(0, slots - dirty)

@@ -1,0 +1,1 @@
+"""Claim, append, publish; copies of records from segment to segment."""
