@@ -1,6 +1,6 @@
 """Bugs to plant: exact replacements in the source, and the tests that must notice each.
 
-The list is checked against the source by ``tests/unit/test_mutations.py``; ``python -m tools.mutate`` plants them.
+The list is checked against the source by ``tests/tools/test_mutations.py``; ``python -m tools.mutate`` plants them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MUTATIONS = (
         "skip the checksum on read", "kvfs/read/fetch.py",
         "            return job.bits(), []\n        good = [self._agrees(root, job.root(i)) for i, root in enumerate(roots)]",
         "            return job.bits(), []\n        good = [True for i, root in enumerate(roots)]",
-        ("tests/unit/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew",),
+        ("tests/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew",),
     ),
     Mutation(
         "skip the checksum of views", "kvfs/read/reader.py",
         "if not self._fetcher.check(job, n, view, leaf_bytes))",
         "if not view)",
-        ("tests/unit/test_namespace.py::test_a_damaged_page_ends_the_views",),
+        ("tests/test_namespace.py::test_a_damaged_page_ends_the_views",),
     ),
     Mutation(
         "skip the checksum of leaves read for other parts", "kvfs/read/assemble.py",
         'if checksum(data) != int.from_bytes(table[row * LEAF_BYTES : (row + 1) * LEAF_BYTES], "little"):', "if not data:",
-        ("tests/unit/test_namespace.py::test_damage_is_seen_by_a_reader_of_other_parts",),
+        ("tests/test_namespace.py::test_damage_is_seen_by_a_reader_of_other_parts",),
     ),
     Mutation(
         "publish before writing", "kvfs/segments/writer.py",
@@ -87,29 +87,29 @@ MUTATIONS = (
         "            direct.read(self._files, fd, target, offset)\n        elif self._mode.direct:",
         "        fd = self.direct(held) if past and not self._mode.direct else -1\n        if fd >= 0:\n"
         "            direct.read(self._files, fd, target, offset)\n        elif not target:",
-        ("tests/unit/test_modes.py",),
+        ("tests/directory/test_io_mode.py",),
     ),
     Mutation(
         "write payloads through the page cache in mode staging", "kvfs/segments/writer.py",
         "            writes = list(self._writes_past(records, start, 1 if small else WRITE_THREADS))\n", "            pass\n",
-        ("tests/unit/test_modes.py", "tests/crash/test_order_of_writes.py"),
+        ("tests/directory/test_io_mode.py", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
         "map a segment that is being written past the page cache", "kvfs/segments/open_segments.py",
         "            held.mappable = not written_direct or sealed_bytes(files, held) > 0\n",
         "            held.mappable = True\n",
-        ("tests/unit/test_modes.py",),
+        ("tests/directory/test_io_mode.py",),
     ),
     Mutation(
         "go on within a block after a short direct write", "kvfs/system/files.py",
         "                n = self.pwritev(fd, batch, offset)\n                n -= n % block\n",
         "                n = self.pwritev(fd, batch, offset)\n",
-        ("tests/unit/test_modes.py",),
+        ("tests/directory/test_io_mode.py",),
     ),
     Mutation(
         "take a short read for a whole one", "kvfs/system/files.py",
         "                raise OSError(errno.EIO, f\"file ends {total - done} bytes short\")", "                return",
-        ("tests/unit/test_namespace.py::test_a_truncated_segment_serves_what_is_left",
+        ("tests/test_namespace.py::test_a_truncated_segment_serves_what_is_left",
          "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
@@ -121,17 +121,17 @@ MUTATIONS = (
         "trust a dirty index", "kvfs/index/environment.py",
         "if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):",
         "if not same or state is None:",
-        ("tests/unit/test_open.py::test_an_index_that_dead_processes_left_is_built_anew",),
+        ("tests/test_store_open.py::test_an_index_that_dead_processes_left_is_built_anew",),
     ),
     Mutation(
         "trust an index of another boot", "kvfs/index/environment.py",
         "(not alone and state.boot == self._boot)", "not alone",
-        ("tests/unit/test_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_somebody_holds_it",),
+        ("tests/test_store_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_somebody_holds_it",),
     ),
     Mutation(
         "commit before the index is marked dirty", "kvfs/index/environment.py",
         "        if not self._read_only and (state.clean or alone):\n", "        if self._closed:\n",
-        ("tests/crash/test_order_of_writes.py", "tests/unit/test_open.py"),
+        ("tests/crash/test_order_of_writes.py", "tests/test_store_open.py"),
     ),
     Mutation(
         "off by one in the record table", "kvfs/segments/writer.py",
@@ -143,119 +143,119 @@ MUTATIONS = (
         "cut a published page off when trimming", "kvfs/segments/writer.py",
         '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail)',
         '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail) - BLOCK',
-        ("tests/unit/test_open.py::test_a_store_opens_as_it_was_closed", "tests/crash/test_order_of_writes.py"),
+        ("tests/test_store_open.py::test_a_store_opens_as_it_was_closed", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
         "reuse a ring slot early", "kvfs/transfer/staging.py",
         "        taken = self._free[first : first + n]\n        del self._free[first : first + n]",
         "        taken = self._free[first : first + n]\n        del self._free[first + 1 : first + n]",
-        ("tests/unit/test_staging.py",),
+        ("tests/transfer/test_staging.py",),
     ),
     Mutation(
         "load in the wrong direction", "kvfs/pages/host_copy.py",
         "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=False)",
         "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=True)",
-        ("tests/unit/test_hostcopy.py",),
+        ("tests/pages/test_host_copy.py",),
     ),
     Mutation(
         "settle a page twice", "kvfs/transfer/handle.py",
         "            self._open[group] ^= fresh\n", "",
-        ("tests/unit/test_transfer.py::test_save_and_load",),
+        ("tests/transfer/test_host_io.py::test_save_and_load",),
     ),
     Mutation(
         "take the GPU's copy without a check", "kvfs/gpu/batches.py",
         "kernels.scatter(launch, shape, check=check)", "kernels.scatter(launch, shape, check=False)",
-        ("tests/kernels/test_gpu_transport.py",),
+        ("tests/gpu/test_gpu_io.py",),
     ),
     Mutation(
         "keep the ring's slots from the next group", "kvfs/gpu/load.py",
         "if later and group.source.has_slots:", "if False:",
-        ("tests/kernels/test_gpu_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
+        ("tests/gpu/test_load_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpu/load.py",
         "            launches.all()\n            self.transfer._expect", "            self.transfer._expect",
-        ("tests/kernels/test_gpu_groups.py",),
+        ("tests/gpu/test_load_groups.py",),
     ),
     Mutation(
         "wait for the end of a load before the next one begins", "kvfs/gpu/gpu_io.py",
-        "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/kernels/test_gpu_overlap.py",),
+        "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "give the sheet of a load to the next one", "kvfs/gpu/lane.py",
-        "            self._free.remove(sheet)\n", "            pass\n", ("tests/kernels/test_gpu_overlap.py",),
+        "            self._free.remove(sheet)\n", "            pass\n", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "hold none of what is found while the first pages come", "kvfs/lookup/incremental.py",
         "            self.held.update(self._matcher.acquire(new, self._read.generation))\n",
         "            self._matcher.acquire(new, self._read.generation)\n",
-        ("tests/unit/test_lookahead.py",),
+        ("tests/lookup/test_incremental.py",),
     ),
     Mutation(
         "restore up to where the first group ends, whatever the others have", "kvfs/lookup/incremental.py",
         "        chunks = min([self.limit, *self._there.values()])\n",
         "        chunks = self._there[self._needs_all[0]] if self._needs_all else self.limit\n",
-        ("tests/unit/test_lookahead.py",),
+        ("tests/lookup/test_incremental.py",),
     ),
     Mutation(
         "look all of a prompt up before its first pages come", "kvfs/gpu/restore.py",
         "        done, pages = 0, FIRST_PAGES\n",
         "        done, pages = 0, 1 << 30\n",
-        ("tests/kernels/test_gpu_restore.py::test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up",),
+        ("tests/gpu/test_restore.py::test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up",),
     ),
     Mutation(
         "call back where the ends of loads are waited for", "kvfs/gpu/load.py",
-        "if self.transfer.calls_back:", "if False:", ("tests/kernels/test_gpu_overlap.py",),
+        "if self.transfer.calls_back:", "if False:", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "enqueue batches without end", "kvfs/gpu/batches.py",
         "            if due is None or due.query():", "            if True:",
-        ("tests/kernels/test_gpu_queue.py",),
+        ("tests/gpu/test_lane.py",),
     ),
     Mutation(
         "take any number of calls for a batch", "kvfs/gpu/lane.py",
         "            if calls > CALLS or back", "            if back",
-        ("tests/kernels/test_gpu_queue.py",),
+        ("tests/gpu/test_lane.py",),
     ),
     Mutation(
         "give out the address of what is still pinned", "kvfs/gpu/registration.py",
         "        return False\n    mapping.close()\n", "    mapping.close()\n",
-        ("tests/kernels/test_gpu_ends.py",),
+        ("tests/gpu/test_gpu_io_ends.py",),
     ),
     Mutation(
         "end the capture of a graph", "kvfs/gpu/device.py",
         "            cuda.relax_capture()\n", "",
-        ("tests/kernels/test_capture.py",),
+        ("tests/gpu/test_device_capture.py",),
     ),
     Mutation(
         "give slots back while copies read them", "kvfs/gpu/page_source.py",
         "while self._leases and self._leases[0][0].query():", "while self._leases:",
-        ("tests/kernels/test_gpu_late.py",),
+        ("tests/gpu/test_load_late.py",),
     ),
     Mutation(
         "wait for a hung disk to give memory back", "kvfs/directory/pinned_memory.py",
         "            self.mine -= nbytes\n", "            self.mine -= nbytes\n            self._say()\n",
-        ("tests/kernels/test_gpu_warm.py",),
+        ("tests/gpu/test_preregister.py",),
     ),
     Mutation(
         "register what the disk has yet to bring", "kvfs/gpu/registration.py",
         "            self._bring_in(held, mapping.address, start, nbytes)\n", "            pass\n",
-        ("tests/kernels/test_gpu_queue.py",),
+        ("tests/gpu/test_lane.py",),
     ),
     Mutation(
         "pin ahead what was used first", "kvfs/gpu/preregister.py",
         "key=lambda s: -s.stamp_us", "key=lambda s: s.stamp_us",
-        ("tests/kernels/test_gpu_warm.py",),
+        ("tests/gpu/test_preregister.py",),
     ),
     Mutation(
         "let others append where a write hangs", "kvfs/runtime/open_store.py",
         "        if not free:\n", "        if False:\n",
-        ("tests/unit/test_hanging_writes.py",),
+        ("tests/write/test_active_segments_hanging_writes.py",),
     ),
     Mutation(
         "scatter a page that differs", "kvfs/kernels/cells.py",
         "            bad = tl.load(flags + tl.load(granule + 2))", "            bad = 0",
-        ("tests/kernels/test_gpu_transport.py",),
+        ("tests/gpu/test_gpu_io.py",),
     ),
     Mutation(
         "swap no lanes", "kvfs/kernels/xxh3.py",
@@ -281,29 +281,29 @@ MUTATIONS = (
     Mutation(
         "accept an entry of another segment", "kvfs/format/segment.py",
         '    return int.from_bytes(segment_id[:8], "little")', "    return 0",
-        ("tests/unit/test_format.py", "tests/golden"),
+        ("tests/format/test_segment.py", "tests/golden"),
     ),
     Mutation(
         "accept a segment of another store", "kvfs/maintenance/rebuild.py",
         "(scan.header.segment_id, scan.header.store_id) != (segment_id, self._store_id)",
         "scan.header.segment_id != segment_id",
-        ("tests/unit/test_open.py::test_a_segment_of_another_store_is_not_served",),
+        ("tests/test_store_open.py::test_a_segment_of_another_store_is_not_served",),
     ),
     Mutation(
         "accept a row of another key", "kvfs/index/rows.py",
         'if check != checksum(value[8:], seed=int.from_bytes(key[:8], "little")) or', "if",
-        ("tests/unit/test_rows.py", "tests/fuzz"),
+        ("tests/index/test_rows.py", "tests/fuzz"),
     ),
     Mutation(
         "wrong order of the chain", "kvfs/pages/chunk_hash.py",
         "            parent = sha(parent + tokens[start : start + step]).digest()",
         "            parent = sha(tokens[start : start + step] + parent).digest()",
-        ("tests/unit/test_hashing.py", "tests/golden"),
+        ("tests/pages/test_chunk_hash.py", "tests/golden"),
     ),
     Mutation(
         "forget the tenant's salt", "kvfs/pages/chunk_hash.py",
         'hashlib.sha256(b"kvfs chain 1\\n" + salt.encode("utf-8"))', 'hashlib.sha256(b"kvfs chain 1\\n")',
-        ("tests/unit/test_hashing.py", "tests/security"),
+        ("tests/pages/test_chunk_hash.py", "tests/security"),
     ),
     Mutation(
         "ignore the deadline", "kvfs/index/gate.py",
@@ -323,7 +323,7 @@ MUTATIONS = (
     Mutation(
         "free a segment that somebody holds", "kvfs/eviction/reclaimer.py",
         "if not files.flock(fd, fcntl.LOCK_EX):", "if not files.flock(fd, fcntl.LOCK_EX) and fd < 0:",
-        ("tests/unit/test_namespace.py::test_a_match_holds_its_pages_after_the_segment_is_unlinked",
+        ("tests/test_namespace.py::test_a_match_holds_its_pages_after_the_segment_is_unlinked",
          "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
@@ -335,7 +335,7 @@ MUTATIONS = (
     Mutation(
         "let a claim hold for ever", "kvfs/index/session.py",
         "        if not self.now_s < expires <= self.now_s + CLAIM_SECONDS:\n            return False\n", "",
-        ("tests/unit/test_rows.py", "tests/crash/test_order_of_writes.py"),
+        ("tests/index/test_rows.py", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
         "the oldest of two records wins a rebuild", "kvfs/maintenance/rebuild.py",
@@ -351,7 +351,7 @@ MUTATIONS = (
     Mutation(
         "store behind a gap", "kvfs/namespace.py",
         "        if chain and start and not present >> (start - 1) & 1:\n", "        if chain and start < 0:\n",
-        ("tests/unit/test_namespace.py::test_nothing_is_stored_behind_a_gap",),
+        ("tests/test_namespace.py::test_nothing_is_stored_behind_a_gap",),
     ),
     Mutation(
         "follow symlinks", "kvfs/system/files.py",
@@ -406,24 +406,24 @@ MUTATIONS = (
     Mutation(
         "allocate what a compressed frame claims", "kvfs/format/codec.py",
         "        if claimed != raw_bytes:\n", "        if claimed < 0:\n",
-        ("tests/unit/test_codec.py::test_a_bomb_allocates_nothing",),
+        ("tests/format/test_codec.py::test_a_bomb_allocates_nothing",),
     ),
     Mutation(
         "take a decoded page for verified", "kvfs/read/assemble.py",
         "    if root_of(leaf_table(target, leaf_bytes)) != place.root:\n", "    if not target:\n",
-        ("tests/unit/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_anew",),
+        ("tests/format/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_anew",),
     ),
     Mutation(
         "let planes leave bytes over", "kvfs/format/codec.py",
         "    if sum(lengths) != len(source) - begin or max(lengths) > plane_bytes:\n",
         "    if max(lengths) > plane_bytes:\n",
-        ("tests/unit/test_codec.py::test_what_is_not_exactly_one_page_is_refused",),
+        ("tests/format/test_codec.py::test_what_is_not_exactly_one_page_is_refused",),
     ),
     Mutation(
         "sum what is stored in place of the page", "kvfs/write/encode.py",
         "    table = record.table or leaf_table(record.payload, record.leaf_bytes)\n",
         "    table = leaf_table(payload, record.leaf_bytes)\n",
-        ("tests/unit/test_codec.py",),
+        ("tests/format/test_codec.py",),
     ),
     Mutation(
         "drop a segment whose pages were not all copied", "kvfs/write/relocate.py",
@@ -433,28 +433,28 @@ MUTATIONS = (
     Mutation(
         "take prompts for one another that end alike", "kvfs/pages/chunk_hash_cache.py",
         " or known[:common] != tokens[:common]:", ":",
-        ("tests/unit/test_chains.py",),
+        ("tests/pages/test_chunk_hash_cache.py",),
     ),
     Mutation(
         "remember chains of one tenant for another", "kvfs/pages/chunk_hash_cache.py",
         " if one[:2] == (seed, step) else 0", "",
-        ("tests/unit/test_chains.py",),
+        ("tests/pages/test_chunk_hash_cache.py",),
     ),
     Mutation(
         "miss the run behind those that are not there", "kvfs/lookup/search.py",
         "                if there and any(page + part in there for part in parts):\n                    return run\n",
         "                if there and any(page + part in there for part in parts):\n                    return run + 1\n",
-        ("tests/unit/test_lookup.py",),
+        ("tests/lookup/test_search.py",),
     ),
     Mutation(
         "fill in what is asked for and not what is registered", "kvfs/gpu/populate.py",
         "for first, nbytes in maps.missing(run.held, run.offset, run.span, self._published[run.segment]):",
         "for first, nbytes in [(run.offset, run.span)]:",
-        ("tests/kernels/test_gpu_transport.py",),
+        ("tests/gpu/test_gpu_io.py",),
     ),
     Mutation(
         "wait for a segment that does not open", "kvfs/segments/open_segments.py",
         "                opener.call(work, seconds)\n", "                opener.call(work, 3600.0)\n",
-        ("tests/unit/test_hanging_writes.py",),
+        ("tests/write/test_active_segments_hanging_writes.py",),
     ),
 )  # fmt: skip

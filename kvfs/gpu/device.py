@@ -1,7 +1,7 @@
 """One GPU as the transports use it: streams, events, scratch, pinned memory, copies, kernels.
 
 ``Gpu`` is the real one, through torch and ``kvfs.kernels.driver``. Tests put a class with the same methods in its
-place and run the transports over host memory and interpreted kernels (``tests/kernels/simulated.py``).
+place and run the transports over host memory and interpreted kernels (``tests/gpu/simulated.py``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A store receives a :class:`Files`; tests hand it one that fails, shortens or delays the n-th call
 (``kvfs.testing.FaultyFiles``). Nothing else in the package may call ``os`` for I/O or ``time`` for the clock:
-``tests/unit/test_architecture.py`` looks.
+``tests/test_architecture.py`` looks.
 
 Calls raise ``OSError`` like the functions that they wrap. Full reads and writes are loops here, because
 a short read or write is not an error to the kernel; running out of file is reported as ``EIO``.

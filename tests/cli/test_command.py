@@ -417,7 +417,7 @@ def test_a_line_of_the_settings_ends_where_toml_says(store: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["sync", "quota.a\udcff.cap"])
+@pytest.mark.parametrize("key", ["sync", "quota.a\udcff.cap"], ids=ascii)
 def test_settings_that_are_no_text_are_named_in_one_line(store: Path, key: str) -> None:
     settings = store / "kvfs.toml"
     if key == "sync":

@@ -15,8 +15,8 @@ import pytest
 
 import kvfs
 from kvfs.testing import Fault, FaultyFiles
+from tests.format.test_codec import LAYOUT, PAGES
 from tests.stores import restored, tokens_of
-from tests.unit.test_codec import LAYOUT, PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = range(6)

@@ -14,7 +14,7 @@ from kvfs.errors import FormatError
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import checksum
 from kvfs.segments.scan import Scan, scan_segment
-from tests.unit.test_open import features, rewrite_super
+from tests.test_store_open import features, rewrite_super
 from tools import golden
 from tools.golden import CASES, GQA, PINNED, Case, get, unpack
 

@@ -22,7 +22,7 @@ from kvfs.pages.describe import describe
 from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from tests.cells import ORDERS, Case, Copies, guarded, reference
-from tests.kernels.simulated import at_host
+from tests.gpu.simulated import at_host
 
 PROGRAMS = 3
 BY = ""

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import kvfs
 from kvfs.format import codec
+from tests.format.test_codec import LAYOUT, PAGE, bf16
 from tests.stores import restored, seeded, tokens_of
-from tests.unit.test_codec import LAYOUT, PAGE, bf16
 
 CHUNKS_MAX = 6
 PROMPTS = st.integers(0, 5)

@@ -1,6 +1,6 @@
 """State machines: a whole store, and transfers of an engine, each against a model of dictionaries.
 
-The index alone and the staging ring have theirs in ``tests/unit/test_rows.py`` and ``tests/unit/test_staging.py``.
+The index alone and the staging ring have theirs in ``tests/index/test_rows.py`` and ``tests/transfer/test_staging.py``.
 ``HYPOTHESIS_PROFILE=explore`` looks for new runs.
 """
 

@@ -317,7 +317,9 @@ def test_a_directory_that_is_swapped_in_a_loop(path: Path, victim: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["a\nb", "\udcff\udcfe", "z" * 255, "z" * 32, "z" * 32 + ".kvs", "-rf", "*", "0" * 31 + "g", ".x", "%s%n"]
+    "name",
+    ["a\nb", "\udcff\udcfe", "z" * 255, "z" * 32, "z" * 32 + ".kvs", "-rf", "*", "0" * 31 + "g", ".x", "%s%n"],
+    ids=ascii,
 )
 def test_odd_names_are_left_alone_or_moved_aside(path: Path, name: str) -> None:
     folders = ("", "segments", "doomed", "index", "run", "run/use", "pins", "import", "quarantine")

@@ -20,8 +20,8 @@ from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from kvfs.transfer import workers as hostjobs
 from kvfs.transfer.host_io import HostIO
 from kvfs.transfer.staging import Lease
-from tests.kernels.simulated import Happened, SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import BLOCK, LATE, NOW, ORDER, PAGE, SECONDS, attach, prompt
+from tests.gpu.simulated import Happened, SimulatedDevice, SimulatedStream
+from tests.gpu.test_gpu_io import BLOCK, LATE, NOW, ORDER, PAGE, SECONDS, attach, prompt
 
 CELL = Cell("bf16 k8+v8", 32)
 CHUNKS = 12

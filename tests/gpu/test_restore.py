@@ -20,9 +20,9 @@ from kvfs.gpu import page_source as gpusource
 from kvfs.gpu import restore as gpurestore
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import PrefixMatch
-from tests.kernels.test_gpu_late import WAYS, LateDevice
-from tests.kernels.test_gpu_overlap import Halting
-from tests.kernels.test_gpu_transport import LATE, LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.test_gpu_io import LATE, LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.test_load_late import WAYS, LateDevice
+from tests.gpu.test_load_overlap import Halting
 from tests.stores import counted, segment_files
 
 CHUNKS = 12

@@ -19,8 +19,8 @@ from kvfs.maintenance import recompress
 from kvfs.segments.scan import scan_segment
 from kvfs.testing import Fault, FaultyFiles
 from kvfs.write.appender import Appender
+from tests.format.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
-from tests.unit.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
 from tools.torture.case import allocated_bytes
 
 PROMPTS = range(8)

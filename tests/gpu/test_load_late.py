@@ -23,8 +23,8 @@ from kvfs.gpu import page_source as gpusource
 from kvfs.gpu.device import Event
 from kvfs.kernels.driver import CudaError
 from kvfs.kernels.work_list import Shape, Work
-from tests.kernels.simulated import SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt
+from tests.gpu.simulated import SimulatedDevice, SimulatedStream
+from tests.gpu.test_gpu_io import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt
 
 CHUNKS = 8
 STEPS = 3  # that are taken when somebody looks, at most

@@ -15,7 +15,7 @@ from kvfs.errors import ConfigError
 from kvfs.lookup.matcher import Matcher
 from kvfs.transfer.handle import Task, Transfer
 from tests.stores import counted, segment_files
-from tests.unit.test_hybrid_transfers import CHUNKS, LATE, PAGE, PROMPT, SECONDS, UNITS, Engine, hybrid
+from tests.transfer.test_host_io_hybrid import CHUNKS, LATE, PAGE, PROMPT, SECONDS, UNITS, Engine, hybrid
 
 LAYOUT = hybrid(2, 3)
 WINDOW = 8

@@ -19,8 +19,8 @@ from kvfs.gpu.page_source import PageSource
 from kvfs.pages.layout import Group, Need, PageLayout
 from kvfs.read.reader import Reader
 from kvfs.system.files import Files
-from tests.kernels.simulated import SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import NOW, SECONDS, attach, way
+from tests.gpu.simulated import SimulatedDevice, SimulatedStream
+from tests.gpu.test_gpu_io import NOW, SECONDS, attach, way
 from tests.stores import counted, segment_files
 
 __all__ = ["way"]  # a fixture

@@ -214,7 +214,9 @@ def test_folders_are_not_looked_into(store: kvfs.Store, bundle: Path, clock: Clo
     assert (folder(store) / "more" / "b.tar").exists() and empty(store)
 
 
-@pytest.mark.parametrize("name", ["line\nbreak.tar", "\udcff\udcfe.tar", "n" * 250, "..tar", "-rf", "b.tar.reason"])
+@pytest.mark.parametrize(
+    "name", ["line\nbreak.tar", "\udcff\udcfe.tar", "n" * 250, "..tar", "-rf", "b.tar.reason"], ids=ascii
+)
 def test_names_are_only_names(store: kvfs.Store, clock: Clock, name: str) -> None:
     (folder(store) / name).write_bytes(b"nothing")
     settle(store, clock, STALE_SECONDS)

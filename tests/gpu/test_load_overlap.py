@@ -20,9 +20,9 @@ from kvfs.gpu.page_source import PageSource
 from kvfs.gpu.resources import UNDER_WAY
 from kvfs.kernels.driver import CudaError
 from kvfs.read.plan import Run
-from tests.kernels.simulated import SimulatedDevice
-from tests.kernels.test_gpu_late import WAYS, LateDevice, Recorded
-from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.simulated import SimulatedDevice
+from tests.gpu.test_gpu_io import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.test_load_late import WAYS, LateDevice, Recorded
 from tests.stores import segment_files
 
 CHUNKS = 2

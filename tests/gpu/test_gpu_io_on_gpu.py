@@ -1,6 +1,6 @@
 """On a real GPU, through the public API: the same bytes as the host's copies make, and nothing beside them.
 
-python -m pytest tests/kernels -m gpu
+python -m pytest tests/gpu tests/kernels -m gpu
 """
 
 from __future__ import annotations

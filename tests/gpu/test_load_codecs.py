@@ -15,9 +15,9 @@ from kvfs.format import codec
 from kvfs.format import segment as fmt
 from kvfs.pages.layout import Part
 from kvfs.types import Tier
-from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, way
+from tests.format.test_codec import entries_of, flip
+from tests.gpu.test_gpu_io import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, way
 from tests.stores import counted
-from tests.unit.test_codec import entries_of, flip
 
 __all__ = ["way"]  # a fixture
 

@@ -23,8 +23,8 @@ from kvfs.gpu.device import Event, Stream
 from kvfs.gpu.lane import Lane
 from kvfs.gpu.registration import Budget, FullError, RegisteredMaps
 from kvfs.system.files import HUGE_BYTES, BareMap, Files
-from tests.kernels.simulated import SimulatedDevice, SimulatedStream
-from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.simulated import SimulatedDevice, SimulatedStream
+from tests.gpu.test_gpu_io import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 
 CHUNKS = 8
 

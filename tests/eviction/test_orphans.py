@@ -16,8 +16,8 @@ from kvfs.pages.identity import Described
 from kvfs.segments.scan import read_namespace
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
+from tests.lookup.test_part_cover import CHUNKS, LAYERS, cut, layout_of, ranks_of
 from tests.stores import restored, scanned, seeded, segment_files, tokens_of
-from tests.unit.test_parts import CHUNKS, LAYERS, cut, layout_of, ranks_of
 
 LAYOUT = layout_of(4)
 GROUP = LAYOUT.groups[0]

@@ -153,7 +153,7 @@ def test_a_path_that_can_hold_no_store_is_refused(tmp_path: Path, what: str, how
 
 
 @pytest.mark.parametrize(
-    "name", ["with space", "ünï", "-rf", "a'b\"c", "new\nline", "100%", "\U0001f4be", ".hidden", "\udcff"]
+    "name", ["with space", "ünï", "-rf", "a'b\"c", "new\nline", "100%", "\U0001f4be", ".hidden", "\udcff"], ids=ascii
 )
 @pytest.mark.parametrize("kind", [str, Path, os.fsencode])
 def test_any_name_that_the_system_takes_will_do(memory_path: Path, name: str, kind: Callable[[Any], Any]) -> None:
@@ -716,7 +716,7 @@ def read_elsewhere(path: Path, tokens: list[int]) -> bytes:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], input=json.dumps(tokens).encode(), capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout

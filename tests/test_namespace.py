@@ -28,7 +28,7 @@ from kvfs.write import encode as encoder
 from tests.stores import TINY_BYTES, counted, load, restored, seeded, segment_files, tiny, tokens_of
 
 T = 16
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import kvfs
 from kvfs.lookup import search as lookup
 from kvfs.pages.layout import Group, Need, PageLayout
 from kvfs.transfer.staging import SLOT_ALIGN
-from tests.kernels import test_gpu_groups as groups
-from tests.kernels.test_gpu_late import WAYS
-from tests.kernels.test_gpu_restore import come, restored, small_windows, through_ring
-from tests.kernels.test_gpu_transport import LATE, NOW, SECONDS, attach
+from tests.gpu import test_load_groups as groups
+from tests.gpu.test_gpu_io import LATE, NOW, SECONDS, attach
+from tests.gpu.test_load_late import WAYS
+from tests.gpu.test_restore import come, restored, small_windows, through_ring
 from tests.stores import counted
 
 __all__ = ["small_windows", "through_ring"]  # fixtures

@@ -32,7 +32,7 @@ from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock, Fault, FaultyFiles
 from kvfs.types import Tier
-from tests.kernels.simulated import Happened, SimulatedDevice
+from tests.gpu.simulated import Happened, SimulatedDevice
 from tests.stores import cached_of, counted, scanned, segment_files
 
 SECONDS = 100.0  # of waits that end at once unless something is wrong
@@ -82,7 +82,7 @@ def prompt(chunks: int, first: int = 0) -> list[int]:
     return list(range(first, first + chunks * PAGE))
 
 
-@pytest.fixture(params=["in_place", "arena", "ring", "refused", "torch"])
+@pytest.fixture(params=["in_place", "arena", "ring", "refused", "torch", "interpreter"])
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How segments reach the device."""
     return {
@@ -91,6 +91,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
         "ring": {"registered_bytes": 0},
         "refused": {"device": SimulatedDevice(refuse=True)},
         "torch": {"device": SimulatedDevice(triton=False)},
+        "interpreter": {"device": SimulatedDevice(interpreted=True)},
     }[request.param]
 
 
@@ -106,11 +107,12 @@ def saved(ns: kvfs.Namespace, chunks: int, *, seed: int = 1, first: int = 0, **c
 
 
 def test_what_was_saved_is_loaded_into_other_units(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
-    source = saved(ns, 6)
+    interpreted = "device" in way and way["device"].interpreted
+    source = saved(ns, 6, device=SimulatedDevice(interpreted=interpreted))
     target = Engine()
     with attach(ns, target.kv, **way) as io, ns.match(prompt(6)) as match:
         ring = "registered_bytes" in way or io.kernels == "torch"
-        assert io.transport == ("in_place" if not way else "ring" if ring else "arena")
+        assert io.transport == ("in_place" if not way or interpreted else "ring" if ring else "arena")
         units = [20 - i for i in range(12)]
         transfer = io.load(match, units, NOW)
         result = transfer.wait(SECONDS)

@@ -19,7 +19,7 @@ def store(store_path: Path) -> Iterator[kvfs.Store]:
 
 @pytest.fixture
 def ns(store: kvfs.Store) -> kvfs.Namespace:
-    from tests.kernels.test_gpu_transport import LAYOUT  # which needs triton
+    from tests.gpu.test_gpu_io import LAYOUT  # which needs triton
 
     return store.namespace("model", LAYOUT, "1")
 

@@ -14,8 +14,8 @@ from kvfs import TransferState
 from kvfs.errors import IndexUnavailableError
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.matcher import Matcher
-from tests.kernels.test_gpu_restore import CHUNKS, UNITS, Looking, restored, small_windows
-from tests.kernels.test_gpu_transport import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.test_gpu_io import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.test_restore import CHUNKS, UNITS, Looking, restored, small_windows
 from tests.stores import counted
 
 __all__ = ["small_windows"]  # a fixture

@@ -16,7 +16,7 @@ import pytest
 import kvfs
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "triton", "numpy", "zstandard", "transformers", "vllm", "watchdog")
 #: What no command needs that only looks at a store: what writes, evicts, rebuilds or reads payloads, and its libraries.
 WORK = (

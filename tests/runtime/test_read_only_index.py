@@ -18,8 +18,8 @@ import kvfs
 from kvfs.runtime.read_only_index import MISSING_SECONDS
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
+from tests.maintenance.test_purge import CHUNKS, found, path, put, space
 from tests.stores import restored, tokens_of
-from tests.unit.test_purge import CHUNKS, found, path, put, space
 
 __all__ = ["path"]
 
@@ -91,7 +91,7 @@ class Clock(FakeClock, Files):
 def another_process(path: Path) -> Iterator[Callable[[str], str]]:
     """A writer; it evaluates lines, with ``store``, ``put`` and ``space``, and says what each made."""
     code = (
-        "import sys, kvfs\nfrom pathlib import Path\nfrom tests.unit.test_purge import put, space\n"
+        "import sys, kvfs\nfrom pathlib import Path\nfrom tests.maintenance.test_purge import put, space\n"
         "with kvfs.open(Path(sys.argv[1])) as store:\n    assert store.wait_ready()\n"
         "    for line in sys.stdin:\n        print(eval(line), flush=True)\n"
     )

@@ -22,8 +22,8 @@ from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.gpu.gpu_io import GpuIO
 from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
-from tests.kernels.simulated import SimulatedDevice
-from tests.kernels.test_gpu_transport import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.simulated import SimulatedDevice
+from tests.gpu.test_gpu_io import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 from tests.stores import segment_files
 
 PIECE = 16 << 10  # two pages

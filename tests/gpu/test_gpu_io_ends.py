@@ -26,8 +26,8 @@ from kvfs.gpu.registration_cache import MAKING_SECONDS
 from kvfs.gpu.resources import UNDER_WAY
 from kvfs.kernels.driver import CudaError
 from kvfs.transfer import save as hostsave
-from tests.kernels.simulated import SimulatedDevice
-from tests.kernels.test_gpu_transport import LATE, LAYOUT, NOW, SECONDS, Engine, attach, prompt, saved
+from tests.gpu.simulated import SimulatedDevice
+from tests.gpu.test_gpu_io import LATE, LAYOUT, NOW, SECONDS, Engine, attach, prompt, saved
 
 
 def test_slots_that_are_being_read_into_stay_with_a_load_that_fails(
