@@ -198,11 +198,11 @@ class DropFolder:
                 if seen.tries + 1 >= TRIES_MAX:
                     self._refuse(name, f"tried {TRIES_MAX} times: {exc}")
                 else:
-                    log.info("%s/%s is tried again later: %s", self._where(), name, exc)
+                    log.info("%s/%r is tried again later: %s", self._where(), name, exc)
                     self._later(name, AGAIN_SECONDS, tries=seen.tries + 1)
             except Exception:  # a bug: this file must not be tried for ever, and not hold up the others
                 self._c.counters.add("import_crashed")
-                log.exception("adopting %s/%s crashed", self._where(), name)
+                log.exception("adopting %s/%r crashed", self._where(), name)
                 self._refuse(name, "kvfs failed on it; its log says how")
 
     def _take(self, name: str, fd: int, seen: _Seen) -> None:
@@ -225,7 +225,7 @@ class DropFolder:
                 return
         done = importer.take(fd)
         self._c.counters.add("bundles_adopted")
-        log.info("adopted %s/%s: %d of %d pages are new", self._where(), name, done.stored, done.pages)
+        log.info("adopted %s/%r: %d of %d pages are new", self._where(), name, done.stored, done.pages)
         self._renamed.discard(name)
         self._forgive(name)
         try:
@@ -284,7 +284,7 @@ class DropFolder:
     def _leave(self, name: str, exc: OSError) -> None:
         """It stays where it is, and is not looked at again as long as it does not change."""
         self._c.counters.add("import_errors")
-        log.warning("%s/%s cannot be taken away: %s", self._where(), name, exc.strerror)
+        log.warning("%s/%r cannot be taken away: %s", self._where(), name, exc.strerror)
         self._known[name] = self._known[name]._replace(left=True)
 
     def _where(self) -> str:
@@ -294,7 +294,7 @@ class DropFolder:
 
     def _refuse(self, name: str, why: str) -> None:
         self._c.counters.add("bundles_refused")
-        log.warning("%s/%s is refused: %s", self._where(), name, why)
+        log.warning("%s/%r is refused: %s", self._where(), name, why)
         self._renamed.discard(name)
         folder, aside = self._c.directory.sub(FOLDER), _aside(name)
         try:
