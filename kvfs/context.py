@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvfs.directory import io_mode as modes
+from kvfs.directory import io_mode
 from kvfs.directory.access_times import Recency
 from kvfs.directory.config import Settings
 from kvfs.directory.io_mode import Mode
@@ -79,7 +79,7 @@ class Context:
 
     @property
     def mode(self) -> Mode:
-        return modes.of(self.settings)
+        return io_mode.of(self.settings)
 
     @property
     def owner(self) -> bytes:

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfs.catalog.catalog import Catalog
 from kvfs.context import COMMIT_SECONDS
-from kvfs.directory import config
-from kvfs.directory import io_mode as modes
-from kvfs.directory import root as directories
+from kvfs.directory import config, io_mode, root
 from kvfs.directory.config import Quota, Settings, parse_duration, parse_size
 from kvfs.directory.pin_files import Pin, list_pins
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
@@ -23,7 +21,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import PageLayout
-from kvfs.runtime import registry as cores
+from kvfs.runtime import registry
 from kvfs.runtime.open_store import Core
 from kvfs.system.files import Files, check_output
 from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
@@ -78,7 +76,7 @@ def open_store(
 
         return Store(DisabledCore(where, policy, threads, files))
     read_only = read_only or forced
-    if not read_only and create and not directories.is_store(where):
+    if not read_only and create and not root.is_store(where):
         if capacity is None:
             capacity = os.environ.get("KVFS_CAPACITY")
         if capacity is None:
@@ -88,12 +86,12 @@ def open_store(
         settings = config.make_settings(
             capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas, codec=codec
         )
-        with directories.explained(where):
-            modes.check(where, settings, files)
-        directories.create(where, config.to_toml(settings), files)
-    directories.check_filesystem(where)
+        with root.explained(where):
+            io_mode.check(where, settings, files)
+        root.create(where, config.to_toml(settings), files)
+    root.check_filesystem(where)
     declines = "read-only" if forced else ""
-    shared = cores.enter(where, read_only, policy, threads, files, declines, looks=not counted)
+    shared = registry.enter(where, read_only, policy, threads, files, declines, looks=not counted)
     return Store(shared)
 
 
@@ -106,7 +104,7 @@ class Store:
     def __init__(self, shared: Core) -> None:
         self._core = shared
         self._closed = False
-        self._finalizer = weakref.finalize(self, cores.abandon, shared)
+        self._finalizer = weakref.finalize(self, registry.abandon, shared)
         self._finalizer.atexit = False  # then all cores are closed
 
     @property
@@ -181,7 +179,7 @@ class Store:
         self._check_writable()
         if self._core.disabled:
             return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
-        with directories.explained(self.path):
+        with root.explained(self.path):
             return self._core.evictor.collect(target_bytes, seconds)
 
     def gc_plan(self, target_bytes: int | None = None) -> Plan:
@@ -200,7 +198,7 @@ class Store:
         self._check_open()
         self._check_enabled()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
-        with directories.explained(self.path):
+        with root.explained(self.path):
             return Recompressor(self._core.c, self._core.evictor, self._core.active).plan(number, idle_seconds, seconds)
 
     def recompress(
@@ -218,7 +216,7 @@ class Store:
         self._check_enabled()
         self._check_writable()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
-        with directories.explained(self.path):
+        with root.explained(self.path):
             worker = Recompressor(self._core.c, self._core.evictor, self._core.active)
             return worker.run(number, idle_seconds, seconds, progress)
 
@@ -256,7 +254,7 @@ class Store:
         )  # fmt: skip
         self._check_enabled()
         self._check_writable()
-        with directories.explained(self.path):
+        with root.explained(self.path):
             return self._core.purger.purge(selection)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
@@ -266,7 +264,7 @@ class Store:
         if self._core.disabled:
             return 0
         deadline = self._core.c.files.monotonic() + PIN_SECONDS
-        with directories.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
+        with root.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
             if not held:
                 raise StoreLockedError(f"{name!r} is not pinned: somebody evicts or purges; try again")
             # under the lock from the lookup on: nothing that is being purged may be copied
@@ -279,14 +277,14 @@ class Store:
         self._check_writable()
         if self._core.disabled:
             return False
-        with directories.explained(self.path):
+        with root.explained(self.path):
             return self._core.pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         self._check_open()
         if self._core.disabled:
             return []
-        with directories.explained(self.path):
+        with root.explained(self.path):
             return list_pins(self._core.c.directory)
 
     def warm(
@@ -302,7 +300,7 @@ class Store:
         self._check_open()
         self._core.c.mode.check_maps("warm", "do without it")
         warmer = Warmer(self._core.c)
-        with directories.explained(self.path):
+        with root.explained(self.path):
             ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []
             ranges += warmer.of_prefixes(prefixes) if prefixes else []
             ranges += warmer.of_match(match) if match is not None else []
@@ -315,14 +313,14 @@ class Store:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:  # fmt: skip
         """Write the pages of namespaces, or of a match, to a bundle. ConfigError for neither."""
-        from kvfs.bundles import exporter as bundle
+        from kvfs.bundles import exporter
 
         self._check_open()
         c = self._core.c
         check_output(path)
-        with directories.explained(path):
-            chosen = bundle.choose(c, [self.catalog.find(n) for n in namespaces], match)
-            return bundle.export(c, chosen, path, progress)
+        with root.explained(path):
+            chosen = exporter.choose(c, [self.catalog.find(n) for n in namespaces], match)
+            return exporter.export(c, chosen, path, progress)
 
     def match_prefix(self, ref: str) -> PrefixMatch:
         """The pages of a prefix (an id of ``kvfs ls``) from the first token on; ConfigError where they begin later."""
@@ -339,15 +337,15 @@ class Store:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Written:  # fmt: skip
         """Write the pages of a match as a safetensors file, replacing what ``path`` names."""
-        from kvfs.bundles import safetensors_file as tensorfile
+        from kvfs.bundles import safetensors_file
 
         self._check_open()
         described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
         if described is None or not match.tokens:
             raise ConfigError("nothing to export: this match has no pages")
         check_output(path)
-        with directories.explained(path):
-            return tensorfile.write(self._core.c, described, match, path, token_ids, progress)
+        with root.explained(path):
+            return safetensors_file.write(self._core.c, described, match, path, token_ids, progress)
 
     def import_bundle(
         self, path: str, *, partial: bool = False, digest: str | None = None,
@@ -373,7 +371,7 @@ class Store:
         self._check_open()
         self._check_enabled()
         verifier = Verifier(self._core.c, sample, seed)
-        with directories.explained(self.path):
+        with root.explained(self.path):
             report = verifier.run()
             if repair and not report.ok:
                 self._check_writable()
@@ -398,7 +396,7 @@ class Store:
         """Leave the store. The last user leaves the index clean, so that the next open is immediate."""
         self._closed = True
         if self._finalizer.detach() is not None:
-            cores.leave(self._core)
+            registry.leave(self._core)
 
     def __enter__(self) -> Store:
         return self

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvfs.pages import host_copy as hostcopy
+from kvfs.pages import host_copy
 from kvfs.pages.describe import describe
 from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.layout import Group, PageLayout, Part
@@ -21,7 +21,7 @@ class Copies(NamedTuple):
     scatter: Callable[..., int | None]
 
 
-HOST = Copies(hostcopy.gather, hostcopy.scatter)
+HOST = Copies(host_copy.gather, host_copy.scatter)
 POISON = 0xA5
 GUARD = 64
 

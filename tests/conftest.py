@@ -50,13 +50,13 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def disk_path(tmp_path: Path) -> Path:
     """A directory on a file system that takes O_DIRECT."""
-    from kvfs.directory import io_mode as modes
+    from kvfs.directory import io_mode
     from kvfs.directory.config import make_settings
     from kvfs.errors import ConfigError
     from kvfs.system.files import Files
 
     try:
-        modes.check(str(tmp_path), make_settings("16MiB", mode="staging"), Files())
+        io_mode.check(str(tmp_path), make_settings("16MiB", mode="staging"), Files())
     except ConfigError as exc:
         pytest.skip(f"needs a disk: {exc}")
     return tmp_path

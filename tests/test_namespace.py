@@ -24,7 +24,7 @@ from kvfs.lookup.search import Prompt
 from kvfs.segments import writer as segment
 from kvfs.segments.scan import scan_segment
 from kvfs.system.files import Files
-from kvfs.write import encode as encoder
+from kvfs.write import encode
 from tests.stores import TINY_BYTES, counted, load, restored, seeded, segment_files, tiny, tokens_of
 
 T = 16
@@ -221,7 +221,7 @@ def test_a_process_that_may_have_no_more_threads_stores_large_pages(
 ) -> None:
     """The put raised, and the threads that could be started were left behind: more of them with each put."""
     monkeypatch.setattr(segment, "WRITERS", writers := segment._Writers())
-    monkeypatch.setattr(encoder, "WRITERS", writers)
+    monkeypatch.setattr(encode, "WRITERS", writers)
     few, begin = iter(range(started)), threading.Thread.start
 
     def start(thread: threading.Thread) -> None:

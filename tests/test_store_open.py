@@ -40,7 +40,7 @@ from kvfs import (
 from kvfs.directory.config import make_settings, parse_duration, parse_size, parse_toml, to_toml
 from kvfs.directory.root import _canonical
 from kvfs.format.checksums import checksum
-from kvfs.runtime import registry as cores
+from kvfs.runtime import registry
 from kvfs.runtime.background import TICK_SECONDS
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
@@ -872,15 +872,15 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kvfs.open(tmp_path / "store", capacity="16MiB").close()
-    real, struck = cores.Core.work, list[None]()
+    real, struck = registry.Core.work, list[None]()
 
-    def work(core: cores.Core) -> Any:
-        if core in cores._CORES.values() and not struck:  # it is made, and has no user yet
+    def work(core: registry.Core) -> Any:
+        if core in registry._CORES.values() and not struck:  # it is made, and has no user yet
             struck.append(None)
             raise KeyboardInterrupt
         return real(core)
 
-    monkeypatch.setattr(cores.Core, "work", work)
+    monkeypatch.setattr(registry.Core, "work", work)
     with pytest.raises(KeyboardInterrupt):
         kvfs.open(tmp_path / "store")
     opened: list[kvfs.Store] = []
@@ -889,4 +889,4 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     opening.join(20.0)
     assert opened, "it waits for nothing"
     opened[0].close()
-    assert not cores._CORES
+    assert not registry._CORES

@@ -35,7 +35,7 @@ from kvfs.bundles.importer import Importer, Pace
 from kvfs.context import Context
 from kvfs.directory.root import Directory
 from kvfs.errors import KvfsError
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.ledger import StaleWriterError
 from kvfs.system.descriptors import Descriptor, opened
 from kvfs.write.active_segments import ActiveSegments, Declined
@@ -209,7 +209,7 @@ class DropFolder:
         st = self._files.fstat(fd)
         if why := self._distrust(st):
             raise _RefusedError(why)
-        limit = space.budget(self._c.settings).limit
+        limit = ledger.budget(self._c.settings).limit
         if st.st_size > limit:
             raise _RefusedError(f"{st.st_size} bytes: this store holds {limit}; raise its capacity and drop it again")
         self._worked_since = self._files.monotonic()

@@ -34,7 +34,7 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES
 from kvfs.format.codec import CodecError, decoded, fits
 from kvfs.format.segment import Entry
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.row_updates import Named, Publish, is_live, load, publish
 from kvfs.index.rows import RUN, Place
 from kvfs.index.session import Session
@@ -224,7 +224,7 @@ class Importer:
                     continue
                 if group.part_bytes(part) > self._pace.page_bytes_max:
                     raise TooLargeError(f"it has a page of {group.part_bytes(part)} bytes")
-                if group.part_bytes(part) > space.page_limit(self._c.settings):
+                if group.part_bytes(part) > ledger.page_limit(self._c.settings):
                     yield entry, f"a page of {group.part_bytes(part)} bytes is more than this store's capacity allows"
                     continue
                 payload = files.read(fd, entry.stored_bytes, entry.payload)
@@ -287,7 +287,7 @@ class Importer:
                 while missing:
                     try:
                         done = self._append(segment_class, missing, key, at_us, deadline)
-                    except space.StaleWriterError:
+                    except ledger.StaleWriterError:
                         self._active.drop(segment_class)
                         raise IndexUnavailableError(
                             f"the index was rebuilt meanwhile: {self.report.stored} pages are imported; import again"
@@ -332,18 +332,18 @@ class Importer:
         writer, generation = self._active.writer(
             segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), deadline
         )
-        count, room = len(records), writer.room(space.segment_limit(self._c.settings, fresh))
+        count, room = len(records), writer.room(ledger.segment_limit(self._c.settings, fresh))
         while count > 1 and writer.need(digest, descriptor, size, leaf_bytes, count) > room:
             count -= 1
         batch = records[:count]
-        limits = space.budget(self._c.settings, segment_class.class_id)
+        limits = ledger.budget(self._c.settings, segment_class.class_id)
         need = writer.need(digest, descriptor, size, leaf_bytes, count)
 
         def reserve(session: Session) -> int:
-            row = space.own_segment(session, writer.number, self._c.owner, generation)
+            row = ledger.own_segment(session, writer.number, self._c.owner, generation)
             session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())
             allocated = max(writer.allocated, fmt.align(writer.tail + need))
-            space.reserve(session, writer.number, row, allocated, writer.records + count + 8, limits)
+            ledger.reserve(session, writer.number, row, allocated, writer.records + count + 8, limits)
             return allocated
 
         allocated = self._active.with_room(reserve, deadline, segment_class)
@@ -365,7 +365,7 @@ class Importer:
         ]  # fmt: skip
 
         def commit(session: Session) -> Named:
-            row = space.own_segment(session, writer.number, self._c.owner, generation)
+            row = ledger.own_segment(session, writer.number, self._c.owner, generation)
             session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())  # see ``writer``
             stored = publish(session, key, leaves, named)
             session.add_contents(writer.number, digest, *stored)

@@ -14,7 +14,7 @@ from kvfs.format.segment import ENTRY_BYTES, Entry
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.segments.scan import read_descriptor
 from kvfs.segments.writer import file_name
-from kvfs.system import direct_io as direct
+from kvfs.system import direct_io
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
@@ -100,7 +100,7 @@ class Records:
             data = bytearray(entry.stored_bytes)
             past = Descriptor.reopen(self._files, segment.fd, os.O_RDONLY | os.O_DIRECT)
             with contextlib.closing(past):
-                direct.read(self._files, past.fd, memoryview(data), entry.payload)
+                direct_io.read(self._files, past.fd, memoryview(data), entry.payload)
             return bytes(data)
         except OSError:
             return None

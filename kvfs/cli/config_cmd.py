@@ -76,12 +76,12 @@ def config_command(ctx: click.Context) -> None:
 
 
 def _show(app: App) -> None:
-    from kvfs.directory import config_file as settings
+    from kvfs.directory import config_file
     from kvfs.errors import StoreNotFoundError
     from kvfs.system.files import Files
 
     try:
-        found = settings.read(app.path, Files())
+        found = config_file.read(app.path, Files())
     except StoreNotFoundError:
         raise app.no_store() from None
     path = os.path.abspath(app.path)
@@ -118,15 +118,15 @@ def set_command(app: App, key: str, value: str) -> None:
 
     Processes that have the store open take it up within seconds; the mode counts from the next open on.
     """
-    from kvfs.directory import config_file as settings
+    from kvfs.directory import config_file
     from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
     from kvfs.system.files import Files
 
     if app.read_only:
         raise StoreReadOnlyError("config set changes the store, and KVFS_READONLY or --read-only is set")
     try:
-        settings.change(app.path, key, value, Files())
-        stored = next(s.value for s in settings.read(app.path, Files()) if s.name == key)
+        config_file.change(app.path, key, value, Files())
+        stored = next(s.value for s in config_file.read(app.path, Files()) if s.name == key)
     except StoreNotFoundError:
         raise app.no_store() from None
     except StoreReadOnlyError:

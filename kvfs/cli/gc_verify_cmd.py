@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfs.cli import recompress_cmd as recompressing
-from kvfs.cli import text
+from kvfs.cli import recompress_cmd, text
 from kvfs.cli.app import EXIT_PROBLEMS, App, common
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def gc_command(
     if recompress:
         if target is not None or explain is not None:
             raise click.UsageError("--recompress evicts nothing: leave --target and --explain out")
-        recompressing.run(app, codec or "planes", idle or "1h", seconds, apply=apply)
+        recompress_cmd.run(app, codec or "planes", idle or "1h", seconds, apply=apply)
         return
     if codec is not None or idle is not None:
         raise click.UsageError("--codec and --idle belong to --recompress: add it, or leave them out")

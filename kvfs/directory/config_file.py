@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvfs.directory import config
-from kvfs.directory import io_mode as modes
+from kvfs.directory import config, io_mode
 from kvfs.directory.config import Settings
 from kvfs.directory.liveness import census
 from kvfs.directory.root import Directory, explained
@@ -130,7 +129,7 @@ def change(path: str, key: str, value: str, files: Files) -> Settings:
             text = set_value(before.decode("utf-8"), section, name, _literal(name, value))
             settings = config.parse_toml(text.encode(), f"{key} = {value}")
             if settings.mode != old.mode:
-                modes.check(path, settings, files)
+                io_mode.check(path, settings, files)
             if settings.index_bytes != old.index_bytes and any(alive for _, alive in census(directory)):
                 raise StoreLockedError(
                     "index_bytes cannot change while a process has the store open: stop its users first"

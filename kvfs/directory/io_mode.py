@@ -15,7 +15,7 @@ from kvfs.directory.config import Settings
 from kvfs.directory.root import filesystem_of
 from kvfs.errors import ConfigError
 from kvfs.format import segment as fmt
-from kvfs.system import direct_io as direct
+from kvfs.system import direct_io
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
@@ -93,10 +93,10 @@ def _takes_direct(where: str, files: Files, read_only: bool) -> bool:
     try:
         file = _existing(files, root) if read_only else _unnamed(files, root)
         try:
-            block = direct.aligned(fmt.BLOCK)
+            block = direct_io.aligned(fmt.BLOCK)
             if not read_only:
                 block[:8] = files.random(8)
-                direct.write(files, file.fd, [block], 0)
+                direct_io.write(files, file.fd, [block], 0)
             files.preadv(file.fd, [block], 0)
             if not read_only and files.cached_bytes(file.fd, 0, fmt.BLOCK):
                 return False  # it takes the flag, and the page cache all the same

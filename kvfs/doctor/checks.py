@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvfs.bundles.drop_folder import waiting
-from kvfs.directory import config
-from kvfs.directory import io_mode as modes
+from kvfs.directory import config, io_mode
 from kvfs.directory.liveness import FOREIGN_FRESH_SECONDS, census
 from kvfs.directory.root import GOOD_FILESYSTEMS, Directory, filesystem_of
 from kvfs.directory.watch import probe
@@ -81,7 +80,7 @@ def _settings(directory: Directory) -> Iterator[Finding]:
         return
     detail = f"limit {s.capacity_bytes // _MIB} MiB, segments of {s.segment_bytes // 1024} KiB, mode {s.mode}"
     try:
-        modes.check(directory.path, s, directory.files, read_only=True)
+        io_mode.check(directory.path, s, directory.files, read_only=True)
     except ConfigError as exc:
         yield Finding("settings", BAD, str(exc), "kvfs config set mode cache, or move the store")
         return

@@ -12,7 +12,7 @@ import sys
 from typing import Any, NamedTuple
 
 from kvfs.directory.root import Directory
-from kvfs.doctor import gpu_probe as gpuprobe
+from kvfs.doctor import gpu_probe
 from kvfs.doctor.checks import BAD, OK, WARN, Finding
 from kvfs.format import segment as fmt
 from kvfs.segments.scan import scan_segment
@@ -95,7 +95,7 @@ def _sample(directory: Directory) -> _Sample:
 
 def ask(fd: int, offset: int, nbytes: int, seconds: float) -> Said:
     """Run the probe; what it said until it ended, was killed, or time was up."""
-    command = [sys.executable, "-I", "-S", str(gpuprobe.__file__), str(fd), str(offset), str(nbytes)]
+    command = [sys.executable, "-I", "-S", str(gpu_probe.__file__), str(fd), str(offset), str(nbytes)]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(fd,)
     ) as child:

@@ -8,7 +8,7 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.eviction import policy as eviction
 from kvfs.eviction.evictor import Evictor
 from kvfs.eviction.usage import Summary
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.tables import DOOMED, SegmentRow
 
 STEPS_MAX = 100_000
@@ -49,7 +49,7 @@ def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> P
     """
     rows = dict(context.index.read(lambda s: s.segments(), COMMIT_SECONDS))
     used = context.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
-    limit = space.budget(context.settings).limit if target_bytes is None else target_bytes
+    limit = ledger.budget(context.settings).limit if target_bytes is None else target_bytes
     doomed = sum(row.allocated for row in rows.values() if row.state == DOOMED)
     pinned = frozenset(evictor.victims.pinned())
     if used <= limit:

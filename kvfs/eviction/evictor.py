@@ -14,7 +14,7 @@ from kvfs.eviction import policy as eviction
 from kvfs.eviction.reclaimer import GcLock, Reclaimer, index_is_full
 from kvfs.eviction.victims import Victim, Victims
 from kvfs.format import segment as fmt
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.write.active_segments import STEP, Declined, SegmentClass
@@ -86,7 +86,7 @@ class Evictor:
     def make_room_locked(self, nbytes: int, end: float, spared: Set[bytes]) -> None:
         """Evict until writers may use ``nbytes`` more, nothing is left or ``end``, for who holds ``lock`` already.
         ``spared``: ids of segments, and of classes of segments, that stay."""
-        limit = space.budget(self._c.settings).limit - nbytes
+        limit = ledger.budget(self._c.settings).limit - nbytes
         while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
             if self.reclaimer.finish_doomed():
                 continue
@@ -104,11 +104,11 @@ class Evictor:
         No more than that: room that is kept free holds no pages (2 % of the capacity were measured to cost 1 %
         of the hits).
         """
-        ledger, full = self._c.index.read(
+        totals, full = self._c.index.read(
             lambda s: (s.ledger(), index_is_full(s, self._c.settings.index_bytes)), COMMIT_SECONDS
         )
-        limit = space.budget(self._c.settings).limit - self._c.settings.segment_bytes // STEP
-        if not ledger.doomed and ledger.used <= limit and not full:
+        limit = ledger.budget(self._c.settings).limit - self._c.settings.segment_bytes // STEP
+        if not totals.doomed and totals.used <= limit and not full:
             return
         with self.lock.hold(self._c.files.monotonic()) as held:
             if not held:
@@ -127,7 +127,7 @@ class Evictor:
         """
         now = self._c.files.monotonic()
         end = None if seconds is None else now + seconds
-        limit = space.budget(self._c.settings).limit if target_bytes is None else target_bytes
+        limit = ledger.budget(self._c.settings).limit if target_bytes is None else target_bytes
         dropped = 0
         before = self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
         patience = LOCK_SECONDS if seconds is None else min(LOCK_SECONDS, max(BRIEF_SECONDS, seconds))
@@ -208,7 +208,7 @@ class Evictor:
             return 0
         if victim.seqs:
             self._carry(victim)
-        doom = partial(space.doom, number=victim.number, owner=self._c.owner, segment_id=victim.row.segment_id)
+        doom = partial(ledger.doom, number=victim.number, owner=self._c.owner, segment_id=victim.row.segment_id)
         row = self._c.index.write(doom, COMMIT_SECONDS)
         self.victims.dropped(victim)
         self._c.counters.add("segments_evicted")
@@ -218,7 +218,7 @@ class Evictor:
 
     def _take_over(self, victim: Victim) -> bool:
         """A dead owner's active segment becomes ours, so that nobody goes on with it while it is dropped."""
-        take = partial(space.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
+        take = partial(ledger.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
     def _carry(self, victim: Victim) -> None:
@@ -226,7 +226,7 @@ class Evictor:
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return
-        carry = SegmentClass(victim.row.class_id[: space.QUOTA_BYTES] + CARRIED, fmt.FLAG_CARRIED, evictor=True)
+        carry = SegmentClass(victim.row.class_id[: ledger.QUOTA_BYTES] + CARRIED, fmt.FLAG_CARRIED, evictor=True)
         try:
             copied = self.carrier.copy(carry, victim.number, held, victim.seqs)
             self._c.counters.add("pages_carried", copied)

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.environment import FULL
 from kvfs.index.row_updates import sweep
 from kvfs.index.session import PAGE, Session
@@ -54,7 +54,7 @@ class Reclaimer:
     def drop(self, number: int, segment_id: bytes = b"", *, strict: bool = False) -> bool:
         """Doom a segment and free its space if nobody holds it; whether it is free. ``segment_id``: see ``space.doom``;
         ``strict``: OSError as it comes."""
-        row = self._c.index.write(lambda s: space.doom(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
+        row = self._c.index.write(lambda s: ledger.doom(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
         return row is not None and (self._finish if strict else self.finish)(number, row)
 
     def drop_missing(self, segment_id: bytes, number: int, generation: str) -> bool:
@@ -68,7 +68,7 @@ class Reclaimer:
             row = session.segment(number) if session.generation == generation else None
             if row is None or row.segment_id != segment_id or row.state == DOOMED or not row.records:
                 return None  # one without records may be about to be made
-            return space.doom(session, number, self._c.owner)
+            return ledger.doom(session, number, self._c.owner)
 
         row = self._c.index.write(doom, COMMIT_SECONDS)
         if row is not None:
@@ -101,7 +101,7 @@ class Reclaimer:
         if self._c.marks.has(row.segment_id):
             files.fsync(doomed)  # a segment that comes back after a power failure must find its mark
             self._c.marks.forget(row.segment_id)
-        self._c.index.write(lambda s: space.gone(s, number, row.segment_id), COMMIT_SECONDS)
+        self._c.index.write(lambda s: ledger.gone(s, number, row.segment_id), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
         self._failures = 0
         return True

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvfs.context import Context
-from kvfs.eviction import orphans as cohorts
+from kvfs.eviction import orphans
 from kvfs.eviction.orphans import CohortTable
 from kvfs.eviction.policy import CARRIED_LIFE_US
 from kvfs.eviction.usage import Pieces, Summary, group
@@ -64,10 +64,10 @@ class Survey:
             known = {r.segment_id for _, r in rows}
             self._tables = {i: t for i, t in self._tables.items() if i in known}
             self._uses = {i: u for i, u in self._uses.items() if i in known}
-        orphans = cohorts.orphans({n: t.cohorts for n, t in tables.items()}, now - COHORT_US)
+        unmatched = orphans.orphans({n: t.cohorts for n, t in tables.items()}, now - COHORT_US)
         none = frozenset[int]()
         uses = [
-            Summary(n, r.allocated, n in evictable, False, self._pieces(r, tables[n], orphans.get(n, none), now))
+            Summary(n, r.allocated, n in evictable, False, self._pieces(r, tables[n], unmatched.get(n, none), now))
             for n, r in rows
             if n in tables
         ]
@@ -91,10 +91,10 @@ class Survey:
             known = self._tables[segment_id] = self._read_table(candidate, marked)
         return known
 
-    def _pieces(self, row: SegmentRow, table: Table, orphans: frozenset[int], now_us: int) -> Pieces:
+    def _pieces(self, row: SegmentRow, table: Table, unmatched: frozenset[int], now_us: int) -> Pieces:
         """What was used together of a segment; made anew when stamps or records have changed, or some have expired."""
         version = (  # a table that could not be read is empty, and may be read the next time
-            row.records, table.marked, len(table.seqs), orphans, *self._c.recency.version(row.segment_id),
+            row.records, table.marked, len(table.seqs), unmatched, *self._c.recency.version(row.segment_id),
         )  # fmt: skip
         cached = self._uses.get(row.segment_id)
         now_s = now_us // 1_000_000
@@ -103,7 +103,7 @@ class Survey:
         stamps = self._c.recency.stamps(row.segment_id, table.written_us)
         # a copy's time of writing is that of the carry: what the original had lived is no longer known
         least = CARRIED_LIFE_US if row.flags & fmt.FLAG_CARRIED else 0
-        dead = [0 < e <= now_s or i in orphans for i, e in enumerate(table.expires)]
+        dead = [0 < e <= now_s or i in unmatched for i, e in enumerate(table.expires)]
         pieces = group(
             [0 if gone else stamps[seq] for seq, gone in zip(table.seqs, dead, strict=True)],
             table.sizes, table.chunks, [max(least, stamps[seq] - table.written_us[seq]) for seq in table.seqs],
@@ -123,7 +123,7 @@ class Survey:
                 scan = scan_segment(held.fd, self._c.files, records_max=candidate.row.records)
                 entries = scan.entries if scan is not None else []
                 purged = {e.seq for e in entries if mark is not None and mark.covers(e)}
-                found = cohorts.collect(
+                found = orphans.collect(
                     (e for e in entries if e.kind == fmt.KIND_PART),
                     partial(read_namespace, held.fd, self._c.files, entries), purged,
                 )  # fmt: skip

@@ -19,7 +19,7 @@ from kvfs.directory.config import quota_id
 from kvfs.eviction import policy as eviction
 from kvfs.eviction.survey import Survey
 from kvfs.eviction.usage import Summary
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.segments.writer import file_name
@@ -82,7 +82,7 @@ class Victims:
         return None
 
     def _may_go(self, victim: Victim) -> bool:
-        mine = victim.row.class_id[: space.QUOTA_BYTES]
+        mine = victim.row.class_id[: ledger.QUOTA_BYTES]
 
         def look(session: Session) -> tuple[SegmentRow | None, int]:
             doomed = sum(r.allocated for _, r in session.segments_in(DOOMED) if r.class_id.startswith(mine))
@@ -131,7 +131,7 @@ class Victims:
         pinned, spare = self.pinned(), self._above_guarantee(rows)
         free = {}
         for number, row in rows:
-            mine = row.class_id[: space.QUOTA_BYTES]
+            mine = row.class_id[: ledger.QUOTA_BYTES]
             if row.state == DOOMED or row.segment_id in pinned:
                 continue
             if mine != owner and mine in spare and row.allocated > spare[mine]:
@@ -151,7 +151,7 @@ class Victims:
         """Quotas that were promised something -> what they use above it (negative: below)."""
         above = {owner: -nbytes for owner, nbytes in self._promised().items()}
         for _, row in rows:
-            mine = row.class_id[: space.QUOTA_BYTES]
+            mine = row.class_id[: ledger.QUOTA_BYTES]
             if mine in above and row.state != DOOMED:
                 above[mine] += row.allocated
         return above

@@ -16,8 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvfs.errors import ConfigError
-from kvfs.kernels import driver as cuda
-from kvfs.kernels import torch_fallback as by_torch
+from kvfs.kernels import driver, torch_fallback
 from kvfs.kernels.driver import CudaError
 from kvfs.kernels.launch import Launch, launch_of
 from kvfs.kernels.work_list import Shape, Work
@@ -160,17 +159,17 @@ class _Stream:
         self._launches: dict[object, Launch | None] = {}  # None: only Triton can
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
-        cuda.copy_in(target, source, nbytes, self._handle)
+        driver.copy_in(target, source, nbytes, self._handle)
 
     push = copy_in
 
     def copy_in_2d(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
     ) -> None:
-        cuda.copy_in_2d(target, target_pitch, source, source_pitch, width, height, self._handle)
+        driver.copy_in_2d(target, target_pitch, source, source_pitch, width, height, self._handle)
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
-        cuda.copy_out(target, source, nbytes, self._handle)
+        driver.copy_out(target, source, nbytes, self._handle)
 
     def use(self) -> AbstractContextManager[object]:
         return self._torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
@@ -198,7 +197,7 @@ class _Stream:
 
     def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
         if not shape.kernels:
-            by_torch.move(work, shape, self._elements, to_page=to_page)
+            torch_fallback.move(work, shape, self._elements, to_page=to_page)
             return
         from kvfs.kernels import cells
 
@@ -275,7 +274,7 @@ class Gpu:
     def enter(self) -> None:
         if not getattr(self._entered, "done", False):
             self._torch.cuda.set_device(self.index)
-            cuda.relax_capture()
+            driver.relax_capture()
             self._torch.cuda.current_stream().query()  # makes the context current where this is a thread's first call
             _wake_soon()
             self._entered.done = True
@@ -283,12 +282,12 @@ class Gpu:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         with self._torch.cuda.device(self.index):
-            mode = cuda.relax_capture()
+            mode = driver.relax_capture()
             try:
                 self._torch.cuda.current_stream().query()
                 yield
             finally:
-                cuda.restore_capture(mode)
+                driver.restore_capture(mode)
 
     def stream(self) -> Stream:
         return _Stream(self._torch, self._torch.cuda.Stream(self.index), self._constants)
@@ -304,7 +303,7 @@ class Gpu:
         return Pinned(self, nbytes)
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
-        cuda.register(address, nbytes, read_only=read_only)
+        driver.register(address, nbytes, read_only=read_only)
 
     def unregister(self, address: int) -> None:
-        cuda.unregister(address)
+        driver.unregister(address)

@@ -11,7 +11,7 @@ import ctypes
 import re
 from typing import Any
 
-from kvfs.kernels import driver as cuda
+from kvfs.kernels import driver
 
 SCRATCH = 2  # parameters behind the arguments, at most: Triton's global and profile scratch
 ALIGN = 16  # of addresses that Triton has compiled a kernel for, if they were so when it did
@@ -38,7 +38,7 @@ class Launch:
         for i, address in enumerate(addresses):
             assert address % ALIGN == 0, f"an address that kernels do not take: {address}"
             self._values[i] = address
-        cuda.launch(
+        driver.launch(
             self._compiled.function, self._programs, self._threads, self._shared, self._stream, self._parameters
         )  # fmt: skip
 

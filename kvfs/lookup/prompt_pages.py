@@ -19,7 +19,7 @@ from kvfs.errors import ConfigError
 from kvfs.lookup.matcher import Matcher
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.lookup.search import Prompt
-from kvfs.pages import chunk_hash as hashing
+from kvfs.pages import chunk_hash
 from kvfs.pages.chunk_hash_cache import Chain
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import PageLayout
@@ -32,8 +32,8 @@ def checked_tokens(layout: PageLayout, token_ids: TokensLike, known: int = 0) ->
     """Token ids as the chain takes them, behind ``known`` others. ConfigError for what is none, or too many."""
     if layout.kind == "opaque":
         raise ConfigError("this namespace holds opaque pages: use match_keys and put_keys")
-    tokens = hashing.token_bytes(token_ids)
-    count = known + len(tokens) // hashing.TOKEN_BYTES
+    tokens = chunk_hash.token_bytes(token_ids)
+    count = known + len(tokens) // chunk_hash.TOKEN_BYTES
     if count > TOKENS_MAX:
         raise ConfigError(f"{count} token ids: at most {TOKENS_MAX} in one prompt")
     return tokens
@@ -56,7 +56,7 @@ def chain_of(
     tokens = checked_tokens(identity.layout, token_ids)
     if type(leave) is not int or leave < 0:
         raise ConfigError(f"leave is {leave!r}: pass the number of tokens to compute, 0 or more")
-    usable = tokens[: max(0, len(tokens) - leave * hashing.TOKEN_BYTES)]
+    usable = tokens[: max(0, len(tokens) - leave * chunk_hash.TOKEN_BYTES)]
     return Chain(context.chains, usable, identity.layout.page_tokens, identity.seed, checked_extra(extra))
 
 
@@ -66,7 +66,7 @@ def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
         raise ConfigError("opaque keys need a namespace with PageLayout.opaque(...)")
     if isinstance(keys, (bytes, str)) or not all(isinstance(k, bytes) and k for k in keys):
         raise ConfigError("keys must be a sequence of non-empty bytes objects, one per page")
-    return Prompt(identity.digest, [hashing.chunk_of_key(key, identity.seed) for key in keys], run_length=1)
+    return Prompt(identity.digest, [chunk_hash.chunk_of_key(key, identity.seed) for key in keys], run_length=1)
 
 
 class PromptPages:
@@ -92,7 +92,7 @@ class PromptPages:
     @property
     def tokens(self) -> int:
         """How many tokens were given, those behind the last full chunk included."""
-        return self.chunks * self._identity.layout.page_tokens + len(self._tail) // hashing.TOKEN_BYTES
+        return self.chunks * self._identity.layout.page_tokens + len(self._tail) // chunk_hash.TOKEN_BYTES
 
     @property
     def hashes(self) -> Sequence[bytes]:
@@ -105,8 +105,8 @@ class PromptPages:
         size, known = self._identity.layout.page_tokens, self.chunks
         extra = {c - known: key for c, key in self._extra.items() if c >= known}
         parent = self._hashes[-1] if self._hashes else self._identity.seed
-        self._hashes += hashing.chain(data, size, parent, extra)
-        self._tail = data[(self.chunks - known) * size * hashing.TOKEN_BYTES :]
+        self._hashes += chunk_hash.chain(data, size, parent, extra)
+        self._tail = data[(self.chunks - known) * size * chunk_hash.TOKEN_BYTES :]
 
     def forget(self) -> None:
         """Take nothing for stored until the next ``look``."""

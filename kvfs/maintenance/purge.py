@@ -22,7 +22,7 @@ from kvfs.eviction.evictor import Evictor
 from kvfs.eviction.reclaimer import forget_namespaces
 from kvfs.format import segment as fmt
 from kvfs.format.segment import Entry, PurgeMark
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.row_updates import forget
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
@@ -283,7 +283,7 @@ class Purger:
             return True
         if self._c.liveness is None or self._c.liveness.is_alive(row.owner):
             return False
-        take = partial(space.adopt, number=number, seen=row, owner=self._c.owner)
+        take = partial(ledger.adopt, number=number, seen=row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
     def _unname(self, number: int, generation: str, segment: _Segment, purged: Sequence[Entry]) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import lmdb
 
-from kvfs.directory import io_mode as modes
+from kvfs.directory import io_mode
 from kvfs.directory.config import Settings
 from kvfs.directory.liveness import NOBODY
 from kvfs.directory.purge_marks import Marks
@@ -29,7 +29,7 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import leaf_table, root_of
 from kvfs.format.codec import CodecError
 from kvfs.format.segment import Entry, PurgeMark
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.environment import FULL, Index
 from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
 from kvfs.index.row_updates import Publish, publish
@@ -192,7 +192,7 @@ class _SegmentBuilder:
         self._folder = directory.sub(listed.folder)
         self._fd = -1
         self._settings = settings
-        self._mode = modes.of(settings)
+        self._mode = io_mode.of(settings)
         self._store_id = store_id
         self._alone = alone
         self._report = report
@@ -282,8 +282,8 @@ class _SegmentBuilder:
             size = self._settings.segment_bytes
         if scan is None:
             return SegmentRow(
-                segment_id, NOBODY, space.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
-                space.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
+                segment_id, NOBODY, ledger.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
+                ledger.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
             )  # fmt: skip
         tail = None
         if scan.seal is None and self._alone and not dead and not torn and scan.appendable:
@@ -292,7 +292,7 @@ class _SegmentBuilder:
         return SegmentRow(
             segment_id, NOBODY, scan.header.class_id, DOOMED if dead else SEALED if tail is None else ACTIVE,
             scan.header.flags, scan.entries[-1].epoch if scan.entries else 1, len(scan.entries),
-            space.charge(size, len(scan.entries)), tail or scan.end, scan.table,
+            ledger.charge(size, len(scan.entries)), tail or scan.end, scan.table,
             max(expiries) if expiries and all(expiries) else 0,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from kvfs.eviction.evictor import Evictor
 from kvfs.format import codec as codecs
 from kvfs.format import segment as fmt
 from kvfs.format.segment import Entry
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.rows import CLAIM
 from kvfs.index.session import Session
 from kvfs.index.tables import SEALED, SegmentRow
@@ -187,7 +187,7 @@ class Recompressor:
                 if end is not None and clock() >= end:
                     report.stopped = "time"
                     break
-                owner = row.class_id[: space.QUOTA_BYTES]
+                owner = row.class_id[: ledger.QUOTA_BYTES]
                 if owner in full:
                     continue
                 step = "pinned" if row.segment_id in pinned else self._look(number, row, codec, idle_seconds)
@@ -198,7 +198,7 @@ class Recompressor:
                     failures = 0
                 except (Declined, OSError) as exc:
                     if isinstance(exc, Declined) and exc.reason == "space":
-                        if owner == space.NO_QUOTA:
+                        if owner == ledger.NO_QUOTA:
                             raise
                         full.add(owner)
                         report.failed += 1
@@ -274,7 +274,7 @@ class Recompressor:
 
 def _class_of(row: SegmentRow) -> SegmentClass:
     """Where the copies go: what shared a lifetime still does, and what was pinned once is like any other now."""
-    class_id = row.class_id[: space.QUOTA_BYTES] + bytes(8) if row.flags & fmt.FLAG_PINNED else row.class_id
+    class_id = row.class_id[: ledger.QUOTA_BYTES] + bytes(8) if row.flags & fmt.FLAG_PINNED else row.class_id
     return SegmentClass(class_id, row.flags & fmt.FLAG_CARRIED, evictor=True)
 
 

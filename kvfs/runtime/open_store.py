@@ -15,9 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvfs.context import COMMIT_SECONDS, Context, living
-from kvfs.directory import config_file as settings
-from kvfs.directory import io_mode as modes
-from kvfs.directory import root as directories
+from kvfs.directory import config_file, io_mode, root
 from kvfs.directory.access_times import Recency
 from kvfs.directory.config import Settings
 from kvfs.directory.liveness import HEARTBEAT_SECONDS, Liveness
@@ -87,7 +85,7 @@ class Core:
         return self.c.settings
 
     def _start(self, *, looks: bool, again: bool = False) -> None:
-        with contextlib.ExitStack() as undo, directories.explained(self.path):
+        with contextlib.ExitStack() as undo, root.explained(self.path):
             self._make_parts(undo, again=again)
             if not looks:
                 self.work()
@@ -106,16 +104,16 @@ class Core:
         directory = Directory(self.path, files, read_only=self.read_only)
         undo.callback(directory.close)
         store_id = directory.store_id()
-        loaded = settings.load(directory)
-        modes.check(self.path, loaded, files, read_only=self.read_only)
-        directories.check_layout(directory)
+        loaded = config_file.load(directory)
+        io_mode.check(self.path, loaded, files, read_only=self.read_only)
+        root.check_layout(directory)
         if not self.read_only:
-            directories.tighten(directory)
+            root.tighten(directory)
         liveness = None if self.read_only else Liveness(directory)
         if liveness is not None:
             undo.callback(liveness.close)
             liveness.refuse_foreign_kernel()
-        self.directory, self._follower = directory, settings.Follower(directory, loaded)
+        self.directory, self._follower = directory, config_file.Follower(directory, loaded)
         index = Index(directory, loaded.index_bytes)
 
         def close_index() -> None:
@@ -125,7 +123,7 @@ class Core:
         undo.callback(close_index)
         context = Context(
             directory, files, loaded, store_id, index, liveness, Recency(directory),
-            SegmentFiles(directory, modes.of(loaded)), Marks(directory), self._verify, self._threads,
+            SegmentFiles(directory, io_mode.of(loaded)), Marks(directory), self._verify, self._threads,
             Tallies(directory, liveness), self._declines,
         )  # fmt: skip
         if again:
@@ -264,9 +262,9 @@ class Core:
 
     def _follow_settings(self) -> None:
         found = self._follower.look()
-        if found == settings.REFUSED:
+        if found == config_file.REFUSED:
             self.c.counters.add("settings_refused")
-        elif found == settings.NEW:
+        elif found == config_file.NEW:
             self.c.counters.add("settings_taken_up")
             self.c.settings = self._follower.settings
             if self._workshop is not None:

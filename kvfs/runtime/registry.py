@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from kvfs.directory import root as directories
+from kvfs.directory import root
 from kvfs.errors import ConfigError, StoreLockedError, StoreNotFoundError
 from kvfs.runtime.open_store import CLOSE_SECONDS, Core
 from kvfs.system.files import Files
@@ -45,7 +45,7 @@ def enter(
 
 
 def _key(path: str) -> Key:
-    with directories.explained(path):
+    with root.explained(path):
         try:
             st = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):

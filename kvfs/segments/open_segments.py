@@ -14,7 +14,7 @@ from kvfs.directory.io_mode import CACHE, Mode
 from kvfs.directory.root import Directory
 from kvfs.format import segment as fmt
 from kvfs.segments.writer import file_name
-from kvfs.system import direct_io as direct
+from kvfs.system import direct_io
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 from kvfs.system.worker import Worker
@@ -199,7 +199,7 @@ class SegmentFiles:
         """Fill ``target`` with stored bytes; ``past`` the page cache if that can be had, in mode staging always."""
         fd = self.direct(held) if past or self._mode.direct else -1
         if fd >= 0:
-            direct.read(self._files, fd, target, offset)
+            direct_io.read(self._files, fd, target, offset)
         elif self._mode.direct:
             raise OSError(errno.EIO, "the segment cannot be opened with O_DIRECT")
         else:

@@ -23,7 +23,7 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.format.segment import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.segments.scan import covered_end, read_namespace, scan_segment
-from kvfs.system import direct_io as direct
+from kvfs.system import direct_io
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 from kvfs.system.thread_pool import Pool
@@ -287,7 +287,7 @@ class SegmentWriter:
         count = min(most, len(records))
         for first, end in pairwise(len(records) * i // count for i in range(count + 1)):
             payloads = [r.payload for r in records[first:end]]
-            yield partial(direct.write, self._files, self._past.fd, payloads, start)
+            yield partial(direct_io.write, self._files, self._past.fd, payloads, start)
             start += sum(align(len(memoryview(p))) for p in payloads)
 
     def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:

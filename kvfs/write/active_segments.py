@@ -13,7 +13,7 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.format.segment import FLAG_DIRECT, Header
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.ledger import ANY_CLASS, NeedSpaceError, StaleWriterError
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
@@ -40,7 +40,7 @@ class SegmentClass(NamedTuple):
     @property
     def expires(self) -> bool:
         """Whether its records expire, all about together: the second half of the class is their time."""
-        return not self.flags and any(self.class_id[space.QUOTA_BYTES :])
+        return not self.flags and any(self.class_id[ledger.QUOTA_BYTES :])
 
 
 class Declined(Exception):
@@ -68,7 +68,7 @@ class ActiveSegments:
         self._writers: dict[SegmentClass, Active] = {}
         self._used_at: dict[SegmentClass, float] = {}  # of writers, but for those that rest, trimmed
         self._dirty: set[SegmentClass] = set()
-        self._left: list[tuple[int, str, space.Step]] = []  # rows of this process that nobody appends to any more
+        self._left: list[tuple[int, str, ledger.Step]] = []  # rows of this process that nobody appends to any more
 
     def lock(self, segment_class: SegmentClass) -> threading.Lock:
         return self.turns.lock(segment_class)
@@ -131,7 +131,7 @@ class ActiveSegments:
         if current is not None:
             writer, generation = current
             if not writer.dead and generation == self._c.index.generation:
-                if need(writer) <= writer.room(space.segment_limit(self._c.settings, fresh)):
+                if need(writer) <= writer.room(ledger.segment_limit(self._c.settings, fresh)):
                     return current
                 self._seal(segment_class)
             else:
@@ -142,16 +142,16 @@ class ActiveSegments:
         return active
 
     def _create(self, segment_class: SegmentClass, fresh: int, wanted: int, deadline: float) -> Active:
-        segment_bytes = space.segment_limit(self._c.settings, fresh)
+        segment_bytes = ledger.segment_limit(self._c.settings, fresh)
         if fresh > segment_bytes:
             raise Declined("space")
         allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, wanted)))
         segment_id = self._c.files.random(16)
-        limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
+        limits = ledger.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
         flags = segment_class.flags | self._c.mode.segment_flags
 
         def transact(session: Session) -> tuple[int, str]:
-            number = space.new_segment(
+            number = ledger.new_segment(
                 session, segment_id, self._c.owner, segment_class.class_id, flags, allocated, limits
             )
             return number, session.generation
@@ -161,11 +161,11 @@ class ActiveSegments:
         try:
             writer = SegmentWriter.create(self._c.directory, header, number, allocated)
         except OSError:
-            self._leave(number, generation, space.doom)
+            self._leave(number, generation, ledger.doom)
             raise
         if not self._is_current(generation):  # a rebuild that has looked at the segments before knows nothing of it
             writer.discard(self._c.directory)
-            self._leave(number, generation, space.doom)
+            self._leave(number, generation, ledger.doom)
             raise Declined("index")
         return Active(writer, generation)
 
@@ -179,7 +179,7 @@ class ActiveSegments:
         """Go on with the active segment of a process that is gone, if it was written in this process's way."""
         wanted = (segment_class.class_id, segment_class.flags | self._c.mode.segment_flags)
         # an append takes no more there than in a fresh segment
-        limit = space.segment_limit(self._c.settings, fresh) - fresh
+        limit = ledger.segment_limit(self._c.settings, fresh) - fresh
 
         def look(session: Session) -> tuple[list[tuple[int, SegmentRow]], str]:
             rows = [
@@ -192,7 +192,7 @@ class ActiveSegments:
         for number, row in rows:
             if self._c.liveness is None or self._c.liveness.is_alive(row.owner):
                 continue
-            take = partial(space.adopt, number=number, seen=row, owner=self._c.owner)
+            take = partial(ledger.adopt, number=number, seen=row, owner=self._c.owner)
             taken = self._c.index.write(take, COMMIT_SECONDS)
             if taken is None:
                 continue
@@ -207,7 +207,7 @@ class ActiveSegments:
             except OSError:
                 # what was published stays readable, page by page; nobody appends to it again
                 self._c.counters.add("adopt_errors")
-                self._leave(number, generation, space.retire)
+                self._leave(number, generation, ledger.retire)
         return None
 
     def _seal(self, segment_class: SegmentClass) -> None:
@@ -220,11 +220,13 @@ class ActiveSegments:
             size = writer.seal()
             if self._c.settings.sync != "cache":
                 self._c.files.fdatasync(writer.fd)
-            self._c.index.write(lambda s: space.seal(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)
+            self._c.index.write(
+                lambda s: ledger.seal(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS
+            )
         except StaleWriterError:
             pass
         except (OSError, IndexUnavailableError):
-            self._leave(writer.number, generation, space.retire)
+            self._leave(writer.number, generation, ledger.retire)
             raise
         finally:
             writer.close()
@@ -238,9 +240,9 @@ class ActiveSegments:
             return
         writer, generation = current
         writer.close()
-        self._leave(writer.number, generation, space.retire)
+        self._leave(writer.number, generation, ledger.retire)
 
-    def _leave(self, number: int, generation: str, step: space.Step) -> None:
+    def _leave(self, number: int, generation: str, step: ledger.Step) -> None:
         """Take the next step of a segment that failed, now or when the index answers again.
 
         A row that stays active with a living owner would be charged, and nobody could reclaim it.
@@ -254,7 +256,7 @@ class ActiveSegments:
             if generation == self._c.index.generation:
                 try:
                     self._c.index.write(
-                        partial(space.take_step, step, number, self._c.owner, generation), COMMIT_SECONDS
+                        partial(ledger.take_step, step, number, self._c.owner, generation), COMMIT_SECONDS
                     )
                 except IndexUnavailableError:
                     self._c.counters.add("drop_errors")
@@ -275,7 +277,7 @@ class ActiveSegments:
                     for one in classes:
                         locks.enter_context(self.lock(one))
                     if number not in self.active_numbers():
-                        self._leave(number, generation, space.give_up)
+                        self._leave(number, generation, ledger.give_up)
 
     def sync(self, writer: SegmentWriter) -> None:
         """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
@@ -284,7 +286,7 @@ class ActiveSegments:
         except OSError:
             writer.dead = True
             self._c.counters.add("sync_errors")
-            doom = partial(space.doom, number=writer.number, owner=self._c.owner, segment_id=writer.segment_id)
+            doom = partial(ledger.doom, number=writer.number, owner=self._c.owner, segment_id=writer.segment_id)
             self._c.index.write(doom, COMMIT_SECONDS)
             raise
 
@@ -340,7 +342,7 @@ class ActiveSegments:
                 self._seal(segment_class)
             else:
                 size = writer.trim()
-                free = space.let_go if let_go else space.shrink
+                free = ledger.let_go if let_go else ledger.shrink
                 self._c.index.write(lambda s: free(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)
                 if let_go:
                     self._writers.pop(segment_class, None)

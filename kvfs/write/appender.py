@@ -18,7 +18,7 @@ from kvfs.directory.config import Settings
 from kvfs.errors import IndexUnavailableError, NoSpaceError
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.ledger import NeedSpaceError, StaleWriterError
 from kvfs.index.row_updates import Publish, RunKeys, Target, claim_run, move, publish
 from kvfs.index.rows import Place
@@ -28,7 +28,7 @@ from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.writer import Placed, Record, SegmentWriter
-from kvfs.write import class_locks as turns
+from kvfs.write import class_locks
 from kvfs.write.active_segments import STEP, ActiveSegments, Declined, SegmentClass
 from kvfs.write.encode import encode_records
 
@@ -102,13 +102,13 @@ class Appender:
             except IndexUnavailableError as exc:
                 outcome.reason = "index"
                 self._c.counters.add(f"declined_index_{str(exc).partition(':')[0].replace(' ', '_')}")
-            except turns.NoTurn:
+            except class_locks.NoTurn:
                 outcome.reason = "io"
             except OSError as exc:
                 full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
                 outcome.reason = "space" if full else "io"
                 self._c.counters.add("disk_full" if full else "write_errors")
-                with contextlib.suppress(turns.NoTurn), self._active.turns.soon(job.segment_class):
+                with contextlib.suppress(class_locks.NoTurn), self._active.turns.soon(job.segment_class):
                     self._active.drop(job.segment_class)
                 # the file system is smaller than the capacity, or others fill it
                 if (
@@ -128,7 +128,7 @@ class Appender:
         return outcome
 
     def _wait_for_turn(self, segment_class: SegmentClass) -> None:
-        if not self._active.turns.comes(segment_class, turns.TURN_SECONDS):
+        if not self._active.turns.comes(segment_class, class_locks.TURN_SECONDS):
             raise Declined("io")
 
     def _batch(self, job: Job, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:
@@ -145,7 +145,7 @@ class Appender:
             lambda w: w.need(digest, job.descriptor, size, leaf_bytes, 1),
             deadline,
         )
-        room = writer.room(space.segment_limit(self._c.settings, fresh))
+        room = writer.room(ledger.segment_limit(self._c.settings, fresh))
         while wanted > 1 and (over := writer.need(digest, job.descriptor, size, leaf_bytes, wanted) - room) > 0:
             wanted = max(1, wanted - max(1, over // fmt.align(size)))
         batch = chunks[:wanted]
@@ -184,11 +184,11 @@ class Appender:
     ) -> tuple[list[Target], int, int]:
         """Reserve and claim; grows the file to what was reserved. (claimed, present, in flight)"""
         size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
-        limits = space.budget(self._c.settings, job.segment_class.class_id, evictor=job.segment_class.evictor)
-        segment_bytes = space.segment_limit(self._c.settings, fresh)
+        limits = ledger.budget(self._c.settings, job.segment_class.class_id, evictor=job.segment_class.evictor)
+        segment_bytes = ledger.segment_limit(self._c.settings, fresh)
 
         def transact(session: Session) -> tuple[list[Target], int, int, int]:
-            row = space.own_segment(session, writer.number, self._c.owner, generation)
+            row = ledger.own_segment(session, writer.number, self._c.owner, generation)
             targets: list[Target] = []
             skipped = in_flight = 0
             for run in _runs_of(job, chunks):
@@ -206,10 +206,10 @@ class Appender:
                     allocated = max(fmt.align(end), min(segment_bytes, fmt.align(step)))
                 records = writer.records + len(targets) + 8
                 try:
-                    space.reserve(session, writer.number, row, allocated, records, limits)
+                    ledger.reserve(session, writer.number, row, allocated, records, limits)
                 except NeedSpaceError:  # for a whole step; the append itself may fit
                     allocated = max(writer.allocated, fmt.align(end))
-                    space.reserve(session, writer.number, row, allocated, records, limits)
+                    ledger.reserve(session, writer.number, row, allocated, records, limits)
             return targets, skipped, in_flight, allocated
 
         targets, skipped, in_flight, allocated = self._active.with_room(transact, deadline, job.segment_class)
@@ -231,7 +231,7 @@ class Appender:
         ]  # fmt: skip
 
         def transact(session: Session) -> int:
-            row = space.own_segment(session, writer.number, self._c.owner, generation)
+            row = ledger.own_segment(session, writer.number, self._c.owner, generation)
             # again: it had no page, and may have been forgotten
             session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
             count, stored_bytes = publish(session, job.row_key, job.group.leaves(job.part), named)
@@ -261,7 +261,7 @@ class Appender:
         ``stamps``: when each was last used; ``durable``: synced first, unless the store's level is ``cache``.
         Declined, OSError or IndexUnavailableError if that cannot be done; the sources are untouched then.
         """
-        limits = space.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
+        limits = ledger.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
         size = max(len(m[3].payload) for m in moves)
         shape = (size, LEAF_BYTES * leaves, len(moves))
         self._wait_for_turn(segment_class)
@@ -272,9 +272,9 @@ class Appender:
             )  # fmt: skip
 
             def claim(session: Session) -> int:
-                row = space.own_segment(session, writer.number, self._c.owner, generation)
+                row = ledger.own_segment(session, writer.number, self._c.owner, generation)
                 allocated = max(writer.allocated, fmt.align(writer.tail + writer.need(digest, descriptor, *shape)))
-                space.reserve(session, writer.number, row, allocated, writer.records + len(moves) + 8, limits)
+                ledger.reserve(session, writer.number, row, allocated, writer.records + len(moves) + 8, limits)
                 return allocated
 
             try:
@@ -303,7 +303,7 @@ class Appender:
         row_key: Callable[[bytes], bytes], leaves: int, moves: Sequence[tuple[int, int, int, Record]],
         placed: Sequence[Placed], expires: int,
     ) -> int:  # fmt: skip
-        row = space.own_segment(session, writer.number, self._c.owner, generation)
+        row = ledger.own_segment(session, writer.number, self._c.owner, generation)
         moved = 0
         for (source, seq, slot, r), p in zip(moves, placed, strict=True):
             place = Place(r.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
@@ -340,8 +340,8 @@ def check_pages_fit(layout: PageLayout, descriptor_bytes: int, settings: Setting
     """NoSpaceError if a page of the layout is larger than a segment of the store may be."""
     for group in layout.groups:
         need = SegmentWriter.need_fresh(descriptor_bytes, group.page_bytes, LEAF_BYTES * group.leaves(group.full))
-        if need > space.page_limit(settings):
+        if need > ledger.page_limit(settings):
             raise NoSpaceError(
                 f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store may hold "
-                f"{space.page_limit(settings)}: use a smaller page_tokens or a larger capacity"
+                f"{ledger.page_limit(settings)}: use a smaller page_tokens or a larger capacity"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.bundles import drop_folder as dropfolder
+from kvfs.bundles import drop_folder
 from kvfs.bundles.drop_folder import REFUSED_MAX, SETTLE_SECONDS, STALE_SECONDS, DropFolder
 from kvfs.bundles.importer import Importer, Pace
 from kvfs.directory.watch import DROPS
@@ -241,7 +241,7 @@ def test_a_refused_bundle_that_is_too_large_to_be_kept_is_not_destroyed(
     store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the only copy: more than an eighth of the capacity was deleted, with advice to drop it again."""
-    monkeypatch.setattr(dropfolder, "REFUSED_SHARE", 64 << 20)
+    monkeypatch.setattr(drop_folder, "REFUSED_SHARE", 64 << 20)
     there = drop(store, bundle)
     data = there.read_bytes()
     there.chmod(0o666)
@@ -275,14 +275,14 @@ def test_a_good_bundle_outlives_a_disk_that_is_full_for_long(
     def full(self: Importer, fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dropfolder, "REFUSED_SHARE", 64 << 20)
+    monkeypatch.setattr(drop_folder, "REFUSED_SHARE", 64 << 20)
     there = drop(store, bundle)
     data = there.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(Importer, "take", full)
-        for _ in range(2 * dropfolder.TRIES_MAX):
+        for _ in range(2 * drop_folder.TRIES_MAX):
             look(store)
-            clock.ahead += dropfolder.AGAIN_SECONDS
+            clock.ahead += drop_folder.AGAIN_SECONDS
     assert there.read_bytes() == data and counters(store)["bundles_refused"] == 1
     os.utime(there)
     settle(store, clock)
@@ -355,7 +355,7 @@ def test_killed_in_between_the_next_one_goes_on(
     with kvfs.open(store_path, capacity="64MiB") as first:
         by_hand(first)
     os.rename(bundle, store_path / "import" / "b.tar")
-    monkeypatch.setattr(dropfolder, "PACE", dropfolder.PACE._replace(batch_bytes=4 * TINY_BYTES))
+    monkeypatch.setattr(drop_folder, "PACE", drop_folder.PACE._replace(batch_bytes=4 * TINY_BYTES))
     child = os.fork()
     if not child:
         steps = [0]
@@ -431,16 +431,16 @@ def test_without_room_it_is_tried_again_and_not_for_ever(
             look(store)
             look(store)
             assert len(tries) == n and refused(store) == {}
-            clock.ahead += dropfolder.AGAIN_SECONDS
+            clock.ahead += drop_folder.AGAIN_SECONDS
     look(store)
     assert serves(store)
     with monkeypatch.context() as patch:
         patch.setattr(Importer, "take", full)
         (folder(store) / "c.tar").write_bytes(b"x")
         store._core.drops.arrived("c.tar")
-        for _ in range(dropfolder.TRIES_MAX):
+        for _ in range(drop_folder.TRIES_MAX):
             look(store)
-            clock.ahead += dropfolder.AGAIN_SECONDS
+            clock.ahead += drop_folder.AGAIN_SECONDS
     assert "no room" in refused(store)["c.tar"]
 
 
@@ -503,7 +503,7 @@ def test_what_would_be_worked_on_without_a_rest_is_refused(
     renamed: bool,
 ) -> None:  # fmt: skip
     """A bundle of 99 000 empty files, or one segment of millions of records, took the interpreter from an engine."""
-    monkeypatch.setattr(dropfolder, "PACE", dropfolder.PACE._replace(**bound))
+    monkeypatch.setattr(drop_folder, "PACE", drop_folder.PACE._replace(**bound))
     if renamed:
         drop(store, bundle)
     else:

@@ -10,7 +10,7 @@ import pytest
 
 import kvfs
 from kvfs.bundles.exporter import BundleError
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.ledger import StaleWriterError
 from kvfs.index.tables import ACTIVE
 from kvfs.segments.writer import SegmentWriter
@@ -246,7 +246,7 @@ def test_an_index_that_is_replaced_during_an_import_is_an_error_of_kvfs(
         raise StaleWriterError
 
     with monkeypatch.context() as patch:
-        patch.setattr(space, "own_segment", stale)
+        patch.setattr(ledger, "own_segment", stale)
         with pytest.raises(kvfs.KvfsError, match="import again"):
             target.import_bundle(str(tmp_path / "b"))
     assert not target._core.active.active_numbers() and not active_rows(target)

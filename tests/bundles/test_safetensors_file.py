@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs.bundles import safetensors_file as tensorfile
+from kvfs.bundles import safetensors_file
 from kvfs.bundles.safetensors_file import UnverifiedError, pieces
 from kvfs.errors import ConfigError, NoSpaceError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
@@ -74,7 +74,7 @@ LAYOUTS: dict[str, tuple[PageLayout, dict[str, tuple[str, int, int, int]]]] = {
 def test_the_library_reads_what_was_put(
     store: kvfs.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int
 ) -> None:
-    monkeypatch.setattr(tensorfile, "BATCH_BYTES", batch)
+    monkeypatch.setattr(safetensors_file, "BATCH_BYTES", batch)
     layout, wanted = LAYOUTS[name]
     group = layout.groups[0]
     data, prompt = seeded(1, CHUNKS * layout.page_bytes), tokens_of(1, CHUNKS)

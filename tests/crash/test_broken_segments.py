@@ -12,7 +12,7 @@ import pytest
 
 import kvfs
 from kvfs.eviction.reclaimer import FAILURES_MAX
-from kvfs.index import ledger as space
+from kvfs.index import ledger
 from kvfs.index.session import Session
 from kvfs.index.tables import SegmentRow
 from kvfs.system.files import Files
@@ -201,8 +201,8 @@ def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
     assert not dropped(first, another, generation)
 
     def make(session: Session) -> int:
-        limits = space.budget(core.settings)
-        return space.new_segment(session, bytes(16), core.c.owner, space.ANY_CLASS, 0, 4096, limits)
+        limits = ledger.budget(core.settings)
+        return ledger.new_segment(session, bytes(16), core.c.owner, ledger.ANY_CLASS, 0, 4096, limits)
 
     with core.active.lock(next(iter(core.active._writers))):  # the upkeep gives up lost rows
         number = core.c.index.write(make, 5.0)

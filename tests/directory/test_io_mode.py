@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs.directory import io_mode as modes
+from kvfs.directory import io_mode
 from kvfs.directory.config import make_settings
 from kvfs.errors import ConfigError
 from kvfs.format import segment as fmt
 from kvfs.pages.layout import Part
-from kvfs.system import direct_io as direct
+from kvfs.system import direct_io
 from kvfs.system.files import Files
 from kvfs.types import Tier
 from tests.stores import cached_of, counted, load, restored, scanned, seeded, segment_files, tiny, tokens_of
@@ -49,9 +49,9 @@ def opened(path: Path, mode: str = "staging", files: Files | None = None, **sett
 
 
 def set_mode(path: Path, mode: str) -> None:
-    from kvfs.directory import config_file as settings
+    from kvfs.directory import config_file
 
-    settings.change(str(path), "mode", mode, Files())
+    config_file.change(str(path), "mode", mode, Files())
 
 
 def bytes_of(layout: kvfs.PageLayout, seed: int, chunks: int = CHUNKS) -> bytes:
@@ -112,28 +112,28 @@ class Halting(Files):
 def test_any_memory_and_any_size_goes_past_the_page_cache(
     path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "BOUNCE_BYTES", 16384)
-    monkeypatch.setattr(direct, "_kept", [])
+    monkeypatch.setattr(direct_io, "BOUNCE_BYTES", 16384)
+    monkeypatch.setattr(direct_io, "_kept", [])
     draw = random.Random(1)
-    memory = direct.aligned(1 << 17)
+    memory = direct_io.aligned(1 << 17)
     memory[:] = draw.randbytes(len(memory))
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
     for _ in range(40):
         cuts = sorted(draw.choice([1, 16, 4096]) * draw.randrange(17) for _ in range(6))
         parts = [memory[a:b] for a, b in pairwise(cuts)]
         padded = b"".join(bytes(p) + bytes(-len(p) % 4096) for p in parts)
-        direct.write(files, fd, parts, 8192)
+        direct_io.write(files, fd, parts, 8192)
         assert os.pread(fd, 0, 0) == b"" and path.read_bytes()[8192:][: len(padded)] == padded
         if padded:
             at, start = draw.randrange(len(padded)), draw.choice([0, 1, 4096])
-            target = direct.aligned(len(padded) + 4096 + 8)[start:][: len(padded) - at + 1]
+            target = direct_io.aligned(len(padded) + 4096 + 8)[start:][: len(padded) - at + 1]
             target[-1] = 0xA5
-            direct.read(files, fd, target[:-1], 8192 + at)
+            direct_io.read(files, fd, target[:-1], 8192 + at)
             assert target[:-1] == padded[at:] and target[-1] == 0xA5
     with pytest.raises(OSError, match="short"):
-        direct.read(files, fd, memory[:8192], 1 << 30)
+        direct_io.read(files, fd, memory[:8192], 1 << 30)
     os.close(fd)
-    assert len(direct._kept) == 1
+    assert len(direct_io._kept) == 1
 
 
 # ---------------------------------------------------------------- staging
@@ -150,7 +150,7 @@ def test_staging_stores_and_loads_and_leaves_the_page_cache_alone(path: Path, na
         with counted(store) as moved, ns.match(tokens) as match:
             assert {ref.tier for ref in match.pages} == {Tier.DISK}
             for shift in (0, 1, 512):  # memory that O_DIRECT takes, and such that it does not
-                out = direct.aligned(size + 4096)[shift:][:size]
+                out = direct_io.aligned(size + 4096)[shift:][:size]
                 assert ns.get(match, out) == CHUNKS and out == bytes_of(layout, 3)
             assert moved("direct_reads") > 0
         assert store.verify().ok
@@ -373,8 +373,8 @@ def test_pages_outlive_a_reader_without_memory_for_a_bounce_buffer(
     with opened(path) as store:
         ns = put(store)
         with ns.match(tokens_of(1, CHUNKS, ODD.page_tokens), part=part) as match, monkeypatch.context() as patch:
-            patch.setattr(direct, "_kept", [])
-            patch.setattr(direct, "aligned", short)
+            patch.setattr(direct_io, "_kept", [])
+            patch.setattr(direct_io, "aligned", short)
             assert ns.get(match, bytearray(match.nbytes)) == 0
             with pytest.raises(MemoryError):
                 store.verify(repair=True)
@@ -413,7 +413,7 @@ def test_a_full_disk_is_no_refusal(path: Path) -> None:
         def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    modes.check(str(path.parent), make_settings("16MiB", mode="staging"), Full())
+    io_mode.check(str(path.parent), make_settings("16MiB", mode="staging"), Full())
 
 
 def test_staging_on_tmpfs_and_memory_elsewhere_are_refused(path: Path, memory_path: Path) -> None:
@@ -482,12 +482,12 @@ def test_memory_knows_no_sync(tmpfs: Path, sync: str) -> None:
 
 
 def test_levels_belong_to_modes_while_a_store_is_open(tmpfs: Path) -> None:
-    from kvfs.directory import config_file as settings
+    from kvfs.directory import config_file
 
     with opened(tmpfs, "memory") as store:
         set_mode(tmpfs, "cache")
-        settings.change(str(tmpfs), "sync", "sync", Files())
-        settings.change(str(tmpfs), "capacity", "48MiB", Files())
+        config_file.change(str(tmpfs), "sync", "sync", Files())
+        config_file.change(str(tmpfs), "capacity", "48MiB", Files())
         store._core._follow_settings()
         now = store.settings
         assert (now.mode, now.sync, now.capacity_bytes) == ("memory", "cache", 48 << 20)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.directory import shared_counters as tally
+from kvfs.directory import shared_counters
 from kvfs.directory.liveness import Liveness
 from kvfs.directory.root import Directory
 from kvfs.directory.shared_counters import Tallies
@@ -106,7 +106,7 @@ def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: P
     data[newest + 30] ^= 1
     file.write_bytes(data)
     assert total(path) == ({"lookups": 3} if name == "totals" else {"lookups": 1})
-    for garbage in (b"", b"x" * 10, os.urandom(2 * tally.SLOT_BYTES)):
+    for garbage in (b"", b"x" * 10, os.urandom(2 * shared_counters.SLOT_BYTES)):
         file.write_bytes(garbage)
         assert total(path) == {}
 
@@ -114,7 +114,7 @@ def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: P
 def test_absurd_counts_are_bounded(path: Path) -> None:
     process = Process(path)
     process.tallies.write({f"name_{i}": i for i in range(5000)})
-    assert 0 < len(total(path)) <= tally.NAMES_MAX
+    assert 0 < len(total(path)) <= shared_counters.NAMES_MAX
 
 
 def use(path: Path, seed: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_of_too_many_names_latencies_are_left_out_first(path: Path) -> None:
     process = Process(path)
     process.tallies.write(dict.fromkeys([*latencies, *others], 7))
     found = total(path)
-    assert len(found) == tally.NAMES_MAX and [found[name] for name in others] == [7] * 4
+    assert len(found) == shared_counters.NAMES_MAX and [found[name] for name in others] == [7] * 4
 
 
 def test_totals_survive_restarts_and_a_kill(path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.directory import config_file as settings
+from kvfs.directory import config_file
 from kvfs.directory.watch import DROPS, HOLDS, SETTINGS, Heard, Watch
 from kvfs.errors import ConfigError
 from kvfs.runtime.background import Keeper
@@ -56,7 +56,7 @@ def watching(store: kvfs.Store) -> kvfs.Store:
 
 
 def change(store: kvfs.Store, key: str, value: str) -> None:
-    settings.change(store.path, key, value, Files())
+    config_file.change(store.path, key, value, Files())
 
 
 def test_a_new_capacity_counts_at_once(watching: kvfs.Store) -> None:
@@ -94,7 +94,7 @@ def test_a_worker_in_another_process_evicts_down_to_the_new_capacity(store_path:
     thread = threading.Thread(target=lambda: found.append(run_child(worker)))
     thread.start()
     os.read(ready, 1)
-    settings.change(str(store_path), "capacity", "16MiB", Files())
+    config_file.change(str(store_path), "capacity", "16MiB", Files())
     thread.join()
     (before, after) = found[0]
     assert before > 32 * MIB > 14 * MIB > after

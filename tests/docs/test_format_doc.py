@@ -17,7 +17,7 @@ from kvfs.format import segment as fmt
 from kvfs.index.environment import State
 from kvfs.index.rows import Extent
 from kvfs.index.tables import Ledger, SegmentRow
-from kvfs.pages import chunk_hash as hashing
+from kvfs.pages import chunk_hash
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 HEADING = re.compile(r"^### .*: `(kvfs\.[\w.]+)`$", re.MULTILINE)
@@ -132,7 +132,7 @@ def test_the_json_files_have_the_documented_keys() -> None:
 
 
 def test_the_documented_chain_is_the_chain() -> None:
-    hashes = hashing.chain(hashing.token_bytes(range(32)), 16, hashing.tenant_seed(""))
+    hashes = chunk_hash.chain(chunk_hash.token_bytes(range(32)), 16, chunk_hash.tenant_seed(""))
     assert all(f"`{h.hex()}`" in DOC for h in hashes)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.doctor import checks as diagnosis
+from kvfs.doctor import checks
 from kvfs.doctor.checks import BAD, OK, WARN, Finding
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
@@ -25,7 +25,7 @@ def path(store_path: Path) -> Path:
 
 
 def findings(path: Path) -> dict[str, Finding]:
-    return {f.check: f for f in diagnosis.diagnose(str(path), Files())}
+    return {f.check: f for f in checks.diagnose(str(path), Files())}
 
 
 def test_nothing_is_wrong_with_a_store_that_was_closed(path: Path) -> None:
@@ -44,7 +44,7 @@ def test_users_are_named_by_pid(path: Path) -> None:
 
 
 def test_a_stopped_process_that_holds_a_lock_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "LOCK_SECONDS", 0.05)
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -107,7 +107,7 @@ def test_settings_super_permissions_and_leftovers(path: Path) -> None:
 
 def test_where_there_is_no_store_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(kvfs.StoreNotFoundError):
-        diagnosis.diagnose(str(tmp_path / "none"), Files())
+        checks.diagnose(str(tmp_path / "none"), Files())
 
 
 def test_it_changes_nothing(path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError
-from kvfs.eviction import reclaimer as gc
-from kvfs.index import ledger as space
+from kvfs.eviction import reclaimer
+from kvfs.index import ledger
 from kvfs.index.tables import SEALED
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
@@ -126,19 +126,19 @@ def test_a_page_that_comes_while_namespaces_are_looked_at_keeps_its_own(
         calls.append(digests)
         return gc_forget(session, growing, digests)
 
-    gc_forget = gc._forget
-    monkeypatch.setattr(gc, "_forget", forget)
+    gc_forget = reclaimer._forget
+    monkeypatch.setattr(reclaimer, "_forget", forget)
     read, index = store._core.c.index.read, store._core.c.index
 
     def read_and_store(function: Callable[..., Any], timeout: float) -> Any:
         result = read(function, timeout)
-        if gc.Session.contents in getattr(function, "args", ()):
+        if reclaimer.Session.contents in getattr(function, "args", ()):
             monkeypatch.setattr(index, "read", read)
             meanwhile(store)
         return result
 
     monkeypatch.setattr(index, "read", read_and_store)
-    assert gc.forget_namespaces(store._core.c) == 1 and len(calls[0]) == 2
+    assert reclaimer.forget_namespaces(store._core.c) == 1 and len(calls[0]) == 2
     assert restored(space_of(store, 1), tokens_of(1, CHUNKS)) == PAGES
     assert known(store) == 2
 
@@ -149,7 +149,7 @@ def test_pages_that_were_claimed_before_their_namespace_was_forgotten_are_found(
     put(store, 1)
     seal(store)
     drop_all(store)
-    ns, own_segment, times = space_of(store, 1), space.own_segment, []
+    ns, own_segment, times = space_of(store, 1), ledger.own_segment, []
 
     def forget_between(*args: Any) -> Any:
         times.append(1)
@@ -160,7 +160,7 @@ def test_pages_that_were_claimed_before_their_namespace_was_forgotten_are_found(
 
     def append_and_forget(*args: Any, **how: Any) -> Any:
         assert times == [1], "claimed, not published"
-        assert gc.forget_namespaces(store._core.c) == 1
+        assert reclaimer.forget_namespaces(store._core.c) == 1
         return append(*args, **how)
 
     monkeypatch.setattr("kvfs.segments.writer.SegmentWriter.append", append_and_forget)
@@ -176,16 +176,16 @@ def test_a_round_of_sweeping_counts_once_when_no_namespace_can_be_forgotten(
         put(store, tenant)
         seal(store)
     first, second = [n for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
-    reclaimer, forget = store._core.evictor.reclaimer, gc.forget_namespaces
-    reclaimer.drop(first)
+    tested, forget = store._core.evictor.reclaimer, reclaimer.forget_namespaces
+    tested.drop(first)
 
     def fail(context: Any) -> int:
-        monkeypatch.setattr(gc, "forget_namespaces", forget)
-        reclaimer.drop(second)  # behind the sweep
+        monkeypatch.setattr(reclaimer, "forget_namespaces", forget)
+        tested.drop(second)  # behind the sweep
         raise IndexUnavailableError("timeout")
 
-    monkeypatch.setattr(gc, "forget_namespaces", fail)
-    reclaimer.sweep_all()
+    monkeypatch.setattr(reclaimer, "forget_namespaces", fail)
+    tested.sweep_all()
     assert store._core.c.index.read(lambda s: s.ledger().dropped, 2.0) == 0
     assert store._core.c.index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == 0
     assert known(store) == 0
@@ -196,11 +196,11 @@ def test_a_new_index_is_left_alone(store: kvfs.Store) -> None:
     seal(store)
     drop_all(store)
     index = store._core.c.index
-    growing = index.read(gc._see, 2.0)
+    growing = index.read(reclaimer._see, 2.0)
     digests, _ = index.read(lambda s: s.digests(b"", 10), 2.0)
     assert len(digests) == 1
-    assert index.write(lambda s: gc._forget(s, growing._replace(generation="another"), digests), 2.0) == 0
-    assert index.write(lambda s: gc._forget(s, growing, digests), 2.0) == 1
+    assert index.write(lambda s: reclaimer._forget(s, growing._replace(generation="another"), digests), 2.0) == 0
+    assert index.write(lambda s: reclaimer._forget(s, growing, digests), 2.0) == 1
 
 
 def damage_contents(session: Any) -> None:
@@ -214,7 +214,7 @@ def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
 
     seal(store)
     store._core.c.index.write(damage_contents, 2.0)
-    assert gc.forget_namespaces(store._core.c) == 0
+    assert reclaimer.forget_namespaces(store._core.c) == 0
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
 
@@ -224,7 +224,7 @@ def test_damaged_contents_stay_some_whatever_is_added_and_taken_away(store: kvfs
     store._core.c.index.write(damage_contents, 2.0)
     put(store, 1, seed=1)  # into the same segment
     store.purge(ns, prefix=tokens_of(1, CHUNKS))
-    assert gc.forget_namespaces(store._core.c) == 0
+    assert reclaimer.forget_namespaces(store._core.c) == 0
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
 
@@ -241,7 +241,7 @@ def test_whatever_is_stored_and_dropped_a_namespace_is_known_while_it_has_pages(
             for number in draw.sample(sealed, len(sealed) // 2):
                 store._core.evictor.reclaimer.drop(number)
             before = store.catalog.contents()
-            forgotten += gc.forget_namespaces(store._core.c)
+            forgotten += reclaimer.forget_namespaces(store._core.c)
             assert {d.digest for d in store.catalog.described()} == {c.digest for c in before}
     assert forgotten > 5
     assert store.verify().ok

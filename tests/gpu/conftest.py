@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.gpu import load as gpuload
+from kvfs.gpu import load as gpu_load
 
 
 @pytest.fixture
@@ -27,5 +27,5 @@ def ns(store: kvfs.Store) -> kvfs.Namespace:
 @pytest.fixture(autouse=True)
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer-wise loads of a few pages come in as many bands as large ones."""
-    monkeypatch.setattr(gpuload, "BAND_BYTES_MIN", 1)
-    monkeypatch.setattr(gpuload, "SHARE_BYTES_MIN", 1)
+    monkeypatch.setattr(gpu_load, "BAND_BYTES_MIN", 1)
+    monkeypatch.setattr(gpu_load, "SHARE_BYTES_MIN", 1)

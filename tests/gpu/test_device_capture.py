@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvfs.gpu.device import Gpu
-from kvfs.kernels import driver as cuda
+from kvfs.kernels import driver
 
 GLOBAL, RELAXED = 0, 2
 
@@ -35,19 +35,19 @@ class Driver:
 
     def check(self, code: int, what: str) -> None:
         if code:
-            raise cuda.CudaError(what)
+            raise driver.CudaError(what)
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(cuda, "_driver", lambda: made)
+    monkeypatch.setattr(driver, "_driver", lambda: made)
     return made
 
 
 @pytest.fixture
-def gpu(driver: Driver) -> Gpu:
-    asked = SimpleNamespace(query=lambda: made.asked.append(driver.mode))
+def gpu(fake: Driver) -> Gpu:
+    asked = SimpleNamespace(query=lambda: made.asked.append(fake.mode))
     made: Any = object.__new__(Gpu)
     made.index, made.asked, made._entered = 0, [], threading.local()
     made._torch = SimpleNamespace(cuda=SimpleNamespace(
@@ -56,29 +56,29 @@ def gpu(driver: Driver) -> Gpu:
     return made  # type: ignore[no-any-return]
 
 
-def test_a_thread_of_kvfs_is_out_of_it_for_good(gpu: Gpu, driver: Driver) -> None:
+def test_a_thread_of_kvfs_is_out_of_it_for_good(gpu: Gpu, fake: Driver) -> None:
     modes: list[int] = []
 
     def run() -> None:
         for _ in range(2):
             gpu.enter()
-            modes.append(driver.mode)
+            modes.append(fake.mode)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert modes == [RELAXED, RELAXED] and driver.mode == GLOBAL
+    assert modes == [RELAXED, RELAXED] and fake.mode == GLOBAL
     assert gpu.asked == [RELAXED], "nothing is asked before"  # type: ignore[attr-defined]
 
 
-def test_a_thread_of_the_engine_is_as_it_was(gpu: Gpu, driver: Driver) -> None:
+def test_a_thread_of_the_engine_is_as_it_was(gpu: Gpu, fake: Driver) -> None:
     with pytest.raises(ValueError, match="whatever"), gpu.current():
-        assert driver.mode == RELAXED
+        assert fake.mode == RELAXED
         with gpu.current():
             pass
-        assert driver.mode == RELAXED
+        assert fake.mode == RELAXED
         raise ValueError("whatever")
-    assert driver.mode == GLOBAL and gpu.asked == [RELAXED, RELAXED]  # type: ignore[attr-defined]
-    driver.code = 1
-    with pytest.raises(cuda.CudaError), gpu.current():
+    assert fake.mode == GLOBAL and gpu.asked == [RELAXED, RELAXED]  # type: ignore[attr-defined]
+    fake.code = 1
+    with pytest.raises(driver.CudaError), gpu.current():
         pass

@@ -18,12 +18,12 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import PageOutcome
-from kvfs.directory import config_file as settings
+from kvfs.directory import config_file
 from kvfs.directory.liveness import Liveness
 from kvfs.directory.pinned_memory import FRESH_SECONDS, PinnedBytes
 from kvfs.errors import ConfigError
 from kvfs.format import segment as fmt
-from kvfs.gpu import lane as gpulane
+from kvfs.gpu import lane
 from kvfs.gpu.gpu_io import GpuIO
 from kvfs.gpu.registration import Budget, RegisteredMaps
 from kvfs.gpu.registration_cache import PIECE_BYTES
@@ -222,7 +222,7 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
 def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpulane, "PENDING", 0)  # each band is launched before the next one is copied
+    monkeypatch.setattr(lane, "PENDING", 0)  # each band is launched before the next one is copied
     saved(ns, 3)
     device, started = SimulatedDevice(), threading.Event()
     with attach(ns, Engine().kv, device=device) as io, ns.match(prompt(3)) as match:
@@ -639,7 +639,7 @@ def test_mode_staging_maps_nothing_and_reads_from_the_disk(disk_path: Path, page
     ring = pages * LAYOUT.groups[0].page_bytes
     with kvfs.open(path, capacity="64MiB") as store:
         warm = saved(store.namespace("model", LAYOUT, "1"), 6)
-    settings.change(str(path), "mode", "staging", Files())
+    config_file.change(str(path), "mode", "staging", Files())
     with kvfs.open(path) as store:
         ns = store.namespace("model", LAYOUT, "1")
         engine, target = Engine(seed=2), Engine()

@@ -20,12 +20,12 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import TransferState
 from kvfs.directory.liveness import Liveness
-from kvfs.gpu import save as gpusave
+from kvfs.gpu import save as gpu_save
 from kvfs.gpu.lane import Lane
 from kvfs.gpu.registration_cache import MAKING_SECONDS
 from kvfs.gpu.resources import UNDER_WAY
 from kvfs.kernels.driver import CudaError
-from kvfs.transfer import save as hostsave
+from kvfs.transfer import save as host_save
 from tests.gpu.simulated import SimulatedDevice
 from tests.gpu.test_gpu_io import LATE, LAYOUT, NOW, SECONDS, Engine, attach, prompt, saved
 
@@ -160,7 +160,7 @@ def test_a_load_that_waits_for_slots_is_cancelled_at_once(ns: kvfs.Namespace) ->
 
 def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     started, settled, called, gone = threading.Event(), threading.Event(), threading.Event(), list[bool]()
-    append, wait_until, waits = hostsave.Save._append, gpusave.wait_until, list[int]()
+    append, wait_until, waits = host_save.Save._append, gpu_save.wait_until, list[int]()
 
     def slow_append(*args: Any) -> None:
         """A page is settled; whoever leaves a step next calls back."""
@@ -180,8 +180,8 @@ def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch
             assert started.wait(SECONDS)
             gone.append(transfer.cancel(SECONDS / 10))
 
-    monkeypatch.setattr(hostsave.Save, "_append", slow_append)
-    monkeypatch.setattr(gpusave, "wait_until", slow_wait)
+    monkeypatch.setattr(host_save.Save, "_append", slow_append)
+    monkeypatch.setattr(gpu_save, "wait_until", slow_wait)
     slots = 4 * 8192
     with attach(ns, Engine(seed=1).kv, ring_bytes=slots, dirty_bytes=slots, scratch_bytes="4KiB") as io:
         transfer = io.save(ns.plan_save(prompt(16)), range(32), NOW, deadline=LATE, on_page=on_page)

@@ -16,8 +16,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs.gpu import batches as gpubatches
-from kvfs.gpu import lane as gpulane
+from kvfs.gpu import batches, lane
 from kvfs.gpu.batches import Batches
 from kvfs.gpu.device import Event, Stream
 from kvfs.gpu.lane import Lane
@@ -64,7 +63,7 @@ class LateDevice(SimulatedDevice):
 
 @pytest.fixture(autouse=True)
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpulane, "QUEUED", 2)
+    monkeypatch.setattr(lane, "QUEUED", 2)
 
 
 def test_a_lane_knows_which_batch_has_to_be_over() -> None:
@@ -83,15 +82,15 @@ def test_a_lane_knows_which_batch_has_to_be_over() -> None:
 
 
 def test_a_batch_of_many_calls_counts_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpulane, "QUEUED", 8)
-    monkeypatch.setattr(gpulane, "CALLS", 10)
-    lane = Lane(LateDevice(), 1 << 20)
+    monkeypatch.setattr(lane, "QUEUED", 8)
+    monkeypatch.setattr(lane, "CALLS", 10)
+    tested = Lane(LateDevice(), 1 << 20)
     for number, calls, last in [(1, 6, None), (2, 4, None), (3, 1, 0), (4, 9, 1), (5, 30, 4), (6, 2, 4), (7, 8, 4)]:
-        slot = lane.slot(256, lane.dma)
+        slot = tested.slot(256, tested.dma)
         assert slot is not None
-        lane.finished(slot, lane.kernels, calls)
-        due = lane.due()
-        assert due is (None if last is None else lane._ends[last]), number
+        tested.finished(slot, tested.kernels, calls)
+        due = tested.due()
+        assert due is (None if last is None else tested._ends[last]), number
 
 
 def test_pages_that_lie_scattered_come_in_batches_of_few_copies(
@@ -110,7 +109,7 @@ def test_pages_that_lie_scattered_come_in_batches_of_few_copies(
         return copy(self, batch, *args)
 
     monkeypatch.setattr(Batches, "_copy", watched)
-    monkeypatch.setattr(gpubatches, "RUNS_MAX", 3)
+    monkeypatch.setattr(batches, "RUNS_MAX", 3)
     for layerwise in (False, True):
         with attach(ns, target.kv, device=LateDevice()) as io, ns.match(prompt(CHUNKS)) as match:
             io.warm(match)

@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs.gpu import batches as gpubatches
-from kvfs.gpu import lane as gpulane
+from kvfs.gpu import batches, lane
 from kvfs.gpu import page_source as gpusource
 from kvfs.gpu.page_source import PageSource
 from kvfs.pages.layout import Group, Need, PageLayout
@@ -149,12 +148,12 @@ def test_the_next_group_is_copied_before_the_last_one_is_launched(ns: kvfs.Names
 def test_few_copies_are_ahead_of_their_launches(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpulane, "PENDING", 2)
+    monkeypatch.setattr(lane, "PENDING", 2)
     ahead, log = 0, log_of_a_load(ns, scratch_bytes=1)  # room for four batches, each of a page
     for what in log:
         ahead += (what == "copy") - (what == "launch")
-        assert ahead <= gpulane.PENDING + 1
-    assert log.count("copy") > 2 * gpulane.PENDING
+        assert ahead <= lane.PENDING + 1
+    assert log.count("copy") > 2 * lane.PENDING
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -162,7 +161,7 @@ def test_batches_are_small_at_the_end_of_the_load_alone(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch, layerwise: bool
 ) -> None:
     """Not at the end of each group or band: nothing but the last kernels is hidden by no copy."""
-    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     log = log_of_a_load(ns, layerwise=layerwise)
     *bands, rest = " ".join(what for what in log if what != "copy").split("end")
     launches = [band.count("launch") for band in bands]
@@ -318,7 +317,7 @@ def test_a_load_that_ends_at_any_launch_vouches_for_what_came(
 def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpulane, "PENDING", 0)  # each batch is launched before the next one is copied
+    monkeypatch.setattr(lane, "PENDING", 0)  # each batch is launched before the next one is copied
     device, target = SimulatedDevice(), Engine()
     with attach(ns, *target.kvs, device=device) as io, ns.match(TOKENS) as match:
         begin = device.launches

@@ -17,7 +17,7 @@ from kvfs.gpu.device import Event, Stream
 from kvfs.gpu.gpu_io import GpuIO
 from kvfs.gpu.lane import Lane, Sheet
 from kvfs.pages.layout import Cell, Group, Need, PageLayout
-from kvfs.transfer import workers as hostjobs
+from kvfs.transfer import workers
 from kvfs.transfer.host_io import HostIO
 from kvfs.transfer.staging import Lease
 from tests.gpu.simulated import Happened, SimulatedDevice, SimulatedStream
@@ -87,7 +87,7 @@ class CountingDevice(SimulatedDevice):
 @pytest.fixture(autouse=True)
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's disk may be slow: no save gives up on it."""
-    monkeypatch.setattr(hostjobs, "STALLED_SECONDS", LATE)
+    monkeypatch.setattr(workers, "STALLED_SECONDS", LATE)
 
 
 @pytest.fixture

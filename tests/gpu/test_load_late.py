@@ -17,8 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
-from kvfs.gpu import batches as gpubatches
-from kvfs.gpu import lane as gpulane
+from kvfs.gpu import batches, lane
 from kvfs.gpu import page_source as gpusource
 from kvfs.gpu.device import Event
 from kvfs.kernels.driver import CudaError
@@ -132,8 +131,8 @@ class LateDevice(SimulatedDevice):
 
 @pytest.fixture(params=[1, 2])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    monkeypatch.setattr(gpulane, "QUEUED", 3)
-    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    monkeypatch.setattr(lane, "QUEUED", 3)
+    monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     return LateDevice(request.param)
 
 

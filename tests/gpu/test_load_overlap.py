@@ -14,8 +14,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import PageOutcome, TransferState
-from kvfs.gpu import batches as gpubatches
-from kvfs.gpu import lane as gpulane
+from kvfs.gpu import batches, lane
 from kvfs.gpu.page_source import PageSource
 from kvfs.gpu.resources import UNDER_WAY
 from kvfs.kernels.driver import CudaError
@@ -82,8 +81,8 @@ def start(io: Any, ns: kvfs.Namespace, number: int, **options: Any) -> kvfs.Tran
 def test_loads_that_overlap_are_right_whatever_comes_first(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
 ) -> None:
-    monkeypatch.setattr(gpulane, "QUEUED", 3)
-    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    monkeypatch.setattr(lane, "QUEUED", 3)
+    monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     source, target, device, chance = several(ns), Engine(), LateDevice(seed), random.Random(seed)
     with attach(ns, target.kv, device=device, scratch_bytes="4KiB", **WAYS[way]) as io:
         for _ in range(2):
@@ -152,8 +151,8 @@ def test_a_load_that_a_disk_holds_up_keeps_no_other_from_its_end(
 
 def test_layers_are_told_of_by_whoever_sees_them_first(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the driver keep the interpreter: the thread that waits for ends may see them milliseconds later."""
-    monkeypatch.setattr(gpulane, "QUEUED", 1)
-    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    monkeypatch.setattr(lane, "QUEUED", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     source, target, go, units = saved(ns, 8), Engine(), threading.Event(), range(16)
     with attach(ns, target.kv, device=LateDevice(seed=1), scratch_bytes=1) as io, ns.match(prompt(8)) as match:
         io.warm(match)
@@ -207,7 +206,7 @@ def test_a_load_whose_end_cannot_be_asked_for_moves_nothing_behind_anybodys_back
     """It may be half enqueued then."""
     several(ns)
     target, device, go, refused = Engine(), LateDevice(1), threading.Event(), threading.Event()
-    end_band, query_now = gpubatches.Batches._end_band, Recorded.query
+    end_band, query_now = batches.Batches._end_band, Recorded.query
 
     def query(event: Recorded) -> bool:
         if threading.current_thread().name == "kvfs-end-0" and not refused.is_set():
@@ -220,7 +219,7 @@ def test_a_load_whose_end_cannot_be_asked_for_moves_nothing_behind_anybodys_back
         assert refused.wait(SECONDS) and go.wait(SECONDS)
 
     monkeypatch.setattr(Recorded, "query", query)
-    monkeypatch.setattr(gpubatches.Batches, "_end_band", halts)
+    monkeypatch.setattr(batches.Batches, "_end_band", halts)
     io = attach(ns, target.kv, device=device, **WAYS[way])
     transfer = start(io, ns, 0, layerwise=True)
     assert refused.wait(SECONDS)

@@ -14,8 +14,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import PageOutcome
 from kvfs.errors import ConfigError
-from kvfs.gpu import batches as gpubatches
-from kvfs.gpu import lane as gpulane
+from kvfs.gpu import batches, lane
 from kvfs.gpu import page_source as gpusource
 from kvfs.gpu import restore as gpurestore
 from kvfs.lookup.incremental import Lookahead
@@ -96,8 +95,8 @@ def test_what_is_stored_of_a_prompt_is_restored(ns: kvfs.Namespace, way: str, st
 def test_restores_and_loads_that_overlap_are_right_whatever_comes_first(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
 ) -> None:
-    monkeypatch.setattr(gpulane, "QUEUED", 3)
-    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    monkeypatch.setattr(lane, "QUEUED", 3)
+    monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     sources = [saved(ns, 5, seed=n, first=1000 * n) for n in range(1, 4)]
     target, device, chance = Engine(), LateDevice(seed), random.Random(seed)
     with attach(ns, target.kv, device=device, scratch_bytes="4KiB", **WAYS[way]) as io:
@@ -126,7 +125,7 @@ def test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, device, looking = saved(ns, CHUNKS), Engine(), Halting(), Looking(monkeypatch, 6)
-    monkeypatch.setattr(gpulane, "PENDING", 0)
+    monkeypatch.setattr(lane, "PENDING", 0)
     with attach(ns, target.kv, device=device) as io:
         with ns.match(prompt(CHUNKS)) as match:
             io.warm(match)
@@ -211,22 +210,22 @@ def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace,
 
 def test_work_lists_take_as_much_room_as_what_is_found(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not as much as all of the prompt would; where that is more than was thought, they go on another sheet."""
-    monkeypatch.setattr(gpulane, "SHEET_BYTES", 4096)
+    monkeypatch.setattr(lane, "SHEET_BYTES", 4096)
     monkeypatch.setattr(gpurestore, "SHEET_PAGES", 1)
-    monkeypatch.setattr(gpubatches, "BATCH_BYTES_MIN", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     source, target = saved(ns, CHUNKS), Engine()
     with attach(ns, target.kv, scratch_bytes="32KiB") as io:
-        lane, taken = io._gpu_desk.loads, list[int]()
-        sheet = lane.sheet
-        lane.sheet = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
+        loads, taken = io._gpu_desk.loads, list[int]()
+        sheet = loads.sheet
+        loads.sheet = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
         for many in (CHUNKS, CHUNKS, 40_000):
             target.memory[...] = 0xA5A5
             assert restored(io, prompt(many), [*UNITS, *[31] * (2 * many - len(UNITS))]).tokens == CHUNKS * PAGE
             assert target.tokens(UNITS) == source.tokens(UNITS)
             assert len(taken) > 1 or many > CHUNKS
-            assert len(lane._sheets) == len(lane._free)
+            assert len(loads._sheets) == len(loads._free)
             taken.clear()
-        assert sum(sheet.nbytes for sheet in lane._sheets) < 80 * many
+        assert sum(sheet.nbytes for sheet in loads._sheets) < 80 * many
 
 
 @pytest.mark.parametrize("way", [{}, {"transport": "arena"}], ids=["in place", "arena"])

@@ -14,7 +14,7 @@ import pytest
 
 import kvfs
 from kvfs.errors import StoreLockedError
-from kvfs.eviction import reclaimer as kvfs_gc
+from kvfs.eviction import reclaimer
 from kvfs.format.segment import CODEC_PLANES
 from kvfs.index import environment
 from kvfs.index.rows import parse_row
@@ -222,8 +222,8 @@ def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: p
 
 
 def test_a_sweep_begins_anew_in_a_new_index(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvfs_gc, "SWEEP_ROWS", 1)
-    index, reclaimer = store._core.c.index, store._core.evictor.reclaimer
+    monkeypatch.setattr(reclaimer, "SWEEP_ROWS", 1)
+    index, tested = store._core.c.index, store._core.evictor.reclaimer
 
     def first_segment(session: Session) -> int:
         with session.txn.cursor(db=session.db.pages) as cursor:
@@ -231,9 +231,9 @@ def test_a_sweep_begins_anew_in_a_new_index(store: kvfs.Store, monkeypatch: pyte
         assert row is not None
         return row.extents[0].segment
 
-    assert reclaimer.drop(index.read(lambda s: s.segments(), 2.0)[0][0])
-    assert reclaimer.sweep_step(1)  # one row of four
+    assert tested.drop(index.read(lambda s: s.segments(), 2.0)[0][0])
+    assert tested.sweep_step(1)  # one row of four
     rebuild(store)
-    assert reclaimer.drop(index.read(first_segment, 2.0))
-    reclaimer.sweep_all()
+    assert tested.drop(index.read(first_segment, 2.0))
+    tested.sweep_all()
     assert index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == SEGMENTS - 2

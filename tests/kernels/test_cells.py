@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("triton", reason="the copy kernels need triton")
 import torch
 
-from kvfs.kernels import cells
-from kvfs.kernels import torch_fallback as by_torch
+from kvfs.kernels import cells, torch_fallback
 from kvfs.kernels.work_list import Work, pack, shape_of
 from kvfs.pages.describe import describe
 from kvfs.pages.device_kv import DeviceKV
@@ -50,7 +49,7 @@ def run(
     )  # fmt: skip
     if BY == "torch":
         host = memoryview(bytearray(work)).cast("q")
-        by_torch.move(Work(None, 0, host, memoryview(bytearray(ids)).cast("q")), shape, at_host, to_page=to_page)
+        torch_fallback.move(Work(None, 0, host, memoryview(bytearray(ids)).cast("q")), shape, at_host, to_page=to_page)
     else:
         cells.move(words(work), shape, to_page=to_page, programs=PROGRAMS)
 

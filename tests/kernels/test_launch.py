@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.kernels import driver as cuda
-from kvfs.kernels import launch
+from kvfs.kernels import driver, launch
 
 PTX = """
 .visible .entry _cells(
@@ -66,7 +65,7 @@ def test_a_launch_passes_the_addresses_and_nothing_for_scratch(arguments: int, m
         values = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(arguments + launch.SCRATCH)]
         asked.append((function, programs, threads, shared, stream, values))
 
-    monkeypatch.setattr(cuda, "launch", fake)
+    monkeypatch.setattr(driver, "launch", fake)
     one = launch.launch_of(compiled(), arguments, 64, 99)
     assert one is not None
     given = [0x7F00_0000_1000 + 256 * i for i in range(arguments)]

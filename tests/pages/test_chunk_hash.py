@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import kvfs
 from kvfs.errors import ConfigError
 from kvfs.format import checksums
-from kvfs.pages import chunk_hash as hashing
+from kvfs.pages import chunk_hash
 from tests.stores import TINY_BYTES, counters, segment_files, tiny
 
 SEED = "35fa7b1448a139ce13ec390a12fe3152ea8058220de7b2df1b63fe070551dd7b"
@@ -35,72 +35,74 @@ TOKENS = struct.pack("<32I", *range(32))
 
 
 def test_the_first_parent_of_a_chain_is_what_every_kvfs_ever_used() -> None:
-    assert hashing.tenant_seed("").hex() == SEED
-    assert hashing.tenant_seed("tenant-a").hex() == "684d4d1aacb9073873a9742651ac5ff1bea86a38f23b44dd6bc522afff249240"
-    assert hashing.tenant_seed("ä") == hashlib.sha256(b"kvfs chain 1\n\xc3\xa4").digest()
+    assert chunk_hash.tenant_seed("").hex() == SEED
+    assert (
+        chunk_hash.tenant_seed("tenant-a").hex() == "684d4d1aacb9073873a9742651ac5ff1bea86a38f23b44dd6bc522afff249240"
+    )
+    assert chunk_hash.tenant_seed("ä") == hashlib.sha256(b"kvfs chain 1\n\xc3\xa4").digest()
 
 
 def test_a_chain_of_chunks_is_what_every_kvfs_ever_used() -> None:
-    seed = hashing.tenant_seed("")
-    assert tuple(h.hex() for h in hashing.chain(TOKENS, 16, seed)) == CHAIN
+    seed = chunk_hash.tenant_seed("")
+    assert tuple(h.hex() for h in chunk_hash.chain(TOKENS, 16, seed)) == CHAIN
     # the same, from the definition
     first = hashlib.sha256(seed + TOKENS[:64]).digest()
-    assert hashing.chain(TOKENS, 16, seed) == [first, hashlib.sha256(first + TOKENS[64:]).digest()]
+    assert chunk_hash.chain(TOKENS, 16, seed) == [first, hashlib.sha256(first + TOKENS[64:]).digest()]
 
 
 def test_an_extra_key_enters_its_chunk_and_all_later_ones() -> None:
-    seed = hashing.tenant_seed("")
-    hashes = hashing.chain(TOKENS, 16, seed, {1: b"image"})
+    seed = chunk_hash.tenant_seed("")
+    hashes = chunk_hash.chain(TOKENS, 16, seed, {1: b"image"})
     assert hashes[0].hex() == CHAIN[0]
     assert hashes[1].hex() == "fa026f89546e2ce1d9aa2c58badefe7709d004c716c59114b773b664571644f8"
-    early = hashing.chain(TOKENS, 16, seed, {0: b"image"})
+    early = chunk_hash.chain(TOKENS, 16, seed, {0: b"image"})
     assert early[0].hex() != CHAIN[0] and early[1] not in (hashes[1], bytes.fromhex(CHAIN[1]))
 
 
 @pytest.mark.parametrize("tail", [1, 15])
 def test_a_tail_shorter_than_a_chunk_names_nothing(tail: int) -> None:
-    seed = hashing.tenant_seed("")
+    seed = chunk_hash.tenant_seed("")
     tokens = TOKENS + struct.pack(f"<{tail}I", *range(tail))
-    assert hashing.chain(tokens, 16, seed) == hashing.chain(TOKENS, 16, seed)
-    assert hashing.chain(tokens[-4 * tail :], 16, seed) == []
+    assert chunk_hash.chain(tokens, 16, seed) == chunk_hash.chain(TOKENS, 16, seed)
+    assert chunk_hash.chain(tokens[-4 * tail :], 16, seed) == []
 
 
 @pytest.mark.parametrize("extra", [None, {0: b"x"}])
 def test_a_hash_stands_for_the_whole_prefix(extra: dict[int, bytes] | None) -> None:
-    seed = hashing.tenant_seed("")
+    seed = chunk_hash.tenant_seed("")
     changed = b"\x01" + TOKENS[1:]
-    ours, theirs = hashing.chain(TOKENS, 16, seed, extra), hashing.chain(changed, 16, seed, extra)
+    ours, theirs = chunk_hash.chain(TOKENS, 16, seed, extra), chunk_hash.chain(changed, 16, seed, extra)
     assert all(a != b for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_page_key_is_what_every_kvfs_ever_used() -> None:
     namespace, chunk = bytes(range(32)), bytes.fromhex(CHAIN[1])
-    key = hashing.page_key(namespace, "full", chunk)
+    key = chunk_hash.page_key(namespace, "full", chunk)
     assert key.hex() == "5d712bdb9ce18de4f286089962d127da8535176d131ec3e25bf4fbbfdca6eb51"
     assert key == hashlib.blake2b(namespace + b"\x04full" + chunk, digest_size=32).digest()
 
 
 def test_keys_made_one_after_the_other_are_the_same() -> None:
     namespace, chunks = bytes(range(32)), [bytes([i]) * 32 for i in range(4)]
-    key = hashing.page_keys(namespace, "full")
-    assert [key(chunk) for chunk in chunks] == [hashing.page_key(namespace, "full", chunk) for chunk in chunks]
+    key = chunk_hash.page_keys(namespace, "full")
+    assert [key(chunk) for chunk in chunks] == [chunk_hash.page_key(namespace, "full", chunk) for chunk in chunks]
 
 
 def test_namespace_group_and_chunk_each_change_a_page_key() -> None:
     namespace, chunk = bytes(32), bytes(31) + b"\x01"
     keys = {
-        hashing.page_key(namespace, "full", chunk),
-        hashing.page_key(bytes(31) + b"\x01", "full", bytes(32)),
-        hashing.page_key(namespace, "fulk", chunk),
-        hashing.page_key(namespace, "ful", b"l" + chunk[:-1]),
-        hashing.page_key(namespace, "full", bytes(32)),
+        chunk_hash.page_key(namespace, "full", chunk),
+        chunk_hash.page_key(bytes(31) + b"\x01", "full", bytes(32)),
+        chunk_hash.page_key(namespace, "fulk", chunk),
+        chunk_hash.page_key(namespace, "ful", b"l" + chunk[:-1]),
+        chunk_hash.page_key(namespace, "full", bytes(32)),
     }
     assert len(keys) == 5
 
 
 def test_an_opaque_key_is_what_every_kvfs_ever_used() -> None:
-    seed = hashing.tenant_seed("")
-    key = hashing.chunk_of_key(b"engine-key-1", seed)
+    seed = chunk_hash.tenant_seed("")
+    key = chunk_hash.chunk_of_key(b"engine-key-1", seed)
     assert key.hex() == "a8249a4c45ef6d022c943702e133521f8fd43b391db8b326bf19842802fdfa1a"
     assert key == hashlib.sha256(b"kvfs key 1\n" + seed + b"engine-key-1").digest()
 
@@ -119,7 +121,7 @@ def test_another_process_makes_the_same_hashes() -> None:
     """No hash may depend on the process: not on PYTHONHASHSEED, not on a random key."""
     code = (
         "from kvfs.pages import chunk_hash; seed = chunk_hash.tenant_seed('');"
-        "print([h.hex() for h in hashing.chain(hashing.token_bytes(range(32)), 16, seed)])"
+        "print([h.hex() for h in chunk_hash.chain(chunk_hash.token_bytes(range(32)), 16, seed)])"
     )
     root = Path(__file__).resolve().parents[2]
     for hash_seed in ("1", "2"):
@@ -174,16 +176,16 @@ SAME = {
 @pytest.mark.parametrize("way", SAME)
 def test_every_way_to_pass_token_ids_names_the_same_tokens(way: str) -> None:
     make, ids = SAME[way]
-    assert hashing.token_bytes(make(ids)) == struct.pack(f"<{len(ids)}I", *ids)
+    assert chunk_hash.token_bytes(make(ids)) == struct.pack(f"<{len(ids)}I", *ids)
 
 
 def test_a_range_names_its_tokens() -> None:
-    assert hashing.token_bytes(range(5, 9)) == struct.pack("<4I", 5, 6, 7, 8)
+    assert chunk_hash.token_bytes(range(5, 9)) == struct.pack("<4I", 5, 6, 7, 8)
 
 
 @pytest.mark.parametrize("empty", [[], (), range(0), array("i"), np.array([], "int64"), np.array([], "int32")])
 def test_an_empty_prompt_names_no_tokens(empty: Any) -> None:
-    assert hashing.token_bytes(empty) == b""
+    assert chunk_hash.token_bytes(empty) == b""
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "int16", "uint8"])
@@ -192,17 +194,17 @@ def test_torch_tensors_name_the_same_tokens(dtype: str) -> None:
     ids = SMALL if dtype in ("int16", "uint8") else IDS
     tensor = torch.tensor(ids, dtype=getattr(torch, dtype))
     expected = struct.pack(f"<{len(ids)}I", *ids)
-    assert hashing.token_bytes(tensor) == expected
-    assert hashing.token_bytes(torch.stack([tensor, tensor], dim=1)[:, 0]) == expected  # strided
+    assert chunk_hash.token_bytes(tensor) == expected
+    assert chunk_hash.token_bytes(torch.stack([tensor, tensor], dim=1)[:, 0]) == expected  # strided
     with pytest.raises(ConfigError, match=r"dimensions|flat"):
-        hashing.token_bytes(tensor.reshape(1, -1))
+        chunk_hash.token_bytes(tensor.reshape(1, -1))
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
 def test_lists_arrays_and_numpy_agree(ids: list[int]) -> None:
     expected = struct.pack(f"<{len(ids)}I", *ids)
     for source in (ids, array("I", ids), np.array(ids, "uint32"), np.array(ids, "int64"), np.array(ids, "uint64")):
-        assert hashing.token_bytes(source) == expected
+        assert chunk_hash.token_bytes(source) == expected
 
 
 # ---------------------------------------------------------------- what is no prompt
@@ -266,7 +268,7 @@ BAD: dict[str, Any] = {
 @pytest.mark.parametrize("what", BAD)
 def test_what_is_no_prompt_is_refused(what: str) -> None:
     with pytest.raises(ConfigError, match="token_ids"):
-        hashing.token_bytes(BAD[what]())
+        chunk_hash.token_bytes(BAD[what]())
 
 
 def test_a_refused_prompt_writes_nothing(store_path: Path) -> None:

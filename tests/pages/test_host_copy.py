@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvfs.errors import ConfigError
-from kvfs.pages import host_copy as hostcopy
+from kvfs.pages import host_copy
 from kvfs.pages.describe import describe
 from kvfs.pages.host_copy import gather, scatter
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
@@ -16,7 +16,7 @@ from tests.cells import GUARD, ORDERS, POISON, Case, guarded, reference
 @pytest.fixture(params=["numpy", "memmove"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "memmove":
-        monkeypatch.setattr(hostcopy, "_numpy", lambda: None)
+        monkeypatch.setattr(host_copy, "_numpy", lambda: None)
     return str(request.param)
 
 
@@ -81,9 +81,9 @@ def test_contiguous_blocks_are_granules_byte_for_byte(way: str) -> None:
 
 
 def test_what_is_contiguous_on_both_sides_moves_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hostcopy, "_numpy", lambda: None)
+    monkeypatch.setattr(host_copy, "_numpy", lambda: None)
     calls = []
-    monkeypatch.setattr(hostcopy.ctypes, "memmove", lambda to, source, n: calls.append(n))
+    monkeypatch.setattr(host_copy.ctypes, "memmove", lambda to, source, n: calls.append(n))
     case = Case("block,layer,head,token,2*dim", 64, 16)
     gather(bytearray(case.group.page_bytes), case.group, case.part, case.kv, [3, 4, 6, 5], 0)
     assert calls == [case.group.page_bytes // 2] + [case.group.page_bytes // 4] * 2

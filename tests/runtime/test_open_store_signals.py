@@ -21,7 +21,7 @@ import pytest
 
 import kvfs
 from kvfs.index.tables import ACTIVE
-from kvfs.runtime import open_store as core
+from kvfs.runtime import open_store
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer.handle import Task, Transfer
 from kvfs.types import Tier
@@ -389,7 +389,7 @@ def test_an_interrupt_before_an_open_has_its_parts_together_is_told_as_such(
 ) -> None:
     """It came out as an AttributeError, and the index's thread and descriptors stayed."""
 
-    class Interrupted(core.Recency):
+    class Interrupted(open_store.Recency):
         def __init__(self, *args: Any) -> None:
             raise KeyboardInterrupt
 
@@ -397,7 +397,7 @@ def test_an_interrupt_before_an_open_has_its_parts_together_is_told_as_such(
         store.namespace("model", tiny(), "1").put(tokens_of(1, 8), seeded(1, 8 * TINY_BYTES))
     before, files = {t.name for t in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(core, "Recency", Interrupted)
+        patch.setattr(open_store, "Recency", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             kvfs.open(store_path)
     assert {t.name for t in threading.enumerate()} == before

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.system import memory_limits as memory
+from kvfs.system import memory_limits
 
 GIB = 1 << 30
 
@@ -34,6 +34,6 @@ def test_the_least_limit_of_all_cgroups_around_counts(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{limit}\n")
     (tmp_path / "self").write_text(own + "\n" if own else "")
-    monkeypatch.setattr(memory, "CGROUPS", str(tmp_path))
-    monkeypatch.setattr(memory, "SELF", str(tmp_path / "self"))
-    assert memory.cgroup_limit() == least
+    monkeypatch.setattr(memory_limits, "CGROUPS", str(tmp_path))
+    monkeypatch.setattr(memory_limits, "SELF", str(tmp_path / "self"))
+    assert memory_limits.cgroup_limit() == least

@@ -26,8 +26,8 @@ from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.system.files import Files
 from kvfs.transfer import load as hostload
-from kvfs.transfer import save as hostsave
-from kvfs.transfer import workers as hostjobs
+from kvfs.transfer import save as host_save
+from kvfs.transfer import workers
 from kvfs.transfer.handle import Task, Transfer
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import Tier
@@ -308,8 +308,8 @@ def stalled(where: str, io: HostIO, ns: kvfs.Namespace, files: GatedFiles, monke
         return submit(None), gate.open
     if state == "copying":
         gate.shut()
-        real = hostsave.gather
-        monkeypatch.setattr(hostsave, "gather", lambda *a: (gate(), real(*a))[1])
+        real = host_save.gather
+        monkeypatch.setattr(host_save, "gather", lambda *a: (gate(), real(*a))[1])
     elif state == "scattering":
         gate.shut()
         scatter = hostload.scatter
@@ -458,8 +458,8 @@ def test_a_full_ring_declines_before_gathering(
 ) -> None:
     saved(ns, 3)
     gathered: list[int] = []
-    real = hostsave.gather
-    monkeypatch.setattr(hostsave, "gather", lambda *a: (gathered.append(a[-1]), real(*a))[1])
+    real = host_save.gather
+    monkeypatch.setattr(host_save, "gather", lambda *a: (gathered.append(a[-1]), real(*a))[1])
     files.writes.shut()
     with ns.attach(Engine().kv, ring_bytes=4 * max(4096, LAYOUT.page_bytes)) as io:
         first = io.save(ns.plan_save(prompt(5, 1000)), blocks(5), deadline=0.2)
@@ -503,7 +503,7 @@ def test_a_stalled_disk_delays_nobodys_source_free(
             assert io.load(match, blocks(3, 30), deadline=LATE).wait(SECONDS).pages == 3  # type: ignore[union-attr]
         files.writes.open()
         assert first.wait(SECONDS).pages == 3  # type: ignore[union-attr]
-        monkeypatch.setattr(hostjobs, "STALLED_SECONDS", LATE)  # this machine's disk may be slow
+        monkeypatch.setattr(workers, "STALLED_SECONDS", LATE)  # this machine's disk may be slow
         again = io.save(ns.plan_save(prompt(5, 2000)), blocks(5), deadline=LATE).wait(SECONDS)
         assert again is not None and (again.pages, again.declined) == (5, 0)
         settled(io)
@@ -544,7 +544,7 @@ def test_dirty_bytes_bound_what_is_not_published(ns: kvfs.Namespace, files: Gate
 
 
 def test_one_slot_and_32_transfers_all_end(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hostjobs, "STALLED_SECONDS", LATE)  # a machine may be slow
+    monkeypatch.setattr(workers, "STALLED_SECONDS", LATE)  # a machine may be slow
     engine, page = saved(ns, 4), max(4096, LAYOUT.page_bytes)
     logs = [Log() for _ in range(32)]
     with ns.attach(engine.kv, ring_bytes=page) as io:
@@ -1010,13 +1010,13 @@ def test_close_ends_what_does_not_finish_in_time(ns: kvfs.Namespace, files: Gate
 
 def test_a_save_that_gathers_beyond_the_close_ends(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, log = Gate(), Log()
-    gather = hostsave.gather
+    gather = host_save.gather
 
     def slow(*args: Any, **options: Any) -> int:
         gate()
         return gather(*args, **options)
 
-    monkeypatch.setattr(hostsave, "gather", slow)
+    monkeypatch.setattr(host_save, "gather", slow)
     gate.shut()
     io = ns.attach(Engine().kv)
     t = io.save(ns.plan_save(prompt(2)), blocks(2), deadline=LATE, **log.hooks)

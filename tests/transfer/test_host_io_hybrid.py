@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs.directory import config_file as settings
+from kvfs.directory import config_file
 from kvfs.errors import ConfigError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from kvfs.read.reader import Reader
 from kvfs.system.files import Files
-from kvfs.transfer import save as hostsave
-from kvfs.transfer import workers as hostjobs
+from kvfs.transfer import save as host_save
+from kvfs.transfer import workers
 
 PAGE, BLOCK, CHUNKS = 32, 16, 12
 SECONDS = 60.0  # of waits that end at once unless something is wrong
@@ -56,7 +56,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's disk may be slow: no save gives up on it."""
-    monkeypatch.setattr(hostjobs, "STALLED_SECONDS", LATE)
+    monkeypatch.setattr(workers, "STALLED_SECONDS", LATE)
 
 
 @pytest.mark.parametrize("mode", ["cache", "staging"])
@@ -67,7 +67,7 @@ def test_pages_that_share_slots(disk_path: Path, layers: tuple[int, int], heads:
     source, target, ring = Engine(layout, seed=1), Engine(layout), slots * 4096 * max(layers)
     with kvfs.open(disk_path / "store", capacity="64MiB"):
         pass
-    settings.change(str(disk_path / "store"), "mode", mode, Files())
+    config_file.change(str(disk_path / "store"), "mode", mode, Files())
     with kvfs.open(disk_path / "store") as store:
         ns = store.namespace("hybrid", layout, "1")
         with ns.attach(source.kvs, ring_bytes=ring, dirty_bytes=ring) as io:
@@ -136,8 +136,8 @@ def test_sets_of_pages_with_gaps_come_right(store_path: Path) -> None:
 def test_behind_a_page_that_full_attention_lacks_no_group_is_gathered(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, gathered, real = hybrid(2, 6), [], hostsave.gather
-    monkeypatch.setattr(hostsave, "gather", lambda *a: (gathered.append((a[1].name, a[-1])), real(*a))[1])
+    layout, gathered, real = hybrid(2, 6), [], host_save.gather
+    monkeypatch.setattr(host_save, "gather", lambda *a: (gathered.append((a[1].name, a[-1])), real(*a))[1])
     lacking = [-1 if block == 8 else block for block in range(2 * CHUNKS)]
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("hybrid", layout, "1")

@@ -15,7 +15,7 @@ from kvfs.errors import StoreAccessError
 from kvfs.index.tables import ACTIVE
 from kvfs.system.files import Files
 from kvfs.write import active_segments as active
-from kvfs.write import class_locks as turns
+from kvfs.write import class_locks
 from tests.stores import TINY_BYTES, counted, run_child, seeded, segment_files, tiny, tokens_of
 
 SECONDS = 60.0
@@ -82,7 +82,7 @@ def files() -> Iterator[Hanging]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(turns, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(class_locks, "TURN_SECONDS", 0.2)
 
 
 def test_a_store_can_be_closed_and_its_segment_stays_its_own(store_path: Path, files: Hanging) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kvfs.directory import config_file as settings
+from kvfs.directory import config_file
 from kvfs.system.files import Files
 from tools.benchmarks import bare, ours
 from tools.benchmarks.bare import COLD_READ_BYTES, BareRead, BareView
@@ -128,7 +128,7 @@ def _compare_modes(report: Report, setup: Setup, modes: Sequence[str]) -> None:
         one = stores[modes[0]]  # the same files, read in one mode and in the other
 
         def turn(mode: str) -> None:
-            settings.change(str(one), "mode", mode, Files())
+            config_file.change(str(one), "mode", mode, Files())
             drop_cache(ours.segment_paths(one))
 
         samples |= interleave(

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvfs.runtime import registry as cores
+from kvfs.runtime import registry
 from kvfs.testing import Fault, FaultyFiles
 from tools.torture.case import PROMPTS, get, locks_left, namespace, open_store, put
 from tools.torture.judge import Judge, kvfs_threads, open_files
@@ -106,9 +106,9 @@ def leaks(before: dict[str, str], judge: Judge) -> None:
         judge.found("leaked", f"descriptors: {sorted(left.values())}")
     if threads := kvfs_threads():
         judge.found("leaked", f"threads: {threads}")
-    if cores._CORES:
+    if registry._CORES:
         judge.found("leaked", "a store that is closed is still registered")
-        cores._CORES.clear()
+        registry._CORES.clear()
     for fd in left:
         try:
             os.close(int(fd))
