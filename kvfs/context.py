@@ -15,9 +15,9 @@ from kvfs.directory.config import Settings
 from kvfs.directory.io_mode import Mode
 from kvfs.directory.liveness import Liveness
 from kvfs.directory.pinned_memory import PinnedBytes
-from kvfs.directory.purge_marks import Marks
+from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
-from kvfs.directory.shared_counters import Tallies
+from kvfs.directory.shared_counters import SharedCounters
 from kvfs.index.environment import Index
 from kvfs.pages.chunk_hash_cache import Chains
 from kvfs.segments.open_segments import SegmentFiles
@@ -63,10 +63,10 @@ class Context:
     liveness: Liveness | None  # None: read-only
     recency: Recency
     segments: SegmentFiles
-    marks: Marks
+    marks: PurgeMarks
     verify: Verify
     threads: int
-    tallies: Tallies
+    shared_counters: SharedCounters
     declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
     counters: Counters = field(default_factory=Counters)
     chains: Chains = field(default_factory=Chains)

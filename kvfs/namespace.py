@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs.context import Context
 from kvfs.directory.config import Quota, parse_duration, quota_id
-from kvfs.directory.root import explained
+from kvfs.directory.root import translate_os_errors
 from kvfs.directory.weight_epochs import next_epoch
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.format.codec import NAMES as codec_names
@@ -77,7 +77,7 @@ class Namespace:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to raise the epoch")
         epoch = self.identity.epoch + 1
         if self._c.declines != "disabled":
-            with explained(self._c.directory.path):
+            with translate_os_errors(self._c.directory.path):
                 epoch = next_epoch(self._c.directory, replace(self.identity, epoch=0).digest, self.identity.epoch)
         raised = replace(self.identity, epoch=epoch)
         return Namespace(self._c, self._appender, self._reader, raised, self.codec, self._keeps)

@@ -22,7 +22,7 @@ from kvfs.index.tables import STATE_NAMES
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import PageLayout
 from kvfs.runtime import registry
-from kvfs.runtime.open_store import Core
+from kvfs.runtime.open_store import OpenStore
 from kvfs.system.files import Files, check_output
 from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
 from kvfs.version import FORMAT
@@ -72,9 +72,9 @@ def open_store(
         raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
     files = files or Files()
     if disabled:
-        from kvfs.runtime.disabled import DisabledCore
+        from kvfs.runtime.disabled import DisabledStore
 
-        return Store(DisabledCore(where, policy, threads, files))
+        return Store(DisabledStore(where, policy, threads, files))
     read_only = read_only or forced
     if not read_only and create and not root.is_store(where):
         if capacity is None:
@@ -86,12 +86,12 @@ def open_store(
         settings = config.make_settings(
             capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas, codec=codec
         )
-        with root.explained(where):
+        with root.translate_os_errors(where):
             io_mode.check(where, settings, files)
         root.create(where, config.to_toml(settings), files)
     root.check_filesystem(where)
     declines = "read-only" if forced else ""
-    shared = registry.enter(where, read_only, policy, threads, files, declines, looks=not counted)
+    shared = registry.enter(where, read_only, policy, threads, files, declines, inspect_only=not counted)
     return Store(shared)
 
 
@@ -101,7 +101,7 @@ class Store:
     One that is forgotten is closed in the background, once its namespaces are forgotten too.
     """
 
-    def __init__(self, shared: Core) -> None:
+    def __init__(self, shared: OpenStore) -> None:
         self._core = shared
         self._closed = False
         self._finalizer = weakref.finalize(self, registry.abandon, shared)
@@ -161,7 +161,7 @@ class Store:
             "verify": shared.c.verify.value,
             "watch": shared.watching,
             "counters": shared.c.counters.snapshot(),
-            "totals": shared.c.tallies.total(),
+            "totals": shared.c.shared_counters.total(),
             "index": {"state": "ready", "generation": shared.c.index.generation, "timeouts": shared.c.index.timeouts},
         }
         try:
@@ -179,7 +179,7 @@ class Store:
         self._check_writable()
         if self._core.disabled:
             return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             return self._core.evictor.collect(target_bytes, seconds)
 
     def gc_plan(self, target_bytes: int | None = None) -> Plan:
@@ -198,7 +198,7 @@ class Store:
         self._check_open()
         self._check_enabled()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             return Recompressor(self._core.c, self._core.evictor, self._core.active).plan(number, idle_seconds, seconds)
 
     def recompress(
@@ -216,7 +216,7 @@ class Store:
         self._check_enabled()
         self._check_writable()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             worker = Recompressor(self._core.c, self._core.evictor, self._core.active)
             return worker.run(number, idle_seconds, seconds, progress)
 
@@ -254,7 +254,7 @@ class Store:
         )  # fmt: skip
         self._check_enabled()
         self._check_writable()
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             return self._core.purger.purge(selection)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
@@ -264,7 +264,7 @@ class Store:
         if self._core.disabled:
             return 0
         deadline = self._core.c.files.monotonic() + PIN_SECONDS
-        with root.explained(self.path), self._core.evictor.lock.hold(deadline) as held:
+        with root.translate_os_errors(self.path), self._core.evictor.lock.hold(deadline) as held:
             if not held:
                 raise StoreLockedError(f"{name!r} is not pinned: somebody evicts or purges; try again")
             # under the lock from the lookup on: nothing that is being purged may be copied
@@ -277,14 +277,14 @@ class Store:
         self._check_writable()
         if self._core.disabled:
             return False
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             return self._core.pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         self._check_open()
         if self._core.disabled:
             return []
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             return list_pins(self._core.c.directory)
 
     def warm(
@@ -300,7 +300,7 @@ class Store:
         self._check_open()
         self._core.c.mode.check_maps("warm", "do without it")
         warmer = Warmer(self._core.c)
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []
             ranges += warmer.of_prefixes(prefixes) if prefixes else []
             ranges += warmer.of_match(match) if match is not None else []
@@ -318,7 +318,7 @@ class Store:
         self._check_open()
         c = self._core.c
         check_output(path)
-        with root.explained(path):
+        with root.translate_os_errors(path):
             chosen = exporter.choose(c, [self.catalog.find(n) for n in namespaces], match)
             return exporter.export(c, chosen, path, progress)
 
@@ -344,7 +344,7 @@ class Store:
         if described is None or not match.tokens:
             raise ConfigError("nothing to export: this match has no pages")
         check_output(path)
-        with root.explained(path):
+        with root.translate_os_errors(path):
             return safetensors_file.write(self._core.c, described, match, path, token_ids, progress)
 
     def import_bundle(
@@ -371,12 +371,12 @@ class Store:
         self._check_open()
         self._check_enabled()
         verifier = Verifier(self._core.c, sample, seed)
-        with root.explained(self.path):
+        with root.translate_os_errors(self.path):
             report = verifier.run()
             if repair and not report.ok:
                 self._check_writable()
                 verifier.repair()
-                self._core.keeper.nudge("rebuild")
+                self._core.background.wake("rebuild")
         return report
 
     def _check_writable(self) -> None:

@@ -519,7 +519,7 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
 
 
 def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(store: kvfs.Store) -> None:
-    store._core.keeper.stop()
+    store._core.background.stop()
     ns = store.namespace("m", tiny(), "1")
     tokens, _ = fill(ns, 1, 4)
 

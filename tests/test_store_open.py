@@ -270,7 +270,7 @@ def test_two_opens_of_one_process_share(path: Path) -> None:
 def test_a_store_that_nobody_closes_is_closed_with_its_last_reference(path: Path) -> None:
     store = kvfs.open(path)
     assert len(list((path / "run").glob("*.live"))) == 1
-    keeper = store._core.keeper
+    keeper = store._core.background
     del store
     keeper._thread.join(20.0)
     assert not list((path / "run").glob("*.live"))
@@ -803,8 +803,8 @@ def test_a_store_that_is_forgotten_is_closed_by_its_own_thread(tmp_path: Path) -
     with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
         del forgotten, cycle
         assert store._core.c.index.read(lambda session: gc.collect(), 2.0) > 0
-        core.keeper._thread.join(20.0)
-    assert closed_by == [core.keeper._thread]
+        core.background._thread.join(20.0)
+    assert closed_by == [core.background._thread]
     with kvfs.open(tmp_path / "forgotten", create=False) as again:
         assert again._core is not core and again._core.rebuilt is None, "it was not left clean"
 
@@ -872,15 +872,15 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kvfs.open(tmp_path / "store", capacity="16MiB").close()
-    real, struck = registry.Core.work, list[None]()
+    real, struck = registry.OpenStore.work, list[None]()
 
-    def work(core: registry.Core) -> Any:
+    def work(core: registry.OpenStore) -> Any:
         if core in registry._CORES.values() and not struck:  # it is made, and has no user yet
             struck.append(None)
             raise KeyboardInterrupt
         return real(core)
 
-    monkeypatch.setattr(registry.Core, "work", work)
+    monkeypatch.setattr(registry.OpenStore, "work", work)
     with pytest.raises(KeyboardInterrupt):
         kvfs.open(tmp_path / "store")
     opened: list[kvfs.Store] = []

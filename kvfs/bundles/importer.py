@@ -28,7 +28,7 @@ from kvfs.bundles.exporter import (
 )
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory.config import SEGMENT_MAX, quota_id
-from kvfs.directory.root import explained
+from kvfs.directory.root import translate_os_errors
 from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES
@@ -283,7 +283,7 @@ class Importer:
         segment_class = self._class(pages[0].described, pages[0].entry.expires)
         deadline = self._c.files.monotonic() + self._pace.space_seconds
         try:
-            with explained(self._c.directory.path), self._active.turns.soon(segment_class):
+            with translate_os_errors(self._c.directory.path), self._active.class_locks.acquire_within(segment_class):
                 while missing:
                     try:
                         done = self._append(segment_class, missing, key, at_us, deadline)

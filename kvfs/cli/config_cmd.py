@@ -42,7 +42,7 @@ def init_command(
     # before anything is made, or shared: a mistake leaves no folders, and a folder that is refused keeps its mode
     limit = os.environ["KVFS_CAPACITY"] if capacity is None else capacity
     config.make_settings(limit, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, codec=codec)
-    with directory.explained(path):
+    with directory.translate_os_errors(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if group:
             os.makedirs(path, exist_ok=True)

@@ -20,14 +20,14 @@ def doctor_command(app: App) -> int:
 
     Does not open the index and changes nothing. Exit code 3 if something is bad (warnings do not count).
     """
-    from kvfs.directory.root import explained
+    from kvfs.directory.root import translate_os_errors
     from kvfs.doctor.checks import diagnose
     from kvfs.doctor.gpu_checks import diagnose_gpu
     from kvfs.errors import StoreNotFoundError
     from kvfs.system.files import Files
 
     try:
-        with explained(app.path):
+        with translate_os_errors(app.path):
             findings = [*diagnose(app.path, Files()), diagnose_gpu(app.path, Files())]
     except StoreNotFoundError:
         raise app.no_store() from None

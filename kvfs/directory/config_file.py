@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvfs.directory import config, io_mode
 from kvfs.directory.config import Settings
 from kvfs.directory.liveness import census
-from kvfs.directory.root import Directory, explained
+from kvfs.directory.root import Directory, translate_os_errors
 from kvfs.errors import ConfigError, CorruptError, KvfsError, NoSpaceError, StoreLockedError
 from kvfs.system.descriptors import opened
 from kvfs.system.files import Files
@@ -121,7 +121,7 @@ def change(path: str, key: str, value: str, files: Files) -> Settings:
         raise ConfigError(f"setting {key!r} to {value!r}: that is no Unicode text") from None
     section, name = _locate(key)
     directory = Directory(path, files, read_only=False)
-    with contextlib.closing(directory), explained(path):
+    with contextlib.closing(directory), translate_os_errors(path):
         directory.store_id()
         with _locked(directory):
             before = _read(directory)

@@ -21,7 +21,7 @@ _FOLDER = "purged"
 _NAME = re.compile(r"[0-9a-f]{32}\Z")
 
 
-class Marks:
+class PurgeMarks:
     """The purge marks of a store. OSError as it comes, unless a method says otherwise."""
 
     def __init__(self, directory: Directory) -> None:

@@ -231,7 +231,7 @@ def create(path: str, settings: bytes, files: Files) -> None:
 
     The super file is written last and with a no-overwrite link, so a directory is a store or it is not.
     """
-    with explained(path):
+    with translate_os_errors(path):
         try:
             files.mkdir(path, 0o700)
         except FileExistsError:
@@ -258,7 +258,7 @@ def check_free(path: str, files: Files) -> None:
 
 def is_store(path: str) -> bool:
     """Whether there is a store, or something in its place that is not to be touched."""
-    with explained(path):
+    with translate_os_errors(path):
         try:
             os.lstat(os.path.join(path, "super"))
         except (FileNotFoundError, NotADirectoryError):
@@ -267,7 +267,7 @@ def is_store(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def explained(path: str) -> Iterator[None]:
+def translate_os_errors(path: str) -> Iterator[None]:
     """What the file system refuses while a store is opened or made, as an error that names the remedy."""
     try:
         yield

@@ -40,7 +40,7 @@ TOTALS = "totals"
 NOW = "now_"  # begins the names of what only counts as long as the process lives
 
 
-class Tally(NamedTuple):
+class CountersSnapshot(NamedTuple):
     """Content of one file."""
 
     turn: int
@@ -48,10 +48,10 @@ class Tally(NamedTuple):
     folded: frozenset[str]  # totals only: owners whose files are contained
 
 
-_EMPTY = Tally(0, {}, frozenset())
+_EMPTY = CountersSnapshot(0, {}, frozenset())
 
 
-class Tallies:
+class SharedCounters:
     """The counts of a store: this process's file, and the sum of all."""
 
     def __init__(self, directory: Directory, liveness: Liveness | None) -> None:
@@ -61,20 +61,20 @@ class Tallies:
         self._file: Descriptor | None = None
         self._turn = 0
         self._written: Mapping[str, int] = {}
-        self.muted = False  # what this process counts is not for the others
+        self.excluded = False  # what this process counts is not for the others
         self._lock = threading.Lock()
 
     # -- this process ------------------------------------------------------------------------
 
     def write(self, counts: Mapping[str, int]) -> None:
         """Publish what this process has counted so far."""
-        if self._liveness is None or self.muted or counts == self._written:
+        if self._liveness is None or self.excluded or counts == self._written:
             return
         with self._lock, contextlib.suppress(OSError):
             if self._file is None:
                 self._file = self._make(f"{self._liveness.owner.hex()}.count")
             self._turn += 1
-            self._write_slot(self._file.fd, Tally(self._turn, dict(counts), frozenset()))
+            self._write_slot(self._file.fd, CountersSnapshot(self._turn, dict(counts), frozenset()))
             self._written = dict(counts)
 
     def close(self, counts: Mapping[str, int]) -> None:
@@ -86,7 +86,7 @@ class Tallies:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-                self._fold({self._liveness.owner.hex()})
+                self._merge({self._liveness.owner.hex()})
 
     def abandon(self) -> None:
         """In a forked child: the file is the parent's."""
@@ -95,14 +95,14 @@ class Tallies:
 
     # -- all processes -----------------------------------------------------------------------
 
-    def fold_dead(self) -> None:
+    def merge_dead(self) -> None:
         """Take over what processes counted that are no more."""
         if self._liveness is None:
             return
         with self._lock, contextlib.suppress(OSError):
             dead = [o for o in self._owners() if not self._liveness.is_alive(bytes.fromhex(o))]
             if dead:
-                self._fold(set(dead[: FOLDED_MAX // 2]))
+                self._merge(set(dead[: FOLDED_MAX // 2]))
 
     def total(self) -> dict[str, int]:
         """Sum over all processes, living and dead, since the store was made."""
@@ -117,14 +117,14 @@ class Tallies:
             sums.update(before.counts)
             for owner, tally in found.items():
                 alive = self._liveness is None or self._liveness.is_alive(bytes.fromhex(owner))
-                sums.update(tally.counts if alive else lasting(tally.counts))
+                sums.update(tally.counts if alive else persistent(tally.counts))
         return dict(sums)
 
     def _owners(self) -> list[str]:
         names = (_FILE.match(name) for name in self._files.listdir(self._directory.sub("run")))
         return [m[1] for m in names if m is not None]
 
-    def _fold(self, owners: set[str]) -> None:
+    def _merge(self, owners: set[str]) -> None:
         run = self._directory.sub("run")
         with self._totals() as fd:
             if fd < 0:
@@ -133,11 +133,11 @@ class Tallies:
             there = set(self._owners())
             sums = Counter(totals.counts)
             for owner in owners & there - totals.folded:
-                sums.update(lasting(self._read(f"{owner}.count").counts))
+                sums.update(persistent(self._read(f"{owner}.count").counts))
             folded = frozenset((totals.folded | owners) & there)
             if len(folded) > FOLDED_MAX:
                 return  # files that cannot be unlinked: nothing more is folded, so nothing is counted twice
-            self._write_slot(fd, Tally(totals.turn + 1, dict(sums), folded))
+            self._write_slot(fd, CountersSnapshot(totals.turn + 1, dict(sums), folded))
             for owner in folded:
                 with contextlib.suppress(OSError):
                     self._files.unlink(f"{owner}.count", dir_fd=run)
@@ -180,7 +180,7 @@ class Tallies:
             raise
         return file
 
-    def _write_slot(self, fd: int, tally: Tally) -> None:
+    def _write_slot(self, fd: int, tally: CountersSnapshot) -> None:
         # latencies have a name for each bucket, and are the first to be left out
         counts = dict(sorted(tally.counts.items(), key=lambda item: ("_us_" in item[0], item[0]))[:NAMES_MAX])
         body = json.dumps({"counts": counts, "folded": sorted(tally.folded)}).encode()
@@ -189,14 +189,14 @@ class Tallies:
             check = checksum(head + body).to_bytes(8, "little")
             self._files.write_all(fd, [check + head + body], tally.turn % 2 * SLOT_BYTES)
 
-    def _read(self, name: str) -> Tally:
+    def _read(self, name: str) -> CountersSnapshot:
         try:
             with opened(self._files, name, os.O_RDONLY, dir_fd=self._directory.sub("run")) as fd:
                 return self._read_fd(fd)
         except OSError:
             return _EMPTY
 
-    def _read_fd(self, fd: int) -> Tally:
+    def _read_fd(self, fd: int) -> CountersSnapshot:
         try:
             slots = [self._files.read(fd, SLOT_BYTES, i * SLOT_BYTES) for i in (0, 1)]
         except OSError:
@@ -204,12 +204,12 @@ class Tallies:
         return max((_parse(slot) for slot in slots), key=lambda t: t.turn)
 
 
-def lasting(counts: Mapping[str, int]) -> dict[str, int]:
+def persistent(counts: Mapping[str, int]) -> dict[str, int]:
     """What a process leaves behind of its counts."""
     return {name: n for name, n in counts.items() if not name.startswith(NOW)}
 
 
-def _parse(slot: bytes) -> Tally:
+def _parse(slot: bytes) -> CountersSnapshot:
     """A slot's content; empty for bytes that are not one."""
     check, turn, length = _HEAD.unpack_from(slot)
     end = _HEAD.size + length
@@ -219,6 +219,6 @@ def _parse(slot: bytes) -> Tally:
         body = json.loads(slot[_HEAD.size : end])
         named = [(name, n) for name, n in body["counts"].items() if _NAME.match(name)]
         counts = {name: n for name, n in named if type(n) is int and 0 <= n < _COUNT_MAX}
-        return Tally(turn, counts, frozenset(o for o in body["folded"] if isinstance(o, str)))
+        return CountersSnapshot(turn, counts, frozenset(o for o in body["folded"] if isinstance(o, str)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return _EMPTY

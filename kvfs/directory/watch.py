@@ -1,7 +1,7 @@
 """Hints that something in the store's directory has changed, from inotify through watchdog.
 
-A hint only makes a chore of the keeper run earlier than its turn: whatever is missed (inotify's limits reached, its
-queue full, no watchdog) is found when the chore polls. So nothing here may be relied on, and nothing here fails.
+A hint only makes a task of the keeper run earlier than its turn: whatever is missed (inotify's limits reached, its
+queue full, no watchdog) is found when the task polls. So nothing here may be relied on, and nothing here fails.
 Names that events carry are looked at, never opened. One thread, one inotify instance and three watches per store;
 only watchdog's bindings are used, since its observer would start five threads and does not survive a fork.
 """
@@ -24,14 +24,14 @@ log = logging.getLogger("kvfs")
 BUFFER_BYTES = 64 * 1024
 REST_SECONDS = 0.01  # between two reads: a storm of events costs little, and overflows into one hint
 STOP_SECONDS = 5.0
-SETTINGS, HOLDS, DROPS = "settings", "holds", "drops"  # chores
+SETTINGS, HOLDS, DROPS = "settings", "holds", "drops"  # tasks
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name behind it
 
 
 class Heard(NamedTuple):
-    """What happened: the chore that it concerns, the name ("" if it is not known), whether it came by a rename."""
+    """What happened: the task that it concerns, the name ("" if it is not known), whether it came by a rename."""
 
-    chore: str
+    task: str
     name: str = ""
     renamed: bool = False
 
@@ -56,7 +56,7 @@ class Watch:
         if self.works:
             return
         try:
-            inotify, chores = self._open()
+            inotify, tasks = self._open()
             self._stop = Descriptor.owning(self._directory.files, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         except (ImportError, AttributeError, OSError) as exc:  # no watchdog, another one, another kernel, limits
             if self.why != str(exc):
@@ -65,14 +65,14 @@ class Watch:
             return
         self.why = ""
         self._thread = threading.Thread(
-            target=self._listen, args=(inotify, self._stop, chores), name="kvfs-watch", daemon=True
+            target=self._listen, args=(inotify, self._stop, tasks), name="kvfs-watch", daemon=True
         )
         self._thread.start()
-        for chore in chores.values():  # what changed before the watch began
-            self._heard(Heard(chore))
+        for task in tasks.values():  # what changed before the watch began
+            self._heard(Heard(task))
 
     def _open(self) -> tuple[Descriptor, dict[int, str]]:
-        """An inotify instance, and which chore each of its watches concerns."""
+        """An inotify instance, and which task each of its watches concerns."""
         from watchdog.observers import inotify_c as library  # here, so that nobody pays for it before it is needed
 
         flags: Any = library.InotifyConstants
@@ -89,17 +89,17 @@ class Watch:
         ]
         if self._adopts:
             wanted.append((DROPS, self._directory.sub("import"), arrivals))
-        chores: dict[int, str] = {}
-        for chore, folder, mask in wanted:
+        tasks: dict[int, str] = {}
+        for task, folder, mask in wanted:
             # the directory that is open, whatever its path leads to by now
             number = library.inotify_add_watch(fd, b"/proc/self/fd/%d" % folder, mask | flags.IN_ONLYDIR)
             if number < 0:
                 code = ctypes.get_errno()
                 raise OSError(code, f"inotify cannot watch: {os.strerror(code)} (fs.inotify.max_user_watches)")
-            chores[number] = chore
-        return inotify, chores
+            tasks[number] = task
+        return inotify, tasks
 
-    def _listen(self, inotify: Descriptor, stop: Descriptor, chores: dict[int, str]) -> None:
+    def _listen(self, inotify: Descriptor, stop: Descriptor, tasks: dict[int, str]) -> None:
         from watchdog.observers.inotify_c import InotifyConstants as flags
 
         lost = flags.IN_IGNORED | flags.IN_UNMOUNT
@@ -115,19 +115,19 @@ class Watch:
                     if mask & lost:
                         self.why = "a watched directory is gone"  # ``keep`` begins anew
                         return
-                    self._tell(chores.get(number), name, bool(mask & flags.IN_MOVED_TO), chores)
+                    self._tell(tasks.get(number), name, bool(mask & flags.IN_MOVED_TO), tasks)
                 self._directory.files.sleep(REST_SECONDS)
         except (OSError, ValueError) as exc:
             self.why = str(exc)
         finally:
             inotify.close()
 
-    def _tell(self, chore: str | None, name: str, renamed: bool, chores: dict[int, str]) -> None:
-        if chore is None:  # the queue was full: anything may have happened
-            for each in chores.values():
+    def _tell(self, task: str | None, name: str, renamed: bool, tasks: dict[int, str]) -> None:
+        if task is None:  # the queue was full: anything may have happened
+            for each in tasks.values():
                 self._heard(Heard(each))
-        elif chore != SETTINGS or name == "kvfs.toml":
-            self._heard(Heard(chore, name, renamed))
+        elif task != SETTINGS or name == "kvfs.toml":
+            self._heard(Heard(task, name, renamed))
 
     def stop(self) -> None:
         thread, stop = self._thread, self._stop

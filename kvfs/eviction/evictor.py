@@ -18,7 +18,7 @@ from kvfs.index import ledger
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
 from kvfs.write.active_segments import STEP, Declined, SegmentClass
-from kvfs.write.relocate import Carrier
+from kvfs.write.relocate import Relocator
 
 CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
 LOCK_SECONDS = 30.0  # how long ``collect`` waits for an eviction, or a purge, to end
@@ -38,7 +38,7 @@ def _doomed(session: Session) -> int:
 class Evictor:
     """One per open store. Thread-safe; among processes one evictor works at a time."""
 
-    carrier: Carrier
+    relocator: Relocator
 
     def __init__(self, context: Context) -> None:
         self._c = context
@@ -228,7 +228,7 @@ class Evictor:
             return
         carry = SegmentClass(victim.row.class_id[: ledger.QUOTA_BYTES] + CARRIED, fmt.FLAG_CARRIED, evictor=True)
         try:
-            copied = self.carrier.copy(carry, victim.number, held, victim.seqs)
+            copied = self.relocator.copy(carry, victim.number, held, victim.seqs)
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")

@@ -26,7 +26,7 @@ from kvfs.kernels.work_list import Shape
 from kvfs.lookup.prefix_match import GroupMatch
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.read.plan import Run, plan_runs
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.load import Load
 from kvfs.transfer.workers import Attached, fail
@@ -106,7 +106,7 @@ class GpuLoad(Load):
     def _look_ahead(self) -> None:
         """What can be done while the engine still uses its units."""
 
-    def _hold(self) -> dict[int, Held]:
+    def _hold(self) -> dict[int, OpenSegment]:
         """The segments of what there is to load, for all of the load."""
         return self._holding.enter_context(self.gpu.reader.held(self.match))
 
@@ -121,7 +121,7 @@ class GpuLoad(Load):
             self.gpu.arriving.append(self._has_come)
             self.gpu.ends.put(self.finish)
 
-    def _enqueue(self, held: dict[int, Held]) -> None:
+    def _enqueue(self, held: dict[int, OpenSegment]) -> None:
         launches = self._launches = Launches(self.gpu.loads, partial(self._sheet_bytes, self.pages))
         try:
             self._send_groups(launches, held)
@@ -140,7 +140,7 @@ class GpuLoad(Load):
         if any(group.cut for group in self._groups):  # else the ends of the last bands are the ends of everything
             self.gpu.loads.quiet()
 
-    def _send_groups(self, launches: Launches, held: dict[int, Held]) -> None:
+    def _send_groups(self, launches: Launches, held: dict[int, OpenSegment]) -> None:
         """The groups one behind the other, without a pause between them, as long as they need no slots of the ring."""
         for number, (attached, chunks) in enumerate(self.pages):
             limit = self.match.restorable(self.possible)
@@ -151,7 +151,7 @@ class GpuLoad(Load):
                 self._send_group(launches, attached, gm, wanted, held, later)
 
     def _send_group(
-        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, Held],
+        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, OpenSegment],
         later: Pages,
     ) -> None:  # fmt: skip
         group = self._begin(launches, attached, gm.for_part(attached.part, attached.page_bytes), wanted, held)
@@ -182,7 +182,7 @@ class GpuLoad(Load):
         return max(1, min(BANDS, pages * each // BAND_BYTES_MIN, each // SHARE_BYTES_MIN))
 
     def _begin(
-        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, Held]
+        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, OpenSegment]
     ) -> Group:
         source = PageSource(self.gpu, self.transfer, attached, gm, held, self._tails, self.came_from, launches.all)
         batches = Batches(
@@ -205,7 +205,7 @@ class GpuLoad(Load):
                 self.gpu.context.files.sleep(SWITCH_SECONDS)
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
-    def _send(self, group: Group, held: dict[int, Held], behind: int) -> None:
+    def _send(self, group: Group, held: dict[int, OpenSegment], behind: int) -> None:
         """Everything of a group up to the end of its last band; ``behind``: bytes of those that follow."""
         layers, behind_all = group.shape.layers, True
         for window in self._windows(group, held):
@@ -223,7 +223,7 @@ class GpuLoad(Load):
             group.batches.end_band(0, layers)
         group.sent = True
 
-    def _windows(self, group: Group, held: dict[int, Held]) -> Iterator[Window]:
+    def _windows(self, group: Group, held: dict[int, OpenSegment]) -> Iterator[Window]:
         """Where the pages lie, a stretch at a time; all at once for bands, each of which needs all pages."""
         wanted = group.wanted
         done, pages = 0, len(wanted) if self.layerwise else WINDOW_PAGES
@@ -232,7 +232,7 @@ class GpuLoad(Load):
             done, pages = done + len(now), 2 * pages
             yield self._window(group, now, held, left=len(wanted) - done)
 
-    def _window(self, group: Group, now: list[int], held: dict[int, Held], *, left: int) -> Window:
+    def _window(self, group: Group, now: list[int], held: dict[int, OpenSegment], *, left: int) -> Window:
         """Where some of the pages of a group lie."""
         chunks = bits_of(now)
         runs, covered = plan_runs(group.gm.cut(now[0], now[-1] - now[0] + 1), held)

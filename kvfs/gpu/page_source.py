@@ -22,7 +22,7 @@ from kvfs.lookup.prefix_match import GroupMatch, Source
 from kvfs.pages.chunk_set import span
 from kvfs.read.assemble import assemble
 from kvfs.read.plan import Run
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Begun
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.outcome import CameFrom
@@ -45,7 +45,7 @@ class PageSource:
     """The pages of one group of one load."""
 
     def __init__(
-        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, held: Mapping[int, Held],
+        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, held: Mapping[int, OpenSegment],
         published: Mapping[int, int], came_from: CameFrom, catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
         self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
@@ -222,7 +222,7 @@ class PageSource:
         for first, memory in lease.runs(run.stride):
             offset = run.offset + first * run.stride
             calls += [
-                partial(segments.read, run.held, memory[at : at + READ_BYTES], offset + at, past=past)
+                partial(segments.read, run.held, memory[at : at + READ_BYTES], offset + at, direct=past)
                 for at in range(0, len(memory), READ_BYTES)
             ]
         return _Reading(run, lease, self._desk.readers.begin(calls))

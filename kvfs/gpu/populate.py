@@ -14,7 +14,7 @@ from functools import partial
 
 from kvfs.gpu.resources import GpuDesk
 from kvfs.read.plan import Run
-from kvfs.segments.open_segments import Held, may_map
+from kvfs.segments.open_segments import OpenSegment, may_map
 from kvfs.system.files import Files
 from kvfs.system.thread_pool import Begun
 
@@ -68,7 +68,7 @@ class Fills:
             waits.append(begun)
         return True
 
-    def _reads(self, held: Held, first: int, nbytes: int) -> Iterator[Callable[[], None]]:
+    def _reads(self, held: OpenSegment, first: int, nbytes: int) -> Iterator[Callable[[], None]]:
         for at in range(first, first + nbytes, FILL_BYTES):
             size = min(FILL_BYTES, first + nbytes - at)
             if self._desk.context.segments.cached_bytes(held, at, size) != size:
@@ -98,6 +98,6 @@ class Fills:
                 self._begun.popitem()[1].wait()
 
 
-def _populate(files: Files, held: Held, offset: int, nbytes: int) -> None:
+def _populate(files: Files, held: OpenSegment, offset: int, nbytes: int) -> None:
     with files.map(held.fd, nbytes, offset) as mapping:
         files.populate(mapping)

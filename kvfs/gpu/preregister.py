@@ -12,7 +12,7 @@ from kvfs.gpu.registration_cache import InPlace
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.read.plan import plan_runs
 from kvfs.read.reader import Reader
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.files import Files
 from kvfs.transfer.workers import Attached
 
@@ -71,7 +71,7 @@ def _end(s: Stretch) -> int:
     return s.offset + (s.pages - 1) * s.stride + fmt.align(s.stored_bytes)
 
 
-def _cached(files: Files, held: Held, offset: int, nbytes: int) -> int:
+def _cached(files: Files, held: OpenSegment, offset: int, nbytes: int) -> int:
     """Bytes of a range that the page cache holds; all of it where the kernel does not say."""
     cached = files.cached_bytes(held.fd, offset, nbytes)
     return nbytes if cached is None else cached

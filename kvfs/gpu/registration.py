@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from kvfs.directory.pinned_memory import PinnedBytes
 from kvfs.gpu.device import Device, Pinned
 from kvfs.kernels.driver import CudaError
-from kvfs.segments.open_segments import Held, may_map
+from kvfs.segments.open_segments import OpenSegment, may_map
 from kvfs.system.files import HUGE_BYTES, BareMap, Files
 from kvfs.system.thread_pool import Pool
 
@@ -34,7 +34,7 @@ READ_BYTES = 4 << 20  # one preadv into a block
 class Backed(NamedTuple):
     """Memory that the device can read, and that holds bytes of a segment. It keeps the segment open."""
 
-    held: Held
+    held: OpenSegment
     address: int
     nbytes: int
     memory: Any
@@ -75,7 +75,7 @@ class Backing(Protocol):
     def cost(self, nbytes: int) -> int:
         """What is pinned for a piece of so many bytes."""
 
-    def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
         """[start, start + nbytes) of a segment, all of it published. ``ahead``: no load waits for it.
 
         FullError; None if it cannot be had, or, unless ``ahead``, not soon.
@@ -109,7 +109,7 @@ class RegisteredMaps:
     def cost(self, nbytes: int) -> int:
         return nbytes
 
-    def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
         if not may_map(self._files, held):
             return None
         begin = self._files.monotonic()
@@ -143,7 +143,7 @@ class RegisteredMaps:
             self._registered, self._seconds = self._registered / 2, self._seconds / 2
         return backed
 
-    def _bring_in(self, held: Held, address: int, start: int, nbytes: int) -> None:
+    def _bring_in(self, held: OpenSegment, address: int, start: int, nbytes: int) -> None:
         """Read what the page cache lacks: the driver would do it page by page, and let nobody launch meanwhile."""
         files = self._files
         if files.cached_bytes(held.fd, start, nbytes) in (nbytes, None):
@@ -180,7 +180,7 @@ class Arena:
     def cost(self, nbytes: int) -> int:
         return self._block_bytes  # however much of it is filled
 
-    def make(self, held: Held, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
         block = self._block(ahead=ahead)
         if block is None:
             return None

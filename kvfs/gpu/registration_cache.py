@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from kvfs.gpu.registration import Backed, Backing, FullError
-from kvfs.segments.open_segments import Held, sealed_bytes
+from kvfs.segments.open_segments import OpenSegment, sealed_bytes
 from kvfs.system.files import Files
 
 PIECE_BYTES = 64 << 20
@@ -46,7 +46,7 @@ class _Piece:
 class _Wish(NamedTuple):
     """A piece that is to be made by ``work``."""
 
-    held: Held
+    held: OpenSegment
     published: int
 
 
@@ -92,7 +92,7 @@ class InPlace:
         return sum(self.backing.cost(piece.nbytes) for piece in list(self._pieces.values()))
 
     def stretches(
-        self, held: Held, offset: int, nbytes: int, published: int, use: Use, *, register: bool | None
+        self, held: OpenSegment, offset: int, nbytes: int, published: int, use: Use, *, register: bool | None
     ) -> list[Stretch] | None:
         """Memory that holds [offset, offset + nbytes) of a segment, in use by ``use`` from now on.
 
@@ -133,7 +133,7 @@ class InPlace:
             if self._closed:
                 self._let_go()
 
-    def covers(self, held: Held, offset: int, nbytes: int) -> bool:
+    def covers(self, held: OpenSegment, offset: int, nbytes: int) -> bool:
         """Whether all of it is there."""
         with self._lock:
             for number, _, need in self._cuts(offset, nbytes):
@@ -155,14 +155,14 @@ class InPlace:
                 self._pieces.move_to_end(key)
             return piece
 
-    def touched(self, held: Held, offset: int, nbytes: int, published: int) -> list[tuple[int, int, int]]:
+    def touched(self, held: OpenSegment, offset: int, nbytes: int, published: int) -> list[tuple[int, int, int]]:
         """(number, bytes of the stretch in it, bytes that it would have) of each piece that a stretch lies in."""
         return [
             (number, end - inside, self._published((held.segment_id, number), held, published))
             for number, inside, end in self._cuts(offset, nbytes)
         ]
 
-    def missing(self, held: Held, offset: int, nbytes: int, published: int) -> list[tuple[int, int]]:
+    def missing(self, held: OpenSegment, offset: int, nbytes: int, published: int) -> list[tuple[int, int]]:
         """(first byte, bytes that it would have) of each piece that a stretch lies in and that is not there."""
         found = []
         for number, _, need in self._cuts(offset, nbytes):
@@ -171,7 +171,7 @@ class InPlace:
                 found.append((number * self._piece_bytes, self._published(key, held, published)))
         return found
 
-    def warm(self, held: Held, offset: int, nbytes: int, published: int, *, spare: bool = False) -> int:
+    def warm(self, held: OpenSegment, offset: int, nbytes: int, published: int, *, spare: bool = False) -> int:
         """Have a stretch of a segment made; bytes of it that are there now. ``spare``: no other piece goes for it."""
         ready = 0
         for number, inside, need in self._cuts(offset, nbytes):
@@ -180,7 +180,7 @@ class InPlace:
                 ready += need - inside
         return ready
 
-    def _wish(self, held: Held, key: _Key, published: int) -> None:
+    def _wish(self, held: OpenSegment, key: _Key, published: int) -> None:
         with self._lock:
             if key in self._seen and key not in self._wishes and len(self._wishes) < WISHES_MAX:
                 self._wishes[key] = _Wish(held, published)
@@ -201,7 +201,15 @@ class InPlace:
             self._make(key, wish.held, self._published(key, *wish), wish.published, None, ahead=True)
 
     def _make(
-        self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool, spare: bool = False
+        self,
+        key: _Key,
+        held: OpenSegment,
+        need: int,
+        published: int,
+        use: Use | None,
+        *,
+        ahead: bool,
+        spare: bool = False,
     ) -> _Piece | None:
         """All of a piece that is published, as far as is known; None if that is less than ``need``, or cannot be had.
 
@@ -224,7 +232,7 @@ class InPlace:
                         self._let_go()
 
     def _make_alone(
-        self, key: _Key, held: Held, need: int, published: int, use: Use | None, *, ahead: bool, spare: bool
+        self, key: _Key, held: OpenSegment, need: int, published: int, use: Use | None, *, ahead: bool, spare: bool
     ) -> _Piece | None:
         nbytes = self._published(key, held, published)
         with self._lock:
@@ -263,12 +271,12 @@ class InPlace:
         segments = {key[0] for key in list(self._pieces)}
         return segment_id not in segments and len(segments) >= self._segments_max
 
-    def _published(self, key: _Key, held: Held, published: int) -> int:
+    def _published(self, key: _Key, held: OpenSegment, published: int) -> int:
         """Bytes of a piece that are published, as far as is known."""
         end = max(published, self._sealed_bytes(held)) - key[1] * self._piece_bytes
         return max(0, min(end, self._piece_bytes))
 
-    def _sealed_bytes(self, held: Held) -> int:
+    def _sealed_bytes(self, held: OpenSegment) -> int:
         """Size of a segment if it is sealed, else 0."""
         size = self._sealed.get(held.segment_id, 0)
         if not size:

@@ -14,7 +14,7 @@ from kvfs.gpu.lane import Launches
 from kvfs.gpu.load import GpuLoad, Group, Pages
 from kvfs.index.rows import RUN
 from kvfs.lookup.incremental import Lookahead
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 
 FIRST_PAGES = RUN  # that are looked up: a row of the index. Then twice as many, while those are on their way
 SHEET_PAGES = 2048  # that there is room for in the first sheet: most prompts have as many at most
@@ -39,7 +39,7 @@ class GpuRestore(GpuLoad):
                     self._ahead.more(attached.number, chunks[:FIRST_PAGES][-1] + 1)
                 return
 
-    def _hold(self) -> dict[int, Held]:
+    def _hold(self) -> dict[int, OpenSegment]:
         return self._ahead.held
 
     @property
@@ -54,7 +54,7 @@ class GpuRestore(GpuLoad):
         needs = [a.group.need.chunks(self.match.page_tokens) for a, _ in pages]
         return [(a, chunks[:need]) for (a, chunks), need in zip(pages, needs, strict=True)]
 
-    def _send_groups(self, launches: Launches, held: dict[int, Held]) -> None:
+    def _send_groups(self, launches: Launches, held: dict[int, OpenSegment]) -> None:
         """Groups that need all of their pages as these are found; then the others: theirs are known by then."""
         ahead = self._ahead
         for number, (attached, chunks) in enumerate(self.pages):
@@ -69,7 +69,7 @@ class GpuRestore(GpuLoad):
         self.pages = [(a, chunks) for a, chunks in self.pages if a.number not in sent]
         super()._send_groups(launches, held)
 
-    def _windows(self, group: Group, held: dict[int, Held]) -> Iterator[Window]:
+    def _windows(self, group: Group, held: dict[int, OpenSegment]) -> Iterator[Window]:
         """Of a group that needs all: as many pages as are looked up at once."""
         if not self._growing:
             yield from super()._windows(group, held)

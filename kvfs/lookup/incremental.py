@@ -17,7 +17,7 @@ from kvfs.lookup.search import GroupLookup, Prompt, walk_back, walk_forward
 from kvfs.pages.chunk_hash_cache import Chain
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Part
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 
 
 class Lookahead:
@@ -33,7 +33,7 @@ class Lookahead:
         self._asked, self._seconds = chunks, 0.0
         self.limit = chunks  # more than these cannot be restored
         #: segments of what was found, by number, and the end of what is published in each; grow
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, OpenSegment] = {}
         self.tails: dict[int, int] = {}
         #: everything that was found, after ``finish``
         self.match: PrefixMatch = PrefixMatch(0, identity.layout.page_tokens, identity.digest, "", (), {})

@@ -12,7 +12,7 @@ from kvfs.lookup.gaps import read_behind_gaps
 from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch
 from kvfs.lookup.search import ROWS_PER_HOLD, Found, GroupLookup, Prompt, search
 from kvfs.pages.layout import Group, PageLayout, Part
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class Matcher:
         return match
 
     def hold(
-        self, lookups: Sequence[GroupLookup], chunks: int, generation: str, known: Mapping[int, Held]
+        self, lookups: Sequence[GroupLookup], chunks: int, generation: str, known: Mapping[int, OpenSegment]
     ) -> PrefixMatch:
         """What was found; locks its segments, but for ``known`` ones, and is shorter where one is gone meanwhile."""
         match = self._assemble(lookups, chunks, generation)
@@ -112,13 +112,13 @@ class Matcher:
         self._add_hold(match, held, lookups)
         return match
 
-    def acquire(self, segments: Mapping[int, bytes], generation: str) -> dict[int, Held]:
+    def acquire(self, segments: Mapping[int, bytes], generation: str) -> dict[int, OpenSegment]:
         """Those of ``segments`` (ids by number) that could be locked in time."""
         held = self._c.segments.acquire_all(segments, generation, LOOKUP_SECONDS)
         self._c.counters.add("lookup_segments_missing", len(segments) - len(held))
         return held
 
-    def _add_hold(self, match: PrefixMatch, held: Mapping[int, Held], lookups: Sequence[GroupLookup]) -> None:
+    def _add_hold(self, match: PrefixMatch, held: Mapping[int, OpenSegment], lookups: Sequence[GroupLookup]) -> None:
         match.hold, match._tiers = Hold(held, self._c.files.monotonic() + HOLD_SECONDS), self._tiers
         match.at_us = self._c.files.now_us()
         if match.chunks:
@@ -236,7 +236,7 @@ def _unpack_part(packed: bytes) -> Part | None:
         return None
 
 
-def _good(match: PrefixMatch, held: Mapping[int, Held]) -> dict[str, int]:
+def _good(match: PrefixMatch, held: Mapping[int, OpenSegment]) -> dict[str, int]:
     """Chunks of a match whose segments are all held, as bits."""
     good = {}
     for gm in match.groups:

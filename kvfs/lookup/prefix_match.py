@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvfs.index.rows import Place
 from kvfs.lookup.search import Hit, valid_lengths
 from kvfs.pages.layout import Part
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.types import Tier
 
 HOLD_SECONDS = 60.0
@@ -80,7 +80,7 @@ class GroupMatch:
 class Hold:
     """Shared locks on the segments of a match, until released, dropped or expired."""
 
-    def __init__(self, held: Mapping[int, Held], expires_at: float) -> None:
+    def __init__(self, held: Mapping[int, OpenSegment], expires_at: float) -> None:
         self.held = dict(held)
         self.expires_at = expires_at
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class Hold:
             self._closed = True
             self._finish()
 
-    def disown(self) -> None:
+    def detach(self) -> None:
         """In a forked child: the descriptors are the parent's."""
         self._lock = threading.Lock()
         self.held, self._closed, self._users = {}, True, 0

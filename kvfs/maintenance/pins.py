@@ -21,7 +21,7 @@ from kvfs.index.session import Session
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.chunk_set import span
 from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
-from kvfs.write.relocate import Carrier
+from kvfs.write.relocate import Relocator
 
 _NAME = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?\Z")
 PINNED_SHARE = 0.5  # of the capacity
@@ -32,7 +32,7 @@ class Pins:
     """The pins of a store."""
 
     def __init__(
-        self, context: Context, active: ActiveSegments, carrier: Carrier, make_room: Callable[..., None]
+        self, context: Context, active: ActiveSegments, carrier: Relocator, make_room: Callable[..., None]
     ) -> None:
         self._c = context
         self._active = active

@@ -21,7 +21,7 @@ import lmdb
 from kvfs.directory import io_mode
 from kvfs.directory.config import Settings
 from kvfs.directory.liveness import NOBODY
-from kvfs.directory.purge_marks import Marks
+from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
 from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
 from kvfs.format import codec as codecs
@@ -131,7 +131,7 @@ def build(
     try:
         tables = open_tables(env, create=True)
         now_s = files.now_us() // 1_000_000
-        marks = Marks(directory)
+        marks = PurgeMarks(directory)
         marked = marks.ids()
         # newest first: of two records of one page, the first that is published stays
         for listed in sorted(_list_all(directory, report), key=lambda x: -x.created_us):

@@ -27,7 +27,7 @@ from kvfs.index.tables import SEALED, SegmentRow
 from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.identity import Described
 from kvfs.pages.layout import Part
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.segments.scan import Scan, read_namespace, scan_segment
 from kvfs.system.files import Files
 from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
@@ -146,7 +146,7 @@ class Recompressor:
             return "would not shrink"
         return RecompressStep(number, row.segment_id, len(raw), raw_bytes, saves_bytes, last_used_us)
 
-    def _sample(self, held: Held, scan: Scan, entry: Entry, codec: int) -> float:
+    def _sample(self, held: OpenSegment, scan: Scan, entry: Entry, codec: int) -> float:
         """What share of a page's bytes its encoded form has; 1.0 where it cannot be told."""
         described = read_namespace(held.fd, self._c.files, scan.entries, entry.ns_seq)
         if described is None or entry.group >= len(described.layout.groups):
@@ -249,9 +249,9 @@ class Recompressor:
         if scan is None or len(scan.entries) < records:
             raise Declined("unreadable")
         named = self._named(step.segment, held, scan)
-        return self._evictor.carrier.copy(target, step.segment, held, named, recode=codec)
+        return self._evictor.relocator.copy(target, step.segment, held, named, recode=codec)
 
-    def _named(self, number: int, held: Held, scan: Scan) -> list[int]:
+    def _named(self, number: int, held: OpenSegment, scan: Scan) -> list[int]:
         """Records of a segment that the index names, ascending: others were replaced, or moved by an earlier run."""
         spaces = _namespaces(held, scan, self._c.files)
         if spaces is None:
@@ -278,7 +278,7 @@ def _class_of(row: SegmentRow) -> SegmentClass:
     return SegmentClass(class_id, row.flags & fmt.FLAG_CARRIED, evictor=True)
 
 
-def _namespaces(held: Held, scan: Scan, files: Files) -> dict[int, Described] | None:
+def _namespaces(held: OpenSegment, scan: Scan, files: Files) -> dict[int, Described] | None:
     """The namespaces of a segment's records, by ``ns_seq``; None if there are records that none of them names."""
     spaces: dict[int, Described] = {}
     for entry in scan.parts():

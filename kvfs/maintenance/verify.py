@@ -30,7 +30,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.pages.layout import Part
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.segments.scan import Scan, read_descriptor, scan_segment
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
@@ -137,7 +137,7 @@ class Verifier:
         self.report.bad_segments += 1
         self.report.note(f"segment {row.segment_id.hex()}: {why}")
 
-    def _pages(self, number: int, row: SegmentRow, held: Held, scan: Scan) -> None:
+    def _pages(self, number: int, row: SegmentRow, held: OpenSegment, scan: Scan) -> None:
         known: dict[int, Described | None] = {}
         records = self._records.setdefault(number, {})
         for entry in scan.parts():
@@ -153,13 +153,13 @@ class Verifier:
                 self._bad.setdefault(number, set()).add(entry.seq)
                 self._why[number, entry.seq] = f"segment {row.segment_id.hex()} record {entry.seq}: {why}"
 
-    def _described(self, held: Held, scan: Scan, ns_seq: int) -> Described | None:
+    def _described(self, held: OpenSegment, scan: Scan, ns_seq: int) -> Described | None:
         if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
             return None
         data = read_descriptor(held.fd, self._c.files, scan.entries[ns_seq])
         return parse_descriptor(data) if data is not None else None
 
-    def _page(self, held: Held, entry: Entry, described: Described | None) -> str:
+    def _page(self, held: OpenSegment, entry: Entry, described: Described | None) -> str:
         """What is wrong with a record; empty if nothing is."""
         if described is None or entry.group >= len(described.layout.groups):
             return "its namespace record is damaged"

@@ -21,7 +21,7 @@ from kvfs.directory.pin_files import pinned_segments
 from kvfs.format import segment as fmt
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.identity import Described
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Pool
 
 BLOCK_BYTES = 32 << 20  # of 8, 16 and 32 MiB the fastest, at a third of the CPU time of 8 MiB
@@ -142,7 +142,7 @@ class Warmer:
             except OSError:
                 sums.add(block.nbytes, failed=block.nbytes)
 
-    def _one(self, held: Held, block: Range, sums: _Sums, check: bool) -> None:
+    def _one(self, held: OpenSegment, block: Range, sums: _Sums, check: bool) -> None:
         files = self._c.files
         resident = files.cached_bytes(held.fd, block.offset, block.nbytes)
         sums.silent |= resident is None

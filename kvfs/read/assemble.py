@@ -16,12 +16,12 @@ from kvfs.format.codec import CodecError, CodecMemoryError
 from kvfs.index.rows import Place
 from kvfs.lookup.prefix_match import GroupMatch, Source
 from kvfs.pages.layout import Group, Part
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 
 
 def assemble(
     context: Context, sources: Sequence[Source], gm: GroupMatch, group: Group, target: memoryview,
-    held: Mapping[int, Held],
+    held: Mapping[int, OpenSegment],
 ) -> tuple[bool, list[Source]]:  # fmt: skip
     """Fill ``target`` with the wanted rectangle of a page; (whether it is whole, sources that did not verify).
 
@@ -55,7 +55,7 @@ def assemble(
     return not missing, wrong
 
 
-def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, target: memoryview) -> bool | None:
+def decode_page(context: Context, held: OpenSegment, place: Place, leaf_bytes: int, target: memoryview) -> bool | None:
     """Fill ``target`` with the whole part that lies encoded at ``place``; whether it is there, verified.
 
     None: there is no memory to tell.
@@ -82,7 +82,7 @@ def decode_page(context: Context, held: Held, place: Place, leaf_bytes: int, tar
 
 
 def _copy_part(
-    context: Context, held: Held, source: Source, shared: Part, gm: GroupMatch, group: Group, target: memoryview
+    context: Context, held: OpenSegment, source: Source, shared: Part, gm: GroupMatch, group: Group, target: memoryview
 ) -> bool | None:
     """Copy the shared rectangle of one stored part; whole leaves are read and checked first. As ``decode_page``."""
     files, (part, place) = context.files, source

@@ -161,13 +161,13 @@ class Fetcher:
         if past:
             self._c.counters.add("direct_reads")
         if self._c.verify is not Verify.ALWAYS:
-            read(job.held, target, job.offset, past=past)
+            read(job.held, target, job.offset, direct=past)
             return None
         step = len(target) if past else max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
         tables = []
         for at in range(0, len(target), step):
             piece = target[at : at + step]
-            read(job.held, piece, job.offset + at, past=past)
+            read(job.held, piece, job.offset + at, direct=past)
             tables.append(leaf_table(piece, leaf_bytes))
         return b"".join(tables)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, ROOT_BYTES
 from kvfs.lookup.prefix_match import GroupMatch
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 
 
 @dataclass
 class Job:
     """``count`` pages from ``chunk`` on, ``size`` bytes each, neighbours in a segment and in the caller's buffer."""
 
-    held: Held
+    held: OpenSegment
     segment: int  # its number in the match's generation of the index
     offset: int  # in it
     chunk: int
@@ -47,7 +47,7 @@ class Job:
 class Run:
     """``count`` pages from ``chunk`` on, ``stride`` bytes apart in a segment, with their leaf tables."""
 
-    held: Held
+    held: OpenSegment
     segment: int
     offset: int
     stride: int
@@ -78,7 +78,7 @@ class Run:
         )  # fmt: skip
 
 
-def plan_runs(gm: GroupMatch, held: Mapping[int, Held]) -> tuple[list[Run], int]:
+def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run], int]:
     """The pages that lie just as the reader wants them, as runs by chunk, and the set (as bits) of all that do.
 
     Chunks whose segment is gone are in the set and in no run: they are misses.
@@ -139,7 +139,7 @@ def _joined(runs: list[Run]) -> list[Run]:
     return joined
 
 
-def plan_reads(gm: GroupMatch, held: Mapping[int, Held], bytes_max: int) -> tuple[list[Job], int]:
+def plan_reads(gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int) -> tuple[list[Job], int]:
     """``plan_runs``, cut into reads that fill a caller's buffer, page behind page, each of at most ``bytes_max``."""
     runs, covered = plan_runs(gm, held)
     jobs: list[Job] = []

@@ -19,7 +19,7 @@ from kvfs.pages.layout import Group
 from kvfs.read.assemble import assemble, decode_page
 from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
 from kvfs.read.plan import Job, plan_reads
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Team
 from kvfs.types import Tier
 
@@ -49,7 +49,7 @@ class Reader:
             return chunks
 
     def load_run(
-        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, OpenSegment]
     ) -> tuple[int, dict[Tier, int]]:
         """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; good ones and tiers, as bits.
 
@@ -65,7 +65,7 @@ class Reader:
         self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
 
     def _load_group(
-        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, Held]
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, OpenSegment]
     ) -> int:
         """Set (as bits) of the chunks that are now in ``out``, verified."""
         jobs, covered = plan_reads(gm, held, READ_BYTES)
@@ -80,7 +80,7 @@ class Reader:
         return good
 
     def _assemble_rest(
-        self, gm: GroupMatch, group: Group, rest: int, out: memoryview, held: dict[int, Held]
+        self, gm: GroupMatch, group: Group, rest: int, out: memoryview, held: dict[int, OpenSegment]
     ) -> tuple[int, list[tuple[int, int]]]:
         """Chunks in ``rest``, which do not lie as they are wanted; (good ones as bits, bad records)."""
         sources = gm.sources()
@@ -125,7 +125,7 @@ class Reader:
         return views
 
     def _decoded(
-        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, Held],
+        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, OpenSegment],
         bad: list[tuple[int, int]],
     ) -> list[memoryview]:  # fmt: skip
         """The page in memory of its own, if it is there encoded and as it is wanted; else nothing. Faults: ``bad``."""
@@ -185,7 +185,7 @@ class Reader:
                 refs += [PageRef(gm.name, c, Tier.DISK if disk >> c & 1 else Tier.HOST) for c in chunks]
         return refs
 
-    def _chunk_tiers(self, gm: GroupMatch, held: dict[int, Held]) -> dict[Tier, int]:
+    def _chunk_tiers(self, gm: GroupMatch, held: dict[int, OpenSegment]) -> dict[Tier, int]:
         """The chunks, as bits, that lie in the page cache and on the disk now."""
         sources, cold = gm.sources(), 0
         for chunk in range(gm.first, gm.first + gm.count):
@@ -193,14 +193,14 @@ class Reader:
                 cold |= 1 << chunk
         return {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
-    def _in_cache(self, held: dict[int, Held], place: Place) -> bool:
+    def _in_cache(self, held: dict[int, OpenSegment], place: Place) -> bool:
         file = held.get(place.segment)
         if file is None:
             return False
         cached = self._c.segments.cached_bytes(file, place.block * fmt.BLOCK, place.stored_bytes)
         return cached is not None and cached >= place.stored_bytes
 
-    def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, Held]) -> None:
+    def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, OpenSegment]) -> None:
         for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):
             if segment in held:
                 self._c.recency.stamp(held[segment].segment_id, seq, [match.at_us] * count)
@@ -219,7 +219,7 @@ class Reader:
             )
 
     @contextlib.contextmanager
-    def held(self, match: PrefixMatch) -> Iterator[dict[int, Held]]:
+    def held(self, match: PrefixMatch) -> Iterator[dict[int, OpenSegment]]:
         """The open segments of a match, by number; reopened if the match came from elsewhere or has expired."""
         hold = match.hold
         if hold is None or not hold.enter():

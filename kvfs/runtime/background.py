@@ -14,7 +14,7 @@ log = logging.getLogger("kvfs")
 TICK_SECONDS = 0.25
 
 
-class Chore(NamedTuple):
+class PeriodicTask(NamedTuple):
     """Something to do every ``every`` seconds, for the first time ``after`` so many."""
 
     name: str
@@ -23,28 +23,28 @@ class Chore(NamedTuple):
     after: float = 0.0
 
 
-class Keeper:
-    """Runs chores until stopped. A chore that fails is counted and tried again at its next turn."""
+class BackgroundScheduler:
+    """Runs tasks until stopped. A task that fails is counted and tried again at its next turn."""
 
-    def __init__(self, context: Context, chores: list[Chore]) -> None:
+    def __init__(self, context: Context, tasks: list[PeriodicTask]) -> None:
         self._c = context
-        self._chores = chores
+        self._tasks = tasks
         begin = context.files.monotonic()
-        self._due = {chore.name: begin + chore.after for chore in chores}
+        self._due = {task.name: begin + task.after for task in tasks}
         self._ran: dict[str, float] = {}
         self._wake = threading.Event()
         self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="kvfs-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="kvfs-background", daemon=True)
         self._thread.start()
 
-    def add(self, chores: list[Chore]) -> None:
+    def add(self, tasks: list[PeriodicTask]) -> None:
         """More of them, from now on."""
         now = self._c.files.monotonic()
-        self._due |= {chore.name: now + chore.after for chore in chores}
-        self._chores += chores  # the loop may be going through them: it comes to these, too
+        self._due |= {task.name: now + task.after for task in tasks}
+        self._tasks += tasks  # the loop may be going through them: it comes to these, too
 
-    def nudge(self, name: str) -> None:
-        """Do a chore at once; if it was done just now, with the next tick: others may cause any number of nudges."""
+    def wake(self, name: str) -> None:
+        """Do a task at once; if it was done just now, with the next tick: others may cause any number of nudges."""
         if name in self._due:
             self._due[name] = 0.0
             if self._c.files.monotonic() - self._ran.get(name, -TICK_SECONDS) >= TICK_SECONDS:
@@ -52,26 +52,26 @@ class Keeper:
 
     def _loop(self) -> None:
         while not self._stopping:
-            for chore in self._chores:
+            for task in self._tasks:
                 if self._stopping:
                     break
                 now = self._c.files.monotonic()
-                if now >= self._due[chore.name]:
-                    self._ran[chore.name] = now
-                    self._due[chore.name] = now + chore.every
-                    self._run(chore)
+                if now >= self._due[task.name]:
+                    self._ran[task.name] = now
+                    self._due[task.name] = now + task.every
+                    self._run(task)
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
 
-    def _run(self, chore: Chore) -> None:
+    def _run(self, task: PeriodicTask) -> None:
         try:
-            chore.run()
+            task.run()
         except (OSError, IndexUnavailableError) as exc:
-            self._c.counters.add(f"chore_{chore.name}_failed")
-            log.debug("chore %s: %s", chore.name, exc)
+            self._c.counters.add(f"task_{task.name}_failed")
+            log.debug("task %s: %s", task.name, exc)
         except Exception:  # a bug must not end the upkeep silently
-            self._c.counters.add(f"chore_{chore.name}_crashed")
-            log.exception("kvfs chore %s crashed", chore.name)
+            self._c.counters.add(f"task_{task.name}_crashed")
+            log.exception("kvfs task %s crashed", task.name)
 
     def stop(self, timeout: float = 10.0) -> None:
         self._stopping = True

@@ -11,13 +11,13 @@ from kvfs.context import Context, living
 from kvfs.directory.access_times import Recency
 from kvfs.directory.config import make_settings
 from kvfs.directory.liveness import NOBODY, Liveness
-from kvfs.directory.purge_marks import Marks
+from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
-from kvfs.directory.shared_counters import Tallies
+from kvfs.directory.shared_counters import SharedCounters
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import Index
 from kvfs.index.session import Session
-from kvfs.runtime.open_store import Core
+from kvfs.runtime.open_store import OpenStore
 from kvfs.segments.open_segments import SegmentFiles
 from kvfs.system.files import Files
 from kvfs.types import Verify
@@ -57,7 +57,7 @@ class _NoLiveness(Liveness):
         self.owner = NOBODY
 
 
-class DisabledCore(Core):
+class DisabledStore(OpenStore):
     """What a ``Store`` needs, without a directory. Limits are so large that no layout is refused."""
 
     disabled = True
@@ -69,10 +69,10 @@ class DisabledCore(Core):
         directory = _NoDirectory(self.path, files)
         self.c = Context(
             directory, files, make_settings(1 << 50), bytes(16), _NoIndex(), _NoLiveness(), Recency(directory),
-            SegmentFiles(directory), Marks(directory), verify or Verify.ALWAYS, threads or 1, Tallies(directory, None),
-            declines=REASON,
+            SegmentFiles(directory), PurgeMarks(directory), verify or Verify.ALWAYS, threads or 1,
+            SharedCounters(directory, None), declines=REASON,
         )  # fmt: skip
-        self._workshop, self._keeper, self._making = None, None, threading.Lock()
+        self._services, self._background, self._making = None, None, threading.Lock()
 
     def is_ready(self) -> bool:
         return True  # misses are all that it will ever answer

@@ -19,14 +19,14 @@ from kvfs.directory import config_file, io_mode, root
 from kvfs.directory.access_times import Recency
 from kvfs.directory.config import Settings
 from kvfs.directory.liveness import HEARTBEAT_SECONDS, Liveness
-from kvfs.directory.purge_marks import Marks
+from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
-from kvfs.directory.shared_counters import EVERY_SECONDS, NOW, Tallies
+from kvfs.directory.shared_counters import EVERY_SECONDS, NOW, SharedCounters
 from kvfs.directory.watch import HOLDS, SETTINGS
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import Index
-from kvfs.runtime.background import Chore, Keeper
-from kvfs.runtime.read_only_index import Guest
+from kvfs.runtime.background import BackgroundScheduler, PeriodicTask
+from kvfs.runtime.read_only_index import ReadOnlyIndex
 from kvfs.segments.open_segments import SegmentFiles
 from kvfs.system import descriptors
 from kvfs.system.files import Files
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvfs.maintenance.purge import Purger
     from kvfs.maintenance.rebuild import Report
     from kvfs.read.reader import Reader
-    from kvfs.runtime.services import Workshop
+    from kvfs.runtime.services import StoreServices
     from kvfs.write.active_segments import ActiveSegments
     from kvfs.write.appender import Appender
 
@@ -50,20 +50,20 @@ log = logging.getLogger("kvfs")
 CLOSE_SECONDS = 10.0
 
 
-class Core:
+class OpenStore:
     """Everything that the Store objects of one directory share in this process."""
 
     disabled = False
 
     def __init__(
         self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = "",
-        *, looks: bool = False,
+        *, inspect_only: bool = False,
     ) -> None:  # fmt: skip
         self.path = os.path.abspath(path)
         self.read_only = read_only
         self.users = 0
         self.abandoned: list[None] = []  # one for each Store that was forgotten and not closed
-        self.on_abandoned: Callable[[Core], None] = lambda core: None  # called by its thread, now and then
+        self.on_abandoned: Callable[[OpenStore], None] = lambda core: None  # called by its thread, now and then
         self.rebuilt: Report | None = None
         self._files = files
         self._declines = declines
@@ -73,9 +73,9 @@ class Core:
         self._rebuilder: threading.Thread | None = None
         self._rebuild_failed = False
         self._making = threading.Lock()
-        self._workshop: Workshop | None = None
-        self._keeper: Keeper | None = None
-        self._start(looks=looks)
+        self._services: StoreServices | None = None
+        self._background: BackgroundScheduler | None = None
+        self._start(inspect_only=inspect_only)
 
     c: Context
 
@@ -84,18 +84,18 @@ class Core:
         """Those in force: they change with kvfs.toml."""
         return self.c.settings
 
-    def _start(self, *, looks: bool, again: bool = False) -> None:
-        with contextlib.ExitStack() as undo, root.explained(self.path):
+    def _start(self, *, inspect_only: bool, again: bool = False) -> None:
+        with contextlib.ExitStack() as undo, root.translate_os_errors(self.path):
             self._make_parts(undo, again=again)
-            if not looks:
+            if not inspect_only:
                 self.work()
             self._become_ready()
-            chores = self._chores()
-            if self._workshop is not None:
+            tasks = self._tasks()
+            if self._services is not None:
                 if again:
-                    self._workshop.listen()
-                chores += self._upkeep(self._workshop)
-            self._keeper = Keeper(self.c, chores)
+                    self._services.listen()
+                tasks += self._upkeep(self._services)
+            self._background = BackgroundScheduler(self.c, tasks)
             undo.pop_all()
 
     def _make_parts(self, undo: contextlib.ExitStack, *, again: bool) -> None:
@@ -123,38 +123,38 @@ class Core:
         undo.callback(close_index)
         context = Context(
             directory, files, loaded, store_id, index, liveness, Recency(directory),
-            SegmentFiles(directory, io_mode.of(loaded)), Marks(directory), self._verify, self._threads,
-            Tallies(directory, liveness), self._declines,
+            SegmentFiles(directory, io_mode.of(loaded)), PurgeMarks(directory), self._verify, self._threads,
+            SharedCounters(directory, liveness), self._declines,
         )  # fmt: skip
         if again:
-            context.tallies.muted = self.c.tallies.muted
+            context.shared_counters.excluded = self.c.shared_counters.excluded
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
         else:
             self.c = context
-        self._guest = Guest(self.c, lambda: self.work().private_index(lambda: self._closing))
+        self._guest = ReadOnlyIndex(self.c, lambda: self.work().private_index(lambda: self._closing))
 
     # -- what reads, writes and evicts -------------------------------------------------------
 
-    def work(self) -> Workshop:
+    def work(self) -> StoreServices:
         """The workshop. Whoever only looked takes part in the upkeep from now on."""
-        if self._workshop is None:
+        if self._services is None:
             with self._making:
-                if self._workshop is None:
-                    from kvfs.runtime.services import Workshop
+                if self._services is None:
+                    from kvfs.runtime.services import StoreServices
 
-                    made = Workshop(self.c, self._nudge)
-                    if self._keeper is not None:
-                        self._keeper.add(self._upkeep(made))
-                    self._workshop = made
-        return self._workshop
+                    made = StoreServices(self.c, self._wake)
+                    if self._background is not None:
+                        self._background.add(self._upkeep(made))
+                    self._services = made
+        return self._services
 
     @property
-    def keeper(self) -> Keeper:
-        assert self._keeper is not None
-        return self._keeper
+    def background(self) -> BackgroundScheduler:
+        assert self._background is not None
+        return self._background
 
-    def _nudge(self, chore: str) -> None:
-        self.keeper.nudge(chore)
+    def _wake(self, task: str) -> None:
+        self.background.wake(task)
 
     @property
     def reader(self) -> Reader:
@@ -238,24 +238,24 @@ class Core:
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def _chores(self) -> list[Chore]:
-        chores = [
-            Chore("leave", 0.0, self._leave),
-            Chore(HOLDS, 1.0, self._expire_holds),
-            Chore(SETTINGS, 2.0, self._follow_settings),
+    def _tasks(self) -> list[PeriodicTask]:
+        tasks = [
+            PeriodicTask("leave", 0.0, self._leave),
+            PeriodicTask(HOLDS, 1.0, self._expire_holds),
+            PeriodicTask(SETTINGS, 2.0, self._follow_settings),
         ]
         if self.read_only:
-            chores.append(Chore("follow", 1.0, self._guest.follow))
+            tasks.append(PeriodicTask("follow", 1.0, self._guest.follow))
         if self.c.liveness is not None:
-            chores += [
-                Chore("rebuild", 1.0, self._rebuild_quietly),
-                Chore("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
+            tasks += [
+                PeriodicTask("rebuild", 1.0, self._rebuild_quietly),
+                PeriodicTask("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
             ]
-        return chores
+        return tasks
 
-    def _upkeep(self, workshop: Workshop) -> list[Chore]:
+    def _upkeep(self, services: StoreServices) -> list[PeriodicTask]:
         """What those who only look leave to others."""
-        return workshop.chores() + ([] if self.read_only else [Chore("tally", EVERY_SECONDS, self._tally)])
+        return services.tasks() + ([] if self.read_only else [PeriodicTask("tally", EVERY_SECONDS, self._tally)])
 
     def _leave(self) -> None:
         self.on_abandoned(self)
@@ -267,18 +267,18 @@ class Core:
         elif found == config_file.NEW:
             self.c.counters.add("settings_taken_up")
             self.c.settings = self._follower.settings
-            if self._workshop is not None:
-                self._workshop.evictor.budget.segment_bytes = self.c.settings.segment_bytes
-            self.keeper.nudge("evict")
+            if self._services is not None:
+                self._services.evictor.budget.segment_bytes = self.c.settings.segment_bytes
+            self.background.wake("evict")
 
     @property
     def watching(self) -> str:
         """How this process learns what others change: by "inotify", or by "polling"."""
-        return "inotify" if self._workshop is not None and self._workshop.watch.works else "polling"
+        return "inotify" if self._services is not None and self._services.watch.works else "polling"
 
     def _tally(self) -> None:
-        self.c.tallies.write({**self.c.counters.snapshot(), f"{NOW}{self.watching}": 1})
-        self.c.tallies.fold_dead()
+        self.c.shared_counters.write({**self.c.counters.snapshot(), f"{NOW}{self.watching}": 1})
+        self.c.shared_counters.merge_dead()
 
     def _expire_holds(self) -> None:
         descriptors.sweep()
@@ -294,22 +294,22 @@ class Core:
 
     def close(self) -> None:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
-        if self._workshop is not None:
-            self._workshop.drops.cancel()
+        if self._services is not None:
+            self._services.drops.cancel()
         for io in living(self.c.attached):
             io.close()
-        self.keeper.stop()
-        if self._workshop is not None:
-            self._workshop.stop()
+        self.background.stop()
+        if self._services is not None:
+            self._services.stop()
         if self._rebuilder is not None:
             self._rebuilder.join(CLOSE_SECONDS)
-        free = self._workshop is None or self._workshop.close()
+        free = self._services is None or self._services.close()
         for hold in living(self.c.holds):
             hold.release()
         self.c.segments.close()
         self.c.index.close()
         self.c.recency.close()
-        self.c.tallies.close(self.c.counters.snapshot())
+        self.c.shared_counters.close(self.c.counters.snapshot())
         if not free:
             log.warning("%s: a write hangs; what it writes to stays this process's until it ends", self.path)
             return
@@ -317,15 +317,15 @@ class Core:
             self.c.liveness.close()
         self.directory.close()
 
-    def let_go_in_child(self) -> Directory:
+    def release_in_child(self) -> Directory:
         """After a fork: nothing of the parent's is touched any more, but for the directory that is returned."""
         for hold in living(self.c.holds):
-            hold.disown()
+            hold.detach()
         self.c.segments.abandon()
         self.c.recency.abandon()
-        self.c.tallies.abandon()
-        if self._workshop is not None:
-            self._workshop.abandon()
+        self.c.shared_counters.abandon()
+        if self._services is not None:
+            self._services.abandon()
         if self.c.liveness is not None:
             self.c.liveness.forget()
         self.c.index.abandon()
@@ -334,7 +334,7 @@ class Core:
 
     def restart_in_child(self) -> None:
         """After a fork: this process is somebody else, with its own locks, threads and active segments."""
-        inherited = self.let_go_in_child()
+        inherited = self.release_in_child()
         self._making = threading.Lock()
-        self._start(looks=self._workshop is None, again=True)
+        self._start(inspect_only=self._services is None, again=True)
         inherited.close()

@@ -16,7 +16,7 @@ from kvfs.index.environment import Index, trust_version
 MISSING_SECONDS = 30.0  # until a reader believes that nobody builds the store's index anew
 
 
-class Guest:
+class ReadOnlyIndex:
     """Swaps ``context.index``; calls that use the old one meanwhile are misses. One thread at a time."""
 
     def __init__(self, context: Context, build: Callable[[], Index]) -> None:

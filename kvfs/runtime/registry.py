@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvfs.directory import root
 from kvfs.errors import ConfigError, StoreLockedError, StoreNotFoundError
-from kvfs.runtime.open_store import CLOSE_SECONDS, Core
+from kvfs.runtime.open_store import CLOSE_SECONDS, OpenStore
 from kvfs.system.files import Files
 from kvfs.types import Verify
 
@@ -17,14 +17,14 @@ WAIT_SECONDS = 30.0  # for a core of the same directory that is being closed
 Key = tuple[int, int]  # device and inode of the directory
 
 _LOCK = threading.RLock()
-_CORES: dict[Key, Core] = {}
-_LEAVING: dict[Key, tuple[Core, threading.Event]] = {}  # being closed, and when that is over
+_STORES: dict[Key, OpenStore] = {}
+_LEAVING: dict[Key, tuple[OpenStore, threading.Event]] = {}  # being closed, and when that is over
 
 
 def enter(
     path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = "",
-    *, looks: bool = False,
-) -> Core:  # fmt: skip
+    *, inspect_only: bool = False,
+) -> OpenStore:  # fmt: skip
     """The core of a directory; ``leave`` it when done. ``looks``: without its workshop until that is needed.
 
     One that is being closed is waited for: opened beside it, the index would be taken for a broken one.
@@ -33,10 +33,10 @@ def enter(
     while True:
         with _LOCK:
             key = _key(path)
-            core, leaving = _CORES.get(key), _LEAVING.get(key)
+            core, leaving = _STORES.get(key), _LEAVING.get(key)
             forgotten = core is not None and 0 < core.users <= len(core.abandoned)
             if leaving is None and not forgotten:
-                return _enter(key, path, read_only, verify, threads, files, declines, looks)
+                return _enter(key, path, read_only, verify, threads, files, declines, inspect_only)
         if leaving is None:
             assert core is not None
             _settle(core)
@@ -45,7 +45,7 @@ def enter(
 
 
 def _key(path: str) -> Key:
-    with root.explained(path):
+    with root.translate_os_errors(path):
         try:
             st = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -57,13 +57,13 @@ def _key(path: str) -> Key:
 
 def _enter(
     key: Key, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str,
-    looks: bool,
-) -> Core:  # fmt: skip
-    core = _CORES.get(key)
+    inspect_only: bool,
+) -> OpenStore:  # fmt: skip
+    core = _STORES.get(key)
     if core is None:
-        core = _CORES[key] = Core(path, read_only, verify, threads, files, declines, looks=looks)
+        core = _STORES[key] = OpenStore(path, read_only, verify, threads, files, declines, inspect_only=inspect_only)
         core.on_abandoned = _settle
-        core.c.tallies.muted = looks
+        core.c.shared_counters.excluded = inspect_only
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
     elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
@@ -71,21 +71,21 @@ def _enter(
             f"{path} is open in this process with verify={core.c.verify.value!r} and threads={core.c.threads}: "
             "all stores of one directory in a process share these; leave them out or close the other one"
         )
-    if not looks:
-        core.c.tallies.muted = False  # who looks beside somebody who serves does not silence him
+    if not inspect_only:
+        core.c.shared_counters.excluded = False  # who looks beside somebody who serves does not silence him
         core.work()
     core.users += 1
     return core
 
 
-def leave(core: Core) -> None:
+def leave(core: OpenStore) -> None:
     """One user less; the last one closes it, outside of the lock."""
     with _LOCK:
         core.users -= 1
-        key = next((key for key, value in _CORES.items() if value is core), None)
+        key = next((key for key, value in _STORES.items() if value is core), None)
         if core.users or key is None:
             return
-        del _CORES[key]
+        del _STORES[key]
         over = threading.Event()
         _LEAVING[key] = core, over
     try:
@@ -95,7 +95,7 @@ def leave(core: Core) -> None:
         over.set()
 
 
-def abandon(core: Core) -> None:
+def abandon(core: OpenStore) -> None:
     """``leave`` for the garbage collector, which may run in any thread, between any two bytecodes, under any lock.
 
     Closing there made another store's index thread miss its deadline. So the core's own thread does it.
@@ -103,7 +103,7 @@ def abandon(core: Core) -> None:
     core.abandoned.append(None)
 
 
-def _settle(core: Core) -> None:
+def _settle(core: OpenStore) -> None:
     """Leave for stores that were forgotten."""
     while core.abandoned:
         try:
@@ -120,7 +120,7 @@ _resume: list[Callable[[], object]] = []
 
 def _before_fork() -> None:
     _LOCK.acquire()
-    _resume.extend(core.c.index.quiesce(1.0) for core in _CORES.values())
+    _resume.extend(core.c.index.quiesce(1.0) for core in _STORES.values())
 
 
 def _after_in_parent() -> None:
@@ -136,21 +136,21 @@ def _after_in_child() -> None:
     _LOCK = threading.RLock()
     _resume.clear()
     for core, _ in _LEAVING.values():  # its locks are the parent's: kept here they would outlast its closing
-        core.let_go_in_child().close()
+        core.release_in_child().close()
     _LEAVING.clear()
-    for key, core in list(_CORES.items()):
+    for key, core in list(_STORES.items()):
         try:
             core.restart_in_child()
         except BaseException as exc:  # a signal handler's, too: what is half made is not used again
-            del _CORES[key]
+            del _STORES[key]
             if not isinstance(exc, Exception):
                 raise
 
 
 def _close_all() -> None:
-    for core in list(_CORES.values()):
+    for core in list(_STORES.values()):
         core.close()
-    _CORES.clear()
+    _STORES.clear()
     for _, over in list(_LEAVING.values()):  # by threads that end with the interpreter
         over.wait(CLOSE_SECONDS)
 

@@ -18,26 +18,26 @@ from kvfs.maintenance.pins import Pins
 from kvfs.maintenance.purge import Purger
 from kvfs.maintenance.rebuild import Report, build, rebuild
 from kvfs.read.reader import Reader
-from kvfs.runtime.background import Chore
+from kvfs.runtime.background import PeriodicTask
 from kvfs.write.active_segments import ActiveSegments
 from kvfs.write.appender import Appender
-from kvfs.write.relocate import Carrier
+from kvfs.write.relocate import Relocator
 
 WATCH_AFTER_SECONDS = 1.0  # what opens a store only for a moment pays for no watch, and adopts nothing
 
 
-class Workshop:
+class StoreServices:
     """The parts, and their share of the upkeep."""
 
-    def __init__(self, context: Context, nudge: Callable[[str], None]) -> None:
+    def __init__(self, context: Context, wake: Callable[[str], None]) -> None:
         self._c = context
-        self._nudge = nudge
+        self._wake = wake
         self.reader = Reader(context)
         self.evictor = Evictor(context)
         self.active = ActiveSegments(context, self.evictor.make_room)
         self.appender = Appender(context, self.active, self.evictor.budget.stored)
-        self.evictor.carrier = Carrier(context, self.appender)
-        self.pins = Pins(context, self.active, self.evictor.carrier, self.evictor.make_room_locked)
+        self.evictor.relocator = Relocator(context, self.appender)
+        self.pins = Pins(context, self.active, self.evictor.relocator, self.evictor.make_room_locked)
         self.evictor.victims.pinned = self.pins.segments
         self.purger = Purger(context, self.evictor, self.active, self.pins)
         self.listen()
@@ -48,9 +48,9 @@ class Workshop:
         self.watch = Watch(self._c.directory, self._heard, adopts=not self._c.directory.read_only)
 
     def _heard(self, heard: Heard) -> None:
-        if heard.chore == DROPS and heard.renamed:
+        if heard.task == DROPS and heard.renamed:
             self.drops.arrived(heard.name)
-        self._nudge(heard.chore)
+        self._wake(heard.task)
 
     # -- a new index -------------------------------------------------------------------------
 
@@ -77,21 +77,21 @@ class Workshop:
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def chores(self) -> list[Chore]:
-        watch = Chore("watch", 30.0, self.watch.keep, after=WATCH_AFTER_SECONDS)
+    def tasks(self) -> list[PeriodicTask]:
+        watch = PeriodicTask("watch", 30.0, self.watch.keep, after=WATCH_AFTER_SECONDS)
         if self._c.directory.read_only:
             return [watch]
         return [
             watch,
-            Chore("evict", 0.25, self.evictor.background),
-            Chore("expire", 5.0, self.evictor.expire),
-            Chore("missing", 1.0, self.evictor.drop_missing, after=1.0),
-            Chore("sync", 1.0, self.sync),
-            Chore("tidy", 2.0, self.active.tidy),
-            Chore("sweep", 0.5, self.evictor.sweep),
-            Chore("purge", 5.0, self.purger.resume),
-            Chore("slack", 5.0, self._c.index.keep_slack),
-            Chore(DROPS, 1.0, self.drops.look, after=WATCH_AFTER_SECONDS),
+            PeriodicTask("evict", 0.25, self.evictor.background),
+            PeriodicTask("expire", 5.0, self.evictor.expire),
+            PeriodicTask("missing", 1.0, self.evictor.drop_missing, after=1.0),
+            PeriodicTask("sync", 1.0, self.sync),
+            PeriodicTask("tidy", 2.0, self.active.tidy),
+            PeriodicTask("sweep", 0.5, self.evictor.sweep),
+            PeriodicTask("purge", 5.0, self.purger.resume),
+            PeriodicTask("slack", 5.0, self._c.index.keep_slack),
+            PeriodicTask(DROPS, 1.0, self.drops.look, after=WATCH_AFTER_SECONDS),
         ]
 
     def sync(self) -> None:

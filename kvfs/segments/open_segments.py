@@ -24,7 +24,7 @@ MISSING_MAX = 256
 CLOSE_SECONDS = 5.0
 
 
-class Held:
+class OpenSegment:
     """An open segment, for as long as somebody refers to it: a match, a read in progress."""
 
     __slots__ = ("__weakref__", "_file", "direct", "generation", "mappable", "number", "segment_id", "tried_direct")
@@ -56,14 +56,14 @@ class SegmentFiles:
         self._mode = mode
         self._files = directory.files
         self._lock = threading.Lock()
-        self._open: weakref.WeakValueDictionary[bytes, Held] = weakref.WeakValueDictionary()
+        self._open: weakref.WeakValueDictionary[bytes, OpenSegment] = weakref.WeakValueDictionary()
         self._missing: dict[bytes, tuple[int, str]] = {}
         self._opener: Worker | None = None
         self._opens: object = None  # what the opener is at
         self._late: object = None  # of that, what somebody has waited for in vain
         self._closed = False
 
-    def acquire_all(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, Held]:
+    def acquire_all(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, OpenSegment]:
         """Those of ``segments`` (ids by number) that are open, or can be opened within ``seconds`` and a grace.
 
         A thread of its own opens them, since a disk may keep whoever does; nobody waits for it again until it is back.
@@ -78,8 +78,8 @@ class SegmentFiles:
         """Whether a disk keeps the thread that opens."""
         return self._late is not None and self._late is self._opens
 
-    def _open_in_time(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, Held]:
-        opened: dict[int, Held] = {}
+    def _open_in_time(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, OpenSegment]:
+        opened: dict[int, OpenSegment] = {}
         me = object()
 
         def work() -> None:
@@ -119,7 +119,7 @@ class SegmentFiles:
         if opener is not None:
             opener.stop(0.0 if self.hangs else CLOSE_SECONDS)
 
-    def acquire(self, number: int, segment_id: bytes, generation: str) -> Held | None:
+    def acquire(self, number: int, segment_id: bytes, generation: str) -> OpenSegment | None:
         """The segment, open as long as the result lives; None if it is gone or cannot be opened."""
         with self._lock:
             held = self._open.get(segment_id)
@@ -134,7 +134,7 @@ class SegmentFiles:
             return None
         if file is None:
             return None
-        held = Held(number, segment_id, file, generation)
+        held = OpenSegment(number, segment_id, file, generation)
         if self._mode.direct:
             held.direct, held.tried_direct = self._reopen_direct(held), True
             if held.direct is None:
@@ -173,7 +173,7 @@ class SegmentFiles:
         file.close()
         return None
 
-    def direct(self, held: Held) -> int:
+    def direct(self, held: OpenSegment) -> int:
         """Descriptor of a held segment for reads that bypass the page cache; negative where there is none."""
         with self._lock:
             if not held.tried_direct:
@@ -181,7 +181,7 @@ class SegmentFiles:
                 held.tried_direct = True
             return held.direct.fd if held.direct is not None else -1
 
-    def _reopen_direct(self, held: Held) -> Descriptor | None:
+    def _reopen_direct(self, held: OpenSegment) -> Descriptor | None:
         """The segment that is held, though it may have been dropped and have no name any more."""
         try:
             file = Descriptor.reopen(self._files, held.fd, os.O_RDONLY | os.O_DIRECT)
@@ -195,9 +195,9 @@ class SegmentFiles:
 
     # -- payload -----------------------------------------------------------------------------
 
-    def read(self, held: Held, target: memoryview, offset: int, *, past: bool = False) -> None:
+    def read(self, held: OpenSegment, target: memoryview, offset: int, *, direct: bool = False) -> None:
         """Fill ``target`` with stored bytes; ``past`` the page cache if that can be had, in mode staging always."""
-        fd = self.direct(held) if past or self._mode.direct else -1
+        fd = self.direct(held) if direct or self._mode.direct else -1
         if fd >= 0:
             direct_io.read(self._files, fd, target, offset)
         elif self._mode.direct:
@@ -205,16 +205,16 @@ class SegmentFiles:
         else:
             self._files.read_into(held.fd, target, offset)
 
-    def read_bytes(self, held: Held, nbytes: int, offset: int) -> bytearray:
+    def read_bytes(self, held: OpenSegment, nbytes: int, offset: int) -> bytearray:
         data = bytearray(nbytes)
         self.read(held, memoryview(data), offset)
         return data
 
-    def cached_bytes(self, held: Held, offset: int, nbytes: int) -> int | None:
+    def cached_bytes(self, held: OpenSegment, offset: int, nbytes: int) -> int | None:
         """How much of a range the page cache would serve; None if the kernel does not say."""
         return 0 if self._mode.direct else self._files.cached_bytes(held.fd, offset, nbytes)
 
-    def may_map(self, held: Held) -> bool:
+    def may_map(self, held: OpenSegment) -> bool:
         return may_map(self._files, held)
 
     def count(self) -> int:
@@ -227,7 +227,7 @@ class SegmentFiles:
         self._opener, self._opens, self._late = None, None, None
 
 
-def may_map(files: Files, held: Held) -> bool:
+def may_map(files: Files, held: OpenSegment) -> bool:
     """Whether a segment may be mapped. One written past the page cache only when it is sealed.
 
     A map may bring more into the page cache than what it is of: a large folio, readahead. Where that is pinned, a
@@ -243,7 +243,7 @@ def may_map(files: Files, held: Held) -> bool:
     return held.mappable
 
 
-def sealed_bytes(files: Files, held: Held) -> int:
+def sealed_bytes(files: Files, held: OpenSegment) -> int:
     """Size of a segment if it is sealed, else 0."""
     end = files.fstat(held.fd).st_size
     seal = fmt.parse_seal(files.read(held.fd, fmt.BLOCK, end - fmt.BLOCK)) if end > fmt.BLOCK else None

@@ -101,10 +101,10 @@ class SegmentWriter:
 
     def __init__(
         self, file: Descriptor, segment_id: bytes, number: int, files: Files, *, epoch: int, tail: int, table: int,
-        records: int, allocated: int, past: Descriptor | None = None,
+        records: int, allocated: int, direct: Descriptor | None = None,
     ) -> None:  # fmt: skip
         self._file = file
-        self._past = past  # the same file with O_DIRECT, if its payloads go past the page cache
+        self._direct = direct  # the same file with O_DIRECT, if its payloads go past the page cache
         self.segment_id = segment_id
         self.number = number
         self.epoch = epoch
@@ -122,22 +122,22 @@ class SegmentWriter:
     @classmethod
     def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
         """Make the file with its header page and ``allocated`` bytes of blocks."""
-        files, name, past = directory.files, file_name(header.segment_id), None
+        files, name, direct = directory.files, file_name(header.segment_id), None
         file = Descriptor.create(files, name, directory.file_mode, dir_fd=directory.sub("segments"))
         try:
             files.flock(file.fd, fcntl.LOCK_SH)
             if header.flags & fmt.FLAG_DIRECT:
-                past = _past(files, file)
+                direct = _reopen_direct(files, file)
             files.fallocate(file.fd, 0, allocated)
             files.write_all(file.fd, [fmt.pack_header(header)], 0)
         except OSError:
-            _close(file, past)
+            _close(file, direct)
             with contextlib.suppress(OSError):
                 files.unlink(name, dir_fd=directory.sub("segments"))
             raise
         return cls(
             file, header.segment_id, number, files, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE,
-            records=0, allocated=allocated, past=past,
+            records=0, allocated=allocated, direct=direct,
         )  # fmt: skip
 
     @classmethod
@@ -148,7 +148,7 @@ class SegmentWriter:
         """Go on where a dead process stopped, behind the last published record. OSError if the file disagrees."""
         files = directory.files
         file = Descriptor.open(files, file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
-        fd, past = file.fd, None
+        fd, direct = file.fd, None
         try:
             if not files.flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EBUSY, "segment is being removed")
@@ -164,14 +164,14 @@ class SegmentWriter:
             if end is None or end > tail:
                 raise OSError(errno.EIO, "what was published may reach beyond the tail")
             if scan.header.flags & fmt.FLAG_DIRECT:
-                past = _past(files, file)
+                direct = _reopen_direct(files, file)
             files.fallocate(fd, 0, allocated)
         except OSError:
-            _close(file, past)
+            _close(file, direct)
             raise
         writer = cls(
             file, segment_id, number, files, epoch=epoch, tail=tail, table=scan.table, records=records,
-            allocated=allocated, past=past,
+            allocated=allocated, direct=direct,
         )  # fmt: skip
         writer._slot, writer._checks = scan.slot, bytearray(scan.checks)
         return writer
@@ -230,7 +230,7 @@ class SegmentWriter:
                       len(descriptor), 0, now, digest, bytes(32), root_of(descriptor), bytes(8))
             )  # fmt: skip
             offset += _push(buffers, descriptor)
-            if self._past is not None:  # small, like tables: it goes through the page cache
+            if self._direct is not None:  # small, like tables: it goes through the page cache
                 self._files.write_all(self.fd, buffers, start)
                 start, buffers = offset, []
         payloads = []
@@ -265,8 +265,8 @@ class SegmentWriter:
 
         small = leaves_at - start < OVERLAP_BYTES
         writes: list[Callable[[], object]] = [partial(self._files.write_all, self.fd, buffers, start)]
-        if self._past is not None:
-            writes = list(self._writes_past(records, start, 1 if small else WRITE_THREADS))
+        if self._direct is not None:
+            writes = list(self._writes_reopen_direct(records, start, 1 if small else WRITE_THREADS))
         elif small:
             sums()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
@@ -281,13 +281,13 @@ class SegmentWriter:
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 
-    def _writes_past(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
+    def _writes_reopen_direct(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
         """Writes of payloads past the page cache: neighbours each, for ``most`` threads, which keep a disk busy."""
-        assert self._past is not None
+        assert self._direct is not None
         count = min(most, len(records))
         for first, end in pairwise(len(records) * i // count for i in range(count + 1)):
             payloads = [r.payload for r in records[first:end]]
-            yield partial(direct_io.write, self._files, self._past.fd, payloads, start)
+            yield partial(direct_io.write, self._files, self._direct.fd, payloads, start)
             start += sum(align(len(memoryview(p))) for p in payloads)
 
     def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:
@@ -341,7 +341,7 @@ class SegmentWriter:
         return end
 
     def close(self) -> None:
-        _close(self._file, self._past)
+        _close(self._file, self._direct)
 
     def discard(self, directory: Directory) -> None:
         """Close and remove a segment that holds nothing."""
@@ -350,20 +350,20 @@ class SegmentWriter:
         self.close()
 
 
-def _past(files: Files, file: Descriptor) -> Descriptor:
+def _reopen_direct(files: Files, file: Descriptor) -> Descriptor:
     """The segment once more, for payloads that go past the page cache."""
-    past = Descriptor.reopen(files, file.fd, os.O_RDWR | os.O_DIRECT)
+    direct = Descriptor.reopen(files, file.fd, os.O_RDWR | os.O_DIRECT)
     try:
-        files.flock(past.fd, fcntl.LOCK_SH)
+        files.flock(direct.fd, fcntl.LOCK_SH)
     except OSError:
-        past.close()
+        direct.close()
         raise
-    return past
+    return direct
 
 
-def _close(file: Descriptor, past: Descriptor | None) -> None:
-    if past is not None:
-        past.close()
+def _close(file: Descriptor, direct: Descriptor | None) -> None:
+    if direct is not None:
+        direct.close()
     file.close()
 
 

@@ -10,7 +10,7 @@ from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.chunk_set import bits_of, span
 from kvfs.pages.host_copy import scatter
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.outcome import CameFrom, restored
 from kvfs.transfer.staging import Lease, SlotState
@@ -68,7 +68,7 @@ class Load:
             lambda done: restored(match, names, done, came_from, first_token),
         )
 
-    def _load(self, attached: Attached, chunks: list[int], held: dict[int, Held]) -> bool:
+    def _load(self, attached: Attached, chunks: list[int], held: dict[int, OpenSegment]) -> bool:
         """Load a group; whether all of its pages are there."""
         desk, transfer = self.desk, self.transfer
         gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
@@ -92,7 +92,9 @@ class Load:
         self.possible[gm.name] &= ~bits_of(rest)
         return loaded == len(chunks)
 
-    def _batch(self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: dict[int, Held]) -> int:
+    def _batch(
+        self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: dict[int, OpenSegment]
+    ) -> int:
         """Read into the slots and verify, then copy what is good; how many pages were."""
         good = 0
         with self.transfer._step(engine=False) as allowed:
@@ -122,7 +124,7 @@ class Load:
         return good.bit_count()
 
     def _read(
-        self, attached: Attached, gm: GroupMatch, chunks: list[int], memory: memoryview, held: dict[int, Held]
+        self, attached: Attached, gm: GroupMatch, chunks: list[int], memory: memoryview, held: dict[int, OpenSegment]
     ) -> int:
         """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits."""
         good, first, size = 0, 0, attached.page_bytes

@@ -18,7 +18,7 @@ from kvfs.index.ledger import ANY_CLASS, NeedSpaceError, StaleWriterError
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
 from kvfs.segments.writer import SegmentWriter, file_name
-from kvfs.write.class_locks import Turns
+from kvfs.write.class_locks import ClassLocks
 
 T = TypeVar("T")
 STEP = 4  # a segment's blocks are allocated in this many steps
@@ -64,14 +64,14 @@ class ActiveSegments:
     def __init__(self, context: Context, make_room: Callable[..., bool]) -> None:
         self._c = context
         self._make_room = make_room  # ``Evictor.make_room``
-        self.turns = Turns()
+        self.class_locks = ClassLocks()
         self._writers: dict[SegmentClass, Active] = {}
         self._used_at: dict[SegmentClass, float] = {}  # of writers, but for those that rest, trimmed
         self._dirty: set[SegmentClass] = set()
         self._left: list[tuple[int, str, ledger.Step]] = []  # rows of this process that nobody appends to any more
 
     def lock(self, segment_class: SegmentClass) -> threading.Lock:
-        return self.turns.lock(segment_class)
+        return self.class_locks.lock(segment_class)
 
     def with_room(self, transact: Callable[[Session], T], deadline: float, own: SegmentClass) -> T:
         """Run a reserving transaction for a class; where space is missing, evict and try again until the deadline."""
@@ -271,7 +271,7 @@ class ActiveSegments:
             if row.owner == self._c.owner and number not in self.active_numbers():
                 flags = row.flags & ~FLAG_DIRECT
                 classes = [SegmentClass(row.class_id, flags, *who) for who in product((False, True), range(LANES))]
-                if not all(map(self.turns.comes, classes)):
+                if not all(map(self.class_locks.is_free_within, classes)):
                     continue  # next time
                 with contextlib.ExitStack() as locks:  # it may be about to be used, for a put or by an evictor
                     for one in classes:
@@ -301,7 +301,7 @@ class ActiveSegments:
     def sync_dirty(self) -> None:
         """fdatasync what was appended since the last call (level ``batch``)."""
         for segment_class in list(self._dirty):
-            if not self.turns.comes(segment_class, SYNC_SECONDS):
+            if not self.class_locks.is_free_within(segment_class, SYNC_SECONDS):
                 continue
             with self.lock(segment_class):
                 current = self._writers.get(segment_class)
@@ -321,7 +321,7 @@ class ActiveSegments:
         spare = len(self._writers) - min(CLASSES_MAX, 2 * settings.segments_bytes_max // settings.segment_bytes)
         for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):  # those that rest first
             rests = spare > 0 or now - self._used_at.get(segment_class, now) >= IDLE_SECONDS
-            if rests and self.turns.comes(segment_class):
+            if rests and self.class_locks.is_free_within(segment_class):
                 self._used_at.pop(segment_class, None)
                 if spare > 0 or segment_class.expires:
                     self.finish(segment_class)  # nothing is added to a lifetime that is past; sealed, it can go
@@ -354,7 +354,7 @@ class ActiveSegments:
 
     def finish(self, segment_class: SegmentClass) -> None:
         """Seal the class's segment now, unless an append to it hangs: nothing more belongs in it."""
-        if self.turns.comes(segment_class, CLOSE_SECONDS):
+        if self.class_locks.is_free_within(segment_class, CLOSE_SECONDS):
             with self.lock(segment_class):
                 if segment_class in self._writers:
                     self._seal_or_drop(segment_class)
@@ -378,7 +378,7 @@ class ActiveSegments:
         """
         end = self._c.files.monotonic() + CLOSE_SECONDS
         for segment_class in list(self._writers):
-            if not self.turns.comes(segment_class, max(0.0, end - self._c.files.monotonic())):
+            if not self.class_locks.is_free_within(segment_class, max(0.0, end - self._c.files.monotonic())):
                 continue
             with self.lock(segment_class):
                 self._rest(segment_class, let_go=True)
@@ -391,7 +391,7 @@ class ActiveSegments:
         """In a forked child: the parent goes on writing its segments; this process starts its own."""
         for writer, _ in self._writers.values():
             writer.close()
-        self.turns = Turns()
+        self.class_locks = ClassLocks()
         self._writers, self._used_at, self._dirty, self._left = {}, {}, set(), []
 
     def active_numbers(self) -> set[int]:

@@ -93,7 +93,7 @@ class Appender:
         done = 0
         while done < len(chunks):
             try:
-                with self._active.turns.soon(job.segment_class):
+                with self._active.class_locks.acquire_within(job.segment_class):
                     done += self._batch(job, chunks[done:], outcome, deadline)
                 deadline = self._c.files.monotonic() + SPACE_SECONDS  # the time that it took was none of waiting
                 continue
@@ -102,13 +102,16 @@ class Appender:
             except IndexUnavailableError as exc:
                 outcome.reason = "index"
                 self._c.counters.add(f"declined_index_{str(exc).partition(':')[0].replace(' ', '_')}")
-            except class_locks.NoTurn:
+            except class_locks.AppendTimeoutError:
                 outcome.reason = "io"
             except OSError as exc:
                 full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
                 outcome.reason = "space" if full else "io"
                 self._c.counters.add("disk_full" if full else "write_errors")
-                with contextlib.suppress(class_locks.NoTurn), self._active.turns.soon(job.segment_class):
+                with (
+                    contextlib.suppress(class_locks.AppendTimeoutError),
+                    self._active.class_locks.acquire_within(job.segment_class),
+                ):
                     self._active.drop(job.segment_class)
                 # the file system is smaller than the capacity, or others fill it
                 if (
@@ -128,7 +131,7 @@ class Appender:
         return outcome
 
     def _wait_for_turn(self, segment_class: SegmentClass) -> None:
-        if not self._active.turns.comes(segment_class, class_locks.TURN_SECONDS):
+        if not self._active.class_locks.is_free_within(segment_class, class_locks.APPEND_SECONDS):
             raise Declined("io")
 
     def _batch(self, job: Job, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:

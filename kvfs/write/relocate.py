@@ -19,7 +19,7 @@ from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.pages.layout import Group, Part
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 from kvfs.segments.scan import Scan, read_descriptor, scan_segment
 from kvfs.segments.writer import Record
 from kvfs.write.active_segments import Declined, SegmentClass
@@ -30,7 +30,7 @@ BATCH_BYTES = 8 << 20
 RECORDS = 256  # index rows per short hold of the index
 
 
-class Carrier:
+class Relocator:
     """Copies records that the index names."""
 
     def __init__(self, context: Context, appender: Appender) -> None:
@@ -63,7 +63,13 @@ class Carrier:
         return copied
 
     def copy(
-        self, segment_class: SegmentClass, number: int, held: Held, seqs: Sequence[int], *, recode: int | None = None
+        self,
+        segment_class: SegmentClass,
+        number: int,
+        held: OpenSegment,
+        seqs: Sequence[int],
+        *,
+        recode: int | None = None,
     ) -> int:
         """Copy records ``seqs`` of a segment, whose number is ``number``; how many the index names at their new place
         now. (Who has held the segment for long may know it by its number in an index that is no more.)
@@ -108,7 +114,7 @@ class Carrier:
             copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
         return copied
 
-    def _shape(self, held: Held, scan: Scan, ns_seq: int, number: int) -> tuple[Described, bytes, Group] | None:
+    def _shape(self, held: OpenSegment, scan: Scan, ns_seq: int, number: int) -> tuple[Described, bytes, Group] | None:
         if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
             return None
         descriptor = read_descriptor(held.fd, self._c.files, scan.entries[ns_seq])
@@ -117,7 +123,7 @@ class Carrier:
             return None
         return described, descriptor, described.layout.groups[number]
 
-    def _read(self, held: Held, scan: Scan, entry: Entry, *, whole: bool) -> Record | None:
+    def _read(self, held: OpenSegment, scan: Scan, entry: Entry, *, whole: bool) -> Record | None:
         """The record with its payload as it is stored, if it verifies. Declined if ``whole`` and it cannot be read."""
         try:
             shape = self._shape(held, scan, entry.ns_seq, entry.group)
@@ -150,7 +156,7 @@ class Carrier:
         )  # fmt: skip
 
     def _write(
-        self, segment_class: SegmentClass, held: Held, scan: Scan, batch: Sequence[tuple[int, int, int, Record]],
+        self, segment_class: SegmentClass, held: OpenSegment, scan: Scan, batch: Sequence[tuple[int, int, int, Record]],
         key: tuple[int, int, bytes] | None, stamps: Sequence[int], recode: int | None,
     ) -> int:  # fmt: skip
         assert key is not None

@@ -59,8 +59,8 @@ def store(store_path: Path, clock: Clock) -> Iterator[kvfs.Store]:
 
 
 def by_hand(store: kvfs.Store) -> None:
-    keeper = store._core.keeper
-    keeper._chores = [c for c in keeper._chores if c.name != DROPS]
+    background = store._core.background
+    background._tasks = [c for c in background._tasks if c.name != DROPS]
 
 
 def folder(store: kvfs.Store) -> Path:
@@ -411,7 +411,7 @@ def test_who_only_reads_or_looks_adopts_nothing(store_path: Path, bundle: Path) 
         look(store)
         assert empty(store)
     with kvfs.open(store_path, read_only=True) as store:
-        assert DROPS not in {c.name for c in store._core.keeper._chores}
+        assert DROPS not in {c.name for c in store._core.background._tasks}
     assert os.listdir(store_path / "import") == ["b.tar"]
 
 
@@ -478,7 +478,7 @@ def test_a_bug_refuses_the_file_and_not_the_next(
 
 
 def test_a_bundle_that_came_by_itself_is_adopted_by_a_worker(store_path: Path, bundle: Path) -> None:
-    """The whole of it: a worker of another process, its keeper, its watch."""
+    """The whole of it: a worker of another process, its background, its watch."""
     with kvfs.open(store_path, capacity="64MiB"):
         pass
 

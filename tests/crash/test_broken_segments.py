@@ -172,7 +172,7 @@ def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
     store: kvfs.Store, files: Stubborn, error: int
 ) -> None:
     names, core = fill(store, 3), store._core
-    core.keeper.stop()
+    core.background.stop()
     core.active.finish_all()
     core.c.index.retire()
     files.error, files.refused = error, lambda what, name: (what, name) == ("open", names[0])

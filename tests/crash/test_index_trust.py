@@ -84,7 +84,7 @@ def test_a_process_that_lacks_its_last_descriptor_leaves_the_index_alone(
     """What it could not read was no state to it: it removed the index that all others were working with."""
     path = tmp_path / "store"
     with open_store(path) as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 5), judge)
         files = store._core.c.files

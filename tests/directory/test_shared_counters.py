@@ -14,7 +14,7 @@ import kvfs
 from kvfs.directory import shared_counters
 from kvfs.directory.liveness import Liveness
 from kvfs.directory.root import Directory
-from kvfs.directory.shared_counters import Tallies
+from kvfs.directory.shared_counters import SharedCounters
 from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, tiny, tokens_of
@@ -28,12 +28,12 @@ def path(store_path: Path) -> Path:
 
 
 class Process:
-    """What one process has of the tallies."""
+    """What one process has of the shared_counters."""
 
     def __init__(self, path: Path, files: Files | None = None) -> None:
         self.directory = Directory(str(path), files or Files(), read_only=False)
         self.liveness = Liveness(self.directory)
-        self.tallies = Tallies(self.directory, self.liveness)
+        self.shared_counters = SharedCounters(self.directory, self.liveness)
 
     def die(self) -> None:
         """As kill -9 would have it: the lock goes, the files stay."""
@@ -43,23 +43,23 @@ class Process:
 def total(path: Path) -> dict[str, int]:
     directory = Directory(str(path), Files(), read_only=True)
     try:
-        return Tallies(directory, None).total()
+        return SharedCounters(directory, None).total()
     finally:
         directory.close()
 
 
 def test_counts_of_the_living_the_ended_and_the_dead_are_summed_once(path: Path) -> None:
     living, ended, dead = Process(path), Process(path), Process(path)
-    living.tallies.write({"lookups": 1})
-    living.tallies.write({"lookups": 2})
-    ended.tallies.close({"lookups": 10})
-    dead.tallies.write({"lookups": 100, "gets": 5})
+    living.shared_counters.write({"lookups": 1})
+    living.shared_counters.write({"lookups": 2})
+    ended.shared_counters.close({"lookups": 10})
+    dead.shared_counters.write({"lookups": 100, "gets": 5})
     dead.die()
     assert total(path) == {"lookups": 112, "gets": 5}
-    living.tallies.fold_dead()
-    living.tallies.fold_dead()
+    living.shared_counters.merge_dead()
+    living.shared_counters.merge_dead()
     assert total(path) == {"lookups": 112, "gets": 5}
-    living.tallies.close({"lookups": 3})
+    living.shared_counters.close({"lookups": 3})
     assert total(path) == {"lookups": 113, "gets": 5}
     assert not list((path / "run").glob("*.count"))
 
@@ -67,14 +67,14 @@ def test_counts_of_the_living_the_ended_and_the_dead_are_summed_once(path: Path)
 def test_a_death_between_totals_and_unlink_counts_nothing_twice(path: Path) -> None:
     files = FaultyFiles()
     process = Process(path, files)
-    process.tallies.write({"lookups": 7})
+    process.shared_counters.write({"lookups": 7})
     files.arm(Fault(kind="unlink", error=errno.EIO, persistent=True))
-    process.tallies.close({"lookups": 8})
+    process.shared_counters.close({"lookups": 8})
     assert list((path / "run").glob("*.count"))
     assert total(path) == {"lookups": 8}
     process.die()
     other = Process(path)
-    other.tallies.fold_dead()
+    other.shared_counters.merge_dead()
     assert total(path) == {"lookups": 8} and not list((path / "run").glob("*.count"))
 
 
@@ -84,9 +84,9 @@ def test_no_fault_raises_or_counts_twice(path: Path, kind: str, nth: int) -> Non
     files = FaultyFiles()
     process = Process(path, files)
     files.arm(Fault(nth=files.calls[kind] + nth, kind=kind, error=errno.ENOSPC))
-    process.tallies.write({"lookups": 4})
-    process.tallies.fold_dead()
-    process.tallies.close({"lookups": 5})
+    process.shared_counters.write({"lookups": 4})
+    process.shared_counters.merge_dead()
+    process.shared_counters.close({"lookups": 5})
     files.arm()
     assert total(path).get("lookups", 0) in (0, 4, 5)
 
@@ -94,12 +94,12 @@ def test_no_fault_raises_or_counts_twice(path: Path, kind: str, nth: int) -> Non
 @pytest.mark.parametrize("name", ["totals", "count"])
 def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: Path, name: str) -> None:
     process = Process(path)
-    process.tallies.write({"lookups": 1})
-    process.tallies.write({"lookups": 2})
+    process.shared_counters.write({"lookups": 1})
+    process.shared_counters.write({"lookups": 2})
     if name == "totals":
-        process.tallies.close({"lookups": 3})
+        process.shared_counters.close({"lookups": 3})
         process = Process(path)
-        process.tallies.close({"lookups": 1})
+        process.shared_counters.close({"lookups": 1})
     file = path / "run" / "totals" if name == "totals" else next((path / "run").glob("*.count"))
     data = bytearray(file.read_bytes())
     newest = 0  # both files have been written twice
@@ -113,7 +113,7 @@ def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: P
 
 def test_absurd_counts_are_bounded(path: Path) -> None:
     process = Process(path)
-    process.tallies.write({f"name_{i}": i for i in range(5000)})
+    process.shared_counters.write({f"name_{i}": i for i in range(5000)})
     assert 0 < len(total(path)) <= shared_counters.NAMES_MAX
 
 
@@ -129,7 +129,7 @@ def test_of_too_many_names_latencies_are_left_out_first(path: Path) -> None:
     latencies = [f"{what}_us_{n}" for what in ("get", "match", "put", "view") for n in range(40)]
     others = ["pages_declined_read-only", "tokens_matched", "write_errors", "zeal"]
     process = Process(path)
-    process.tallies.write(dict.fromkeys([*latencies, *others], 7))
+    process.shared_counters.write(dict.fromkeys([*latencies, *others], 7))
     found = total(path)
     assert len(found) == shared_counters.NAMES_MAX and [found[name] for name in others] == [7] * 4
 
@@ -141,7 +141,7 @@ def test_totals_survive_restarts_and_a_kill(path: Path) -> None:
     if not child:
         store = kvfs.open(path)
         store.namespace("alpha", tiny(), "9213176").put(tokens_of(3, 4), seeded(3, 4 * TINY_BYTES))
-        store._core.c.tallies.write(store._core.c.counters.snapshot())
+        store._core.c.shared_counters.write(store._core.c.counters.snapshot())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     with kvfs.open(path, counted=False) as store:

@@ -16,7 +16,7 @@ import kvfs
 from kvfs.directory import config_file
 from kvfs.directory.watch import DROPS, HOLDS, SETTINGS, Heard, Watch
 from kvfs.errors import ConfigError
-from kvfs.runtime.background import Keeper
+from kvfs.runtime.background import BackgroundScheduler
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
@@ -31,12 +31,12 @@ def until(what: Callable[[], Any], seconds: float = 30.0) -> None:
         time.sleep(0.005)
 
 
-def never_polls(store: kvfs.Store, *chores: str) -> None:
-    """From now on these chores run only when they are hinted at."""
-    keeper: Keeper = store._core.keeper
-    keeper._chores = [c._replace(every=1e9) if c.name in chores else c for c in keeper._chores]
-    for name in chores:
-        keeper._due[name] = 1e12
+def never_polls(store: kvfs.Store, *tasks: str) -> None:
+    """From now on these tasks run only when they are hinted at."""
+    background: BackgroundScheduler = store._core.background
+    background._tasks = [c._replace(every=1e9) if c.name in tasks else c for c in background._tasks]
+    for name in tasks:
+        background._due[name] = 1e12
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def store(store_path: Path) -> Iterator[kvfs.Store]:
 @pytest.fixture
 def watching(store: kvfs.Store) -> kvfs.Store:
     """A store whose watch has started, and that does not poll."""
-    store._core.keeper.nudge("watch")
+    store._core.background.wake("watch")
     until(lambda: store.stats()["watch"] == "inotify")
     until(lambda: store._core._follower._seen is not None)
     never_polls(store, SETTINGS, HOLDS)
@@ -165,7 +165,7 @@ def test_without_inotify_polling_finds_what_changed(
 ) -> None:
     without(monkeypatch)
     before = len(os.listdir("/proc/self/fd"))
-    store._core.keeper.nudge("watch")
+    store._core.background.wake("watch")
     until(lambda: store._core.watch.why not in ("", "not started yet"))
     assert store.stats()["watch"] == "polling"
     assert store._core.watch._thread is None and not store._core.watch.works
@@ -197,7 +197,7 @@ def test_segments_that_others_drop_are_let_go_of(watching: kvfs.Store) -> None:
 
 def test_parent_and_child_each_watch(watching: kvfs.Store) -> None:
     def child() -> str:
-        watching._core.keeper.nudge("watch")
+        watching._core.background.wake("watch")
         until(lambda: watching.stats()["watch"] == "inotify")
         change(watching, "capacity", "32MiB")
         until(lambda: watching.settings.capacity_bytes == 32 * MIB)
@@ -214,7 +214,7 @@ def test_nothing_is_left_when_the_store_is_closed(store_path: Path) -> None:
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(5):
         with kvfs.open(store_path, capacity="64MiB") as store:
-            store._core.keeper.nudge("watch")
+            store._core.background.wake("watch")
             until(lambda store=store: store.stats()["watch"] == "inotify")
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
 
@@ -243,7 +243,7 @@ def test_a_full_queue_is_a_hint_for_everything(watching: kvfs.Store) -> None:
 def test_a_reader_follows_the_settings_too(watching: kvfs.Store) -> None:
     def reader() -> str:
         with kvfs.open(watching.path, read_only=True) as mine:
-            mine._core.keeper.nudge("watch")
+            mine._core.background.wake("watch")
             until(lambda: mine.stats()["watch"] == "inotify")
             change(watching, "capacity", "32MiB")
             until(lambda: mine.settings.capacity_bytes == 32 * MIB)

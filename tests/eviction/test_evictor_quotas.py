@@ -125,7 +125,7 @@ def test_a_quota_whose_cap_is_its_guarantee_still_takes_new_pages(store: kvfs.St
 
 
 def test_pages_that_are_used_are_carried_when_a_quota_evicts_at_its_cap(store: kvfs.Store) -> None:
-    store._core.keeper.stop()
+    store._core.background.stop()
     capped, hot = space(store, "capped"), tokens_of(1000, 4)
     assert capped.put(hot, PAGES[: 4 * TINY_BYTES]).stored == 4
     highest = 0
@@ -196,14 +196,14 @@ def test_expired_segments_are_dropped_though_their_owner_lives(store: kvfs.Store
 def test_pages_that_expire_after_they_were_carried_are_worth_nothing_to_eviction(store: kvfs.Store) -> None:
     """They were carried again and again, and better pages were dropped for them: their segments have no time."""
     core, ns = store._core, space(store, "anybody")
-    core.keeper.stop()
+    core.background.stop()
     fill(ns, range(1), ttl=3000)
     core.active.finish_all()
     ((number, row),) = core.c.index.read(lambda s: s.segments(), 2.0)
     held = core.c.segments.acquire(number, row.segment_id, core.c.index.generation)
     assert held is not None
     carried = SegmentClass(NO_QUOTA + CARRIED, fmt.FLAG_CARRIED, evictor=True)
-    assert core.evictor.carrier.copy(carried, number, held, range(1, 1 + CHUNKS)) == CHUNKS
+    assert core.evictor.relocator.copy(carried, number, held, range(1, 1 + CHUNKS)) == CHUNKS
     core.evictor.reclaimer.drop(number)
 
     def valued() -> int:
@@ -257,7 +257,7 @@ def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Pa
     quotas = dict.fromkeys(names, Quota(cap_bytes=8 * MIB))
     path = memory_path / "store"
     with kvfs.open(path, capacity="64MiB", segment_bytes="2MiB", quotas=quotas, files=Clock()) as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         active, busy = store._core.active, space(store, "anybody")
         for name in names:
             fill(space(store, name), range(1))
@@ -278,7 +278,7 @@ def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Pa
 def test_lifetimes_in_a_store_of_few_segments_leave_something_to_evict(memory_path: Path) -> None:
     """32 segments that were open took all of it, and further puts were declined after five seconds each."""
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="1600KiB", files=Clock()) as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         ns, stored = space(store, "anybody"), 0
         for seed in range(30):
             stored += ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=100.0 * 1.5**seed).stored
@@ -293,7 +293,7 @@ def test_a_segment_that_nothing_was_appended_to_gives_its_blocks_back(
     def declines(*args: Any) -> Any:
         raise Declined("space")
 
-    store._core.keeper.stop()
+    store._core.background.stop()
     with monkeypatch.context() as patch:
         patch.setattr(Appender, "_claim", declines)
         assert space(store, "anybody").put(tokens_of(0, CHUNKS), PAGES).declined == CHUNKS
@@ -304,12 +304,12 @@ def test_a_segment_that_nothing_was_appended_to_gives_its_blocks_back(
 
 
 def test_locks_of_classes_that_are_gone_take_no_memory(store: kvfs.Store) -> None:
-    store._core.keeper.stop()
+    store._core.background.stop()
     ns = space(store, "anybody")
     for seed in range(40):
         ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * (seed + 1))
     store._core.active.finish_all()
-    assert not store._core.active._used_at and len(store._core.active.turns._locks) == 0
+    assert not store._core.active._used_at and len(store._core.active.class_locks._locks) == 0
 
 
 def test_a_rebuild_brings_nothing_expired_back(memory_path: Path) -> None:

@@ -40,7 +40,7 @@ class Clock(FakeClock, Files):
 def test_a_put_on_a_slow_disk_may_take_its_time_in_a_full_store(memory_path: Path) -> None:
     files = Clock()
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
-        store._core.keeper.stop()  # or the clock goes on while it evicts, and the put waits for it in vain
+        store._core.background.stop()  # or the clock goes on while it evicts, and the put waits for it in vain
         ns = store.namespace("model", LAYOUT, revision="r1")
         pages = seeded(1, 300 * PAGE)
         for seed in range(4):
@@ -56,7 +56,7 @@ def test_a_put_on_a_slow_disk_may_take_its_time_in_a_full_store(memory_path: Pat
 def test_a_stopped_evictor_costs_its_neighbours_one_deadline(memory_path: Path) -> None:
     files = Clock()
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         ns, pages = store.namespace("model", LAYOUT, revision="r1"), seeded(1, 100 * PAGE)
         for seed in range(8):
             assert ns.put(tokens_of(seed, 100), pages).stored == 100
@@ -82,7 +82,7 @@ def small(memory_path: Path) -> Iterator[kvfs.Store]:
     quotas = {"two": Quota(cap_bytes=2 * MIB), "less": Quota(cap_bytes=MIB // 2)}
     path = memory_path / "store"
     with kvfs.open(path, capacity="64MiB", segment_bytes="1MiB", quotas=quotas, files=Clock()) as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         yield store
 
 
@@ -133,7 +133,7 @@ def test_who_could_not_remove_segments_evicts_again_when_others_have_removed_the
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kvfs.open(memory_path / "s", capacity="16MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         ns, evictor = store.namespace("m", LAYOUT, revision="r1"), store._core.evictor
         for n in range(40):
             assert ns.put(tokens_of(n, 4), PAGES).stored == 4

@@ -23,7 +23,7 @@ PAGES = seeded(1, CHUNKS * TINY_BYTES)
 @pytest.fixture
 def store(memory_path: Path) -> Iterator[kvfs.Store]:
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as made:
-        made._core.keeper.stop()
+        made._core.background.stop()
         yield made
 
 

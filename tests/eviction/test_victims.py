@@ -50,7 +50,7 @@ def store(memory_path: Path, looks: list[int]) -> Iterator[kvfs.Store]:
     quotas = {"m": Quota(guaranteed_bytes=4096)}
     path = memory_path / "store"
     with kvfs.open(path, capacity="32MiB", segment_bytes="256KiB", quotas=quotas, files=Clock()) as made:
-        made._core.keeper.stop()
+        made._core.background.stop()
         ns = made.namespace("m", tiny(), revision="r1")
         for seed in range(SEGMENTS):
             assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
@@ -167,7 +167,7 @@ def test_what_was_used_before_a_restart_outlives_what_was_not(memory_path: Path)
     files, hot = Clock(), range(0, 40, 8)
 
     def fill(store: kvfs.Store, seeds: range) -> kvfs.Namespace:
-        store._core.keeper.stop()
+        store._core.background.stop()
         ns = store.namespace("m", LAYOUT, revision="r1")
         for seed in seeds:
             assert ns.put(tokens_of(seed, CHUNKS), LARGE).stored == CHUNKS

@@ -122,7 +122,7 @@ def test_a_damaged_ledger_is_built_anew(tmp_path: Path) -> None:
         generation = index.generation
         result = put(namespace(store), PROMPTS.tokens(2, 60), judge)
         assert result is not None and result.declined == 60
-        store._core.keeper.nudge("rebuild")
+        store._core.background.wake("rebuild")
         assert store.wait_ready(20.0) and index.generation != generation
         assert get(namespace(store), PROMPTS.tokens(1, 20), judge) == 20
         assert index.read(lambda s: s.check_ledger(), 5.0)

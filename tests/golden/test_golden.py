@@ -59,7 +59,7 @@ def everything(store: kvfs.Store) -> None:
             assert data == pages[group][first * size : chunks * size], f"{case.name}: {group}"
 
 
-def lasting(path: Path) -> set[str]:
+def persistent(path: Path) -> set[str]:
     """Segments with pages that have not expired: what has goes whenever a process finds the time."""
     return {
         name
@@ -117,7 +117,7 @@ def test_pages_of_format_1_are_read_at_other_degrees(path: Path) -> None:
 
 def test_a_store_of_format_1_is_gone_on_with(path: Path) -> None:
     """New pages go into the segment that was left active; what was there is still right, after a rebuild too."""
-    before = {name: (path / "segments" / name).read_bytes() for name in lasting(path)}
+    before = {name: (path / "segments" / name).read_bytes() for name in persistent(path)}
     new = Case("new", GQA, 7)
     with kvfs.open(path) as store:
         assert store.wait_ready(20)
@@ -126,7 +126,7 @@ def test_a_store_of_format_1_is_gone_on_with(path: Path) -> None:
         now = (path / "segments" / name).read_bytes()
         assert now[: fmt.FIRST_TABLE] == data[: fmt.FIRST_TABLE]
         assert now[fmt.FIRST_PAYLOAD : len(data)] == data[fmt.FIRST_PAYLOAD :]
-    assert lasting(path) == set(before)
+    assert persistent(path) == set(before)
     shutil.rmtree(path / "index")
     with kvfs.open(path) as store:
         everything(store)
@@ -190,11 +190,11 @@ def active(path: Path) -> Iterator[Path]:
 
 def test_a_segment_with_unknown_compatible_bits_is_like_any_other(path: Path, active: Path) -> None:
     set_feature(active, 16)
-    before = lasting(path)
+    before = persistent(path)
     with kvfs.open(path) as store:
         everything(store)
         golden.put(store, Case("new", GQA, 2))
-    assert lasting(path) == before
+    assert persistent(path) == before
 
 
 def test_a_segment_with_unknown_read_only_bits_is_read_and_never_appended_to(path: Path, active: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_full_index_can_be_built_anew(memory_path: Path) -> None:
             count += 1
         latest = range(count - count // 4, count)
         there = sum(ns.match(tokens_of(n, 1)).tokens for n in latest)
-        store._core.keeper.stop()
+        store._core.background.stop()
         store._core.c.index.retire()
         store._core.rebuild_if_needed()
         assert sum(ns.match(tokens_of(n, 1)).tokens for n in latest) == there > 0
@@ -133,7 +133,7 @@ def test_an_index_that_has_become_too_small_names_the_latest_pages(memory_path: 
 
 def test_a_process_that_opened_a_smaller_index_goes_on_with_what_others_made_of_it(store: kvfs.Store) -> None:
     """Settings count from the next open on. It took the larger file for broken, and removed it, each time."""
-    store._core.keeper.stop()
+    store._core.background.stop()
     ns, tokens = store.namespace("m", tiny(), revision="r1"), tokens_of(1, CHUNKS)
     assert ns.put(tokens, PAGES).stored == CHUNKS
     settings = Path(store.path) / "kvfs.toml"
@@ -142,7 +142,7 @@ def test_a_process_that_opened_a_smaller_index_goes_on_with_what_others_made_of_
 
     def another_process() -> int:
         with kvfs.open(store.path) as other:
-            other._core.keeper.stop()
+            other._core.background.stop()
             index, size = other._core.c.index, 8 << 10
             for first in range(0, 512, 64):
                 rows = [f"{n:040}".encode() for n in range(first, first + 64)]

@@ -34,7 +34,7 @@ SEGMENTS = 4
 @pytest.fixture
 def store(memory_path: Path) -> Iterator[kvfs.Store]:
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as made:
-        made._core.keeper.stop()
+        made._core.background.stop()
         for n in range(SEGMENTS):
             assert put(made, n).put(tokens_of(n, CHUNKS), PAGES).skipped == CHUNKS
             made._core.active.finish_all()
@@ -149,7 +149,7 @@ def test_groups_that_were_looked_up_in_two_indices_are_no_match(
     size, tokens = layout.groups[0].page_bytes, tokens_of(0, CHUNKS)
     pages = {name: seeded(n, CHUNKS * size) for n, name in enumerate(("a", "b"))}
     with kvfs.open(memory_path / "two", capacity="16MiB", segment_bytes="256KiB", verify="first") as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         ns = store.namespace("m", layout, revision="r1")
         for name in pages:
             other = ({*pages} - {name}).pop()

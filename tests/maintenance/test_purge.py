@@ -247,7 +247,7 @@ def test_pages_of_a_living_writer_go_and_what_he_stores_later_stays(path: Path) 
         if not child:
             try:
                 mine = kvfs.open(path)
-                mine._core.keeper.stop()  # which seals what was purged
+                mine._core.background.stop()  # which seals what was purged
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)
@@ -277,7 +277,7 @@ def test_a_purged_active_segment_is_sealed_and_dropped_by_its_owner(path: Path) 
         put(space(store), 1)
         assert run_child(lambda: kvfs.open(path).purge("m").pages) == CHUNKS
         assert found(space(store), 1) == 0
-        store._core.keeper.nudge("purge")
+        store._core.background.wake("purge")
         deadline = time.monotonic() + 10
         left = lambda: [*segment_files(path), *(path / "purged").iterdir()]  # noqa: E731 - the mark goes last
         while left() and time.monotonic() < deadline:
@@ -418,7 +418,7 @@ def test_a_damaged_mark_is_taken_for_all(path: Path, content: bytes) -> None:
 def test_a_mark_that_cannot_be_read_for_lack_of_descriptors_drops_no_segment(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    store._core.keeper.stop()
+    store._core.background.stop()
     spaces = [space(store, name) for name in "abc"]
     for number, ns in enumerate(spaces):
         put(ns, number, 8)
@@ -461,7 +461,7 @@ def test_a_damaged_segment_of_a_living_writer_is_taken_from_him(path: Path) -> N
         if not child:
             try:
                 mine = kvfs.open(path)
-                mine._core.keeper.stop()  # which finds out before he does
+                mine._core.background.stop()  # which finds out before he does
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)

@@ -7,7 +7,7 @@ from kvfs.lookup.prefix_match import GroupMatch
 from kvfs.lookup.search import Hit
 from kvfs.pages.layout import Part
 from kvfs.read.plan import plan_reads, plan_runs
-from kvfs.segments.open_segments import Held
+from kvfs.segments.open_segments import OpenSegment
 
 WANT = Part(0, 1, 0, 1)
 PAGE = 4096
@@ -24,7 +24,7 @@ def hit(places: dict[int, Place]) -> Hit:
 
 def planned(hits: tuple[Hit, ...], count: int, bytes_max: int = 1 << 20) -> list[tuple[int, int, int, bytes]]:
     gm = GroupMatch(0, "full", WANT, None, PAGE, 0, count, hits, 32)
-    jobs, covered = plan_reads(gm, {1: Held(1, bytes(16), -1, "")}, bytes_max)
+    jobs, covered = plan_reads(gm, {1: OpenSegment(1, bytes(16), -1, "")}, bytes_max)
     assert covered == (1 << count) - 1
     assert all(job.roots == b"".join(seq.to_bytes(16, "little") for seq in job.seqs) for job in jobs)
     return [(job.chunk, job.count, job.offset // PAGE, bytes(job.seqs)) for job in jobs]
@@ -46,7 +46,7 @@ def test_runs_have_no_gaps_whatever_a_row_says() -> None:
     """Who copies a run whole makes room for its pages, not for what lies between them."""
     row = hit({j: place(10 + 7 * j, 1 + j) for j in range(3)} | {3: place(25, 4)})
     gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 4, (row,), 32)
-    runs, _ = plan_runs(gm, {1: Held(1, bytes(16), -1, "")})
+    runs, _ = plan_runs(gm, {1: OpenSegment(1, bytes(16), -1, "")})
     assert [(run.chunk, run.count, run.offset // PAGE, run.span // PAGE) for run in runs] == [
         (0, 1, 10, 1), (1, 1, 17, 1), (2, 2, 24, 2),
     ]  # fmt: skip

@@ -39,7 +39,7 @@ def test_a_reader_with_an_index_of_his_own_follows(path: Path, trusted: bool) ->
         put(space(store, "n"), 2)
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.keeper.stop()
+        reader._core.background.stop()
         assert found(space(reader), 1) == CHUNKS
         reader._core._guest.follow()
         assert reader._core.c.index.generation.startswith("private-")
@@ -63,7 +63,7 @@ def test_a_reader_whose_index_is_given_up_builds_his_own_unless_somebody_else_do
     files = Clock()
     with kvfs.open(path, read_only=True, files=files) as reader:
         core = reader._core
-        core.keeper.stop()
+        core.background.stop()
         shared = core.c.index
         assert found(space(reader), 1) == CHUNKS
         (path / "index" / "CURRENT").rename(path / "index" / "aside")
@@ -126,7 +126,7 @@ def test_a_reader_goes_back_to_the_index_of_a_writer_at_work(path: Path) -> None
 def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_and_distrust(path)
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.keeper.stop()
+        reader._core.background.stop()
         code = "import sys, kvfs; kvfs.open(sys.argv[1]).purge('m')"
         with space(reader).match(tokens_of(1, CHUNKS)) as held:  # so that its segment stays
             assert held.tokens
@@ -154,7 +154,7 @@ def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
     put_and_distrust(path)
     files = Files()
     with kvfs.open(path, read_only=True, files=files) as reader:
-        reader._core.keeper.stop()
+        reader._core.background.stop()
         with another_process(path) as writer:
             assert writer("put(space(store), 2)") == "None"
 
@@ -190,13 +190,13 @@ def test_a_reader_that_is_closed_while_it_builds_an_index_of_its_own_ends_that(
     monkeypatch.setattr(files, "open", slow)
     assert begun.wait(20)  # the reader's own thread looks once a second
     reader.close()
-    assert core.c.index is index and core.c.counters.snapshot()["chore_follow_failed"] == 1
+    assert core.c.index is index and core.c.counters.snapshot()["task_follow_failed"] == 1
 
 
 def test_a_reader_whose_own_index_was_closed_or_given_up_misses(path: Path) -> None:
     put_and_distrust(path)
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.keeper.stop()
+        reader._core.background.stop()
         ns, index = space(reader), reader._core.c.index
         index._worker.call(index._close_environment, 5.0)  # as between a lookup's first and second step, or by an error
         assert not restored(ns, tokens_of(1, CHUNKS))

@@ -82,7 +82,7 @@ def files() -> Iterator[Hanging]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(class_locks, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(class_locks, "APPEND_SECONDS", 0.2)
 
 
 def test_a_store_can_be_closed_and_its_segment_stays_its_own(store_path: Path, files: Hanging) -> None:
@@ -137,10 +137,10 @@ def test_a_put_that_is_overtaken_by_one_that_hangs_declines_too(
 ) -> None:
     """It had looked whether it was its turn, and then waited for ever."""
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
-        store._core.keeper.stop()
+        store._core.background.stop()
         ns = store.namespace("m", tiny(), "1")
         assert put(ns, 1).stored == 4
-        turn, hanging = ns._appender._active.turns.soon, list[Put]()
+        turn, hanging = ns._appender._active.class_locks.acquire_within, list[Put]()
 
         def overtaken(key: Any) -> Any:
             """The lock is free when it is looked at, and held when it is taken."""
@@ -149,7 +149,7 @@ def test_a_put_that_is_overtaken_by_one_that_hangs_declines_too(
                 hanging.append(Put(ns, files))
             return mine
 
-        monkeypatch.setattr(ns._appender._active.turns, "soon", overtaken)
+        monkeypatch.setattr(ns._appender._active.class_locks, "acquire_within", overtaken)
         results: list[Any] = []
         thread = threading.Thread(target=lambda: results.append(put(ns, 3)), daemon=True)
         thread.start()
@@ -166,11 +166,11 @@ def test_upkeep_goes_on_meanwhile(store_path: Path, files: Hanging, monkeypatch:
         put(ns, 1)
         segments = ns._appender._active
         hanging = Put(ns, files)
-        for chore in (segments.tidy, segments.sync_dirty):
-            thread = threading.Thread(target=chore, daemon=True)
+        for task in (segments.tidy, segments.sync_dirty):
+            thread = threading.Thread(target=task, daemon=True)
             thread.start()
             thread.join(SECONDS)
-            assert not thread.is_alive(), f"{chore.__name__} waits for the disk"
+            assert not thread.is_alive(), f"{task.__name__} waits for the disk"
         assert hanging.end().stored == 4
         segments.sync_dirty()
         assert not segments._dirty

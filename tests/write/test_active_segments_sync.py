@@ -21,7 +21,7 @@ PAGES = seeded(1, CHUNKS * TINY_BYTES)
 def opened(path: Path, level: str) -> Iterator[tuple[kvfs.Store, kvfs.Namespace, FaultyFiles]]:
     files = FaultyFiles(trace=True)
     with kvfs.open(path / "store", capacity="16MiB", sync=level, files=files) as store:
-        store._core.keeper.stop()  # upkeep comes when the test says so
+        store._core.background.stop()  # upkeep comes when the test says so
         yield store, store.namespace("m", tiny(), revision="r1"), files
 
 
