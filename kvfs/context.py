@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvfs.directory import io_mode
-from kvfs.directory.access_times import Recency
+from kvfs.directory.access_times import AccessTimes
 from kvfs.directory.config import Settings
 from kvfs.directory.io_mode import Mode
 from kvfs.directory.liveness import Liveness
@@ -19,7 +19,7 @@ from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
 from kvfs.directory.shared_counters import SharedCounters
 from kvfs.index.environment import Index
-from kvfs.pages.chunk_hash_cache import Chains
+from kvfs.pages.chunk_hash_cache import ChunkHashCache
 from kvfs.segments.open_segments import SegmentFiles
 from kvfs.system.files import Files
 from kvfs.types import Verify
@@ -61,7 +61,7 @@ class Context:
     store_id: bytes
     index: Index
     liveness: Liveness | None  # None: read-only
-    recency: Recency
+    access_times: AccessTimes
     segments: SegmentFiles
     marks: PurgeMarks
     verify: Verify
@@ -69,7 +69,7 @@ class Context:
     shared_counters: SharedCounters
     declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
     counters: Counters = field(default_factory=Counters)
-    chains: Chains = field(default_factory=Chains)
+    chains: ChunkHashCache = field(default_factory=ChunkHashCache)
     pinned: PinnedBytes = field(init=False)
     holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
     attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else

@@ -25,7 +25,7 @@ from kvfs.system.memory_views import byte_view
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
 from kvfs.write.active_segments import SegmentClass
-from kvfs.write.appender import Appender, Job, Outcome, check_pages_fit
+from kvfs.write.appender import Appender, AppendJob, Outcome, check_pages_fit
 
 if TYPE_CHECKING:
     from kvfs.pages.device_kv import DeviceKV
@@ -276,7 +276,7 @@ class Namespace:
             return Outcome(declined=pages, reason="gap"), min(limit, start - 1)
         missing = [c for c in range(start, end) if not present >> c & 1]
         at_us = self._begin_request(prompt, lookup, missing[0] if missing else end)
-        job = Job(
+        job = AppendJob(
             self.identity, self._descriptor, number, group, part, prompt,
             lambda chunk: data[(chunk - start) * size : (chunk - start + 1) * size],
             expires, at_us, attempt, segment_class, codec=self._codec,
@@ -293,17 +293,17 @@ class Namespace:
         if chain and outcome.declined:
             limit = min(limit, end - outcome.declined)
         if end:
-            self._c.recency.note_request(prompt.hashes[end - 1], at_us)
+            self._c.access_times.note_request(prompt.hashes[end - 1], at_us)
         return outcome, limit
 
     def _begin_request(self, prompt: Prompt, lookup: GroupLookup, done: int) -> int:
         """One stamp for all pages of a request: its lookup's, else now; present pages are stamped with it."""
-        at_us = self._c.recency.request_of(prompt.hashes[done - 1]) if done else None
+        at_us = self._c.access_times.request_of(prompt.hashes[done - 1]) if done else None
         if at_us is None:
             at_us = self._c.files.now_us()
             hits = [hit for run in sorted(lookup.found.hits) for hit in lookup.found.hits[run]]
             for segment, seq, count in used_ranges(hits, prompt.run_length, lookup.found.present):
-                self._c.recency.stamp(lookup.segments[segment], seq, [at_us] * count)
+                self._c.access_times.stamp(lookup.segments[segment], seq, [at_us] * count)
         return at_us
 
     def _check_put(self, prompt: Prompt, number: int, group: Group, pages: Any, start: Any, part: Any) -> _Put | None:

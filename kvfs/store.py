@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvfs.bundles.exporter import Exported
     from kvfs.bundles.importer import Imported
     from kvfs.bundles.safetensors_file import Written
-    from kvfs.eviction.dry_run import Plan
+    from kvfs.eviction.dry_run import GcPlan
     from kvfs.lookup.prefix_match import PrefixMatch
     from kvfs.maintenance.recompress import Recompressed, RecompressPlan
     from kvfs.maintenance.verify import Verification
@@ -182,7 +182,7 @@ class Store:
         with root.translate_os_errors(self.path):
             return self._core.evictor.collect(target_bytes, seconds)
 
-    def gc_plan(self, target_bytes: int | None = None) -> Plan:
+    def gc_plan(self, target_bytes: int | None = None) -> GcPlan:
         """What ``gc`` would do now. Changes nothing."""
         from kvfs.eviction.dry_run import make_plan
 

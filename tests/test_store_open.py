@@ -742,7 +742,7 @@ def test_a_reader_makes_no_file_of_stamps_and_takes_none_away(path: Path, linked
         os.link(stamps, path.parent / "other name")
     before = tree(path)
     with kvfs.open(path, read_only=True) as store:
-        recency, segment_id = store._core.c.recency, bytes.fromhex(stamps.name)
+        recency, segment_id = store._core.c.access_times, bytes.fromhex(stamps.name)
         assert [recency.was_used(segment_id, seq) for seq in (1, 3, 4)] == [linked, linked, False]
         assert serves(store)
     assert tree(path) == before
@@ -875,7 +875,7 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     real, struck = registry.OpenStore.work, list[None]()
 
     def work(core: registry.OpenStore) -> Any:
-        if core in registry._CORES.values() and not struck:  # it is made, and has no user yet
+        if core in registry._STORES.values() and not struck:  # it is made, and has no user yet
             struck.append(None)
             raise KeyboardInterrupt
         return real(core)
@@ -889,4 +889,4 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     opening.join(20.0)
     assert opened, "it waits for nothing"
     opened[0].close()
-    assert not registry._CORES
+    assert not registry._STORES

@@ -275,7 +275,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict pinned pages", "kvfs/eviction/victims.py",
-        "if row.state == DOOMED or row.segment_id in pinned:", "if row.state == DOOMED:",
+        "if row.state == DROPPED or row.segment_id in pinned:", "if row.state == DROPPED:",
         ("tests/golden/test_golden.py::test_a_pin_of_format_1_protects_its_pages",),
     ),
     Mutation(

@@ -259,7 +259,7 @@ class Member(NamedTuple):
     nbytes: int
 
 
-class Window(Files):
+class ExportWindow(Files):
     """A segment that lies inside another file."""
 
     def __init__(self, member: Member, step: Callable[[], None] = lambda: None) -> None:

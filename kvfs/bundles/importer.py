@@ -19,9 +19,9 @@ from typing import NamedTuple, TypeAlias
 from kvfs.bundles.exporter import (
     MANIFEST,
     BundleError,
+    ExportWindow,
     Member,
     TooLargeError,
-    Window,
     entry_problem,
     read_manifest,
     read_members,
@@ -194,7 +194,7 @@ class Importer:
             self._stamps.setdefault(entry.written_us, 0)
 
     def _scan(self, fd: int, member: Member) -> Scan | None:
-        scan = scan_segment(fd, Window(member, self._pace.step), records_max=self._pace.records_max + 1)
+        scan = scan_segment(fd, ExportWindow(member, self._pace.step), records_max=self._pace.records_max + 1)
         if scan is not None and len(scan.entries) > self._pace.records_max:
             raise TooLargeError(f"{member.name} has more than {self._pace.records_max} records")
         return scan
@@ -206,7 +206,7 @@ class Importer:
 
     def _pages(self, fd: int, member: Member, scan: Scan) -> Iterator[tuple[Entry, _Page | str]]:
         """Each record with its verified page, or with what is wrong with it."""
-        files = Window(member)
+        files = ExportWindow(member)
         known: dict[int, tuple[Described, bytes] | None] = {}
         for entry in scan.parts():
             self._pace.step()

@@ -44,7 +44,7 @@ _ENCODING = re.compile(
 )
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """Some numbers of each cell: its name, its dtype as safetensors calls it, where it lies in the cell (bytes)."""
 
     name: str
@@ -64,7 +64,7 @@ class Tensor(NamedTuple):
     name: str
     group: GroupMatch
     layer: int
-    piece: Piece
+    piece: TensorSlice
     shape: tuple[int, int, int]
     offset: int
 
@@ -94,7 +94,7 @@ class UnverifiedError(KvfsError):
     """A page that a file was to hold does not verify, or is gone."""
 
 
-def pieces(cell: Cell) -> list[Piece]:
+def pieces(cell: Cell) -> list[TensorSlice]:
     """What a cell consists of; one piece of bytes if its encoding is not one of kvfs's, or has half bytes."""
     found = _ENCODING.match(cell.encoding)
     if found is not None and found["dtype"] in _DTYPES:
@@ -104,11 +104,11 @@ def pieces(cell: Cell) -> list[Piece]:
             wanted.append(("scale", *_DTYPES[found["scale_dtype"]]))
         made, at = [], 0
         for name, dtype, size in wanted:
-            made.append(Piece(name, dtype, int(found[name]), at, int(found[name]) * size))
+            made.append(TensorSlice(name, dtype, int(found[name]), at, int(found[name]) * size))
             at += made[-1].nbytes
         if at == cell.nbytes and all(p.numbers for p in made):
             return made
-    return [Piece("cell", "U8", cell.nbytes, 0, cell.nbytes)]
+    return [TensorSlice("cell", "U8", cell.nbytes, 0, cell.nbytes)]
 
 
 def write(
@@ -133,7 +133,7 @@ def write(
             written = 0
             for gm in match.groups:
                 mine = [t for t in tensors if t.group is gm]
-                batch = _Batch(groups[gm.number], gm, mine)
+                batch = _TensorBatch(groups[gm.number], gm, mine)
                 for first in range(gm.first, gm.first + gm.count, batch.chunks):
                     cut = gm.cut(first, min(batch.chunks, gm.first + gm.count - first))
                     good, _ = reader.load_run(match, cut, groups[gm.number], batch.pages[: cut.nbytes], held)
@@ -215,7 +215,7 @@ def _hashes(match: PrefixMatch) -> dict[str, list[str]]:
     }
 
 
-class _Batch:
+class _TensorBatch:
     """Some pages of a group as they are stored, and room for them as the tensors want them."""
 
     def __init__(self, group: Group, gm: GroupMatch, tensors: Sequence[Tensor]) -> None:
@@ -230,7 +230,7 @@ class _Batch:
         for t in tensors:
             self._at[t.name] = at
             at += self.chunks * self.states * t.row_bytes
-        by_piece: dict[Piece, list[Tensor]] = {}
+        by_piece: dict[TensorSlice, list[Tensor]] = {}
         for t in tensors:
             by_piece.setdefault(t.piece, []).append(t)
         # the tensors are described as an engine's buffers are, so that one piece of code moves cells

@@ -19,7 +19,7 @@ from kvfs.context import Context
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.index.rows import Place, parse_row
 from kvfs.index.session import Session
-from kvfs.index.tables import DOOMED, Contents, SegmentRow
+from kvfs.index.tables import DROPPED, Contents, SegmentRow
 from kvfs.pages.identity import Described, Identity, parse_descriptor, salt_digest
 from kvfs.segments.writer import file_name
 
@@ -93,7 +93,7 @@ class Catalog:
             if following is None:
                 break
             after = following
-        alive = {n for n, row in self.segment_rows() if row.state != DOOMED}
+        alive = {n for n, row in self.segment_rows() if row.state != DROPPED}
         return [c for c in rows if c.segment in alive]
 
     def segment_rows(self) -> list[tuple[int, SegmentRow]]:

@@ -54,7 +54,7 @@ class Records:
         self._mode = context.mode
         self._open: OrderedDict[bytes, _Open] = OrderedDict()
         self._stamps: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._recency = context.recency
+        self._recency = context.access_times
 
     def entry(self, segment_id: bytes, seq: int) -> Entry | None:
         """Entry ``seq`` of a segment."""

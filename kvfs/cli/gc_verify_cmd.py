@@ -13,7 +13,7 @@ from kvfs.cli import recompress_cmd, text
 from kvfs.cli.app import EXIT_PROBLEMS, App, common
 
 if TYPE_CHECKING:
-    from kvfs.eviction.dry_run import Plan
+    from kvfs.eviction.dry_run import GcPlan
     from kvfs.maintenance.verify import Verification
     from kvfs.store import Store
 
@@ -71,12 +71,12 @@ def gc_command(
             _show_plan(app, store.gc_plan(target_bytes))
 
 
-def _show_plan(app: App, plan: Plan) -> None:
+def _show_plan(app: App, plan: GcPlan) -> None:
     carried = sum(s.carried_pages for s in plan.steps)
     carried_bytes = sum(s.carried_bytes for s in plan.steps)
     data = {
         "applied": False, "used_bytes": plan.used_bytes, "target_bytes": plan.target_bytes,
-        "doomed_bytes": plan.doomed_bytes, "frees_bytes": plan.freed_bytes, "carried_pages": carried,
+        "dropped_bytes": plan.dropped_bytes, "frees_bytes": plan.freed_bytes, "carried_pages": carried,
         "carried_bytes": carried_bytes,
         "steps": [
             {"segment_id": s.segment_id.hex(), "frees_bytes": s.frees_bytes, "pages_lost": s.pages,
@@ -86,8 +86,8 @@ def _show_plan(app: App, plan: Plan) -> None:
     }  # fmt: skip
 
     def lines() -> Iterable[str]:
-        if plan.doomed_bytes:
-            yield f"waits   {text.size(plan.doomed_bytes)} of dropped segments that somebody still holds"
+        if plan.dropped_bytes:
+            yield f"waits   {text.size(plan.dropped_bytes)} of dropped segments that somebody still holds"
         if not plan.steps:
             yield f"plan    nothing to do: {text.size(plan.used_bytes)} in use, {text.size(plan.target_bytes)} allowed"
             return
@@ -139,7 +139,7 @@ def _explain(app: App, store: Store, key: str) -> None:
         elif rank is not None:
             before = sum(s.frees_bytes for s in plan.steps[: rank[0]])
             why = f"goes as number {rank[0] + 1} of {len(plan.steps)} segments, after {text.size(before)} have gone"
-        elif row is None or STATE_NAMES[row.state] == "doomed":
+        elif row is None or STATE_NAMES[row.state] == "dropped":
             why = "its segment was dropped a moment ago"
         elif STATE_NAMES[row.state] == "active":
             why = "stays: a live process is appending to its segment"

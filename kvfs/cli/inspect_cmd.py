@@ -187,7 +187,7 @@ def _segment(app: App, store: Store, info: SegmentInfo) -> None:
     row = info.row
     name = f"{row.segment_id.hex()}.kvs"
     files = Files()
-    folder = "doomed" if STATE_NAMES[row.state] == "doomed" else "segments"
+    folder = "doomed" if STATE_NAMES[row.state] == "dropped" else "segments"
     path = os.path.join(store.path, folder, name)
     size, cached = 0, None
     try:

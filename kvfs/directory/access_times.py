@@ -26,7 +26,7 @@ REQUESTS_MAX = 4096
 REQUEST_US = 600_000_000  # a prompt saved this long after its lookup still belongs to the same request
 
 
-class Recency:
+class AccessTimes:
     """Stamps uses, reads stamps. Never raises for a file system that misbehaves: recency is advice."""
 
     def __init__(self, directory: Directory) -> None:

@@ -9,7 +9,7 @@ from kvfs.eviction import policy as eviction
 from kvfs.eviction.evictor import Evictor
 from kvfs.eviction.usage import Summary
 from kvfs.index import ledger
-from kvfs.index.tables import DOOMED, SegmentRow
+from kvfs.index.tables import DROPPED, SegmentRow
 
 STEPS_MAX = 100_000
 
@@ -28,12 +28,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GcPlan:
     """What gc would do: steps in order, and how much is in use before and after them."""
 
     used_bytes: int
     target_bytes: int
-    doomed_bytes: int  # of segments dropped already and still held by a reader
+    dropped_bytes: int  # of segments dropped already and still held by a reader
     steps: tuple[Step, ...] = ()
     pinned: frozenset[bytes] = field(default_factory=frozenset)  # ids of segments that pins protect
 
@@ -42,7 +42,7 @@ class Plan:
         return sum(step.frees_bytes - step.carried_bytes for step in self.steps)
 
 
-def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> Plan:
+def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> GcPlan:
     """The steps until ``target_bytes`` are in use (default: the limit).
 
     Eviction decides anew before each step, so uses and puts that come meanwhile change what it really does.
@@ -50,10 +50,10 @@ def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> P
     rows = dict(context.index.read(lambda s: s.segments(), COMMIT_SECONDS))
     used = context.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
     limit = ledger.budget(context.settings).limit if target_bytes is None else target_bytes
-    doomed = sum(row.allocated for row in rows.values() if row.state == DOOMED)
+    dropped = sum(row.allocated for row in rows.values() if row.state == DROPPED)
     pinned = frozenset(evictor.victims.pinned())
     if used <= limit:
-        return Plan(used, limit, doomed, (), pinned)  # without reading a table
+        return GcPlan(used, limit, dropped, (), pinned)  # without reading a table
     evictable, summaries, now = evictor.victims.survey()
     # one flock each, once: who holds a segment now is who would keep its blocks
     held = {n for n, row in evictable.items() if evictor.victims.is_held(row)}
@@ -68,10 +68,10 @@ def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> P
         step = _step(alive.pop(choice.victim), evictable[choice.victim], choice)
         steps.append(step)
         left -= step.frees_bytes - step.carried_bytes
-    return Plan(used, limit, doomed, tuple(steps), pinned)
+    return GcPlan(used, limit, dropped, tuple(steps), pinned)
 
 
-def _step(summary: Summary, row: SegmentRow, choice: eviction.Plan) -> Step:
+def _step(summary: Summary, row: SegmentRow, choice: eviction.EvictionPlan) -> Step:
     pages = len(summary.pieces.ordinals)
     return Step(
         summary.number, row.segment_id, row.allocated, pages - len(choice.carry), len(choice.carry),

@@ -16,7 +16,7 @@ from kvfs.eviction.victims import Victim, Victims
 from kvfs.format import segment as fmt
 from kvfs.index import ledger
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.write.active_segments import STEP, Declined, SegmentClass
 from kvfs.write.relocate import Relocator
 
@@ -28,11 +28,11 @@ INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
 SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
 INDEX_SHARE = 32  # of the segments are dropped at once where their rows are what is short: one in so many
 PROBE_SECONDS = 0.05  # that a writer waits for the lock where the last one has waited in vain
-HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a doomed segment
+HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a dropped segment
 
 
-def _doomed(session: Session) -> int:
-    return session.ledger().doomed
+def _dropped_bytes(session: Session) -> int:
+    return session.ledger().dropped
 
 
 class Evictor:
@@ -66,7 +66,7 @@ class Evictor:
                     return False
                 if index_full:
                     return self._clear_index(deadline)
-                freed = self.reclaimer.finish_doomed()
+                freed = self.reclaimer.reclaim_dropped()
                 freed = 0 if disk_full else freed
                 dropped: int | None = 0
                 while freed < missing and self._c.files.monotonic() < deadline:
@@ -75,7 +75,7 @@ class Evictor:
                         break  # nothing is left, or what is left is held by somebody
                     freed += dropped
             if not freed:
-                if (disk_full or owner) and dropped is None and not self._c.index.read(_doomed, COMMIT_SECONDS):
+                if (disk_full or owner) and dropped is None and not self._c.index.read(_dropped_bytes, COMMIT_SECONDS):
                     return False  # there is nothing to wait for
                 self._c.files.sleep(HELD_SECONDS)
         except (OSError, IndexUnavailableError):
@@ -88,10 +88,10 @@ class Evictor:
         ``spared``: ids of segments, and of classes of segments, that stay."""
         limit = ledger.budget(self._c.settings).limit - nbytes
         while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
-            if self.reclaimer.finish_doomed():
+            if self.reclaimer.reclaim_dropped():
                 continue
             dropped = self._evict_one(spared=spared)
-            if dropped is None and not self._c.index.read(_doomed, COMMIT_SECONDS):
+            if dropped is None and not self._c.index.read(_dropped_bytes, COMMIT_SECONDS):
                 break  # there is nothing to wait for
             if self._c.files.monotonic() >= end:
                 break
@@ -99,7 +99,7 @@ class Evictor:
                 self._c.files.sleep(HELD_SECONDS)
 
     def background(self) -> None:
-        """Finish what is doomed, and keep room for the next step of a segment, so that writers seldom wait.
+        """Finish what is dropped, and keep room for the next step of a segment, so that writers seldom wait.
 
         No more than that: room that is kept free holds no pages (2 % of the capacity were measured to cost 1 %
         of the hits).
@@ -108,12 +108,12 @@ class Evictor:
             lambda s: (s.ledger(), index_is_full(s, self._c.settings.index_bytes)), COMMIT_SECONDS
         )
         limit = ledger.budget(self._c.settings).limit - self._c.settings.segment_bytes // STEP
-        if not totals.doomed and totals.used <= limit and not full:
+        if not totals.dropped and totals.used <= limit and not full:
             return
         with self.lock.hold(self._c.files.monotonic()) as held:
             if not held:
                 return
-            self.reclaimer.finish_doomed()
+            self.reclaimer.reclaim_dropped()
             if full:
                 self._clear_index(self._c.files.monotonic() + INDEX_SECONDS)
             for _ in range(64):
@@ -134,7 +134,7 @@ class Evictor:
         with self.lock.hold(now + patience) as held:
             if not held:
                 raise StoreLockedError(f"{self._c.directory.path}: somebody else evicts or purges: ask again later")
-            self.reclaimer.finish_doomed()
+            self.reclaimer.reclaim_dropped()
             while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
                 if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
                     break
@@ -181,7 +181,7 @@ class Evictor:
         if not missing:
             return
         live = {
-            r.segment_id for _, r in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS) if r.state != DOOMED
+            r.segment_id for _, r in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS) if r.state != DROPPED
         }
         missing = {i: named for i, named in missing.items() if i in live}
         if missing:
@@ -208,8 +208,8 @@ class Evictor:
             return 0
         if victim.seqs:
             self._carry(victim)
-        doom = partial(ledger.doom, number=victim.number, owner=self._c.owner, segment_id=victim.row.segment_id)
-        row = self._c.index.write(doom, COMMIT_SECONDS)
+        drop = partial(ledger.mark_dropped, number=victim.number, owner=self._c.owner, segment_id=victim.row.segment_id)
+        row = self._c.index.write(drop, COMMIT_SECONDS)
         self.victims.dropped(victim)
         self._c.counters.add("segments_evicted")
         if row is None or not self.reclaimer.finish(victim.number, row):

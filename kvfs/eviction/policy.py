@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from operator import mul
 
-from kvfs.eviction.usage import SCALE_US, Chains, SegmentUse, Summary, summarise
+from kvfs.eviction.usage import SCALE_US, RequestChains, SegmentUse, Summary, summarise
 
 #: The least life of carried records: they count twice at least.
 CARRIED_LIFE_US = 3 * SCALE_US
@@ -43,7 +43,7 @@ BUDGET_SEGMENTS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvictionPlan:
     victim: int
     carry: tuple[int, ...]  # record ordinals, ascending
     carry_bytes: int
@@ -73,13 +73,13 @@ class Policy:
     """Chooses victims, and keeps between choices what does not depend on the time. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._chains = Chains()
+        self._chains = RequestChains()
 
-    def choose(self, summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan | None:
+    def choose(self, summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> EvictionPlan | None:
         """The next victim, or None if nothing may be dropped. O(pieces)."""
         return next(self.ranked(summaries, now_us, budget_bytes), None)
 
-    def ranked(self, summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Iterator[Plan]:
+    def ranked(self, summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Iterator[EvictionPlan]:
         """What may be dropped, the best victim first; each plan as if it were the only one. O(pieces) for all."""
         listed = list(summaries)
         self._chains.update({s.number: s.pieces for s in listed})
@@ -95,7 +95,7 @@ class Policy:
             carry = tuple(sorted(i for piece in taken for i in summary.pieces.ordinals_of(piece)))
             spent = sum(summary.pieces.nbytes[i] for i in taken)
             reason = f"loss {score / average if average else 0.0:.3f} of average" + (", held" if held else "")
-            yield Plan(number, carry, spent, reason)
+            yield EvictionPlan(number, carry, spent, reason)
 
     def _losses(self, summaries: Sequence[Summary], now_us: int) -> tuple[dict[int, list[float]], float]:
         """(loss of each piece, by segment and in its order; average worth of a live byte)."""
@@ -134,11 +134,11 @@ def _worth_carrying(
     return taken, spent
 
 
-def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> Plan | None:
+def choose(summaries: Iterable[Summary], now_us: int, budget_bytes: int) -> EvictionPlan | None:
     """A single choice, with nothing kept."""
     return Policy().choose(summaries, now_us, budget_bytes)
 
 
-def plan(segments: Iterable[SegmentUse], now_us: int, budget_bytes: int = 0) -> Plan | None:
+def plan(segments: Iterable[SegmentUse], now_us: int, budget_bytes: int = 0) -> EvictionPlan | None:
     """``choose`` without a cache of summaries."""
     return choose(map(summarise, segments), now_us, budget_bytes)

@@ -1,6 +1,6 @@
 """Reclaiming space: choosing victims, carrying hot pages forward, and the last steps of a segment's life.
 
-One evictor at a time per store (``flock run/gc``). A victim is doomed in one commit, so its pages are misses;
+One evictor at a time per store (``flock run/gc``). A victim is dropped in one commit, so its pages are misses;
 then its file is renamed into ``doomed/``, and unlinked once an exclusive flock says that nobody holds it. Until
 then it stays charged.
 """
@@ -22,7 +22,7 @@ from kvfs.index import ledger
 from kvfs.index.environment import FULL
 from kvfs.index.row_updates import sweep
 from kvfs.index.session import PAGE, Session
-from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
 
@@ -36,7 +36,7 @@ FORGET_MAX = 32  # namespaces that one commit forgets
 
 
 class Reclaimer:
-    """Finishes doomed segments and sweeps rows that point to dropped ones."""
+    """Finishes dropped segments and sweeps rows that point to dropped ones."""
 
     def __init__(self, context: Context) -> None:
         self._c = context
@@ -44,7 +44,7 @@ class Reclaimer:
         self._sweep_at: bytes | None = None
         self._sweep_dropped = 0
         self._sweep_generation = ""
-        self._failures = 0  # segments doomed one after the other that could not be removed
+        self._failures = 0  # segments dropped one after the other that could not be removed
 
     @property
     def fails(self) -> bool:
@@ -54,7 +54,7 @@ class Reclaimer:
     def drop(self, number: int, segment_id: bytes = b"", *, strict: bool = False) -> bool:
         """Doom a segment and free its space if nobody holds it; whether it is free. ``segment_id``: see ``space.doom``;
         ``strict``: OSError as it comes."""
-        row = self._c.index.write(lambda s: ledger.doom(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
+        row = self._c.index.write(lambda s: ledger.mark_dropped(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
         return row is not None and (self._finish if strict else self.finish)(number, row)
 
     def drop_missing(self, segment_id: bytes, number: int, generation: str) -> bool:
@@ -64,19 +64,19 @@ class Reclaimer:
             self._c.files.stat(file_name(segment_id), dir_fd=self._c.directory.sub("segments"))
             return False
 
-        def doom(session: Session) -> SegmentRow | None:
+        def drop(session: Session) -> SegmentRow | None:
             row = session.segment(number) if session.generation == generation else None
-            if row is None or row.segment_id != segment_id or row.state == DOOMED or not row.records:
+            if row is None or row.segment_id != segment_id or row.state == DROPPED or not row.records:
                 return None  # one without records may be about to be made
-            return ledger.doom(session, number, self._c.owner)
+            return ledger.mark_dropped(session, number, self._c.owner)
 
-        row = self._c.index.write(doom, COMMIT_SECONDS)
+        row = self._c.index.write(drop, COMMIT_SECONDS)
         if row is not None:
             self.finish(number, row)
         return row is not None
 
     def finish(self, number: int, row: SegmentRow) -> bool:
-        """Unlink a segment that was doomed just now; True if its bytes are free. One that cannot be removed stays
+        """Unlink a segment that was dropped just now; True if its bytes are free. One that cannot be removed stays
         charged, like one that is held, and is tried again."""
         try:
             return self._finish(number, row)
@@ -86,42 +86,42 @@ class Reclaimer:
             return False
 
     def _finish(self, number: int, row: SegmentRow) -> bool:
-        """Unlink a doomed segment; True if its bytes are free now. OSError as it comes."""
+        """Unlink a dropped segment; True if its bytes are free now. OSError as it comes."""
         name = file_name(row.segment_id)
-        files, segments, doomed = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
+        files, segments, dropped = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
         self._remove_stranger(name)  # a directory: nothing could be renamed to it
         with contextlib.suppress(FileNotFoundError):
-            files.rename(name, name, src_dir_fd=segments, dst_dir_fd=doomed)
+            files.rename(name, name, src_dir_fd=segments, dst_dir_fd=dropped)
         self._remove_stranger(name)
-        with contextlib.suppress(FileNotFoundError), opened(files, name, os.O_RDONLY, dir_fd=doomed) as fd:
+        with contextlib.suppress(FileNotFoundError), opened(files, name, os.O_RDONLY, dir_fd=dropped) as fd:
             if not files.flock(fd, fcntl.LOCK_EX):
                 return False
-            files.unlink(name, dir_fd=doomed)
-        self._c.recency.forget(row.segment_id)
+            files.unlink(name, dir_fd=dropped)
+        self._c.access_times.forget(row.segment_id)
         if self._c.marks.has(row.segment_id):
-            files.fsync(doomed)  # a segment that comes back after a power failure must find its mark
+            files.fsync(dropped)  # a segment that comes back after a power failure must find its mark
             self._c.marks.forget(row.segment_id)
-        self._c.index.write(lambda s: ledger.gone(s, number, row.segment_id), COMMIT_SECONDS)
+        self._c.index.write(lambda s: ledger.reclaim(s, number, row.segment_id), COMMIT_SECONDS)
         self._c.counters.add("segments_reclaimed")
         self._failures = 0
         return True
 
     def _remove_stranger(self, name: str) -> None:
         """What bears a segment's name and is no file: it must not keep the others from going."""
-        files, doomed = self._c.files, self._c.directory.sub("doomed")
+        files, dropped = self._c.files, self._c.directory.sub("doomed")
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(files.stat(name, dir_fd=doomed).st_mode):
+            if not stat.S_ISREG(files.stat(name, dir_fd=dropped).st_mode):
                 try:
-                    files.unlink(name, dir_fd=doomed)
+                    files.unlink(name, dir_fd=dropped)
                 except OSError:  # a directory: somebody may want what is in it
                     aside = f"{name}.{files.random(8).hex()}"
-                    files.rename(name, aside, src_dir_fd=doomed, dst_dir_fd=self._c.directory.sub("quarantine"))
+                    files.rename(name, aside, src_dir_fd=dropped, dst_dir_fd=self._c.directory.sub("quarantine"))
 
-    def finish_doomed(self, *, strict: bool = False) -> int:
-        """Finish what can be finished, whoever doomed it; bytes freed. One that cannot be removed keeps none of the
+    def reclaim_dropped(self, *, strict: bool = False) -> int:
+        """Finish what can be finished, whoever dropped it; bytes freed. One that cannot be removed keeps none of the
         others; ``strict``: its OSError is raised in the end."""
         freed, failed = 0, None
-        rows = self._c.index.read(lambda s: s.segments_in(DOOMED), COMMIT_SECONDS)
+        rows = self._c.index.read(lambda s: s.segments_in(DROPPED), COMMIT_SECONDS)
         if not rows:  # what could not be removed here somebody else has removed
             self._failures = 0
         for number, row in rows:
@@ -146,7 +146,7 @@ class Reclaimer:
             return all(self._sweep_slice(pack) for _ in range(slices))
 
     def _sweep_slice(self, pack: bool) -> bool:
-        dropped, generation = self._c.index.read(lambda s: (s.ledger().dropped, s.generation), COMMIT_SECONDS)
+        dropped, generation = self._c.index.read(lambda s: (s.ledger().unswept, s.generation), COMMIT_SECONDS)
         if self._sweep_at is None or self._sweep_generation != generation:  # of another index nothing was swept here
             self._sweep_at = None
             if not dropped:

@@ -15,10 +15,10 @@ from kvfs.context import Context
 from kvfs.eviction import orphans
 from kvfs.eviction.orphans import CohortTable
 from kvfs.eviction.policy import CARRIED_LIFE_US
-from kvfs.eviction.usage import Pieces, Summary, group
+from kvfs.eviction.usage import Fragments, Summary, group
 from kvfs.format import segment as fmt
 from kvfs.format.segment import Entry
-from kvfs.index.tables import DOOMED, SegmentRow
+from kvfs.index.tables import DROPPED, SegmentRow
 from kvfs.segments.scan import read_namespace, scan_segment
 
 COHORT_US = 300_000_000  # ranks that wrote nothing for this long will not complete a page
@@ -41,10 +41,10 @@ class Table(NamedTuple):
     marked: bool  # read with a purge mark
 
 
-class _Known(NamedTuple):
+class _KnownSegment(NamedTuple):
     version: tuple[object, ...]
     until_s: int  # when the next of the records expires; 0: none does
-    pieces: Pieces
+    pieces: Fragments
 
 
 class Survey:
@@ -53,13 +53,13 @@ class Survey:
     def __init__(self, context: Context) -> None:
         self._c = context
         self._tables: dict[bytes, Table] = {}
-        self._uses: dict[bytes, _Known] = {}
+        self._uses: dict[bytes, _KnownSegment] = {}
 
     def summaries(self, rows: Sequence[tuple[int, SegmentRow]], evictable: Container[int]) -> tuple[list[Summary], int]:
-        """(what the policy sees of each segment that is not doomed, the time of that)."""
+        """(what the policy sees of each segment that is not dropped, the time of that)."""
         now = self._c.files.now_us()
         marked = self._c.marks.ids()
-        tables = {n: self.table(Candidate(n, r), r.segment_id in marked) for n, r in rows if r.state != DOOMED}
+        tables = {n: self.table(Candidate(n, r), r.segment_id in marked) for n, r in rows if r.state != DROPPED}
         if len(self._tables) > 2 * len(rows) + 64:  # others dropped segments, too
             known = {r.segment_id for _, r in rows}
             self._tables = {i: t for i, t in self._tables.items() if i in known}
@@ -91,16 +91,16 @@ class Survey:
             known = self._tables[segment_id] = self._read_table(candidate, marked)
         return known
 
-    def _pieces(self, row: SegmentRow, table: Table, unmatched: frozenset[int], now_us: int) -> Pieces:
+    def _pieces(self, row: SegmentRow, table: Table, unmatched: frozenset[int], now_us: int) -> Fragments:
         """What was used together of a segment; made anew when stamps or records have changed, or some have expired."""
         version = (  # a table that could not be read is empty, and may be read the next time
-            row.records, table.marked, len(table.seqs), unmatched, *self._c.recency.version(row.segment_id),
+            row.records, table.marked, len(table.seqs), unmatched, *self._c.access_times.version(row.segment_id),
         )  # fmt: skip
         cached = self._uses.get(row.segment_id)
         now_s = now_us // 1_000_000
         if cached is not None and cached.version == version and (not cached.until_s or now_s < cached.until_s):
             return cached.pieces
-        stamps = self._c.recency.stamps(row.segment_id, table.written_us)
+        stamps = self._c.access_times.stamps(row.segment_id, table.written_us)
         # a copy's time of writing is that of the carry: what the original had lived is no longer known
         least = CARRIED_LIFE_US if row.flags & fmt.FLAG_CARRIED else 0
         dead = [0 < e <= now_s or i in unmatched for i, e in enumerate(table.expires)]
@@ -109,7 +109,7 @@ class Survey:
             table.sizes, table.chunks, [max(least, stamps[seq] - table.written_us[seq]) for seq in table.seqs],
         )  # fmt: skip
         until_s = min((e for e in table.expires if e > now_s), default=0)
-        self._uses[row.segment_id] = _Known(version, until_s, pieces)
+        self._uses[row.segment_id] = _KnownSegment(version, until_s, pieces)
         return pieces
 
     def _read_table(self, candidate: Candidate, marked: bool) -> Table:

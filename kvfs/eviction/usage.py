@@ -2,8 +2,8 @@
 
 A piece is the records of one segment that bear one stamp. Equal stamps in several segments make a chain, the pieces of
 one request in order of their chunks: a piece takes all later ones of its chain with it, and one behind a gap is worth
-nothing. Pieces are columns, not objects, and chains are followed anew only when their pieces have changed: a store may
-hold a million.
+nothing. Fragments are columns, not objects, and chains are followed again only when their pieces have
+changed: a store may hold a million.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SegmentUse:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Fragments:
     """The pieces of one segment, by stamp. Those of the records of piece i: ``ordinals[starts[i] : starts[i + 1]]``."""
 
     stamps: array[int]
@@ -62,7 +62,7 @@ class Summary:
     nbytes: int
     evictable: bool
     held: bool
-    pieces: Pieces
+    pieces: Fragments
 
 
 def summarise(use: SegmentUse) -> Summary:
@@ -72,12 +72,12 @@ def summarise(use: SegmentUse) -> Summary:
 
 def group(
     stamps: Sequence[int], record_bytes: Sequence[int], chunk_index: Sequence[int], lives: Sequence[int] = ()
-) -> Pieces:
+) -> Fragments:
     """The live records of a segment by stamp; arguments as in ``SegmentUse``. O(records); cache it."""
     lives = lives or bytes(len(stamps))
     live = [i for i, stamp in enumerate(stamps) if stamp > 0]
     live.sort(key=[stamp << 32 | chunk for stamp, chunk in zip(stamps, chunk_index, strict=True)].__getitem__)
-    made = Pieces(array("Q"), array("I"), array("I"), array("d"), array("Q"), array("I"), array("I", live))
+    made = Fragments(array("Q"), array("I"), array("I"), array("d"), array("Q"), array("I"), array("I", live))
     at = 0
     while at < len(live):
         first, end = live[at], at + 1
@@ -102,7 +102,7 @@ def _worth(life_us: int) -> float:
     return math.sqrt(1.0 + min(max(0, life_us), LIFE_MAX_US) / SCALE_US)
 
 
-class Chains:
+class RequestChains:
     """What is lost with each piece, kept from one look to the next. By segment number, in the order of its pieces:
 
     ``tails``: weight of the piece and of all later ones of its chain; 0 behind a gap.
@@ -112,11 +112,11 @@ class Chains:
     def __init__(self) -> None:
         self.tails: dict[int, array[float]] = {}
         self.reached: dict[int, array[float]] = {}
-        self._pieces: dict[int, Pieces] = {}
+        self._pieces: dict[int, Fragments] = {}
         self._where: dict[int, int | tuple[int, ...]] = {}  # the segments that a stamp is in
         self._updating = False
 
-    def update(self, pieces: Mapping[int, Pieces]) -> None:
+    def update(self, pieces: Mapping[int, Fragments]) -> None:
         """``pieces`` of all segments. O(those that are not the same as the last time)."""
         if self._updating:  # the last time an interrupt ended it
             for known in (self.tails, self.reached, self._pieces, self._where):
@@ -132,7 +132,7 @@ class Chains:
             self._follow(stamp)
         self._updating = False
 
-    def _link(self, number: int, new: Pieces, changed: set[int]) -> None:
+    def _link(self, number: int, new: Fragments, changed: set[int]) -> None:
         self._pieces[number] = new
         self.tails[number] = self.reached[number] = new.weights  # shared, until a chain has more to say
         where = self._where

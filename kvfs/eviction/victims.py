@@ -21,7 +21,7 @@ from kvfs.eviction.survey import Survey
 from kvfs.eviction.usage import Summary
 from kvfs.index import ledger
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import Descriptor
 
@@ -62,11 +62,11 @@ class Victims:
                 self._next.extend(v for v in islice(free, max(0, more)) if v.row.state == SEALED)
                 self._until = self._c.files.monotonic() + LOOK_SECONDS
             return first
-        if evictable and not self._c.index.read(_doomed, COMMIT_SECONDS):
+        if evictable and not self._c.index.read(_dropped_bytes, COMMIT_SECONDS):
             return Victim(*next(iter(evictable.items())))  # one at a time: it frees nothing yet
         return None
 
-    def _free(self, plans: Iterator[eviction.Plan], evictable: dict[int, SegmentRow]) -> Iterator[Victim]:
+    def _free(self, plans: Iterator[eviction.EvictionPlan], evictable: dict[int, SegmentRow]) -> Iterator[Victim]:
         for plan in plans:
             row = evictable[plan.victim]
             if not self.is_held(row):
@@ -85,8 +85,8 @@ class Victims:
         mine = victim.row.class_id[: ledger.QUOTA_BYTES]
 
         def look(session: Session) -> tuple[SegmentRow | None, int]:
-            doomed = sum(r.allocated for _, r in session.segments_in(DOOMED) if r.class_id.startswith(mine))
-            return session.segment(victim.number), session.quota_used(mine) - doomed
+            dropped = sum(r.allocated for _, r in session.segments_in(DROPPED) if r.class_id.startswith(mine))
+            return session.segment(victim.number), session.quota_used(mine) - dropped
 
         row, used = self._c.index.read(look, COMMIT_SECONDS)
         if row != victim.row or row.segment_id in self.pinned():
@@ -132,7 +132,7 @@ class Victims:
         free = {}
         for number, row in rows:
             mine = row.class_id[: ledger.QUOTA_BYTES]
-            if row.state == DOOMED or row.segment_id in pinned:
+            if row.state == DROPPED or row.segment_id in pinned:
                 continue
             if mine != owner and mine in spare and row.allocated > spare[mine]:
                 continue  # others would take what was promised; a quota's own pages may make room for new ones
@@ -152,10 +152,10 @@ class Victims:
         above = {owner: -nbytes for owner, nbytes in self._promised().items()}
         for _, row in rows:
             mine = row.class_id[: ledger.QUOTA_BYTES]
-            if mine in above and row.state != DOOMED:
+            if mine in above and row.state != DROPPED:
                 above[mine] += row.allocated
         return above
 
 
-def _doomed(session: Session) -> int:
-    return session.ledger().doomed
+def _dropped_bytes(session: Session) -> int:
+    return session.ledger().dropped

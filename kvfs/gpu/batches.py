@@ -14,9 +14,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvfs.gpu.device import Event
-from kvfs.gpu.lane import ALIGN, Launches, Slot
+from kvfs.gpu.lane import ALIGN, LaunchQueue, ScratchSlice
 from kvfs.gpu.page_source import PageSource, streaks
-from kvfs.gpu.resources import POLL_SECONDS, GpuDesk
+from kvfs.gpu.resources import POLL_SECONDS, GpuTransportContext
 from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, Shape, granule_words, pack
 from kvfs.read.plan import Run
 from kvfs.transfer.workers import Attached
@@ -41,7 +41,7 @@ class Window:
         return sum(run.count for run in self.runs) + len(self.others)
 
 
-class Band(NamedTuple):
+class LayerBand(NamedTuple):
     """Layer positions [first, first + rows), when all pages of it are there, and where their flags lie then."""
 
     first: int
@@ -53,7 +53,7 @@ class Band(NamedTuple):
 class _Copied(NamedTuple):
     """A batch that DMA brings to a slot: (pages, where the first one lies in it, bytes from page to page)."""
 
-    slot: Slot
+    slot: ScratchSlice
     parts: list[tuple[Run, int, int]]
     first: int  # layer position
     rows: int
@@ -63,8 +63,9 @@ class Batches:
     """Those of one group, on the lane of loads; nothing here waits for the GPU."""
 
     def __init__(
-        self, desk: GpuDesk, launches: Launches, attached: Attached, source: PageSource, units: Sequence[int],
-        wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool], ended: Callable[[Band], None],
+        self, desk: GpuTransportContext, launches: LaunchQueue, attached: Attached, source: PageSource,
+        units: Sequence[int], wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool],
+        ended: Callable[[LayerBand], None],
     ) -> None:  # fmt: skip
         self._desk, self._lane, self._attached, self._source, self._stop = desk, desk.loads, attached, source, stop
         self._launches, self._ended = launches, ended  # to be told of each band whose end is enqueued
@@ -127,7 +128,7 @@ class Batches:
             self._desk.context.files.sleep(POLL_SECONDS)
         return False
 
-    def _slot(self, nbytes: int) -> Slot:
+    def _slot(self, nbytes: int) -> ScratchSlice:
         while True:
             slot = self._lane.slot(nbytes, self._lane.dma)
             if slot is not None:
@@ -216,7 +217,7 @@ class Batches:
         return words
 
     def _launch(
-        self, slot: Slot, words: array[int], tables: bytes, first: int, rows: int, *, check: bool, copies: int
+        self, slot: ScratchSlice, words: array[int], tables: bytes, first: int, rows: int, *, check: bool, copies: int
     ) -> None:
         """Check and scatter what the DMA stream brings to ``slot``, in so many ``copies``."""
         calls = copies + BATCH_CALLS
@@ -248,11 +249,11 @@ class Batches:
             self._prepare()
         room = self._rooms.pop()
         self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
-        band = Band(first, rows, self._lane.kernels.record(), room)
+        band = LayerBand(first, rows, self._lane.kernels.record(), room)
         self.ends -= 1  # a group without any would count as verified
         self._ended(band)
 
-    def flags(self, band: Band) -> memoryview:
+    def flags(self, band: LayerBand) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
         return self._sheet.back(band.flags, FLAG * len(self._wanted))
 

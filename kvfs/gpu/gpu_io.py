@@ -23,12 +23,12 @@ from typing import Any
 from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
 from kvfs.gpu.device import Device, Memory, Pinned
-from kvfs.gpu.lane import BATCHES, Lane, aligned
+from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.preregister import pin_hottest, pin_match
-from kvfs.gpu.registration import Arena, Budget, Probe, RegisteredMaps, probe
-from kvfs.gpu.registration_cache import MAKING_SECONDS, PIECE_BYTES, InPlace
-from kvfs.gpu.resources import UNDER_WAY, GpuDesk
+from kvfs.gpu.registration import Arena, PinnedBudget, Probe, RegisteredMaps, probe
+from kvfs.gpu.registration_cache import MAKING_SECONDS, PIECE_BYTES, RegistrationCache
+from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext
 from kvfs.gpu.restore import GpuRestore
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
 from kvfs.kernels.driver import CudaError
@@ -85,7 +85,7 @@ class GpuIO(HostIO):
 
     def _make_desk(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
-    ) -> GpuDesk:
+    ) -> GpuTransportContext:
         device, attached = self._device, self._attached.values()
         for a in attached:
             if not device.owns(a.device.memory):
@@ -108,9 +108,9 @@ class GpuIO(HostIO):
             ring, keep = make_ring(self._c, attached, ring_bytes, dirty_bytes, allocate)
             shapes = {a.number: shape_of(a.group, a.part, a.device) for a in attached}
             tables = {number: self._upload(shape.table) for number, shape in shapes.items()}
-            saves = Lane(device, save_bytes)
+            saves = DmaLane(device, save_bytes)
             undo.callback(saves.close)
-            loads = Lane(device, load_bytes)
+            loads = DmaLane(device, load_bytes)
             undo.callback(loads.close)
             sheets = [loads.sheet(1) for _ in range(UNDER_WAY)]  # now: that takes as long as to load a short prompt
             for sheet in sheets:
@@ -123,7 +123,7 @@ class GpuIO(HostIO):
                 undo.callback(in_place.close)
             self.transport = "ring" if in_place is None else in_place.backing.name
             callbacks, later = JobThreads("tell", 1), deque[Callable[[], None]]()
-            desk = GpuDesk(
+            desk = GpuTransportContext(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
                 self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, in_place, readers,
                 self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(), later,
@@ -134,7 +134,7 @@ class GpuIO(HostIO):
         self._forgotten.atexit = False
         return desk
 
-    def _that_work(self, lane: Lane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
+    def _that_work(self, lane: DmaLane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
         """The shapes, for Triton's kernels if all of them compile and run, or else for torch's."""
         try:
             for number, shape in shapes.items():
@@ -165,21 +165,21 @@ class GpuIO(HostIO):
             pinned.close()
         return memory
 
-    def _pieces(self, readers: Pool) -> InPlace | None:
+    def _pieces(self, readers: Pool) -> RegistrationCache | None:
         """What loads read segments from, other than the ring."""
         off = self._c.declines == "disabled"
         if off or not self._registered_bytes or self._asked_for == "ring" or not self._c.mode.maps:
             return None
         files = self._c.files
-        budget = Budget(self._c.pinned, files, self._registered_bytes)
+        budget = PinnedBudget(self._c.pinned, files, self._registered_bytes)
         if self._asked_for != "arena":
             result = self._probe()
             if result.works:
-                return InPlace(RegisteredMaps(self._device, files, budget), files)
+                return RegistrationCache(RegisteredMaps(self._device, files, budget), files)
             if self._asked_for == "in_place":
                 raise ConfigError(f"transport is 'in_place': {self._device.name} cannot: {result.reason}; pass None")
             log.warning("%s does not read segments in place: %s", self._device.name, result.reason)
-        return InPlace(Arena(self._device, files, budget, readers, PIECE_BYTES), files)
+        return RegistrationCache(Arena(self._device, files, budget, readers, PIECE_BYTES), files)
 
     def _probe(self) -> Probe:
         """Whether the device reads a map of a file in this store right."""
@@ -246,7 +246,7 @@ class GpuIO(HostIO):
             stop.set()
             pool.close(0.0)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Unpin what loads read from, as far as none does: before the process dies."""
         maps = self._gpu_desk.in_place
         if maps is not None and self._pid == os.getpid():
@@ -254,8 +254,8 @@ class GpuIO(HostIO):
                 maps.close()
 
     @property
-    def _gpu_desk(self) -> GpuDesk:
-        assert isinstance(self._desk, GpuDesk)
+    def _gpu_desk(self) -> GpuTransportContext:
+        assert isinstance(self._desk, GpuTransportContext)
         return self._desk
 
     def sweep(self) -> None:
@@ -329,14 +329,14 @@ def _finish_up(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
         callbacks.dismiss()
 
 
-def _forgotten(desk: GpuDesk, pinned: Pinned, pid: int) -> None:
+def _forgotten(desk: GpuTransportContext, pinned: Pinned, pid: int) -> None:
     """Nobody closed it. No transfer is under way: each keeps its GpuIO. Not in whatever thread collects garbage."""
     if pid == os.getpid():
         with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
             threading.Thread(target=_let_go_of, args=(desk, pinned), name="kvfs-unpin", daemon=True).start()
 
 
-def _let_go_of(desk: GpuDesk, pinned: Pinned) -> None:
+def _let_go_of(desk: GpuTransportContext, pinned: Pinned) -> None:
     steps = [desk.saves.quiet, desk.saves.close, desk.loads.quiet, desk.loads.close, pinned.close]
     if desk.in_place is not None:
         steps.insert(-1, desk.in_place.close)
@@ -349,7 +349,7 @@ def _let_go_of(desk: GpuDesk, pinned: Pinned) -> None:
     desk.readers.close()
 
 
-def _warm_up(lane: Lane, shape: Shape, table: Memory) -> None:
+def _warm_up(lane: DmaLane, shape: Shape, table: Memory) -> None:
     """Compile and run every kernel once, on no granules."""
     sheet = lane.sheet(1 << 16)
     work = sheet.put(pack(

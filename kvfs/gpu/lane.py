@@ -33,7 +33,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-class Slot:
+class ScratchSlice:
     """A batch's piece of scratch, and events of it: ``arrived`` what it was filled with, and ``done`` with it."""
 
     def __init__(self, first: int, end: int, address: int, arrived: Event, done: Event) -> None:
@@ -41,7 +41,7 @@ class Slot:
         self.enqueued = False  # its last use
 
 
-class Sheet:
+class CommandBuffer:
     """Small data that a transfer sends along, or gets back: the same offsets on the host and in device memory."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -104,7 +104,7 @@ class Sheet:
         self._back.close()
 
 
-class Lane:
+class DmaLane:
     """Used by one thread at a time."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -112,10 +112,10 @@ class Lane:
         self.dma, self.kernels = device.stream(), device.stream()
         self._scratch: Memory = device.memory(self.nbytes + ALIGN)
         self._base = aligned(self._scratch.address)
-        self._slots: deque[Slot] = deque()  # oldest first, round the scratch
+        self._slots: deque[ScratchSlice] = deque()  # oldest first, round the scratch
         self._events: list[tuple[Event, Event]] = []  # to be used again
-        self._sheets: list[Sheet] = []
-        self._free: list[Sheet] = []  # of these
+        self._sheets: list[CommandBuffer] = []
+        self._free: list[CommandBuffer] = []  # of these
         self._ends = [self.dma.event() for _ in range(QUEUED)]  # of the last batches, round and round
         self._calls: deque[int] = deque(maxlen=QUEUED)  # that each of them took, the last one first
         self._finished = 0
@@ -129,7 +129,7 @@ class Lane:
                 return self._ends[(self._finished - 1 - back) % QUEUED]
         return None
 
-    def slot(self, nbytes: int, stream: Stream) -> Slot | None:
+    def slot(self, nbytes: int, stream: Stream) -> ScratchSlice | None:
         """Scratch for a batch, which ``stream`` is to fill: it waits for the last uses of it.
 
         None if the last use of one of those is not ``finished`` yet: the caller does that first.
@@ -150,14 +150,14 @@ class Lane:
             for _ in range(over[-1] + 1):
                 self._retire()
         events = self._events.pop() if self._events else (self.dma.event(), self.dma.event())
-        self._slots.append(Slot(first, end, self._base + first, *events))
+        self._slots.append(ScratchSlice(first, end, self._base + first, *events))
         return self._slots[-1]
 
     def _retire(self) -> None:
         slot = self._slots.popleft()
         self._events.append((slot.arrived, slot.done))
 
-    def finished(self, slot: Slot, stream: Stream, calls: int = 0) -> None:
+    def finished(self, slot: ScratchSlice, stream: Stream, calls: int = 0) -> None:
         """Behind what ``stream`` has been given so far, in ``calls`` of the driver, the slot may be used again."""
         stream.record(slot.done)
         stream.record(self._ends[self._finished % QUEUED])
@@ -165,7 +165,7 @@ class Lane:
         self._finished += 1
         slot.enqueued = True
 
-    def sheet(self, nbytes: int) -> Sheet:
+    def sheet(self, nbytes: int) -> CommandBuffer:
         """An empty sheet, until it is given back: the smallest that will do, or a new one in place of the largest."""
         free = sorted(self._free, key=lambda sheet: sheet.nbytes)
         sheet = next((one for one in free if one.nbytes >= nbytes), None)
@@ -176,12 +176,12 @@ class Lane:
                 self._free.remove(free[-1])
                 self._sheets.remove(free[-1])
                 free[-1].close()
-            sheet = Sheet(self.device, max(SHEET_BYTES, 1 << (nbytes - 1).bit_length()))
+            sheet = CommandBuffer(self.device, max(SHEET_BYTES, 1 << (nbytes - 1).bit_length()))
             self._sheets.append(sheet)
         sheet.reset()
         return sheet
 
-    def give_back(self, sheet: Sheet) -> None:
+    def give_back(self, sheet: CommandBuffer) -> None:
         """Nothing uses it any more. Any thread may do that."""
         self._free.append(sheet)
 
@@ -202,15 +202,15 @@ class Lane:
             self._sheets.pop().close()
 
 
-class Launches:
+class LaunchQueue:
     """What is to be enqueued behind copies, in order, for all groups of a load: their kernels, and ends of bands."""
 
-    def __init__(self, lane: Lane, sheet_bytes: Callable[[], int]) -> None:
+    def __init__(self, lane: DmaLane, sheet_bytes: Callable[[], int]) -> None:
         self._lane, self._sheet_bytes = lane, sheet_bytes
         self._calls: deque[Callable[[], None]] = deque()
-        self._sheets: list[Sheet] = []
+        self._sheets: list[CommandBuffer] = []
 
-    def sheet(self, *sizes: int) -> Sheet:
+    def sheet(self, *sizes: int) -> CommandBuffer:
         """One with room for pieces of these sizes. The first one is taken when the first copies are under way."""
         last = self._sheets[-1] if self._sheets else None
         if last is None or not last.has(*sizes):

@@ -17,11 +17,11 @@ from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from kvfs.gpu.batches import FLAG, Band, Batches, Window, sheet_bytes
+from kvfs.gpu.batches import FLAG, Batches, LayerBand, Window, sheet_bytes
 from kvfs.gpu.device import Device
-from kvfs.gpu.lane import Launches
+from kvfs.gpu.lane import LaunchQueue
 from kvfs.gpu.page_source import PageSource, streaks
-from kvfs.gpu.resources import POLL_SECONDS, SWITCH_SECONDS, GpuDesk, wait_for_event
+from kvfs.gpu.resources import POLL_SECONDS, SWITCH_SECONDS, GpuTransportContext, wait_for_event
 from kvfs.kernels.work_list import Shape
 from kvfs.lookup.prefix_match import GroupMatch
 from kvfs.pages.chunk_set import bits_of, members, span
@@ -46,7 +46,7 @@ Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
 
 
 @dataclass
-class Group:
+class GroupLoad:
     """The load of one group."""
 
     attached: Attached
@@ -68,21 +68,21 @@ class Group:
 class GpuLoad(Load):
     """A load in progress: one thread calls ``run``, another ``finish``."""
 
-    _groups: list[Group] = field(default_factory=list)
+    _groups: list[GroupLoad] = field(default_factory=list)
     #: (group, band) in the order in which they arrive, from when their ends are enqueued until somebody sees them
-    _coming: deque[tuple[Group, Band]] = field(default_factory=deque)
+    _coming: deque[tuple[GroupLoad, LayerBand]] = field(default_factory=deque)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _bands: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # True for each band, at last False
     _moving: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the transfer's step
     _holding: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the match's segments
     _handed_over: bool = False
-    _launches: Launches | None = None
+    _launches: LaunchQueue | None = None
     _unknown: bool = False  # what of it has come
     _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     @cached_property
-    def gpu(self) -> GpuDesk:
-        assert isinstance(self.desk, GpuDesk)
+    def gpu(self) -> GpuTransportContext:
+        assert isinstance(self.desk, GpuTransportContext)
         return self.desk
 
     def run(self) -> None:
@@ -122,7 +122,7 @@ class GpuLoad(Load):
             self.gpu.ends.put(self.finish)
 
     def _enqueue(self, held: dict[int, OpenSegment]) -> None:
-        launches = self._launches = Launches(self.gpu.loads, partial(self._sheet_bytes, self.pages))
+        launches = self._launches = LaunchQueue(self.gpu.loads, partial(self._sheet_bytes, self.pages))
         try:
             self._send_groups(launches, held)
             launches.all()
@@ -140,7 +140,7 @@ class GpuLoad(Load):
         if any(group.cut for group in self._groups):  # else the ends of the last bands are the ends of everything
             self.gpu.loads.quiet()
 
-    def _send_groups(self, launches: Launches, held: dict[int, OpenSegment]) -> None:
+    def _send_groups(self, launches: LaunchQueue, held: dict[int, OpenSegment]) -> None:
         """The groups one behind the other, without a pause between them, as long as they need no slots of the ring."""
         for number, (attached, chunks) in enumerate(self.pages):
             limit = self.match.restorable(self.possible)
@@ -151,8 +151,8 @@ class GpuLoad(Load):
                 self._send_group(launches, attached, gm, wanted, held, later)
 
     def _send_group(
-        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, OpenSegment],
-        later: Pages,
+        self, launches: LaunchQueue, attached: Attached, gm: GroupMatch, wanted: list[int],
+        held: dict[int, OpenSegment], later: Pages,
     ) -> None:  # fmt: skip
         group = self._begin(launches, attached, gm.for_part(attached.part, attached.page_bytes), wanted, held)
         self._groups.append(group)
@@ -182,17 +182,17 @@ class GpuLoad(Load):
         return max(1, min(BANDS, pages * each // BAND_BYTES_MIN, each // SHARE_BYTES_MIN))
 
     def _begin(
-        self, launches: Launches, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, OpenSegment]
-    ) -> Group:
+        self, launches: LaunchQueue, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, OpenSegment]
+    ) -> GroupLoad:
         source = PageSource(self.gpu, self.transfer, attached, gm, held, self._tails, self.came_from, launches.all)
         batches = Batches(
             self.gpu, launches, attached, source, self.units[attached.number], wanted,
             bands=self._bands_of(attached, len(wanted)), first_token=self.first_token, stop=self._stop,
             ended=partial(self._ended, len(self._groups)),
         )  # fmt: skip
-        return Group(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
+        return GroupLoad(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
 
-    def _ended(self, number: int, band: Band) -> None:
+    def _ended(self, number: int, band: LayerBand) -> None:
         self._coming.append((self._groups[number], band))
         self._bands.put(True)
         self._hand_over()
@@ -205,7 +205,7 @@ class GpuLoad(Load):
                 self.gpu.context.files.sleep(SWITCH_SECONDS)
         return self.transfer.stopped or self.gpu.late(self.transfer)
 
-    def _send(self, group: Group, held: dict[int, OpenSegment], behind: int) -> None:
+    def _send(self, group: GroupLoad, held: dict[int, OpenSegment], behind: int) -> None:
         """Everything of a group up to the end of its last band; ``behind``: bytes of those that follow."""
         layers, behind_all = group.shape.layers, True
         for window in self._windows(group, held):
@@ -223,7 +223,7 @@ class GpuLoad(Load):
             group.batches.end_band(0, layers)
         group.sent = True
 
-    def _windows(self, group: Group, held: dict[int, OpenSegment]) -> Iterator[Window]:
+    def _windows(self, group: GroupLoad, held: dict[int, OpenSegment]) -> Iterator[Window]:
         """Where the pages lie, a stretch at a time; all at once for bands, each of which needs all pages."""
         wanted = group.wanted
         done, pages = 0, len(wanted) if self.layerwise else WINDOW_PAGES
@@ -232,7 +232,7 @@ class GpuLoad(Load):
             done, pages = done + len(now), 2 * pages
             yield self._window(group, now, held, left=len(wanted) - done)
 
-    def _window(self, group: Group, now: list[int], held: dict[int, OpenSegment], *, left: int) -> Window:
+    def _window(self, group: GroupLoad, now: list[int], held: dict[int, OpenSegment], *, left: int) -> Window:
         """Where some of the pages of a group lie."""
         chunks = bits_of(now)
         runs, covered = plan_runs(group.gm.cut(now[0], now[-1] - now[0] + 1), held)
@@ -241,7 +241,7 @@ class GpuLoad(Load):
         group.covered |= covered & chunks
         return Window(runs, list(members(chunks & ~covered)), left)
 
-    def _plan_bands(self, group: Group, window: Window) -> list[tuple[int, int]]:
+    def _plan_bands(self, group: GroupLoad, window: Window) -> list[tuple[int, int]]:
         """(first layer position, layers) of what comes one behind the other: all at once, unless layer-wise."""
         layers = group.shape.layers
         if not self.layerwise or window.others or any(group.source.in_place(run) is None for run in window.runs):
@@ -326,7 +326,7 @@ class GpuLoad(Load):
                 self._looking.release()
         return not self._coming
 
-    def _announce(self, group: Group, band: Band) -> None:
+    def _announce(self, group: GroupLoad, band: LayerBand) -> None:
         """While all pages are well, the layers of a band that has come are ready."""
         group.flagged = group.batches.flags(band)
         all_sent = not group.cut and len(group.batches.sent) == len(group.wanted)
@@ -335,7 +335,7 @@ class GpuLoad(Load):
             layers = group.attached.group.layers[group.attached.part.layer :]
             self.transfer._layers_ready(layers[band.first : band.first + band.rows])
 
-    def _settle(self, group: Group) -> None:
+    def _settle(self, group: GroupLoad) -> None:
         """What became of the pages of a group; after an error, of those of which everything had been enqueued."""
         if not group.sent or group.batches.ends:
             self._account(group, [], group.source.faults)
@@ -345,7 +345,7 @@ class GpuLoad(Load):
         else:
             self._sort_out(group)
 
-    def _outcome(self, group: Group) -> tuple[list[int], list[tuple[int, int]], set[int]]:
+    def _outcome(self, group: GroupLoad) -> tuple[list[int], list[tuple[int, int]], set[int]]:
         """Of a group that has come: (chunks that are loaded, records whose bytes differ, bad chunks)."""
         if group.whole:
             return group.wanted, [], set()
@@ -356,7 +356,7 @@ class GpuLoad(Load):
         bad = {*differ, *gone, *group.source.refused}
         return sorted(sent.keys() - bad), [records[chunk] for chunk in differ], bad
 
-    def _sort_out(self, group: Group) -> None:
+    def _sort_out(self, group: GroupLoad) -> None:
         """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""
         loaded, differ, bad = self._outcome(group)
         self.gpu.context.counters.add("pages_corrupt", len(differ))
@@ -366,7 +366,7 @@ class GpuLoad(Load):
         self.transfer._settle(group.attached.number, bits_of(loaded), PageOutcome.LOADED)
         self.transfer._settle(group.attached.number, bits_of(sorted(bad)), PageOutcome.UNREADABLE)
 
-    def _account(self, group: Group, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
+    def _account(self, group: GroupLoad, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
         """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
         if faults:
             self.gpu.reader.forget(self.match, group.gm, faults)

@@ -15,9 +15,9 @@ from kvfs.context import Context
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.gpu.device import Event
-from kvfs.gpu.populate import Fills
-from kvfs.gpu.registration_cache import Stretch, Use
-from kvfs.gpu.resources import GpuDesk
+from kvfs.gpu.populate import PageCachePrefetch
+from kvfs.gpu.registration_cache import RegionLease, RegisteredRange
+from kvfs.gpu.resources import GpuTransportContext
 from kvfs.lookup.prefix_match import GroupMatch, Source
 from kvfs.pages.chunk_set import span
 from kvfs.read.assemble import assemble
@@ -25,7 +25,7 @@ from kvfs.read.plan import Run
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Begun
 from kvfs.transfer.handle import Transfer
-from kvfs.transfer.outcome import CameFrom
+from kvfs.transfer.outcome import TierAccounting
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.workers import Attached
 from kvfs.types import Tier, Verify
@@ -45,19 +45,20 @@ class PageSource:
     """The pages of one group of one load."""
 
     def __init__(
-        self, desk: GpuDesk, transfer: Transfer, attached: Attached, gm: GroupMatch, held: Mapping[int, OpenSegment],
-        published: Mapping[int, int], came_from: CameFrom, catch_up: Callable[[], None],
+        self, desk: GpuTransportContext, transfer: Transfer, attached: Attached, gm: GroupMatch,
+        held: Mapping[int, OpenSegment],
+        published: Mapping[int, int], came_from: TierAccounting, catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
         self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
         self._came_from = came_from
         self._catch_up = catch_up  # to be called before anything that may have to wait
-        self._use = Use()
+        self._use = RegionLease()
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
         self._published = published  # bytes of each segment that are known to be
         self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
         self._past = partial(_past, desk.context)
-        self._fills = Fills(desk, self._published, self._past)
+        self._fills = PageCachePrefetch(desk, self._published, self._past)
         self.sums = self._summed and desk.context.verify is not Verify.OFF
         self.table_bytes = attached.group.leaves(attached.part) * LEAF_BYTES if self.sums else 0  # of a page
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
@@ -69,7 +70,7 @@ class PageSource:
 
     # -- registered maps ---------------------------------------------------------------------
 
-    def in_place(self, run: Run, *, filled: bool = False) -> list[Stretch] | None:
+    def in_place(self, run: Run, *, filled: bool = False) -> list[RegisteredRange] | None:
         """Registered memory of a run, from now until ``release``; None if it is to come through the ring.
 
         Only what the page cache holds is registered now: to fault a cold map in takes longer than to read the file.
@@ -165,7 +166,7 @@ class PageSource:
             target += count * width
 
     def _copy_rows(
-        self, stretches: Sequence[Stretch], offset: int, pitch: int, count: int, width: int, target: int
+        self, stretches: Sequence[RegisteredRange], offset: int, pitch: int, count: int, width: int, target: int
     ) -> None:
         """Rows ``pitch`` apart; one strided copy for each stretch, two plain ones where a row is in two."""
         dma, start = self._desk.loads.dma, 0
@@ -196,7 +197,7 @@ class PageSource:
             mine = bool(self._leases or self._ahead)
             lease = ring.acquire(
                 pages, clock() if mine else self._transfer.deadline, page_bytes=size, least=1,
-                in_vain_from=lambda: -math.inf if self._transfer.stopped else math.inf,
+                give_up_at=lambda: -math.inf if self._transfer.stopped else math.inf,
             )  # fmt: skip
             if lease is not None:
                 return lease if self._transfer._own(lease) else None
@@ -368,7 +369,7 @@ class PageSource:
 
 def _past(c: Context, run: Run) -> bool:
     """Whether what is not in the page cache is read past it: where nobody has used it before, or always."""
-    return c.mode.direct or (c.mode.cold_direct and not c.recency.was_used(run.held.segment_id, run.seqs[0]))
+    return c.mode.direct or (c.mode.cold_direct and not c.access_times.was_used(run.held.segment_id, run.seqs[0]))
 
 
 def streaks(good: Sequence[int], most: int = 1 << 62) -> Iterator[tuple[int, int]]:

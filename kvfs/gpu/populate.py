@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from kvfs.gpu.resources import GpuDesk
+from kvfs.gpu.resources import GpuTransportContext
 from kvfs.read.plan import Run
 from kvfs.segments.open_segments import OpenSegment, may_map
 from kvfs.system.files import Files
@@ -21,13 +21,13 @@ from kvfs.system.thread_pool import Begun
 FILL_BYTES = 8 << 20  # by one thread; a piece has whole ones, so that no two threads want parts of one folio
 
 
-class Fills:
+class PageCachePrefetch:
     """The runs of one load. ``past``: whether a run that is not in the page cache is to be read past it.
 
     ``published``: bytes of each segment (by number) that are known to be published.
     """
 
-    def __init__(self, desk: GpuDesk, published: Mapping[int, int], past: Callable[[Run], bool]) -> None:
+    def __init__(self, desk: GpuTransportContext, published: Mapping[int, int], past: Callable[[Run], bool]) -> None:
         self._desk, self._files, self._published, self._past = desk, desk.context.files, published, past
         self._begun: dict[tuple[int, int], Begun[None]] = {}  # by segment and first byte of the piece
         self._waits: dict[tuple[int, int], list[Begun[None]]] = {}  # by where the run lies

@@ -8,7 +8,7 @@ from kvfs.catalog.walk import Stretch, Walk
 from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
-from kvfs.gpu.registration_cache import InPlace
+from kvfs.gpu.registration_cache import RegistrationCache
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.read.plan import plan_runs
 from kvfs.read.reader import Reader
@@ -18,7 +18,7 @@ from kvfs.transfer.workers import Attached
 
 
 def pin_match(
-    maps: InPlace, reader: Reader, match: PrefixMatch, ready: list[int], stopped: Callable[[], bool]
+    maps: RegistrationCache, reader: Reader, match: PrefixMatch, ready: list[int], stopped: Callable[[], bool]
 ) -> None:  # fmt: skip
     """Pin what a match needs, until ``stopped``. To ``ready``: bytes of it that the GPU can read without the ring."""
     with reader.held(match) as held:
@@ -31,7 +31,7 @@ def pin_match(
 
 def pin_hottest(
     context: Context,
-    maps: InPlace,
+    maps: RegistrationCache,
     digest: bytes,
     attached: Collection[Attached],
     nbytes: int,

@@ -31,7 +31,7 @@ FAILURES_MAX = 8  # of the driver, until loads ask it no more
 READ_BYTES = 4 << 20  # one preadv into a block
 
 
-class Backed(NamedTuple):
+class RegisteredRegion(NamedTuple):
     """Memory that the device can read, and that holds bytes of a segment. It keeps the segment open."""
 
     held: OpenSegment
@@ -44,7 +44,7 @@ class FullError(Exception):
     """Nothing may be pinned any more, unless something else is let go."""
 
 
-class Budget:
+class PinnedBudget:
     """What may be pinned, of the host's processes together."""
 
     def __init__(self, account: PinnedBytes, files: Files, limit: int) -> None:
@@ -59,11 +59,11 @@ class Budget:
         self._account.give_back(nbytes)
 
 
-class Backing(Protocol):
+class RegionSource(Protocol):
     """How pieces are made: by one thread at a time. Another may free some meanwhile."""
 
     name: str
-    budget: Budget
+    budget: PinnedBudget
 
     @property
     def fills(self) -> bool:
@@ -75,13 +75,13 @@ class Backing(Protocol):
     def cost(self, nbytes: int) -> int:
         """What is pinned for a piece of so many bytes."""
 
-    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> RegisteredRegion | None:
         """[start, start + nbytes) of a segment, all of it published. ``ahead``: no load waits for it.
 
         FullError; None if it cannot be had, or, unless ``ahead``, not soon.
         """
 
-    def free(self, backed: Backed) -> None:
+    def free(self, backed: RegisteredRegion) -> None:
         """Nothing copies from it any more."""
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class RegisteredMaps:
 
     name = "in_place"
 
-    def __init__(self, device: Device, files: Files, budget: Budget) -> None:
+    def __init__(self, device: Device, files: Files, budget: PinnedBudget) -> None:
         self._device, self._files, self.budget = device, files, budget
         self.failed = 0  # registrations that the driver refused, one after the other
         self._seconds, self._registered = 0.0, 0.0  # spent on how many bytes, of late
@@ -109,7 +109,7 @@ class RegisteredMaps:
     def cost(self, nbytes: int) -> int:
         return nbytes
 
-    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> RegisteredRegion | None:
         if not may_map(self._files, held):
             return None
         begin = self._files.monotonic()
@@ -125,9 +125,9 @@ class RegisteredMaps:
             mapping.close()
             self.budget.give_back(nbytes)
             return None
-        return self._register(Backed(held, mapping.address, nbytes, mapping), begin, ahead=ahead)
+        return self._register(RegisteredRegion(held, mapping.address, nbytes, mapping), begin, ahead=ahead)
 
-    def _register(self, backed: Backed, begin: float, *, ahead: bool) -> Backed | None:
+    def _register(self, backed: RegisteredRegion, begin: float, *, ahead: bool) -> RegisteredRegion | None:
         begin = self._files.monotonic() if ahead else begin
         try:
             self._device.register(backed.address, backed.nbytes, read_only=True)
@@ -154,7 +154,7 @@ class RegisteredMaps:
             if files.cached_bytes(held.fd, start + at, size) != size:
                 files.populate_at(address + at, size)
 
-    def free(self, backed: Backed) -> None:
+    def free(self, backed: RegisteredRegion) -> None:
         if _unpinned(self._device, backed.memory):
             self.budget.give_back(backed.nbytes)
 
@@ -167,7 +167,7 @@ class Arena:
 
     name, fills = "arena", False  # its blocks are filled from the disk
 
-    def __init__(self, device: Device, files: Files, budget: Budget, readers: Pool, block_bytes: int) -> None:
+    def __init__(self, device: Device, files: Files, budget: PinnedBudget, readers: Pool, block_bytes: int) -> None:
         self._device, self._files, self.budget, self._readers = device, files, budget, readers
         self._block_bytes = block_bytes
         self._free: list[Pinned] = []
@@ -180,7 +180,7 @@ class Arena:
     def cost(self, nbytes: int) -> int:
         return self._block_bytes  # however much of it is filled
 
-    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> Backed | None:
+    def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> RegisteredRegion | None:
         block = self._block(ahead=ahead)
         if block is None:
             return None
@@ -192,7 +192,7 @@ class Arena:
         except OSError:
             self._free.append(block)
             return None
-        return Backed(held, block.address, nbytes, block)
+        return RegisteredRegion(held, block.address, nbytes, block)
 
     def _block(self, *, ahead: bool) -> Pinned | None:
         if self._free:
@@ -212,7 +212,7 @@ class Arena:
         self._full = False
         return block
 
-    def free(self, backed: Backed) -> None:
+    def free(self, backed: RegisteredRegion) -> None:
         self._free.append(backed.memory)
 
     def close(self) -> None:

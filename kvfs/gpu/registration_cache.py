@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from kvfs.gpu.registration import Backed, Backing, FullError
+from kvfs.gpu.registration import FullError, RegionSource, RegisteredRegion
 from kvfs.segments.open_segments import OpenSegment, sealed_bytes
 from kvfs.system.files import Files
 
@@ -28,7 +28,7 @@ WORK_SECONDS = 0.1
 MAKING_SECONDS = 0.5  # a piece takes a tenth of it, where the disk has it and is well
 
 
-class Stretch(NamedTuple):
+class RegisteredRange(NamedTuple):
     """Neighbouring registered bytes."""
 
     address: int
@@ -38,7 +38,7 @@ class Stretch(NamedTuple):
 class _Piece:
     __slots__ = ("address", "backed", "nbytes", "users")
 
-    def __init__(self, backed: Backed) -> None:
+    def __init__(self, backed: RegisteredRegion) -> None:
         self.backed, self.address, self.nbytes = backed, backed.address, backed.nbytes
         self.users = 0
 
@@ -53,21 +53,21 @@ class _Wish(NamedTuple):
 _Key = tuple[bytes, int]  # segment id, number of the piece
 
 
-class Use:
+class RegionLease:
     """The pieces that one transfer copies from."""
 
     def __init__(self) -> None:
         self.keys: set[_Key] = set()
 
 
-class InPlace:
+class RegistrationCache:
     """The pieces of one device. Thread-safe.
 
     One thread at a time makes pieces, out of what may be a disk that hangs. Nobody else waits for it longer than
     MAKING_SECONDS, and after that nobody at all until it is done.
     """
 
-    def __init__(self, backing: Backing, files: Files, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, backing: RegionSource, files: Files, piece_bytes: int = PIECE_BYTES) -> None:
         self.backing, self._files, self._piece_bytes = backing, files, piece_bytes
         self._lock = threading.RLock()
         self._made = threading.Condition(self._lock)
@@ -92,8 +92,8 @@ class InPlace:
         return sum(self.backing.cost(piece.nbytes) for piece in list(self._pieces.values()))
 
     def stretches(
-        self, held: OpenSegment, offset: int, nbytes: int, published: int, use: Use, *, register: bool | None
-    ) -> list[Stretch] | None:
+        self, held: OpenSegment, offset: int, nbytes: int, published: int, use: RegionLease, *, register: bool | None
+    ) -> list[RegisteredRange] | None:
         """Memory that holds [offset, offset + nbytes) of a segment, in use by ``use`` from now on.
 
         ``published``: bytes of the segment that are known to be published. None: not all of it is there, and
@@ -110,7 +110,7 @@ class InPlace:
                 self._wish(held, key, published)
             if piece is None:
                 return None
-            found.append(Stretch(piece.address + inside, need - inside))
+            found.append(RegisteredRange(piece.address + inside, need - inside))
         return found
 
     def _cuts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
@@ -122,7 +122,7 @@ class InPlace:
             yield number, inside, need
             offset += need - inside
 
-    def release(self, use: Use) -> None:
+    def release(self, use: RegionLease) -> None:
         """Nothing copies from these pieces any more."""
         with self._lock:
             for key in use.keys:
@@ -142,7 +142,7 @@ class InPlace:
                     return False
         return True
 
-    def _take(self, key: _Key, need: int, use: Use | None) -> _Piece | None:
+    def _take(self, key: _Key, need: int, use: RegionLease | None) -> _Piece | None:
         """A piece that has ``need`` bytes, in use by ``use``; None if there is none."""
         with self._lock:
             piece = self._pieces.get(key)
@@ -206,7 +206,7 @@ class InPlace:
         held: OpenSegment,
         need: int,
         published: int,
-        use: Use | None,
+        use: RegionLease | None,
         *,
         ahead: bool,
         spare: bool = False,
@@ -232,7 +232,15 @@ class InPlace:
                         self._let_go()
 
     def _make_alone(
-        self, key: _Key, held: OpenSegment, need: int, published: int, use: Use | None, *, ahead: bool, spare: bool
+        self,
+        key: _Key,
+        held: OpenSegment,
+        need: int,
+        published: int,
+        use: RegionLease | None,
+        *,
+        ahead: bool,
+        spare: bool,
     ) -> _Piece | None:
         nbytes = self._published(key, held, published)
         with self._lock:

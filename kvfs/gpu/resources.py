@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfs.gpu.device import Device, Event, Memory
-from kvfs.gpu.lane import Lane
-from kvfs.gpu.registration_cache import InPlace
+from kvfs.gpu.lane import DmaLane
+from kvfs.gpu.registration_cache import RegistrationCache
 from kvfs.kernels.work_list import Shape
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer.handle import Transfer
-from kvfs.transfer.workers import Desk, JobThreads, wait_for
+from kvfs.transfer.workers import JobThreads, TransportContext, wait_for
 from kvfs.types import TransferState
 
 POLL_SECONDS = 20e-6
@@ -24,15 +24,15 @@ YIELD_SECONDS = 200e-6  # for whoever waits to go on, before work that can wait 
 
 
 @dataclass(frozen=True)
-class GpuDesk(Desk):
+class GpuTransportContext(TransportContext):
     """What all jobs of one GpuIO share. The lanes are of one thread each."""
 
     device: Device
     shapes: Mapping[int, Shape]  # by group number
     tables: Mapping[int, Memory]  # buffer tables, likewise
-    saves: Lane
-    loads: Lane
-    in_place: InPlace | None
+    saves: DmaLane
+    loads: DmaLane
+    in_place: RegistrationCache | None
     readers: Pool
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
@@ -43,13 +43,13 @@ class GpuDesk(Desk):
     callbacks: JobThreads  # of loads: these may want to cancel the next one
 
 
-def wait_until(desk: GpuDesk, event: Event) -> None:
+def wait_until(desk: GpuTransportContext, event: Event) -> None:
     """Wait for something that was enqueued. To be woken by the driver takes 180 microseconds, this 40."""
     while not event.query():
         desk.context.files.sleep(POLL_SECONDS)
 
 
-def wait_for_event(desk: GpuDesk, transfer: Transfer, after: Any) -> bool:
+def wait_for_event(desk: GpuTransportContext, transfer: Transfer, after: Any) -> bool:
     """Wait for the engine's event until the deadline; False, and the reason noted, if it has not come by then.
 
     Asked from here rather than left to a stream, which could neither be cancelled nor give up.

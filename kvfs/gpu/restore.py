@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvfs.gpu.batches import Window
-from kvfs.gpu.lane import Launches
-from kvfs.gpu.load import GpuLoad, Group, Pages
+from kvfs.gpu.lane import LaunchQueue
+from kvfs.gpu.load import GpuLoad, GroupLoad, Pages
 from kvfs.index.rows import RUN
 from kvfs.lookup.incremental import Lookahead
 from kvfs.segments.open_segments import OpenSegment
@@ -54,7 +54,7 @@ class GpuRestore(GpuLoad):
         needs = [a.group.need.chunks(self.match.page_tokens) for a, _ in pages]
         return [(a, chunks[:need]) for (a, chunks), need in zip(pages, needs, strict=True)]
 
-    def _send_groups(self, launches: Launches, held: dict[int, OpenSegment]) -> None:
+    def _send_groups(self, launches: LaunchQueue, held: dict[int, OpenSegment]) -> None:
         """Groups that need all of their pages as these are found; then the others: theirs are known by then."""
         ahead = self._ahead
         for number, (attached, chunks) in enumerate(self.pages):
@@ -69,7 +69,7 @@ class GpuRestore(GpuLoad):
         self.pages = [(a, chunks) for a, chunks in self.pages if a.number not in sent]
         super()._send_groups(launches, held)
 
-    def _windows(self, group: Group, held: dict[int, OpenSegment]) -> Iterator[Window]:
+    def _windows(self, group: GroupLoad, held: dict[int, OpenSegment]) -> Iterator[Window]:
         """Of a group that needs all: as many pages as are looked up at once."""
         if not self._growing:
             yield from super()._windows(group, held)

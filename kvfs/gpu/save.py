@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from kvfs.format.checksums import LEAF_BYTES
 from kvfs.gpu.device import Event
-from kvfs.gpu.lane import ALIGN, BATCHES, Sheet
-from kvfs.gpu.resources import YIELD_SECONDS, GpuDesk, wait_for_event, wait_until
+from kvfs.gpu.lane import ALIGN, BATCHES, CommandBuffer
+from kvfs.gpu.resources import YIELD_SECONDS, GpuTransportContext, wait_for_event, wait_until
 from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
 from kvfs.pages.layout import Group
 from kvfs.transfer.save import Batch, Save
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.workers import Attached, fail
 from kvfs.types import TransferState
-from kvfs.write.appender import Job
+from kvfs.write.appender import AppendJob
 
 BATCH_BYTES = 32 << 20
 AHEAD = 8  # batches that are gathered while the oldest is on its way: what a cancellation waits for
@@ -35,7 +35,7 @@ class _Flight(NamedTuple):
 
     batch: Batch
     arrived: Event
-    sheet: Sheet
+    sheet: CommandBuffer
     tables: int  # where in it the leaf tables arrive; negative: they are made by the CPU
     step: contextlib.ExitStack  # bytes move until it is closed
 
@@ -46,12 +46,12 @@ class GpuSave(Save):
 
     _tables: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by group number and chunk
     _flights: deque[_Flight] = field(default_factory=deque)
-    _sheet: Sheet | None = None
+    _sheet: CommandBuffer | None = None
     _landed: list[Batch] = field(default_factory=list)  # not handed over yet
 
     @property
-    def gpu(self) -> GpuDesk:
-        assert isinstance(self.desk, GpuDesk)
+    def gpu(self) -> GpuTransportContext:
+        assert isinstance(self.desk, GpuTransportContext)
         return self.desk
 
     def run(self) -> None:
@@ -93,7 +93,7 @@ class GpuSave(Save):
             while self._flights:
                 self._land()
 
-    def _gather_group(self, attached: Attached, chunks: list[int], sheet: Sheet) -> bool:
+    def _gather_group(self, attached: Attached, chunks: list[int], sheet: CommandBuffer) -> bool:
         """Enqueue the batches of a group; False ends the save."""
         desk, transfer, done = self.gpu, self.transfer, 0
         units = self._send_ids(attached, sheet)
@@ -133,7 +133,7 @@ class GpuSave(Save):
                 page_bytes=page_bytes,
                 least=1,
                 keep=desk.save_keep,
-                in_vain_from=desk.writes.stalled_at,
+                give_up_at=desk.writes.stalled_at,
             )
             if lease is not None:
                 return lease if self.transfer._own(lease) else None
@@ -150,14 +150,14 @@ class GpuSave(Save):
         words = (granules * (GRANULE_WORDS + shape.layers) + HEAD_WORDS) * WORD + 3 * ALIGN
         return len(self.units[attached.number]) * WORD + pages * words + ALIGN
 
-    def _send_ids(self, attached: Attached, sheet: Sheet) -> tuple[int, int]:
+    def _send_ids(self, attached: Attached, sheet: CommandBuffer) -> tuple[int, int]:
         """Unit ids of a group: where on the sheet, and how many. Not behind pages that are on their way to slots."""
         ids = array("q", self.units[attached.number])
         at = sheet.put(ids)
         sheet.send(self.gpu.saves.kernels, at)
         return at, len(ids)
 
-    def _send(self, batch: Batch, sheet: Sheet, units: tuple[int, int], step: contextlib.ExitStack) -> _Flight:
+    def _send(self, batch: Batch, sheet: CommandBuffer, units: tuple[int, int], step: contextlib.ExitStack) -> _Flight:
         """Enqueue: work list, gather, sums, copies to the slots."""
         desk, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
         shape, group, stride = desk.shapes[attached.number], attached.group, lease.stride
@@ -199,7 +199,7 @@ class GpuSave(Save):
         self._hand_over(self._landed)
         self._landed.clear()
 
-    def _keep_tables(self, batch: Batch, sheet: Sheet, at: int) -> None:
+    def _keep_tables(self, batch: Batch, sheet: CommandBuffer, at: int) -> None:
         attached = batch.attached
         size = attached.group.leaves(attached.part) * LEAF_BYTES
         raw = bytes(sheet.back(at, size * len(batch.chunks)))
@@ -207,7 +207,7 @@ class GpuSave(Save):
         for i, chunk in enumerate(batch.chunks):
             mine[chunk] = raw[i * size : (i + 1) * size]
 
-    def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> Job:
+    def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> AppendJob:
         job = super()._job(attached, payload, lane)
         tables = self._tables.get(attached.number)
         return replace(job, table=tables.__getitem__) if tables else job  # kept: a full disk makes a batch come twice

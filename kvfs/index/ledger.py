@@ -1,6 +1,6 @@
 """The ledger: what each step of a segment's life does to the index, inside one write transaction.
 
-    active(owner) -> sealed -> doomed -> gone
+    active(owner) -> sealed -> dropped -> gone
 
 A segment is charged in its row before its file grows, and until nobody holds its unlinked blocks any more.
 ``used`` is the sum of all rows; normal writers may fill the limit less the standing reserve, eviction all of it.
@@ -18,7 +18,7 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.index.environment import FULL
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 
 ANY_CLASS = bytes(16)
 QUOTA_BYTES = 8  # of a class id: which quota pays
@@ -145,14 +145,14 @@ def shrink(session: Session, number: int, owner: bytes, generation: str, file_by
     session.set_segment(number, row, row._replace(allocated=charge(file_bytes, row.records)))
 
 
-def retire(session: Session, number: int, owner: bytes) -> None:
+def close_for_appends(session: Session, number: int, owner: bytes) -> None:
     """No more appends to a segment that failed; its published pages stay, and so does the charge."""
     row = session.segment(number)
     if row is not None and row.owner == owner and row.state == ACTIVE:
         session.set_segment(number, row, row._replace(state=SEALED, owner=NOBODY))
 
 
-def let_go(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
+def release_ownership(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
     """Leave an active segment to whoever wants to go on with it."""
     row = own_segment(session, number, owner, generation)
     session.set_segment(number, row, row._replace(owner=NOBODY, allocated=charge(file_bytes, row.records)))
@@ -166,7 +166,7 @@ def seal(session: Session, number: int, owner: bytes, generation: str, file_byte
     )
 
 
-def doom(session: Session, number: int, owner: bytes, segment_id: bytes = b"") -> SegmentRow | None:
+def mark_dropped(session: Session, number: int, owner: bytes, segment_id: bytes = b"") -> SegmentRow | None:
     """From this commit on every page of the segment is a miss. Its bytes stay charged.
 
     ``segment_id``: for who has the number from an earlier transaction. In an index that was built anew meanwhile it
@@ -175,25 +175,25 @@ def doom(session: Session, number: int, owner: bytes, segment_id: bytes = b"") -
     row = session.segment(number)
     if row is None or (segment_id and row.segment_id != segment_id):
         return None
-    if row.state == DOOMED:
+    if row.state == DROPPED:
         return row
-    doomed = row._replace(state=DOOMED, owner=owner)
-    session.set_segment(number, row, doomed)
-    return doomed
+    dropped = row._replace(state=DROPPED, owner=owner)
+    session.set_segment(number, row, dropped)
+    return dropped
 
 
-def gone(session: Session, number: int, segment_id: bytes) -> None:
+def reclaim(session: Session, number: int, segment_id: bytes) -> None:
     """Nobody holds the unlinked file: its bytes are free."""
     row = session.segment(number)
-    if row is not None and row.state == DOOMED and row.segment_id == segment_id:
+    if row is not None and row.state == DROPPED and row.segment_id == segment_id:
         session.delete_segment(number, row)
 
 
-def give_up(session: Session, number: int, owner: bytes) -> None:
+def abandon_stale(session: Session, number: int, owner: bytes) -> None:
     """Seal or drop a segment if it is active still: what was seen outside the lock may be long past."""
     row = session.segment(number)
     if row is not None and row.state == ACTIVE and row.owner == owner:
-        (retire if row.records else doom)(session, number, owner)
+        (close_for_appends if row.records else mark_dropped)(session, number, owner)
 
 
 def take_step(step: Step, number: int, owner: bytes, generation: str, session: Session) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvfs.format.segment import KNOWN_CODECS
 from kvfs.index import tables
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
-from kvfs.index.tables import ACTIVE, DOOMED, Contents, Ledger, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, Contents, Ledger, SegmentRow
 
 PAGE = 4096
 ROW_OVERHEAD = 10  # of LMDB: a node's header and its pointer
@@ -91,7 +91,7 @@ class Session:
         """Id of a segment whose pages may be read; None if it was dropped."""
         if number not in self._alive:
             row = self.segment(number)
-            self._alive[number] = None if row is None or row.state == DOOMED else row.segment_id
+            self._alive[number] = None if row is None or row.state == DROPPED else row.segment_id
             self.tails[number] = 0 if row is None else row.tail
         return self._alive[number]
 
@@ -104,7 +104,7 @@ class Session:
         return list(tables.iter_segments(self.txn, self.db.segments))
 
     def segments_in(self, state: int) -> list[tuple[int, SegmentRow]]:
-        """The segments in state ACTIVE or DOOMED, which are few, without walking all of them."""
+        """The segments in state ACTIVE or DROPPED, which are few, without walking all of them."""
         numbers = tables.listed_segments(self.txn, self.db.meta, state)
         found = [(number, self.segment(number)) for number in numbers]
         return [(number, row) for number, row in found if row is not None and row.state == state]
@@ -123,7 +123,9 @@ class Session:
         tables.add_quota_use(self.txn, self.db.meta, row.class_id, row.allocated)
         self._set_ledger(
             ledger._replace(
-                used=ledger.used + row.allocated, next_segment=number + 1, doomed=ledger.doomed + (row.state == DOOMED)
+                used=ledger.used + row.allocated,
+                next_segment=number + 1,
+                dropped=ledger.dropped + (row.state == DROPPED),
             )
         )
         return number
@@ -135,14 +137,14 @@ class Session:
             tables.list_segment(self.txn, self.db.meta, number, new.state)
         if new.allocated != old.allocated:
             tables.add_quota_use(self.txn, self.db.meta, new.class_id, new.allocated - old.allocated)
-        doomed = (new.state == DOOMED) - (old.state == DOOMED)
-        if new.allocated != old.allocated or doomed:
+        dropped = (new.state == DROPPED) - (old.state == DROPPED)
+        if new.allocated != old.allocated or dropped:
             ledger = self.ledger()
             self._set_ledger(
                 ledger._replace(
                     used=ledger.used + new.allocated - old.allocated,
-                    doomed=ledger.doomed + doomed,
-                    dropped=ledger.dropped + (doomed > 0),
+                    dropped=ledger.dropped + dropped,
+                    unswept=ledger.unswept + (dropped > 0),
                 )
             )
         self._alive.pop(number, None)
@@ -154,8 +156,8 @@ class Session:
         tables.unlist_segment(self.txn, self.db.meta, number, row.state)
         tables.add_quota_use(self.txn, self.db.meta, row.class_id, -row.allocated)
         ledger = self.ledger()
-        gone = row.state == DOOMED
-        self._set_ledger(ledger._replace(used=ledger.used - row.allocated, doomed=ledger.doomed - gone))
+        reclaimed = row.state == DROPPED
+        self._set_ledger(ledger._replace(used=ledger.used - row.allocated, dropped=ledger.dropped - reclaimed))
         self._alive.pop(number, None)
 
     # -- namespaces --------------------------------------------------------------------------
@@ -253,4 +255,4 @@ class Session:
         """Recount: the ledger's sum equals its parts."""
         rows = [row for _, row in self.segments()]
         ledger = self.ledger()
-        return ledger.used == sum(r.allocated for r in rows) and ledger.doomed == sum(r.state == DOOMED for r in rows)
+        return ledger.used == sum(r.allocated for r in rows) and ledger.dropped == sum(r.state == DROPPED for r in rows)

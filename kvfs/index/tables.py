@@ -24,8 +24,8 @@ _QUOTA = b"quota/"
 _CONTENTS = b"contents/"
 _AMOUNT = struct.Struct("<qq")
 
-ACTIVE, SEALED, DOOMED = 1, 2, 3
-STATE_NAMES = {ACTIVE: "active", SEALED: "sealed", DOOMED: "doomed"}
+ACTIVE, SEALED, DROPPED = 1, 2, 3
+STATE_NAMES = {ACTIVE: "active", SEALED: "sealed", DROPPED: "dropped"}
 
 
 class SegmentRow(NamedTuple):
@@ -47,8 +47,8 @@ class SegmentRow(NamedTuple):
 class Ledger(NamedTuple):
     used: int  # bytes that segments are charged with, all states
     next_segment: int
-    doomed: int  # segments in state DOOMED
-    dropped: int  # segments dropped since the last full sweep of stale page rows
+    dropped: int  # segments in state DROPPED
+    unswept: int  # segments dropped since the last full sweep of stale page rows
 
 
 def _pack(body: bytes) -> bytes:
@@ -104,16 +104,16 @@ def damaged(what: str) -> lmdb.CorruptedError:
     return lmdb.CorruptedError(f"{what} row is damaged")
 
 
-# Active and doomed segments are listed once more in ``meta``, so that nobody walks all segments for them.
+# Active and dropped segments are listed once more in ``meta``, so that nobody walks all segments for them.
 
 
 def list_segment(txn: Any, db: Any, number: int, state: int) -> None:
-    if state in (ACTIVE, DOOMED):
+    if state in (ACTIVE, DROPPED):
         txn.put(_listed(state) + _NUMBER.pack(number), b"", db=db)
 
 
 def unlist_segment(txn: Any, db: Any, number: int, state: int) -> None:
-    if state in (ACTIVE, DOOMED):
+    if state in (ACTIVE, DROPPED):
         txn.delete(_listed(state) + _NUMBER.pack(number), db=db)
 
 
@@ -129,7 +129,7 @@ def listed_segments(txn: Any, db: Any, state: int) -> list[int]:
 
 
 def _listed(state: int) -> bytes:
-    return STATE_NAMES[state].encode() + b"/"
+    return {ACTIVE: b"active/", DROPPED: b"doomed/"}[state]  # format 1: the words stay
 
 
 # What the segments of each quota (first 8 bytes of a class id, zero: none) are charged with.

@@ -43,10 +43,10 @@ class Matcher:
         self.count(match, len(prompt.hashes), self._c.files.monotonic() - began)
         return match
 
-    def begin(self, prompt: Prompt, wants: Sequence[Part]) -> tuple[list[GroupLookup], FirstParts]:
+    def begin(self, prompt: Prompt, wants: Sequence[Part]) -> tuple[list[GroupLookup], SearchRunner]:
         """Lookups of all groups, and what their steps are run by."""
         lookups = [GroupLookup(prompt, *pair) for pair in zip(self._layout.groups, wants, strict=True)]
-        return lookups, FirstParts(self, lookups)
+        return lookups, SearchRunner(self, lookups)
 
     def count(self, match: PrefixMatch, chunks: int, seconds: float) -> None:
         """A lookup of so many chunks has found ``match``."""
@@ -123,7 +123,7 @@ class Matcher:
         match.at_us = self._c.files.now_us()
         if match.chunks:
             match.last_hash = lookups[0].prompt.hashes[match.chunks - 1]
-            self._c.recency.note_request(match.last_hash, match.at_us)
+            self._c.access_times.note_request(match.last_hash, match.at_us)
         self._c.holds.add(match.hold)
 
     def _assemble(
@@ -204,7 +204,7 @@ def later(tails: dict[int, int], others: Mapping[int, int]) -> None:
         tails[segment] = max(tails.get(segment, 0), tail)
 
 
-class FirstParts:
+class SearchRunner:
     """Runs the steps of a search; the first one also reads which parts there are, so that a match is one trip."""
 
     def __init__(self, matcher: Matcher, lookups: Sequence[GroupLookup]) -> None:

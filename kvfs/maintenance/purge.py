@@ -25,7 +25,7 @@ from kvfs.format.segment import Entry, PurgeMark
 from kvfs.index import ledger
 from kvfs.index.row_updates import forget
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
 from kvfs.maintenance.pins import Pins
 from kvfs.pages.chunk_hash import HASH_BYTES, page_key
 from kvfs.pages.identity import Described, salt_digest
@@ -141,7 +141,7 @@ class Purger:
             pages += count
             self._evictor.victims.forget(segment_id)
         # dropped before, but perhaps not yet out of a rebuild's sight
-        self._evictor.reclaimer.finish_doomed(strict=True)
+        self._evictor.reclaimer.reclaim_dropped(strict=True)
         for folder in (directory.sub("segments"), directory.sub("doomed"), directory.root):
             files.fsync(folder)
         self._c.counters.add("pages_purged", pages)
@@ -165,7 +165,7 @@ class Purger:
 
     def _judge(self, segment_id: bytes, selection: Selection, row: SegmentRow | None) -> tuple[PurgeMark | None, int]:
         """The mark that a segment needs, older ones included, and how many records are new in it; None if none is."""
-        if row is not None and row.state == DOOMED:
+        if row is not None and row.state == DROPPED:
             return None, 0
         try:
             segment = self._read(segment_id, row)
@@ -224,7 +224,7 @@ class Purger:
         self._active.finish_all(marked)
         with self._evictor.lock.hold(self._c.files.monotonic()) as held:
             if held:
-                self._evictor.reclaimer.finish_doomed()
+                self._evictor.reclaimer.reclaim_dropped()
                 self._finish_all(marked)
 
     def _finish_all(self, marked: Iterable[bytes]) -> list[int]:
@@ -238,7 +238,7 @@ class Purger:
             if row is None:
                 if not self._exists(segment_id):
                     self._c.marks.forget(segment_id)
-            elif row.state != DOOMED:
+            elif row.state != DROPPED:
                 freed = self._finish(number, row, generation)
                 dropped += [] if freed is None else [freed]
         if self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) != generation:

@@ -35,7 +35,7 @@ from kvfs.index.lmdb_files import discard_generation, open_environment, open_tab
 from kvfs.index.row_updates import Publish, publish
 from kvfs.index.rows import RUN, Place
 from kvfs.index.session import PAGE, Session
-from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.pages.layout import Group, Part
@@ -282,7 +282,7 @@ class _SegmentBuilder:
             size = self._settings.segment_bytes
         if scan is None:
             return SegmentRow(
-                segment_id, NOBODY, ledger.ANY_CLASS, DOOMED if dead else SEALED, 0, 1, 0,
+                segment_id, NOBODY, ledger.ANY_CLASS, DROPPED if dead else SEALED, 0, 1, 0,
                 ledger.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
             )  # fmt: skip
         tail = None
@@ -290,7 +290,7 @@ class _SegmentBuilder:
             tail = covered_end(scan, self._namespaces.get)  # None: what is appended might go over a leaf table
         expiries = [e.expires for e in scan.parts()]
         return SegmentRow(
-            segment_id, NOBODY, scan.header.class_id, DOOMED if dead else SEALED if tail is None else ACTIVE,
+            segment_id, NOBODY, scan.header.class_id, DROPPED if dead else SEALED if tail is None else ACTIVE,
             scan.header.flags, scan.entries[-1].epoch if scan.entries else 1, len(scan.entries),
             ledger.charge(size, len(scan.entries)), tail or scan.end, scan.table,
             max(expiries) if expiries and all(expiries) else 0,

@@ -125,7 +125,7 @@ class Recompressor:
             if scan is None or len(scan.entries) < row.records:
                 return "unreadable"
             parts = list(scan.parts())
-            stamps = self._c.recency.stamps(row.segment_id, [e.written_us for e in scan.entries])
+            stamps = self._c.access_times.stamps(row.segment_id, [e.written_us for e in scan.entries])
             last_used_us = max((stamps[e.seq] for e in parts), default=0)
             if last_used_us > self._c.files.now_us() - int(idle_seconds * 1e6):
                 return "used lately"

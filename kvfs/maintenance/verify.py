@@ -27,7 +27,7 @@ from kvfs.format.segment import Entry
 from kvfs.index.row_updates import forget_place
 from kvfs.index.rows import CLAIM, Place, parse_row
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.pages.layout import Part
 from kvfs.segments.open_segments import OpenSegment
@@ -90,7 +90,7 @@ class Verifier:
             self.report.index_errors += 1
             self.report.note("index: the ledger is not the sum of its segments")
         for number, row in rows:
-            if row.state != DOOMED:
+            if row.state != DROPPED:
                 self._segment(number, row)
         self._index()
         for place in sorted(self._named):
@@ -131,7 +131,7 @@ class Verifier:
 
     def _still_there(self, number: int, row: SegmentRow) -> bool:
         now = self._c.index.read(lambda s: s.segment(number), COMMIT_SECONDS)
-        return now is not None and now.state != DOOMED and now.segment_id == row.segment_id
+        return now is not None and now.state != DROPPED and now.segment_id == row.segment_id
 
     def _bad_segment(self, number: int, row: SegmentRow, why: str) -> None:
         self.report.bad_segments += 1

@@ -16,22 +16,22 @@ BYTES_MAX = 16 << 20  # of their tokens and hashes
 HASH_COST = 80  # of a bytes object with a hash, and its place in a list
 
 
-class _Known(NamedTuple):
+class _KnownPrompt(NamedTuple):
     seed: bytes
     step: int
     tokens: bytes  # whole chunks, as the chain takes them
     hashes: list[bytes]
 
 
-class Chains:
+class ChunkHashCache:
     """The last chains of an open store, without extra keys. Thread-safe: what is remembered is replaced as a whole."""
 
     def __init__(self) -> None:
-        self._known: tuple[_Known, ...] = ()  # the last one first
+        self._known: tuple[_KnownPrompt, ...] = ()  # the last one first
 
-    def _longest(self, tokens: bytes, step: int, seed: bytes) -> tuple[_Known, int]:
+    def _longest(self, tokens: bytes, step: int, seed: bytes) -> tuple[_KnownPrompt, int]:
         """What begins as these do for longest, and for how many bytes; whole chunks of ``step`` bytes."""
-        best, common = _Known(seed, step, b"", []), 0
+        best, common = _KnownPrompt(seed, step, b"", []), 0
         for one in self._known:
             same = _common(one.tokens, tokens, step, common, len(tokens)) if one[:2] == (seed, step) else 0
             if same > common:
@@ -42,11 +42,11 @@ class Chains:
         """For whoever measures what it is to hash a prompt."""
         self._known = ()
 
-    def _remember(self, new: _Known, instead_of: _Known | None) -> None:
+    def _remember(self, new: _KnownPrompt, instead_of: _KnownPrompt | None) -> None:
         """``instead_of``: what it begins with, or is."""
         if _cost(new) > BYTES_MAX:
             return
-        kept, room = list[_Known](), BYTES_MAX
+        kept, room = list[_KnownPrompt](), BYTES_MAX
         for one in (new, *(one for one in self._known if one is not instead_of)):
             room -= _cost(one)
             if room < 0 or len(kept) == PROMPTS:
@@ -59,14 +59,14 @@ class Chain:
     """The chunk hashes of one prompt, as far as they were asked for. Of one thread."""
 
     def __init__(
-        self, known: Chains, tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None
+        self, known: ChunkHashCache, tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None
     ) -> None:
         self._chains, self._page_tokens, self._seed = known, page_tokens, seed
         self._extra = dict(extra or {})  # the caller may change his before it is used
         self._step = page_tokens * TOKEN_BYTES
         self.chunks = len(tokens) // self._step  # of the whole prompt
         self._tokens = tokens[: self.chunks * self._step]
-        self._begins_with, self._common = _Known(seed, self._step, b"", []), 0
+        self._begins_with, self._common = _KnownPrompt(seed, self._step, b"", []), 0
         if not extra:
             self._begins_with, self._common = known._longest(self._tokens, self._step, seed)
         self.hashes = self._begins_with.hashes[: self._common // self._step]
@@ -93,11 +93,11 @@ class Chain:
         if end == self._common:
             self._chains._remember(begun, begun)
         else:
-            new = _Known(self._seed, self._step, self._tokens[:end], self.hashes.copy())
+            new = _KnownPrompt(self._seed, self._step, self._tokens[:end], self.hashes.copy())
             self._chains._remember(new, begun if self._common == len(begun.tokens) else None)
 
 
-def _cost(one: _Known) -> int:
+def _cost(one: _KnownPrompt) -> int:
     return len(one.tokens) + HASH_COST * len(one.hashes)
 
 

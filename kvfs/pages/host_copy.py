@@ -31,7 +31,7 @@ class _Span(NamedTuple):
     inside: int  # the first, within the unit
 
 
-class _Run(NamedTuple):
+class _CopyRun(NamedTuple):
     """States of one granule that lie evenly spaced in a buffer."""
 
     state: int  # the first, within the page
@@ -144,18 +144,18 @@ def _spans(buffer: KVBuffer, group: Group, units: Sequence[int], chunk: int, fir
         token += count
 
 
-def _merge(spans: Sequence[_Span], buffer: KVBuffer, granule: int) -> list[_Run]:
+def _merge(spans: Sequence[_Span], buffer: KVBuffer, granule: int) -> list[_CopyRun]:
     """The longest runs of evenly spaced states; none crosses a granule."""
-    runs: list[_Run] = []
+    runs: list[_CopyRun] = []
     for span in spans:
         offset, step = span.unit * buffer.stride[0] + span.inside * buffer.stride[1], buffer.stride[1]
         if runs and runs[-1].state + runs[-1].states == span.state and span.state % granule:
             last = runs[-1]
             gap = offset - last.offset - (last.states - 1) * last.step
             if (last.states == 1 or gap == last.step) and (span.states == 1 or gap == step):
-                runs[-1] = _Run(last.state, last.states + span.states, last.offset, gap)
+                runs[-1] = _CopyRun(last.state, last.states + span.states, last.offset, gap)
                 continue
-        runs.append(_Run(span.state, span.states, offset, step))
+        runs.append(_CopyRun(span.state, span.states, offset, step))
     return runs
 
 
@@ -185,7 +185,7 @@ class _Copy(NamedTuple):
     rows: _Rows
     to_page: bool
 
-    def by_run(self, numpy: Any, runs: Sequence[_Run]) -> None:
+    def by_run(self, numpy: Any, runs: Sequence[_CopyRun]) -> None:
         """Few runs: all heads of a run and layer in one strided copy."""
         view, stride = self._page_array(numpy), self.buffer.stride
         for run in runs:
@@ -217,7 +217,7 @@ class _Copy(NamedTuple):
             else:
                 view[granules, row, :, inside] = cells[units, tokens]
 
-    def with_memmove(self, runs: Sequence[_Run]) -> None:
+    def with_memmove(self, runs: Sequence[_CopyRun]) -> None:
         """Without numpy: whatever is contiguous on both sides in one call."""
         if self.page.readonly:
             holder: Any = (ctypes.c_uint8 * len(self.page)).from_buffer_copy(self.page)
@@ -230,7 +230,7 @@ class _Copy(NamedTuple):
             else:
                 ctypes.memmove(address, base + at, nbytes)
 
-    def _pieces(self, runs: Sequence[_Run]) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, runs: Sequence[_CopyRun]) -> Iterator[tuple[int, int, int]]:
         """(address, offset in the page, bytes) in the order of the page."""
         group, part, buffer, rows = self.group, self.part, self.buffer, self.rows
         size, (offset, nbytes) = group.cell.nbytes, buffer.cell

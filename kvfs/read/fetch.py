@@ -16,7 +16,7 @@ from typing import TypeAlias
 from kvfs.context import Context
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
-from kvfs.read.plan import Job
+from kvfs.read.plan import ReadJob
 from kvfs.system.memory_views import address_of
 from kvfs.system.thread_pool import Team
 from kvfs.types import Verify
@@ -43,7 +43,7 @@ class Fetcher:
         self._team = team
         self._verified: set[tuple[bytes, int]] = set()
 
-    def fetch(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> Found:
+    def fetch(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> Found:
         """Fill ``out`` with jobs, which are of at most READ_BYTES or one page."""
         ends = jobs[:1], jobs[-1:]
         if all(self._seems_cached(job) for end in ends for job in end):
@@ -56,13 +56,15 @@ class Fetcher:
             found += self._from_disk(rest, leaf_bytes, out)
         return sum(bits for bits, _ in found), [fault for _, faults in found for fault in faults]
 
-    def _seems_cached(self, job: Job) -> bool:
+    def _seems_cached(self, job: ReadJob) -> bool:
         """Whether the end of a job is in the page cache. To ask for all of it takes a tenth of reading it."""
         return self._c.segments.cached_bytes(job.held, job.offset + job.nbytes - 1, 1) != 0
 
     # -- from the page cache -------------------------------------------------------------------
 
-    def _from_cache(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> tuple[list[Found], list[Job]]:
+    def _from_cache(
+        self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview
+    ) -> tuple[list[Found], list[ReadJob]]:
         """(what was found, jobs that cannot be read without waiting for a disk)."""
         summed = [self.must_sum(job) for job in jobs]
         pieces: list[_Piece] = []
@@ -86,7 +88,7 @@ class Fetcher:
                 found.append(self._judge(job, table, leaf_bytes) if summed[number] else (job.bits(), []))
         return found, [jobs[number] for number in sorted(left)]
 
-    def must_sum(self, job: Job) -> bool:
+    def must_sum(self, job: ReadJob) -> bool:
         """Whether the policy asks for checksums of a job."""
         policy, segment = self._c.verify, job.held.segment_id
         if policy is Verify.FIRST:
@@ -113,7 +115,7 @@ class Fetcher:
 
     # -- from a disk ---------------------------------------------------------------------------
 
-    def _from_disk(self, jobs: Sequence[Job], leaf_bytes: int, out: memoryview) -> list[Found]:
+    def _from_disk(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> list[Found]:
         cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
         # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
         workers = min(len(jobs), COLD_THREADS if self._past(jobs[-1], out) else self._c.threads)
@@ -123,13 +125,13 @@ class Fetcher:
         read = partial(self._read_jobs, leaf_bytes, out)
         return [found for share in self._team.each(read, shares) for found in share]
 
-    def _read_jobs(self, leaf_bytes: int, out: memoryview, share: Iterator[Job]) -> list[Found]:
+    def _read_jobs(self, leaf_bytes: int, out: memoryview, share: Iterator[ReadJob]) -> list[Found]:
         return [self._read_job(job, out[job.out : job.out + job.nbytes], leaf_bytes, out) for job in share]
 
-    def _cached(self, job: Job) -> int | None:
+    def _cached(self, job: ReadJob) -> int | None:
         return self._c.segments.cached_bytes(job.held, job.offset, job.nbytes)
 
-    def _past(self, job: Job, out: memoryview) -> bool:
+    def _past(self, job: ReadJob, out: memoryview) -> bool:
         """Whether a job is read past the page cache.
 
         In mode cache cold bytes that nobody has used before are: reading them through the page cache costs several
@@ -141,11 +143,11 @@ class Fetcher:
             and not job.size % fmt.BLOCK
             and self._cached(job) == 0
             and not address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
-            and not self._c.recency.was_used(job.held.segment_id, job.seqs[0])
+            and not self._c.access_times.was_used(job.held.segment_id, job.seqs[0])
             and self._c.segments.direct(job.held) >= 0
         )
 
-    def _read_job(self, job: Job, target: memoryview, leaf_bytes: int, out: memoryview) -> Found:
+    def _read_job(self, job: ReadJob, target: memoryview, leaf_bytes: int, out: memoryview) -> Found:
         """Read and check."""
         try:
             table = self._read_and_sum(job, target, leaf_bytes, self._past(job, out))
@@ -155,7 +157,7 @@ class Fetcher:
             return self._judge(job, table, leaf_bytes)
         return _found(job, [self.check(job, i, job.page(target, i), leaf_bytes) for i in range(job.count)])
 
-    def _read_and_sum(self, job: Job, target: memoryview, leaf_bytes: int, past: bool) -> bytes | None:
+    def _read_and_sum(self, job: ReadJob, target: memoryview, leaf_bytes: int, past: bool) -> bytes | None:
         """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
         read = self._c.segments.read
         if past:
@@ -171,7 +173,7 @@ class Fetcher:
             tables.append(leaf_table(piece, leaf_bytes))
         return b"".join(tables)
 
-    def _read_singly(self, job: Job, target: memoryview, leaf_bytes: int) -> Found:
+    def _read_singly(self, job: ReadJob, target: memoryview, leaf_bytes: int) -> Found:
         """One of the pages cannot be read: find out which."""
         self._c.counters.add("read_errors")
         good: list[bool | None] = []
@@ -186,7 +188,7 @@ class Fetcher:
 
     # -- whether it is right ---------------------------------------------------------------------
 
-    def check(self, job: Job, i: int, data: memoryview, leaf_bytes: int) -> bool:
+    def check(self, job: ReadJob, i: int, data: memoryview, leaf_bytes: int) -> bool:
         """Whether the bytes of page ``i`` are the ones that the index vouches for, as far as the policy asks."""
         policy, key = self._c.verify, (job.held.segment_id, job.seqs[i])
         if policy is Verify.OFF or (policy is Verify.FIRST and key in self._verified):
@@ -196,7 +198,7 @@ class Fetcher:
         self._remember(job.held.segment_id, job.seqs[i : i + 1])
         return True
 
-    def _judge(self, job: Job, table: bytes, leaf_bytes: int) -> Found:
+    def _judge(self, job: ReadJob, table: bytes, leaf_bytes: int) -> Found:
         """Which pages of a job are right, by the leaf tables of what was read."""
         step = job.size // leaf_bytes * LEAF_BYTES
         roots = [root_of(table[at : at + step]) for at in range(0, len(table), step)]
@@ -221,11 +223,11 @@ class Fetcher:
             self._verified.update([(segment, seq) for seq in seqs])
 
 
-def _chunk(job: Job) -> int:
+def _chunk(job: ReadJob) -> int:
     return job.chunk
 
 
-def _found(job: Job, good: Sequence[bool | None]) -> Found:
+def _found(job: ReadJob, good: Sequence[bool | None]) -> Found:
     """``good``: None of a page that is a miss now, for want of memory, and not bad for that."""
     bits = sum(1 << job.chunk + i for i, fine in enumerate(good) if fine)
     return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if fine is False]

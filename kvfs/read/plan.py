@@ -12,7 +12,7 @@ from kvfs.segments.open_segments import OpenSegment
 
 
 @dataclass
-class Job:
+class ReadJob:
     """``count`` pages from ``chunk`` on, ``size`` bytes each, neighbours in a segment and in the caller's buffer."""
 
     held: OpenSegment
@@ -139,16 +139,16 @@ def _joined(runs: list[Run]) -> list[Run]:
     return joined
 
 
-def plan_reads(gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int) -> tuple[list[Job], int]:
+def plan_reads(gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int) -> tuple[list[ReadJob], int]:
     """``plan_runs``, cut into reads that fill a caller's buffer, page behind page, each of at most ``bytes_max``."""
     runs, covered = plan_runs(gm, held)
-    jobs: list[Job] = []
+    jobs: list[ReadJob] = []
     size = gm.part_bytes
     for run in runs:
         step = max(1, bytes_max // size) if run.stride == size else 1
         for i in range(0, run.count, step):
             n = min(step, run.count - i)
-            jobs.append(Job(
+            jobs.append(ReadJob(
                 run.held, run.segment, run.offset + i * run.stride, run.chunk + i, (run.chunk + i - gm.first) * size,
                 size, run.roots[i * ROOT_BYTES : (i + n) * ROOT_BYTES], run.seqs[i : i + n],
             ))  # fmt: skip

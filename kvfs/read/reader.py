@@ -18,7 +18,7 @@ from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Group
 from kvfs.read.assemble import assemble, decode_page
 from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
-from kvfs.read.plan import Job, plan_reads
+from kvfs.read.plan import ReadJob, plan_reads
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Team
 from kvfs.types import Tier
@@ -141,7 +141,7 @@ class Reader:
                     bad.append((place.segment, place.seq))
         return []
 
-    def _map_job(self, job: Job, leaf_bytes: int) -> list[memoryview]:
+    def _map_job(self, job: ReadJob, leaf_bytes: int) -> list[memoryview]:
         """Leading pages of a job that verify; where they must be checked, by several threads."""
         mapping = None
         try:
@@ -203,9 +203,9 @@ class Reader:
     def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, OpenSegment]) -> None:
         for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):
             if segment in held:
-                self._c.recency.stamp(held[segment].segment_id, seq, [match.at_us] * count)
+                self._c.access_times.stamp(held[segment].segment_id, seq, [match.at_us] * count)
         if match.last_hash:
-            self._c.recency.note_request(match.last_hash, match.at_us)
+            self._c.access_times.note_request(match.last_hash, match.at_us)
 
     def forget(self, match: PrefixMatch, gm: GroupMatch, bad: Sequence[tuple[int, int]]) -> None:
         """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvfs.context import Context, living
-from kvfs.directory.access_times import Recency
+from kvfs.directory.access_times import AccessTimes
 from kvfs.directory.config import make_settings
 from kvfs.directory.liveness import NOBODY, Liveness
 from kvfs.directory.purge_marks import PurgeMarks
@@ -68,7 +68,7 @@ class DisabledStore(OpenStore):
         self.abandoned = []
         directory = _NoDirectory(self.path, files)
         self.c = Context(
-            directory, files, make_settings(1 << 50), bytes(16), _NoIndex(), _NoLiveness(), Recency(directory),
+            directory, files, make_settings(1 << 50), bytes(16), _NoIndex(), _NoLiveness(), AccessTimes(directory),
             SegmentFiles(directory), PurgeMarks(directory), verify or Verify.ALWAYS, threads or 1,
             SharedCounters(directory, None), declines=REASON,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvfs.context import COMMIT_SECONDS, Context, living
 from kvfs.directory import config_file, io_mode, root
-from kvfs.directory.access_times import Recency
+from kvfs.directory.access_times import AccessTimes
 from kvfs.directory.config import Settings
 from kvfs.directory.liveness import HEARTBEAT_SECONDS, Liveness
 from kvfs.directory.purge_marks import PurgeMarks
@@ -122,7 +122,7 @@ class OpenStore:
 
         undo.callback(close_index)
         context = Context(
-            directory, files, loaded, store_id, index, liveness, Recency(directory),
+            directory, files, loaded, store_id, index, liveness, AccessTimes(directory),
             SegmentFiles(directory, io_mode.of(loaded)), PurgeMarks(directory), self._verify, self._threads,
             SharedCounters(directory, liveness), self._declines,
         )  # fmt: skip
@@ -232,7 +232,7 @@ class OpenStore:
             self.c.counters.add("rebuilds")
             with contextlib.suppress(IndexUnavailableError):
                 rows = self.c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-                self.c.recency.sweep({row.segment_id for _, row in rows})
+                self.c.access_times.sweep({row.segment_id for _, row in rows})
             if self.c.verify is Verify.OFF and (report.segments or report.unreadable_segments):
                 self.c.verify = Verify.FIRST  # unchecked reads never follow an unclean stop
 
@@ -308,7 +308,7 @@ class OpenStore:
             hold.release()
         self.c.segments.close()
         self.c.index.close()
-        self.c.recency.close()
+        self.c.access_times.close()
         self.c.shared_counters.close(self.c.counters.snapshot())
         if not free:
             log.warning("%s: a write hangs; what it writes to stays this process's until it ends", self.path)
@@ -322,7 +322,7 @@ class OpenStore:
         for hold in living(self.c.holds):
             hold.detach()
         self.c.segments.abandon()
-        self.c.recency.abandon()
+        self.c.access_times.abandon()
         self.c.shared_counters.abandon()
         if self._services is not None:
             self._services.abandon()

@@ -23,7 +23,7 @@ from typing import Protocol
 class Holder(Protocol):
     """Something that keeps memory pinned."""
 
-    def let_go(self) -> None: ...
+    def release(self) -> None: ...
 
 
 _HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
@@ -32,7 +32,7 @@ _masks = threading.local()  # of signals, of a thread that forks
 
 
 def at_sigterm(holder: Holder) -> bool:
-    """Have ``holder.let_go()`` called at SIGTERM, as long as it lives; False if the signal is somebody else's."""
+    """Have ``holder.release()`` called at SIGTERM, as long as it lives; False if the signal is somebody else's."""
     global _pid
     _HOLDERS.add(holder)
     if signal.getsignal(signal.SIGTERM) is _let_go:
@@ -71,7 +71,7 @@ def _let_go(number: int, frame: FrameType | None) -> None:
     if os.getpid() == _pid:
         for holder in _holders():
             with contextlib.suppress(Exception):
-                holder.let_go()
+                holder.release()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

@@ -39,7 +39,7 @@ Summary: TypeAlias = "Callable[[Outcomes], tuple[int, dict[Tier, int]]]"
 _SLICE_SECONDS = 0.05
 
 
-class Milestone:
+class Latch:
     """A transfer has several: made in half a microsecond, where ``threading.Event`` takes seven.
 
     A lock is held until it happens. Whoever waits takes it and lets go of it, one after the other; if an interrupt
@@ -83,7 +83,7 @@ class Milestone:
 
 
 @dataclass(frozen=True)
-class Task:
+class TransferTask:
     """What is fixed about a transfer when it starts. ``groups``: (name, MODEL layers, page bytes) by number."""
 
     kind: str  # "save" or "load"
@@ -98,18 +98,18 @@ class Task:
 class Transfer:
     """Handle of one save or load. Any thread may use it; the methods with an underscore are the workers'."""
 
-    def __init__(self, task: Task, at_end: Callable[[Transfer], None]) -> None:
+    def __init__(self, task: TransferTask, at_end: Callable[[Transfer], None]) -> None:
         self.kind = task.kind
         self.error: BaseException | None = None
         #: the engine may reuse its units: no byte of them will be read, or written, by this transfer any more
-        self.source_free = Milestone()
+        self.source_free = Latch()
         #: all that will be stored is visible to other processes; for loads the same as ``done``
-        self.published = Milestone()
+        self.published = Latch()
         #: the result is there, and every callback has been called
-        self.done = Milestone()
+        self.done = Latch()
         self._task = task
         self._at_end = at_end
-        self._ready: dict[int, Milestone] = {}  # of layers that somebody has asked for
+        self._ready: dict[int, Latch] = {}  # of layers that somebody has asked for
         self._arrived: set[int] = set()  # layers
         self._lock = threading.RLock()  # taken by itself: an interrupt in a condition's Python code leaves it held
         self._cond = threading.Condition(self._lock)
@@ -138,7 +138,7 @@ class Transfer:
         """None until the end."""
         return self._result
 
-    def layer_ready(self, layer: int) -> Milestone:
+    def layer_ready(self, layer: int) -> Latch:
         """When MODEL layer ``layer`` may be used. Set at the end in any case: look at ``result`` then.
 
         Layers become ready in order, each once all pages of it have been verified and copied; the host transport,
@@ -151,7 +151,7 @@ class Transfer:
                 known = {one for _, layers, _ in self._task.groups.values() for one in layers}
                 if layer not in known:
                     raise ConfigError(f"layer {layer} is not part of this transfer: it has {sorted(known)}")
-                ready = self._ready[layer] = Milestone()
+                ready = self._ready[layer] = Latch()
                 if layer in self._arrived or self._result is not None:
                     ready._set()
             return ready

@@ -26,13 +26,13 @@ from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Part
 from kvfs.read.reader import Reader
-from kvfs.transfer.handle import OnDone, OnPage, Summary, Task, Transfer
+from kvfs.transfer.handle import OnDone, OnPage, Summary, Transfer, TransferTask
 from kvfs.transfer.load import Load
-from kvfs.transfer.outcome import CameFrom, restored
+from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.save import Save, stored
 from kvfs.transfer.staging import StagingRing
 from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, chunks_covered, to_load
-from kvfs.transfer.workers import Attached, Desk, JobThreads, Writes, make_ring
+from kvfs.transfer.workers import Attached, JobThreads, TransportContext, Writes, make_ring
 from kvfs.types import ExtraKeys, SavePlan, Tier, TokensLike, TransferState
 from kvfs.write.active_segments import SegmentClass
 from kvfs.write.appender import Appender
@@ -81,7 +81,7 @@ class HostIO:
 
     def _make_desk(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
-    ) -> Desk:
+    ) -> TransportContext:
         for a in self._attached.values():
             if a.device.memory.startswith("cuda"):  # no address for the copies here
                 raise ConfigError(
@@ -90,7 +90,7 @@ class HostIO:
         ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
         descriptor = self._identity.descriptor_bytes()
         writes = Writes(self._c.files.monotonic)
-        return Desk(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec, writes)
+        return TransportContext(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec, writes)
 
     def _load_threads(self, threads: int) -> JobThreads:
         return JobThreads("read", threads)
@@ -186,7 +186,7 @@ class HostIO:
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
         possible = {g.name: span(g.first, g.count) for g in match.groups}
-        came_from, names = CameFrom(), {a.number: a.group.name for a in self._attached.values()}
+        came_from, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
         task = self._task(
             "load", pages, deadline, after, on_page, on_done,
             lambda done: restored(match, names, done, came_from, first_token),
@@ -224,7 +224,16 @@ class HostIO:
         task = self._task("load", [], deadline, after, on_page, on_done, lambda _: (0, {}))  # until more is known
         transfer = Transfer(task, partial(self._forget_load, None))
         load = self._restore(
-            self._desk, transfer, lookahead.match, pages, ids, after, first_token, CameFrom(), {}, lookahead=lookahead
+            self._desk,
+            transfer,
+            lookahead.match,
+            pages,
+            ids,
+            after,
+            first_token,
+            TierAccounting(),
+            {},
+            lookahead=lookahead,
         )
         return self._submit(transfer, self._reads, load.run)
 
@@ -302,13 +311,13 @@ class HostIO:
     def _task(
         self, kind: str, pages: Sequence[tuple[Attached, list[int]]], deadline: float, after: Any, on_page: OnPage,
         on_done: OnDone, summarise: Summary,
-    ) -> Task:  # fmt: skip
+    ) -> TransferTask:  # fmt: skip
         self._check_deadline(deadline)
         self._check_after(after)
         groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._attached.values()}
         end = self._c.files.monotonic() + deadline
         offered = {a.number: bits_of(chunks) for a, chunks in pages}
-        return Task(kind, offered, groups, end, summarise, on_page, on_done)
+        return TransferTask(kind, offered, groups, end, summarise, on_page, on_done)
 
     def _check_deadline(self, deadline: float) -> None:
         if not isinstance(deadline, (int, float)) or not deadline >= 0:

@@ -12,10 +12,10 @@ from kvfs.pages.chunk_set import bits_of, span
 from kvfs.pages.host_copy import scatter
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.transfer.handle import Transfer
-from kvfs.transfer.outcome import CameFrom, restored
+from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
-from kvfs.transfer.workers import Attached, Desk, fail, wait_for
+from kvfs.transfer.workers import Attached, TransportContext, fail, wait_for
 from kvfs.types import PageOutcome, TransferState
 
 
@@ -23,14 +23,14 @@ from kvfs.types import PageOutcome, TransferState
 class Load:
     """A load in progress."""
 
-    desk: Desk
+    desk: TransportContext
     transfer: Transfer
     match: PrefixMatch
     pages: list[tuple[Attached, list[int]]]
     units: Mapping[int, UnitIds]
     after: Any
     first_token: int
-    came_from: CameFrom
+    came_from: TierAccounting
     possible: dict[str, int]  # chunks that may still be good, as bits, by group name
     layerwise: bool = False  # pages come whole here
     lookahead: Lookahead | None = None  # the match is made by the load, and ``pages`` are those that there may be

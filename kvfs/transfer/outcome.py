@@ -10,7 +10,7 @@ from kvfs.transfer.handle import Outcomes
 from kvfs.types import PageOutcome, Tier
 
 
-class CameFrom:
+class TierAccounting:
     """The tier of each page of a load when it was read: sets of chunks, as bits, by group number and tier."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class CameFrom:
 
 
 def restored(
-    match: PrefixMatch, names: Mapping[int, str], done: Outcomes, came_from: CameFrom, first_token: int
+    match: PrefixMatch, names: Mapping[int, str], done: Outcomes, came_from: TierAccounting, first_token: int
 ) -> tuple[int, dict[Tier, int]]:
     """Tokens restored by a load, and from where. ``names``: of the groups that it moved pages of, by number."""
     good = {g.name: span(g.first, g.count) for g in match.groups}

@@ -15,10 +15,10 @@ from kvfs.pages.host_copy import gather
 from kvfs.transfer.handle import Outcomes, Transfer
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
-from kvfs.transfer.workers import Attached, Desk, fail, wait_for
+from kvfs.transfer.workers import Attached, TransportContext, fail, wait_for
 from kvfs.types import PageOutcome, TransferState
 from kvfs.write.active_segments import SegmentClass
-from kvfs.write.appender import BATCH_BYTES, Job
+from kvfs.write.appender import BATCH_BYTES, AppendJob
 
 LANE_BYTES = 128 << 20  # of a save, until it is worth another thread and segment
 
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 class Save:
     """A save in progress."""
 
-    desk: Desk
+    desk: TransportContext
     transfer: Transfer
     prompt: Prompt
     pages: list[tuple[Attached, list[int]]]
@@ -61,7 +61,7 @@ class Save:
         slots = self.desk.ring.slots - self.desk.save_keep
         self._append_bytes = min(BATCH_BYTES, slots * self.desk.ring.slot_bytes // (2 * self._lanes))
         first = min((chunks[0] for _, chunks in self.pages if chunks), default=0)
-        recency = self.desk.context.recency
+        recency = self.desk.context.access_times
         #: one stamp for all pages of the request, with those that its lookup found
         self.at_us = (first and recency.request_of(self.prompt.hashes[first - 1])) or self.desk.context.files.now_us()
 
@@ -108,7 +108,7 @@ class Save:
             size = attached.page_bytes
             lease = desk.ring.acquire(
                 min(desk.batch(size), len(chunks) - done), transfer.deadline, page_bytes=size, least=1,
-                keep=desk.save_keep, in_vain_from=desk.writes.stalled_at,
+                keep=desk.save_keep, give_up_at=desk.writes.stalled_at,
             )  # fmt: skip
             if lease is None:
                 transfer._note("ring")
@@ -175,7 +175,7 @@ class Save:
         outcome = self.desk.appender.store(self._job(attached, payload, lane), useful)
         taken = useful[: len(useful) - outcome.declined]
         if taken:
-            self.desk.context.recency.note_request(self.prompt.hashes[taken[-1]], self.at_us)
+            self.desk.context.access_times.note_request(self.prompt.hashes[taken[-1]], self.at_us)
         if len(taken) < len(useful):
             self.transfer._note(outcome.reason)
             if attached.group.need.kind == "all":
@@ -186,8 +186,8 @@ class Save:
         settle([c for c in taken if c not in written], PageOutcome.SKIPPED)
         settle(chunks[len(taken) :], PageOutcome.DECLINED)
 
-    def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> Job:
-        return Job(
+    def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> AppendJob:
+        return AppendJob(
             self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
             payload, self.expires, self.at_us, self.attempt, self.segment_class._replace(lane=lane),
             codec=self.desk.codec,

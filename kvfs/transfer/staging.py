@@ -138,13 +138,13 @@ class StagingRing:
 
     def acquire(
         self, n: int, deadline: float, *, page_bytes: int | None = None, least: int | None = None, keep: int = 0,
-        in_vain_from: Callable[[], float] = lambda: math.inf,
+        give_up_at: Callable[[], float] = lambda: math.inf,
     ) -> Lease | None:  # fmt: skip
         """Take slots for ``n`` pages, or for as many as there is room for, but at least ``least`` (default: n).
 
         ``page_bytes``: of a page (default: a slot). The slots are FILLING, and no more than the pages need. Waits
         until ``deadline`` (on the clock of the ring), in the order of arrival among those with the same ``keep``:
-        slots that must stay free for others; but no longer than until what ``in_vain_from`` says, which is asked
+        slots that must stay free for others; but no longer than until what ``give_up_at`` says, which is asked
         again and again. None: nothing changed, and it is counted in ``declined``. What can never be had is None at
         once.
         """
@@ -163,7 +163,7 @@ class StagingRing:
             queue.append(me)
             try:
                 while queue[0] is not me or len(self._free) - keep < needed:
-                    left = min(deadline, in_vain_from()) - self._monotonic()
+                    left = min(deadline, give_up_at()) - self._monotonic()
                     if self._closed or left <= 0 or needed > self.slots - keep:
                         self.declined += 1
                         return None

@@ -80,7 +80,7 @@ class Writes:
 
 
 @dataclass(frozen=True)
-class Desk:
+class TransportContext:
     """What all jobs of one HostIO share."""
 
     context: Context

@@ -161,11 +161,11 @@ class ActiveSegments:
         try:
             writer = SegmentWriter.create(self._c.directory, header, number, allocated)
         except OSError:
-            self._leave(number, generation, ledger.doom)
+            self._leave(number, generation, ledger.mark_dropped)
             raise
         if not self._is_current(generation):  # a rebuild that has looked at the segments before knows nothing of it
             writer.discard(self._c.directory)
-            self._leave(number, generation, ledger.doom)
+            self._leave(number, generation, ledger.mark_dropped)
             raise Declined("index")
         return Active(writer, generation)
 
@@ -207,7 +207,7 @@ class ActiveSegments:
             except OSError:
                 # what was published stays readable, page by page; nobody appends to it again
                 self._c.counters.add("adopt_errors")
-                self._leave(number, generation, ledger.retire)
+                self._leave(number, generation, ledger.close_for_appends)
         return None
 
     def _seal(self, segment_class: SegmentClass) -> None:
@@ -226,7 +226,7 @@ class ActiveSegments:
         except StaleWriterError:
             pass
         except (OSError, IndexUnavailableError):
-            self._leave(writer.number, generation, ledger.retire)
+            self._leave(writer.number, generation, ledger.close_for_appends)
             raise
         finally:
             writer.close()
@@ -240,7 +240,7 @@ class ActiveSegments:
             return
         writer, generation = current
         writer.close()
-        self._leave(writer.number, generation, ledger.retire)
+        self._leave(writer.number, generation, ledger.close_for_appends)
 
     def _leave(self, number: int, generation: str, step: ledger.Step) -> None:
         """Take the next step of a segment that failed, now or when the index answers again.
@@ -277,7 +277,7 @@ class ActiveSegments:
                     for one in classes:
                         locks.enter_context(self.lock(one))
                     if number not in self.active_numbers():
-                        self._leave(number, generation, ledger.give_up)
+                        self._leave(number, generation, ledger.abandon_stale)
 
     def sync(self, writer: SegmentWriter) -> None:
         """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
@@ -286,8 +286,8 @@ class ActiveSegments:
         except OSError:
             writer.dead = True
             self._c.counters.add("sync_errors")
-            doom = partial(ledger.doom, number=writer.number, owner=self._c.owner, segment_id=writer.segment_id)
-            self._c.index.write(doom, COMMIT_SECONDS)
+            drop = partial(ledger.mark_dropped, number=writer.number, owner=self._c.owner, segment_id=writer.segment_id)
+            self._c.index.write(drop, COMMIT_SECONDS)
             raise
 
     def note_use(self, segment_class: SegmentClass) -> None:
@@ -327,10 +327,10 @@ class ActiveSegments:
                     self.finish(segment_class)  # nothing is added to a lifetime that is past; sealed, it can go
                 else:
                     with self.lock(segment_class):
-                        self._rest(segment_class, let_go=False)
+                        self._rest(segment_class, release=False)
                 spare -= 1
 
-    def _rest(self, segment_class: SegmentClass, *, let_go: bool) -> None:
+    def _rest(self, segment_class: SegmentClass, *, release: bool) -> None:
         current = self._writers.get(segment_class)
         if current is None:
             return
@@ -342,9 +342,9 @@ class ActiveSegments:
                 self._seal(segment_class)
             else:
                 size = writer.trim()
-                free = ledger.let_go if let_go else ledger.shrink
+                free = ledger.release_ownership if release else ledger.shrink
                 self._c.index.write(lambda s: free(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)
-                if let_go:
+                if release:
                     self._writers.pop(segment_class, None)
                     writer.close()
         except StaleWriterError:
@@ -381,7 +381,7 @@ class ActiveSegments:
             if not self.class_locks.is_free_within(segment_class, max(0.0, end - self._c.files.monotonic())):
                 continue
             with self.lock(segment_class):
-                self._rest(segment_class, let_go=True)
+                self._rest(segment_class, release=True)
                 current = self._writers.pop(segment_class, None)
                 if current is not None:
                     current[0].close()

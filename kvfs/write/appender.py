@@ -41,7 +41,7 @@ ANYTHING = SegmentClass()
 
 
 @dataclass(frozen=True)
-class Job:
+class AppendJob:
     """One part of one group of a prompt, to be stored."""
 
     identity: Identity
@@ -83,7 +83,7 @@ class Appender:
 
     # -- storing -----------------------------------------------------------------------------
 
-    def store(self, job: Job, chunks: Sequence[int]) -> Outcome:
+    def store(self, job: AppendJob, chunks: Sequence[int]) -> Outcome:
         """Store ``chunks`` (ascending) of a job; the first decline ends it."""
         outcome = Outcome()
         if self._c.declines:
@@ -134,7 +134,7 @@ class Appender:
         if not self._active.class_locks.is_free_within(segment_class, class_locks.APPEND_SECONDS):
             raise Declined("io")
 
-    def _batch(self, job: Job, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:
+    def _batch(self, job: AppendJob, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:
         """Store the leading chunks that fit one batch; returns how many chunks were dealt with."""
         size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
         wanted = min(len(chunks), BATCH_PAGES, max(1, BATCH_BYTES // size))
@@ -174,7 +174,7 @@ class Appender:
         self._active.note_use(job.segment_class)
         return len(batch)
 
-    def _record(self, job: Job, target: Target) -> Record:
+    def _record(self, job: AppendJob, target: Target) -> Record:
         payload = job.payload(target.chunk)
         return Record(
             payload, job.group.leaf_bytes(job.part), job.group.leaves(job.part), len(payload), job.group_number,
@@ -183,7 +183,7 @@ class Appender:
         )  # fmt: skip
 
     def _claim(
-        self, job: Job, chunks: Sequence[int], writer: SegmentWriter, generation: str, fresh: int, deadline: float
+        self, job: AppendJob, chunks: Sequence[int], writer: SegmentWriter, generation: str, fresh: int, deadline: float
     ) -> tuple[list[Target], int, int]:
         """Reserve and claim; grows the file to what was reserved. (claimed, present, in flight)"""
         size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
@@ -221,7 +221,7 @@ class Appender:
         return targets, skipped, in_flight
 
     def _publish(
-        self, job: Job, targets: Sequence[Target], records: Sequence[Record], placed: Sequence[Placed],
+        self, job: AppendJob, targets: Sequence[Target], records: Sequence[Record], placed: Sequence[Placed],
         writer: SegmentWriter, generation: str, outcome: Outcome,
     ) -> None:  # fmt: skip
         named = [
@@ -287,7 +287,7 @@ class Appender:
                 placed = writer.append([m[3] for m in moves], digest, descriptor, self._c.files.now_us())
                 self._active.note_use(segment_class)
                 for p, stamp in zip(placed, stamps, strict=True):
-                    self._c.recency.stamp(writer.segment_id, p.seq, [stamp])
+                    self._c.access_times.stamp(writer.segment_id, p.seq, [stamp])
                 if durable and self._c.settings.sync != "cache":
                     self._active.sync(writer)
                 expires = max(m[3].expires for m in moves) if segment_class.expires else 0
@@ -325,7 +325,7 @@ class Appender:
         return moved
 
 
-def _runs_of(job: Job, chunks: Sequence[int]) -> list[tuple[RunKeys, list[int]]]:
+def _runs_of(job: AppendJob, chunks: Sequence[int]) -> list[tuple[RunKeys, list[int]]]:
     """Chunks by run: what ``claim_run`` takes."""
     length = job.prompt.run_length
     runs: dict[int, list[int]] = {}

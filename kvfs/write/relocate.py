@@ -85,7 +85,7 @@ class Relocator:
         if scan is None:
             return 0
         mark = self._c.marks.read(held.segment_id)  # a copy of a purged record would come back in a rebuild
-        stamps = self._c.recency.stamps(held.segment_id, [e.written_us for e in scan.entries])
+        stamps = self._c.access_times.stamps(held.segment_id, [e.written_us for e in scan.entries])
         copied = 0
         batch: list[tuple[int, int, int, Record]] = []
         largest = 0  # room is asked for as if all of a batch were that large: codecs make sizes differ

@@ -75,7 +75,7 @@ def test_one_segment_that_cannot_be_removed_keeps_no_others(store: kvfs.Store, f
     store._core.active.finish_all()
     store.gc(0)
     states = store.stats()["segments"]
-    assert states["doomed"] == 1 and states["sealed"] + states["active"] == 0
+    assert states["dropped"] == 1 and states["sealed"] + states["active"] == 0
     assert 0 < store.stats()["used_bytes"] < 3 << 20, "it stays charged"
     assert counters(store)["evict_errors"]
     files.refused = lambda what, name: False
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_removed_no_more_is_dropped(store: kvfs.Store, file
     store._core.active.finish_all()
     for _ in range(3):
         store.gc(0)
-    assert store.stats()["segments"]["doomed"] == FAILURES_MAX
+    assert store.stats()["segments"]["dropped"] == FAILURES_MAX
     files.refused = lambda what, name: False
     store.gc(0)
     assert store.stats()["used_bytes"] == 0

@@ -44,7 +44,7 @@ def test_a_rebuild_counts_the_doomed_segments(tmp_path: Path, judge: Judge) -> N
         store.gc()
         store.wait_ready()
         assert not list((path / "doomed").iterdir())
-        assert store.stats()["segments"]["doomed"] == 0
+        assert store.stats()["segments"]["dropped"] == 0
         assert store._core.c.index.read(lambda s: s.check_ledger(), 5.0)
 
 

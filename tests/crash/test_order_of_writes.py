@@ -246,7 +246,7 @@ def test_a_segment_that_is_held_stays_charged(tmp_path: Path, judge: Judge) -> N
             store.gc(target_bytes=0)
             assert store.stats()["used_bytes"] >= held > 0
         store.gc(target_bytes=0)
-        assert store.stats()["segments"]["doomed"] == 0
+        assert store.stats()["segments"]["dropped"] == 0
 
 
 def _in(file: Path, segments: dict[int, bytes]) -> bool:

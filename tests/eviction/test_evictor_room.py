@@ -145,6 +145,6 @@ def test_who_could_not_remove_segments_evicts_again_when_others_have_removed_the
             failing.setattr(store._core.c.files, "rename", fail)
             while not evictor.reclaimer.fails:
                 assert evictor._evict_one() == 0
-        assert Reclaimer(store._core.c).finish_doomed() > 0, "another process"
+        assert Reclaimer(store._core.c).reclaim_dropped() > 0, "another process"
         for n in range(40, 400):
             assert ns.put(tokens_of(n, 4), PAGES) == (4, 0, 0, 0, "")

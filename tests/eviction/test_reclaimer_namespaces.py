@@ -186,7 +186,7 @@ def test_a_round_of_sweeping_counts_once_when_no_namespace_can_be_forgotten(
 
     monkeypatch.setattr(reclaimer, "forget_namespaces", fail)
     tested.sweep_all()
-    assert store._core.c.index.read(lambda s: s.ledger().dropped, 2.0) == 0
+    assert store._core.c.index.read(lambda s: s.ledger().unswept, 2.0) == 0
     assert store._core.c.index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == 0
     assert known(store) == 0
 

@@ -1,4 +1,4 @@
-"""Pieces of prompts in columns, and chains of them that are kept from one look to the next."""
+"""Fragments of prompts in columns, and chains of them that are kept from one look to the next."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvfs.eviction.usage import SCALE_US, Chains, Pieces, group
+from kvfs.eviction.usage import SCALE_US, Fragments, RequestChains, group
 
 
-def drawn(draw: random.Random) -> Pieces:
+def drawn(draw: random.Random) -> Fragments:
     """A segment with records of few stamps, so that many are shared; some are dead, some behind gaps."""
     count = draw.randrange(12)
     stamps = [draw.choice([0, *range(1, 9)]) for _ in range(count)]
@@ -23,7 +23,7 @@ def drawn(draw: random.Random) -> Pieces:
     )
 
 
-def expected(segments: dict[int, Pieces]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+def expected(segments: dict[int, Fragments]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
     """(tails, reached) by the definition, each chain followed anew for each of its pieces."""
     tails = {n: [0.0] * len(p.stamps) for n, p in segments.items()}
     reached = {n: [0.0] * len(p.stamps) for n, p in segments.items()}
@@ -48,8 +48,8 @@ def expected(segments: dict[int, Pieces]) -> tuple[dict[int, list[float]], dict[
 
 @pytest.mark.parametrize("seed", range(20))
 def test_chains_are_what_following_each_anew_gives_whatever_changes(seed: int) -> None:
-    draw, chains = random.Random(seed), Chains()
-    segments: dict[int, Pieces] = {}
+    draw, chains = random.Random(seed), RequestChains()
+    segments: dict[int, Fragments] = {}
     for _ in range(40):
         for number in draw.sample(range(10), draw.randrange(4)):
             if draw.random() < 0.3:
@@ -65,12 +65,12 @@ def test_chains_are_what_following_each_anew_gives_whatever_changes(seed: int) -
 def test_an_update_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(3)
     for halt in range(1, 60, 4):
-        chains, segments = Chains(), {n: drawn(draw) for n in range(8)}
+        chains, segments = RequestChains(), {n: drawn(draw) for n in range(8)}
         chains.update(segments)
         segments = {n: drawn(draw) if n % 2 else p for n, p in segments.items() if n}
         steps = iter(range(halt))
 
-        def interrupted(name: str, chains: Chains = chains, steps: Any = steps) -> Any:
+        def interrupted(name: str, chains: RequestChains = chains, steps: Any = steps) -> Any:
             method = getattr(chains, name)
 
             def stepping(*args: Any) -> Any:
@@ -92,7 +92,7 @@ def test_an_update_that_was_interrupted_is_made_up_for(monkeypatch: pytest.Monke
 
 
 def test_what_has_not_changed_is_not_looked_at_again() -> None:
-    chains, draw = Chains(), random.Random(4)
+    chains, draw = RequestChains(), random.Random(4)
     segments = {n: drawn(draw) for n in range(6)}
     chains.update(segments)
     kept = dict(chains.tails)

@@ -135,7 +135,7 @@ def test_a_victim_that_is_not_what_it_was_is_not_taken(store: kvfs.Store, looks:
 
 
 def promise(store: kvfs.Store, segments: int) -> list[int]:
-    """Guarantee the quota so many segments; the numbers of all that are not doomed."""
+    """Guarantee the quota so many segments; the numbers of all that are not dropped."""
     rows = [(n, row) for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
     store._core.c.settings.quotas["m"] = Quota(guaranteed_bytes=segments * rows[0][1].allocated)  # type: ignore[index]
     return [number for number, _ in rows]
@@ -163,7 +163,7 @@ def test_what_a_quota_has_lost_since_the_look_does_not_count_although_it_is_char
 
 
 def test_what_was_used_before_a_restart_outlives_what_was_not(memory_path: Path) -> None:
-    """Recency is in the store: another process evicts by it."""
+    """AccessTimes is in the store: another process evicts by it."""
     files, hot = Clock(), range(0, 40, 8)
 
     def fill(store: kvfs.Store, seeds: range) -> kvfs.Namespace:

@@ -25,7 +25,7 @@ from kvfs.errors import ConfigError
 from kvfs.format import segment as fmt
 from kvfs.gpu import lane
 from kvfs.gpu.gpu_io import GpuIO
-from kvfs.gpu.registration import Budget, RegisteredMaps
+from kvfs.gpu.registration import PinnedBudget, RegisteredMaps
 from kvfs.gpu.registration_cache import PIECE_BYTES
 from kvfs.kernels.driver import CudaError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
@@ -350,7 +350,7 @@ def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_
     store: kvfs.Store, tmp_path: Path
 ) -> None:
     files, device = ClockFiles(), SimulatedDevice()
-    maps = RegisteredMaps(device, files, Budget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
     (tmp_path / "file").write_bytes(b"")
     os.truncate(tmp_path / "file", PIECE_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)

@@ -21,7 +21,7 @@ import kvfs
 from kvfs import TransferState
 from kvfs.directory.liveness import Liveness
 from kvfs.gpu import save as gpu_save
-from kvfs.gpu.lane import Lane
+from kvfs.gpu.lane import DmaLane
 from kvfs.gpu.registration_cache import MAKING_SECONDS
 from kvfs.gpu.resources import UNDER_WAY
 from kvfs.kernels.driver import CudaError
@@ -282,7 +282,7 @@ def test_what_is_pinned_can_be_let_go_of_while_it_is_being_counted(
     device = SimulatedDevice()
     with attach(ns, Engine().kv, device=device) as io, ns.match(prompt(2)) as match:
         assert io.warm(match) and device.maps()
-        monkeypatch.setattr(Liveness, "pinned_by_others", lambda _: io.let_go() or 0)  # type: ignore[func-returns-value]
+        monkeypatch.setattr(Liveness, "pinned_by_others", lambda _: io.release() or 0)  # type: ignore[func-returns-value]
         thread = threading.Thread(target=ns._c.pinned.take, args=(1, 1 << 30, math.inf), daemon=True)
         thread.start()
         thread.join(SECONDS / 10)
@@ -375,7 +375,7 @@ def test_a_store_is_closed_though_its_gpu_is_broken(
     io = attach(ns, Engine().kv, device=device)
     with ns.match(prompt(2)) as match:
         assert io.warm(match)
-    monkeypatch.setattr(*((device, "current") if where == "current" else (Lane, "quiet")), broken)
+    monkeypatch.setattr(*((device, "current") if where == "current" else (DmaLane, "quiet")), broken)
     store.close()
     assert "could not be let go of" in caplog.text
     assert bool(device.registered) == (where == "current"), "one step that fails keeps the others"

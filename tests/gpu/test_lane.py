@@ -19,8 +19,8 @@ import kvfs
 from kvfs.gpu import batches, lane
 from kvfs.gpu.batches import Batches
 from kvfs.gpu.device import Event, Stream
-from kvfs.gpu.lane import Lane
-from kvfs.gpu.registration import Budget, FullError, RegisteredMaps
+from kvfs.gpu.lane import DmaLane
+from kvfs.gpu.registration import FullError, PinnedBudget, RegisteredMaps
 from kvfs.system.files import HUGE_BYTES, BareMap, Files
 from tests.gpu.simulated import SimulatedDevice, SimulatedStream
 from tests.gpu.test_gpu_io import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
@@ -68,7 +68,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lane_knows_which_batch_has_to_be_over() -> None:
     device = LateDevice()
-    lane = Lane(device, 4096)
+    lane = DmaLane(device, 4096)
     ends = []
     for number in range(5):
         due = lane.due()
@@ -84,7 +84,7 @@ def test_a_lane_knows_which_batch_has_to_be_over() -> None:
 def test_a_batch_of_many_calls_counts_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "QUEUED", 8)
     monkeypatch.setattr(lane, "CALLS", 10)
-    tested = Lane(LateDevice(), 1 << 20)
+    tested = DmaLane(LateDevice(), 1 << 20)
     for number, calls, last in [(1, 6, None), (2, 4, None), (3, 1, 0), (4, 9, 1), (5, 30, 4), (6, 2, 4), (7, 8, 4)]:
         slot = tested.slot(256, tested.dma)
         assert slot is not None
@@ -165,7 +165,7 @@ def test_layers_that_have_come_are_told_while_others_wait_for_room(
     source, target, device = saved(ns, CHUNKS), Engine(), LateDevice(0)
     stuck, goes_on, calls = threading.Event(), threading.Event(), []
 
-    def due(self: Lane) -> Event | None:
+    def due(self: DmaLane) -> Event | None:
         if self._finished == 2:
             calls.append(self)  # the end of the first band is launched behind the first of them
         if len(calls) < 2:
@@ -175,7 +175,7 @@ def test_layers_that_have_come_are_told_while_others_wait_for_room(
 
     with attach(ns, target.kv, device=device, scratch_bytes=1) as io, ns.match(prompt(CHUNKS)) as match:
         io.warm(match)
-        monkeypatch.setattr(Lane, "due", due)
+        monkeypatch.setattr(DmaLane, "due", due)
         transfer = io.load(match, range(2 * CHUNKS), NOW, layerwise=True)
         try:
             assert stuck.wait(SECONDS)
@@ -217,7 +217,7 @@ def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
 ) -> None:
     files, device = SparseFiles(), SimulatedDevice()
     files.code = code
-    maps = RegisteredMaps(device, files, Budget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
@@ -245,7 +245,7 @@ class HalfCachedFiles(Files):
 def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path) -> None:
     """A process may have 65530, and the engine wants some."""
     files, device, size = HalfCachedFiles(), SimulatedDevice(), 16 * HUGE_BYTES
-    maps = RegisteredMaps(device, files, Budget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, size)
@@ -264,7 +264,7 @@ def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path)
 def test_nothing_is_read_for_a_piece_that_the_budget_does_not_allow(store: kvfs.Store, tmp_path: Path) -> None:
     """A rank that begins when others have spent it would read for its whole deadline, for nothing."""
     files = SparseFiles()
-    maps = RegisteredMaps(SimulatedDevice(), files, Budget(store._core.c.pinned, files, HUGE_BYTES))
+    maps = RegisteredMaps(SimulatedDevice(), files, PinnedBudget(store._core.c.pinned, files, HUGE_BYTES))
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs.gpu.device import Event, Stream
 from kvfs.gpu.gpu_io import GpuIO
-from kvfs.gpu.lane import Lane, Sheet
+from kvfs.gpu.lane import CommandBuffer, DmaLane
 from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from kvfs.transfer import workers
 from kvfs.transfer.host_io import HostIO
@@ -236,7 +236,7 @@ def test_a_failing_launch_in_the_second_group_leaves_nothing_under_way(ns: kvfs.
 
 def test_one_sheet_has_room_for_all_groups(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each page is a batch of its own."""
-    monkeypatch.setattr(Lane, "sheet", lambda lane, nbytes: Sheet(lane.device, nbytes))
+    monkeypatch.setattr(DmaLane, "sheet", lambda lane, nbytes: CommandBuffer(lane.device, nbytes))
     layout = hybrid(3, 3)
     ns = store.namespace("even", layout, "1")
     with attach(ns, *Engine(layout, seed=1).kvs, ring_bytes=8192) as io:

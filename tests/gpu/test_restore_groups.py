@@ -77,7 +77,7 @@ def test_pages_that_came_in_vain_are_not_counted_as_used(hybrid: kvfs.Namespace,
     assert hybrid.put(groups.TOKENS, pages, {"full": 0, "window": 0}).stored == 5
     stamps: list[Any] = []
     with counted(store) as moved, attach(hybrid, *groups.Engine().kvs) as io:
-        recency = hybrid._c.recency
+        recency = hybrid._c.access_times
         recency.stamp = lambda *stamp: stamps.append(stamp)  # type: ignore[method-assign]
         result = restored(io, groups.TOKENS, groups.units())
         assert (result.tokens, result.pages, result.nbytes, result.declined) == (0, 0, 0, 0)

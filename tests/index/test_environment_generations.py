@@ -118,7 +118,7 @@ def test_a_segment_that_is_about_to_be_removed_does_not_take_another_with_it(
             assert index.read(lambda s: s.segment(number), 2.0).segment_id != row.segment_id
 
         used = index.read(lambda s: s.ledger().used, 2.0)
-        after(monkeypatch, store._core.c.recency, "forget", meanwhile)
+        after(monkeypatch, store._core.c.access_times, "forget", meanwhile)
         reclaimer.drop(number)
         rows = index.read(lambda s: s.segments(), 2.0)
         assert sum(r.allocated for _, r in rows) == index.read(lambda s: s.ledger().used, 2.0) <= used

@@ -28,7 +28,7 @@ from kvfs.index.lmdb_files import open_environment, open_tables
 from kvfs.index.row_updates import Publish, RunKeys, Target, claim_run, forget_place, publish, sweep
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DOOMED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
 from kvfs.lookup.search import GroupLookup, Prompt, prefix_length
 from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.layout import Cell, Group, Need
@@ -317,7 +317,7 @@ class Tree:
         with self.session(write=True) as session:
             row = session.segment(number)
             assert row is not None
-            session.set_segment(number, row, row._replace(state=DOOMED))
+            session.set_segment(number, row, row._replace(state=DROPPED))
             assert session.check_ledger()
         self.alive.discard(number)
         if number == self.segment:

@@ -134,7 +134,7 @@ def _stamped(store: kvfs.Store, segment_id: bytes) -> list[tuple[fmt.Entry, int]
     assert held is not None
     scan = scan_segment(held.fd, c.files)
     assert scan is not None
-    stamps = c.recency.stamps(segment_id, [e.written_us for e in scan.entries])
+    stamps = c.access_times.stamps(segment_id, [e.written_us for e in scan.entries])
     return [(e, stamps[e.seq]) for e in scan.parts()]
 
 

@@ -1,4 +1,4 @@
-"""Chains: whatever is remembered, the hashes are those of the whole prompt."""
+"""ChunkHashCache: whatever is remembered, the hashes are those of the whole prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvfs.pages.chunk_hash_cache
 from kvfs.pages.chunk_hash import TOKEN_BYTES, chain, tenant_seed
-from kvfs.pages.chunk_hash_cache import BYTES_MAX, HASH_COST, PROMPTS, Chain, Chains
+from kvfs.pages.chunk_hash_cache import BYTES_MAX, HASH_COST, PROMPTS, Chain, ChunkHashCache
 
 SEED, PAGE = tenant_seed("somebody"), 4
 
@@ -29,7 +29,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def hashes(chains: Chains, tokens: bytes, page: int, seed: bytes) -> list[bytes]:
+def hashes(chains: ChunkHashCache, tokens: bytes, page: int, seed: bytes) -> list[bytes]:
     return Chain(chains, tokens, page, seed).all()
 
 
@@ -43,7 +43,7 @@ def ids(*parts: tuple[int, int]) -> bytes:
 def test_prompts_that_share_whatever_they_share_have_the_hashes_of_the_whole(
     prompts: list[list[int]], data: st.DataObject
 ) -> None:
-    chains = Chains()
+    chains = ChunkHashCache()
     for prompt in prompts:
         if data.draw(st.booleans()):
             prompt = [*data.draw(st.sampled_from(prompts)), *prompt]  # a longer one, or the next turn
@@ -55,7 +55,7 @@ def test_prompts_that_share_whatever_they_share_have_the_hashes_of_the_whole(
 
 
 def test_only_what_is_new_is_hashed(hashed: list[int]) -> None:
-    chains = Chains()
+    chains = ChunkHashCache()
     turns = [ids((0, 100)), ids((0, 100)), ids((0, 230)), ids((0, 60)), ids((0, 130), (9000, 60)), ids((0, 230))]
     for tokens in turns:
         assert hashes(chains, tokens, PAGE, SEED) == chain(tokens, PAGE, SEED)
@@ -63,7 +63,7 @@ def test_only_what_is_new_is_hashed(hashed: list[int]) -> None:
 
 
 def test_a_request_is_hashed_once_while_many_others_are_under_way(hashed: list[int]) -> None:
-    chains, requests = Chains(), [ids((0, 400), (1000 * n, 200)) for n in range(1, PROMPTS + 1)]
+    chains, requests = ChunkHashCache(), [ids((0, 400), (1000 * n, 200)) for n in range(1, PROMPTS + 1)]
     for tokens in requests:
         hashes(chains, tokens, PAGE, SEED)
     assert sum(hashed) == 400 + 200 * PROMPTS
@@ -73,7 +73,7 @@ def test_a_request_is_hashed_once_while_many_others_are_under_way(hashed: list[i
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    chains = Chains()
+    chains = ChunkHashCache()
     for n in range(3 * PROMPTS):
         hashes(chains, ids((1000 * n, 4 * PAGE)), PAGE, SEED)
     assert len(chains._known) == PROMPTS
@@ -89,12 +89,12 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_nothing_is_remembered_of_prompts_without_a_whole_chunk() -> None:
-    chains = Chains()
+    chains = ChunkHashCache()
     assert hashes(chains, b"", PAGE, SEED) == [] == hashes(chains, ids((1, PAGE - 1)), PAGE, SEED) and not chains._known
 
 
 def test_a_conversation_is_remembered_as_one_prompt() -> None:
-    chains = Chains()
+    chains = ChunkHashCache()
     for turn in range(1, 50):
         hashes(chains, ids((0, turn * PAGE)), PAGE, SEED)
     assert [one.tokens for one in chains._known] == [ids((0, 49 * PAGE))]

@@ -23,7 +23,7 @@ import kvfs
 from kvfs.index.tables import ACTIVE
 from kvfs.runtime import open_store
 from kvfs.system.thread_pool import Pool
-from kvfs.transfer.handle import Task, Transfer
+from kvfs.transfer.handle import Transfer, TransferTask
 from kvfs.types import Tier
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
@@ -300,7 +300,7 @@ def test_a_transfer_ends_though_its_cancel_is_interrupted() -> None:
 
     ended: list[Transfer] = []
     for stop in (Transfer.cancel, partial(Transfer.withdraw, timeout=0), Transfer._try_end):
-        task = Task("load", {0: 0b11}, {0: ("full", (0,), 1)}, 0.0, summarise, on_done=ended.append)
+        task = TransferTask("load", {0: 0b11}, {0: ("full", (0,), 1)}, 0.0, summarise, on_done=ended.append)
         transfer = Transfer(task, ended.append)
         old = signal.signal(signal.SIGALRM, strike)
         try:
@@ -389,7 +389,7 @@ def test_an_interrupt_before_an_open_has_its_parts_together_is_told_as_such(
 ) -> None:
     """It came out as an AttributeError, and the index's thread and descriptors stayed."""
 
-    class Interrupted(open_store.Recency):
+    class Interrupted(open_store.AccessTimes):
         def __init__(self, *args: Any) -> None:
             raise KeyboardInterrupt
 
@@ -397,7 +397,7 @@ def test_an_interrupt_before_an_open_has_its_parts_together_is_told_as_such(
         store.namespace("model", tiny(), "1").put(tokens_of(1, 8), seeded(1, 8 * TINY_BYTES))
     before, files = {t.name for t in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(open_store, "Recency", Interrupted)
+        patch.setattr(open_store, "AccessTimes", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             kvfs.open(store_path)
     assert {t.name for t in threading.enumerate()} == before

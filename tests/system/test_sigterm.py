@@ -13,7 +13,7 @@ import os, signal, sys, time
 from kvfs.system.sigterm import at_sigterm
 class Holder:
     def __init__(self, name): self.name = name
-    def let_go(self):
+    def release(self):
         print(self.name, flush=True)
         if self.name == "raises": raise RuntimeError("in a handler")
 mine = lambda number, frame: (print("mine", flush=True), os._exit(3))

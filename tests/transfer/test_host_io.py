@@ -28,7 +28,7 @@ from kvfs.system.files import Files
 from kvfs.transfer import load as hostload
 from kvfs.transfer import save as host_save
 from kvfs.transfer import workers
-from kvfs.transfer.handle import Task, Transfer
+from kvfs.transfer.handle import Transfer, TransferTask
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import Tier
 
@@ -1060,7 +1060,7 @@ def test_plans_and_matches_work_in_another_process(ns: kvfs.Namespace, store_pat
 
 
 def test_a_layer_that_has_arrived_is_ready_whenever_it_is_asked_for() -> None:
-    task = Task("load", {0: 0b1}, {0: ("kv", (4, 5, 6), 1)}, LATE, lambda done: (0, {}))
+    task = TransferTask("load", {0: 0b1}, {0: ("kv", (4, 5, 6), 1)}, LATE, lambda done: (0, {}))
     t = Transfer(task, lambda t: None)
     waited = t.layer_ready(5)
     t._layers_ready([4, 5])

@@ -101,4 +101,4 @@ def test_a_background_sync_that_fails_drops_the_segment_and_is_not_retried(memor
         store._core.work().sync()
         assert served(ns, 1)
         store.gc()
-        assert store.stats()["segments"]["doomed"] == 0
+        assert store.stats()["segments"]["dropped"] == 0

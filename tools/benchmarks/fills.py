@@ -49,7 +49,7 @@ def can_populate() -> bool:
 
 @dataclass
 class BareFill(AbstractContextManager["BareFill"]):
-    """Fills the page cache with files that hold what a case does."""
+    """PageCachePrefetch the page cache with files that hold what a case does."""
 
     case: Case
     paths: Sequence[Path]

@@ -91,7 +91,7 @@ class Registered:
                 self._maps.append(made)
             os.close(fd)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for made in self._maps:
             self._gpu.unregister(address_of_readonly(made))
             made.close()
@@ -168,7 +168,7 @@ def _launches(report: Report, torch: Any, files: Sequence[Path], nbytes: int) ->
     ]  # fmt: skip
     gib = nbytes / 2**30
     table = Table(
-        f"Launches of a small kernel while {gib:.0f} GiB are registered in pieces of {PIECE_BYTES >> 20} MiB",
+        f"LaunchQueue of a small kernel while {gib:.0f} GiB are registered in pieces of {PIECE_BYTES >> 20} MiB",
         notes=[f"registered in {middle - registering:.2f} s, unregistered in {end - letting_go:.2f} s"],
     )
     for process, rows in (("this", summed_up(mine, windows)), ("another", other.ask(windows))):

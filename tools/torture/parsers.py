@@ -20,7 +20,7 @@ from typing import Any
 import lmdb
 
 import kvfs
-from kvfs.directory.access_times import Recency
+from kvfs.directory.access_times import AccessTimes
 from kvfs.directory.config import Settings, make_settings, parse_toml, to_toml
 from kvfs.directory.liveness import Liveness
 from kvfs.directory.pin_files import list_pins, pinned_segments
@@ -37,7 +37,7 @@ from kvfs.index.ledger import adopt
 from kvfs.index.row_updates import forget_place, sweep
 from kvfs.index.rows import _EXTENT, _HEAD, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.session import Session, Tables
-from kvfs.index.tables import ACTIVE, DOOMED, SEALED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.maintenance.rebuild import Report, _Listed, _SegmentBuilder
 from kvfs.pages.identity import Identity, digest_of, parse_descriptor
 from kvfs.pages.layout import PageLayout, Part
@@ -356,7 +356,7 @@ def table(data: bytes) -> str:
     session = Session(txn, DB, "", NOW_S)
     rows = session.segments()
     session.segments_in(ACTIVE)
-    session.segments_in(DOOMED)
+    session.segments_in(DROPPED)
     session.quota_used(b"12345678")
     session.check_ledger()
     found = session.segment(1)
@@ -437,7 +437,7 @@ def stamps(data: bytes) -> str:
     name = SEGMENT_ID.hex()
     odd = {"": Image.of(b""), "z" * 32: Image.of(data), "../" + "a" * 29: Image.of(data), "\udcff" * 32: Image.of(data)}
     directory.files.names |= {name: Image(len(data) + (1 << 40 if data[:1] == b"\xff" else 0), [(0, data)]), **odd}
-    recency = Recency(directory)
+    recency = AccessTimes(directory)
     now = directory.files.now_us()
     found = recency.stamps(SEGMENT_ID, [7, 8, 9])
     must(len(found) == 3 and all(0 < stamp <= now for stamp in found), "stamps of the future")

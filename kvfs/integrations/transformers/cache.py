@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from kvfs.errors import StoreReadOnlyError
 from kvfs.integrations.transformers.layers import RecordingLayer, fits
-from kvfs.integrations.transformers.model import Source, cell_dims, source_of
-from kvfs.integrations.transformers.prompts import Row, rows_of
+from kvfs.integrations.transformers.model import ModelSource, cell_dims, source_of
+from kvfs.integrations.transformers.prompts import PromptRow, rows_of
 from kvfs.integrations.transformers.tensors import pages_of, states_of
 from kvfs.pages.layout import Group
 from kvfs.types import PutResult
@@ -65,7 +65,7 @@ class PrefixCache:
     to say).
     """
 
-    def __init__(self, namespace: Namespace, source: Source) -> None:
+    def __init__(self, namespace: Namespace, source: ModelSource) -> None:
         self.namespace = namespace
         self.source = source
         self.reason = ""
@@ -108,7 +108,7 @@ class PrefixCache:
                     past.layers[number] = RecordingLayer(group.need.window)
         return past
 
-    def _restore(self, rows: Sequence[Row]) -> tuple[int, list[_Loaded]]:
+    def _restore(self, rows: Sequence[PromptRow]) -> tuple[int, list[_Loaded]]:
         if self._exact and len({row.pad % self._page_tokens for row in rows}) > 1:
             self.reason = f"window layers: paddings differ by no multiple of {self._page_tokens} tokens"
             return 0, []
@@ -127,7 +127,9 @@ class PrefixCache:
             limits = [m.tokens - 1 if bad else m.tokens for m, bad in zip(matches, short, strict=True)]
         return 0, []
 
-    def _agree(self, rows: Sequence[Row], limits: Sequence[int], stack: ExitStack) -> tuple[int, list[PrefixMatch]]:
+    def _agree(
+        self, rows: Sequence[PromptRow], limits: Sequence[int], stack: ExitStack
+    ) -> tuple[int, list[PrefixMatch]]:
         """The column in which what is stored of all rows ends, and the matches up to there."""
         while True:
             matches = [
@@ -146,7 +148,7 @@ class PrefixCache:
         chunks = self.namespace.get(match, pages) if match.tokens else 0
         return _Loaded(chunks * self._page_tokens, first, pages)
 
-    def _fill(self, past: DynamicCache, rows: Sequence[Row], columns: int, loaded: Sequence[_Loaded]) -> None:
+    def _fill(self, past: DynamicCache, rows: Sequence[PromptRow], columns: int, loaded: Sequence[_Loaded]) -> None:
         devices = self.source.devices()
         for group in self._groups:
             window = group.need.window
@@ -162,7 +164,7 @@ class PrefixCache:
                     layer.cumulative_length = columns
 
     def _states(
-        self, row: Row, columns: int, keep: int, one: _Loaded, group: Group, position: int, device: torch.device
+        self, row: PromptRow, columns: int, keep: int, one: _Loaded, group: Group, position: int, device: torch.device
     ) -> list[torch.Tensor]:
         """Keys and values [head, keep, dim] of the ``keep`` columns before ``columns``, zero where padded."""
         end, begin = max(0, columns - row.pad), max(0, columns - keep - row.pad)
@@ -187,7 +189,7 @@ class PrefixCache:
         """
         return self.save_rows(rows_of(token_ids, attention_mask), past_key_values)
 
-    def save_rows(self, rows: Sequence[Row], past: Any) -> PutResult:
+    def save_rows(self, rows: Sequence[PromptRow], past: Any) -> PutResult:
         """``save``, for rows of unequal length."""
         self.reason = self.source.changed() or self._misfit(past, len(rows))
         total = PutResult(0, 0, 0)
@@ -197,7 +199,7 @@ class PrefixCache:
         self.reason = total.reason
         return total
 
-    def _declined(self, row: Row) -> PutResult:
+    def _declined(self, row: PromptRow) -> PutResult:
         return PutResult(0, 0, len(row.tokens) // self._page_tokens * len(self._groups), 0, self.reason)
 
     def _misfit(self, past: Any, batch: int) -> str:
@@ -220,7 +222,7 @@ class PrefixCache:
                         return f"cache: layer {number} holds {tensor.dtype} {list(tensor.shape)}"
         return ""
 
-    def _save_row(self, row: Row, number: int, past: DynamicCache) -> PutResult:
+    def _save_row(self, row: PromptRow, number: int, past: DynamicCache) -> PutResult:
         columns = past.get_seq_length()
         tokens = row.tokens[: max(0, columns - row.pad)]
         plan = self.namespace.plan_save(tokens)
@@ -243,7 +245,7 @@ class PrefixCache:
             total = _sum(total, done._replace(skipped=done.skipped - again))
         return total
 
-    def _retained(self, plan: SavePlan, group: Group, row: Row, past: DynamicCache) -> list[int]:
+    def _retained(self, plan: SavePlan, group: Group, row: PromptRow, past: DynamicCache) -> list[int]:
         """Missing chunks of ``group`` of which all layers still hold every token."""
         layers = [past.layers[number] for number in group.layers]
         begin = max(layer.get_seq_length() - layer.keys.shape[-2] for layer in layers) - row.pad
@@ -260,7 +262,9 @@ class PrefixCache:
             piece = {name: wanted for name, wanted in piece.items() if wanted}
             yield max(wanted[-1] for wanted in piece.values()), piece
 
-    def _gather(self, group: Group, chunks: Sequence[int], row: Row, number: int, past: DynamicCache) -> torch.Tensor:
+    def _gather(
+        self, group: Group, chunks: Sequence[int], row: PromptRow, number: int, past: DynamicCache
+    ) -> torch.Tensor:
         """Pages of ``group`` from the first to the last of ``chunks``."""
         begin, end = (c * self._page_tokens for c in (chunks[0], chunks[-1] + 1))
 

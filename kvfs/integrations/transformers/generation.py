@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from kvfs.errors import ConfigError
 from kvfs.integrations.transformers.cache import PrefixCache, namespace_for
-from kvfs.integrations.transformers.prompts import Row, rows_of
+from kvfs.integrations.transformers.prompts import PromptRow, rows_of
 from kvfs.types import PutResult
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ def _inferred_mask(model: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> tor
     return torch.ones_like(ids) if pad is None or pad in ends else (ids != pad).long()
 
 
-def _trimmed(row: Row, columns: int, pad: int | None) -> Row:
+def _trimmed(row: PromptRow, columns: int, pad: int | None) -> PromptRow:
     """Without the padding that transformers appends to rows that ended before others: nobody asks for it."""
     end, prompt = len(row.tokens), columns - row.pad
     while pad is not None and end > prompt and int(row.tokens[end - 1]) == pad:
         end -= 1
-    return Row(row.tokens[:end], row.pad)
+    return PromptRow(row.tokens[:end], row.pad)

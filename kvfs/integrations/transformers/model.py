@@ -37,7 +37,7 @@ _digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDi
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model as the origin of KV. ``fingerprint`` is None where the caller vouches for the weights."""
 
     model: Any
@@ -85,7 +85,7 @@ class Source:
         return [next((p.device for p in block.parameters()), self.model.device) for block in blocks]
 
 
-def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) -> Source:
+def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) -> ModelSource:
     """Identity of ``model``. UnsupportedModelError or ConfigError where its KV must not be reused."""
     _check(model, adapter)
     layout = layout_of(model.config, model.dtype, page_tokens)
@@ -103,7 +103,7 @@ def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) 
         seen = fingerprint(model)
         # options given to from_pretrained change KV without changing weights
         extra["config"] = config_digest(model.config)
-    return Source(model, layout, revision, rope_identity(model.config), adapter, switches(model), extra, seen)
+    return ModelSource(model, layout, revision, rope_identity(model.config), adapter, switches(model), extra, seen)
 
 
 def _check(model: Any, adapter: str) -> None:

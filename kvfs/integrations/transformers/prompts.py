@@ -11,14 +11,14 @@ from kvfs.errors import ConfigError
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class Row(NamedTuple):
+class PromptRow(NamedTuple):
     """One prompt of a batch: its real tokens, and how many columns of padding stand before them."""
 
     tokens: torch.Tensor  # [n], int64, CPU
     pad: int
 
 
-def rows_of(input_ids: Any, attention_mask: Any = None) -> list[Row]:
+def rows_of(input_ids: Any, attention_mask: Any = None) -> list[PromptRow]:
     """The prompts in ``input_ids``, [n] or [batch, n] integers (tensor, array or lists).
 
     ``attention_mask``, [batch, m <= n] of 0 and 1, says which columns are padding; those that it lacks are
@@ -26,7 +26,7 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[Row]:
     """
     ids = _matrix("input_ids", input_ids)
     if attention_mask is None:
-        return [Row(tokens, 0) for tokens in ids]
+        return [PromptRow(tokens, 0) for tokens in ids]
     mask = _matrix("attention_mask", attention_mask)
     if mask.shape[0] != ids.shape[0] or mask.shape[1] > ids.shape[1]:
         raise ConfigError(
@@ -35,13 +35,13 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[Row]:
     return [_row(number, tokens, real) for number, (tokens, real) in enumerate(zip(ids, mask, strict=True))]
 
 
-def _row(number: int, tokens: torch.Tensor, real: torch.Tensor) -> Row:
+def _row(number: int, tokens: torch.Tensor, real: torch.Tensor) -> PromptRow:
     pad = len(real) - int(real.sum())
     if not torch.equal(real, (torch.arange(len(real)) >= pad).long()):
         raise ConfigError(f"attention_mask of row {number} is no padding on the left: pass zeros, then ones")
     if pad == len(tokens):
         raise ConfigError(f"row {number} of input_ids is all padding: pass at least one token")
-    return Row(tokens[pad:], pad)
+    return PromptRow(tokens[pad:], pad)
 
 
 def _matrix(name: str, value: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from kvfs.pages.describe import describe
 from kvfs.pages.device_kv import DeviceKV
 
 
-class Attached(NamedTuple):
+class AttachedEngine(NamedTuple):
     """A group of this rank. One block of the engine is ``units_per_block`` units of the descriptor, side by side."""
 
     group: EngineGroup
@@ -29,7 +29,7 @@ class Attached(NamedTuple):
 
 def describe_caches(
     config: VllmConfig, cache: KVCacheConfig, model: EngineModel, tensors: Mapping[str, torch.Tensor]
-) -> list[Attached]:
+) -> list[AttachedEngine]:
     """One descriptor per group. ConfigError for tensors that are not what the configuration says."""
     return [_describe(config, cache, model, group, tensors) for group in model.groups]
 
@@ -37,7 +37,7 @@ def describe_caches(
 def _describe(
     config: VllmConfig, cache: KVCacheConfig, model: EngineModel, group: EngineGroup,
     tensors: Mapping[str, torch.Tensor],
-) -> Attached:  # fmt: skip
+) -> AttachedEngine:  # fmt: skip
     layout = model.layout.group(group.name)
     spec = next(iter(iter_layer_specs(cache.kv_cache_groups[group.index].kv_cache_spec)))
     assert isinstance(spec, AttentionSpec)
@@ -52,7 +52,7 @@ def _describe(
     device = describe(
         layout, views, "block,head,token,dim", layers=ids, first_head=first_head, replica=replica
     )  # fmt: skip
-    return Attached(group, device, group.block_tokens // tokens)
+    return AttachedEngine(group, device, group.block_tokens // tokens)
 
 
 def _check(group: EngineGroup, spec: AttentionSpec, blocks: int, cell_bytes: int, views: list[torch.Tensor]) -> int:

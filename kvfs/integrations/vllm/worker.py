@@ -16,7 +16,7 @@ from kvfs.errors import KvfsError
 from kvfs.integrations.vllm.manager import LoadSpec, SaveSpec
 from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.settings import VllmSettings
-from kvfs.integrations.vllm.views import Attached
+from kvfs.integrations.vllm.views import AttachedEngine
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import SavePlan, TransferState
@@ -27,7 +27,7 @@ LATE_SECONDS = 1.0  # beyond its deadline, a load is given this long to end by i
 FLUSH_SECONDS = 1.0  # what has not been copied out of blocks that are wanted back by then is not stored
 
 
-class _Job(NamedTuple):
+class _TransferJob(NamedTuple):
     transfer: Transfer | None  # None: nothing to do, or refused
     load: bool
     nbytes: int
@@ -37,10 +37,12 @@ class _Job(NamedTuple):
 class KvfsWorker(OffloadingWorker):
     """Called by one thread of the engine's worker. Saves are over for the engine once their blocks are free."""
 
-    def __init__(self, io: HostIO, groups: Sequence[Attached], blocks_per_page: int, settings: VllmSettings) -> None:
+    def __init__(
+        self, io: HostIO, groups: Sequence[AttachedEngine], blocks_per_page: int, settings: VllmSettings
+    ) -> None:
         self._io, self._groups, self._settings = io, groups, settings
         self._blocks_per_page = blocks_per_page
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _TransferJob] = {}
         self._ended = threading.Event()  # a load has ended
         self._late: list[Transfer] = []  # loads that were given up, whose disk has not answered yet
         self._publishing: list[Transfer] = []  # saves whose blocks are free and whose result is not there yet
@@ -62,7 +64,7 @@ class KvfsWorker(OffloadingWorker):
                 )
             except (KvfsError, OSError) as exc:
                 self._refused("save", exc)
-        self._jobs[job_id] = _Job(transfer, False, nbytes, time.monotonic())
+        self._jobs[job_id] = _TransferJob(transfer, False, nbytes, time.monotonic())
         return True
 
     def _is_ours(self, spec: SaveSpec) -> bool:
@@ -114,12 +116,12 @@ class KvfsWorker(OffloadingWorker):
             )  # fmt: skip
         except (KvfsError, OSError) as exc:
             self._refused("load", exc)
-        self._jobs[job_id] = _Job(transfer, True, nbytes, time.monotonic())
+        self._jobs[job_id] = _TransferJob(transfer, True, nbytes, time.monotonic())
         return True
 
     # -- both --------------------------------------------------------------------------------
 
-    def _blocks(self, spec: GPULoadStoreSpec) -> list[tuple[Attached, list[int], int]]:
+    def _blocks(self, spec: GPULoadStoreSpec) -> list[tuple[AttachedEngine, list[int], int]]:
         """(group, its blocks, number of the first one in the request) of a transfer."""
         ids = spec.block_ids.tolist()
         sizes = spec.group_sizes if spec.group_sizes is not None else [len(ids)]
@@ -130,7 +132,7 @@ class KvfsWorker(OffloadingWorker):
             at += size
         return found
 
-    def _units(self, attached: Attached, blocks: dict[int, int]) -> list[int]:
+    def _units(self, attached: AttachedEngine, blocks: dict[int, int]) -> list[int]:
         """Units of a prompt, -1 where there is none, from blocks by their number in it."""
         per = attached.units_per_block
         units = [-1] * ((max(blocks, default=-1) + 1) * per)
@@ -166,7 +168,7 @@ class KvfsWorker(OffloadingWorker):
         self._note_published()
         return [self._finish(job_id) for job_id in [n for n, job in self._jobs.items() if self._ends(job)]]
 
-    def _ends(self, job: _Job) -> bool:
+    def _ends(self, job: _TransferJob) -> bool:
         """Whether a job is over; a load that is late ends here, though its disk may not have answered yet."""
         if _is_over(job):
             return True
@@ -228,5 +230,5 @@ class KvfsWorker(OffloadingWorker):
         self._io.close()
 
 
-def _is_over(job: _Job) -> bool:
+def _is_over(job: _TransferJob) -> bool:
     return job.transfer is None or (job.transfer.done if job.load else job.transfer.source_free).is_set()
