@@ -83,15 +83,15 @@ MUTATIONS = (
     ),
     Mutation(
         "read through the page cache in mode staging", "kvfs/segments/open_segments.py",
-        "        fd = self.direct(held) if past or self._mode.direct else -1\n        if fd >= 0:\n"
-        "            direct.read(self._files, fd, target, offset)\n        elif self._mode.direct:",
-        "        fd = self.direct(held) if past and not self._mode.direct else -1\n        if fd >= 0:\n"
-        "            direct.read(self._files, fd, target, offset)\n        elif not target:",
+        "        fd = self.direct(held) if direct or self._mode.direct else -1\n        if fd >= 0:\n"
+        "            direct_io.read(self._files, fd, target, offset)\n        elif self._mode.direct:",
+        "        fd = self.direct(held) if direct and not self._mode.direct else -1\n        if fd >= 0:\n"
+        "            direct_io.read(self._files, fd, target, offset)\n        elif not target:",
         ("tests/directory/test_io_mode.py",),
     ),
     Mutation(
         "write payloads through the page cache in mode staging", "kvfs/segments/writer.py",
-        "            writes = list(self._writes_past(records, start, 1 if small else WRITE_THREADS))\n", "            pass\n",
+        "            writes = list(self._direct_writes(records, start, 1 if small else WRITE_THREADS))\n", "            pass\n",
         ("tests/directory/test_io_mode.py", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
@@ -224,7 +224,7 @@ MUTATIONS = (
     ),
     Mutation(
         "end the capture of a graph", "kvfs/gpu/device.py",
-        "            cuda.relax_capture()\n", "",
+        "            driver.relax_capture()\n", "",
         ("tests/gpu/test_device_capture.py",),
     ),
     Mutation(

@@ -266,7 +266,7 @@ class SegmentWriter:
         small = leaves_at - start < OVERLAP_BYTES
         writes: list[Callable[[], object]] = [partial(self._files.write_all, self.fd, buffers, start)]
         if self._direct is not None:
-            writes = list(self._writes_reopen_direct(records, start, 1 if small else WRITE_THREADS))
+            writes = list(self._direct_writes(records, start, 1 if small else WRITE_THREADS))
         elif small:
             sums()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
@@ -281,7 +281,7 @@ class SegmentWriter:
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 
-    def _writes_reopen_direct(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
+    def _direct_writes(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
         """Writes of payloads past the page cache: neighbours each, for ``most`` threads, which keep a disk busy."""
         assert self._direct is not None
         count = min(most, len(records))
