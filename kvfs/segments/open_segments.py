@@ -196,7 +196,7 @@ class SegmentFiles:
     # -- payload -----------------------------------------------------------------------------
 
     def read(self, held: OpenSegment, target: memoryview, offset: int, *, direct: bool = False) -> None:
-        """Fill ``target`` with stored bytes; ``direct``: bypassing the page cache (O_DIRECT) if possible, in mode staging always."""
+        """Fill ``target`` with stored bytes. ``direct`` bypasses the page cache if it can; mode staging always does."""
         fd = self.direct(held) if direct or self._mode.direct else -1
         if fd >= 0:
             direct_io.read(self._files, fd, target, offset)
