@@ -5,6 +5,7 @@
  * Nothing in the file is trusted: a page must bear its own number and the kind that its place asks for, each offset
  * and length is checked before it is used, and heights are bounded. */
 #define _GNU_SOURCE
+#include <sched.h>
 #include <sys/file.h>
 
 #include "index.h"
@@ -228,9 +229,9 @@ static int64_t lock(int fd) {
 }
 
 int64_t index_begin(kvfs_index *x) {
-    if (!x->open || x->pid != getpid()) return -ESTALE;
+    if (x->pid != getpid()) return -ESTALE;
     if (__atomic_exchange_n(&x->busy, 1, __ATOMIC_ACQUIRE)) return -EAGAIN;
-    int64_t rc = lock(x->gate);
+    int64_t rc = __atomic_load_n(&x->open, __ATOMIC_ACQUIRE) ? lock(x->gate) : -ESTALE;
     if (!rc) {
         int locked = !(rc = lock(x->main));
         flock(x->gate, LOCK_UN);
@@ -268,4 +269,8 @@ int64_t kvfs_index_open(
     return 0;
 }
 
-void kvfs_index_close(kvfs_index *x) { x->open = 0; }
+void kvfs_index_close(kvfs_index *x) {
+    __atomic_store_n(&x->open, 0, __ATOMIC_RELEASE);
+    /* without the interpreter's lock (free-threaded builds) a call may be in progress */
+    while (x->pid == getpid() && __atomic_load_n(&x->busy, __ATOMIC_ACQUIRE)) sched_yield();
+}

@@ -44,6 +44,7 @@ ALLOWED: dict[str, str] = {
     "testing": "format system",
     "directory": "errors format system version",
     "pages": "errors format system types",
+    "native": "errors",
     "system": "errors format",
     "format": "errors",
     "errors": "",

@@ -1,4 +1,6 @@
-"""Compiles native/*.c into kvfs/native, for a checkout: ``python -m tools.build_native``. CC: the compiler, CFLAGS: more.
+"""Compiles native/*.c into kvfs/native, for a checkout: ``python -m tools.build_native``.
+
+CC: the compiler's command. CFLAGS: more of its options.
 
 ``--check`` builds the C unit tests instead, with the address and undefined-behaviour sanitizers, and runs them.
 """

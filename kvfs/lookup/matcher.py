@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from kvfs.context import LOOKUP_SECONDS, Context
 from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.index.native_session import NativeSession
 from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
 from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch
 from kvfs.lookup.search import ROWS_PER_HOLD, Found, GroupLookup, Prompt, search
+from kvfs.native.index_walker import HandOverError
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.open_segments import OpenSegment
 
@@ -26,8 +28,8 @@ class Matcher:
         self._c = context
         self._digest, self._layout = digest, layout
         self._tiers = tiers
-        self._parts_of: dict[int, tuple[Part, ...]] = {}  # by group, at ``_parts_at``; for the index thread alone
-        self._parts_at: object = None
+        #: a state of the index, and the parts of groups then; replaced as a whole, since several threads look
+        self._parts_known: tuple[object, dict[int, tuple[Part, ...]]] = None, {}
 
     def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
         """Longest restorable prefix; ``wants``: the rectangle wanted of each group."""
@@ -58,22 +60,34 @@ class Matcher:
     def count_unavailable(self, exc: IndexUnavailableError) -> None:
         self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
 
-    def use_parts(self, session: Session, lookups: Sequence[GroupLookup]) -> None:
+    def use_parts(self, session: Session | NativeSession, lookups: Sequence[GroupLookup]) -> None:
         """Tell lookups which parts their groups have."""
         for number, lookup in enumerate(lookups):
             lookup.use_parts(self._parts(session, number))
 
-    def _parts(self, session: Session, number: int) -> tuple[Part, ...]:
+    def _parts(self, session: Session | NativeSession, number: int) -> tuple[Part, ...]:
         """Parts of a group; looked up again after every commit, of whatever process."""
-        if self._parts_at != session.state:
-            self._parts_at, self._parts_of = session.state, {}
-        parts = self._parts_of.get(number)
+        state, (known_at, known) = session.state, self._parts_known
+        if known_at != state:
+            known = {}
+            self._parts_known = state, known
+        parts = known.get(number)
         if parts is None:
             packed = session.parts(self._digest, number)
-            parts = self._parts_of[number] = tuple(p for p in map(_unpack_part, packed) if p is not None)
+            parts = known[number] = tuple(p for p in map(_unpack_part, packed) if p is not None)
         return parts
 
-    def read(self, function: Callable[[Session], T]) -> T:
+    def read(self, function: Callable[[Session | NativeSession], T]) -> T:
+        """Run a step of a lookup: in this thread by the compiled library, or else in the index thread.
+
+        A step that hands over halfway is run again, from what it had found.
+        """
+        native = self._c.index.native_session()
+        if native is not None:
+            try:
+                return function(native)
+            except HandOverError as exc:
+                self._c.counters.add(f"native_{exc}")
         return self._c.index.read(function, LOOKUP_SECONDS)
 
     def stored(self, prompt: Prompt) -> list[bool]:
@@ -165,7 +179,7 @@ class Matcher:
         lookup = GroupLookup(prompt, group, part)
         run, last = first // prompt.run_length, -(-end // prompt.run_length)
 
-        def step(session: Session) -> bool:
+        def step(session: Session | NativeSession) -> bool:
             nonlocal run
             lookup.use_parts(self._parts(session, number))
             budget = lookup.rows_read + ROWS_PER_HOLD
@@ -180,8 +194,8 @@ class Matcher:
                     run = lookup.next_there(session, run, last, budget)
             return run >= last
 
-        def read(function: Callable[[Session], T]) -> T:
-            def same(session: Session) -> T:
+        def read(function: Callable[[Session | NativeSession], T]) -> T:
+            def same(session: Session | NativeSession) -> T:
                 lookup.generation = lookup.generation or session.generation
                 _check_generation(session, lookup.generation)
                 return function(session)
@@ -192,7 +206,7 @@ class Matcher:
             while run < last and not read(step):
                 pass
             if whole:
-                read_behind_gaps(lookup, read, orphans=orphans)
+                read_behind_gaps(lookup, read, orphans=orphans, native=self._c.index.native_session())
         except IndexUnavailableError:
             pass  # claiming looks again
         return lookup
@@ -212,8 +226,8 @@ class SearchRunner:
         self._lookups = lookups
         self.generation = ""
 
-    def __call__(self, step: Callable[[Session], bool]) -> bool:
-        def first(session: Session) -> bool:
+    def __call__(self, step: Callable[[Session | NativeSession], bool]) -> bool:
+        def first(session: Session | NativeSession) -> bool:
             if not self.generation:
                 self._matcher.use_parts(session, self._lookups)
                 self.generation = session.generation
@@ -223,7 +237,7 @@ class SearchRunner:
         return self._matcher.read(first)
 
 
-def _check_generation(session: Session, generation: str) -> None:
+def _check_generation(session: Session | NativeSession, generation: str) -> None:
     """What was found so far names segments by number, and these mean other segments in another index."""
     if session.generation != generation:
         raise IndexUnavailableError("replaced meanwhile")

@@ -34,8 +34,10 @@ def chain(tokens: bytes, step: int, seed: bytes, extra: Mapping[int, bytes] | No
         keys = b"".join(extra[chunk] for chunk in used)
     out = ctypes.create_string_buffer(HASH_BYTES * chunks)
     some = max(1, HELD_BYTES // max(step, _CHUNK_BYTES))
-    work, count = (native.held, some) if len(keys) <= HELD_BYTES and chunks <= HELD_CALLS * some else (
-        native.free, max(1, chunks)
+    work, count = (
+        (native.held, some)
+        if len(keys) <= HELD_BYTES and chunks <= HELD_CALLS * some
+        else (native.free, max(1, chunks))
     )
     for first in range(0, chunks, count):
         end = min(chunks, first + count)

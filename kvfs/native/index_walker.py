@@ -1,7 +1,7 @@
 """One generation of an index, read by the compiled library in the caller's thread.
 
-Each call takes the gate itself, for less than a millisecond, and never waits: neither for the gate nor for a disk. Where
-it would have to, it raises HandOverError, and the index thread does the work.
+Each call takes the gate itself, for less than a millisecond, and never waits: neither for the gate nor for a disk.
+Where it would have to, it raises HandOverError, and the index thread does the work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfs.errors import KvfsError
-from kvfs.native import library
 from kvfs.native.library import KEYS_MAX, PARTS_MAX, ROWS_MAX, RUNS_MAX, SEGMENTS_MAX, Library, Lookup, Stamp, Walked
 
 VALUES_BYTES = 1 << 20
@@ -167,8 +166,3 @@ def _error(code: int) -> HandOverError:
 def keys_per_call(parts: int) -> int:
     """Chunks that one call of ``there`` takes."""
     return KEYS_MAX // 2 // max(1, parts)
-
-
-def usable() -> Library | None:
-    """The library, where it can read an index."""
-    return library.loaded()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from kvfs.errors import ConfigError
+from kvfs.native import hash_chain
 from kvfs.types import ExtraKeys, TokensLike
 
 HASH_BYTES = 32
@@ -33,6 +34,9 @@ def tenant_seed(salt: str) -> bytes:
 def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None) -> list[bytes]:
     """Hashes of the full chunks of ``tokens`` (u32 little endian); a tail shorter than a chunk is left out."""
     step = page_tokens * TOKEN_BYTES
+    native = hash_chain.chain(tokens, step, seed, extra)
+    if native is not None:
+        return [native[at : at + HASH_BYTES] for at in range(0, len(native), HASH_BYTES)]
     sha, parent = hashlib.sha256, seed
     hashes: list[bytes] = []
     append = hashes.append
@@ -54,7 +58,7 @@ def chunk_of_key(key: bytes, seed: bytes) -> bytes:
 
 def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:
     """PageKey of a chunk hash: BLAKE2b-256 over (namespace digest, length-prefixed group name, chunk hash)."""
-    begun = hashlib.blake2b(_page_prefix(namespace_digest, group), digest_size=32).copy
+    begun = hashlib.blake2b(page_prefix(namespace_digest, group), digest_size=32).copy
 
     def key(chunk_hash: bytes) -> bytes:
         whole = begun()  # half the time of a new one
@@ -66,10 +70,11 @@ def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:
 
 def page_key(namespace_digest: bytes, group: str, chunk_hash: bytes) -> bytes:
     """One key of ``page_keys``."""
-    return hashlib.blake2b(_page_prefix(namespace_digest, group) + chunk_hash, digest_size=32).digest()
+    return hashlib.blake2b(page_prefix(namespace_digest, group) + chunk_hash, digest_size=32).digest()
 
 
-def _page_prefix(namespace_digest: bytes, group: str) -> bytes:
+def page_prefix(namespace_digest: bytes, group: str) -> bytes:
+    """What goes before a chunk hash in a PageKey."""
     name = group.encode("ascii")
     return namespace_digest + len(name).to_bytes(1, "little") + name
 
