@@ -39,7 +39,7 @@ static int64_t get_page(kvfs_index *x, uint64_t number, int kind, const uint8_t 
     uint8_t *to = kind == LEAF ? x->leaf : x->slots[number % SLOTS];
     if (*kept != number) {
         *kept = 0;
-        int64_t rc = read_now(x->data, to, PAGE, number * PAGE);
+        int64_t rc = read_now(x->fd.data, to, PAGE, number * PAGE);
         if (rc || (rc = check_page(to, number, kind))) return rc;
         *kept = number;
     }
@@ -132,9 +132,9 @@ int64_t tree_get(kvfs_index *x, const tree *t, const uint8_t *key, unsigned n, u
         if (at + 8 > PAGE) return -EIO;
         uint64_t first = load64(page + at), pages = (HEAD + size + PAGE - 1) / PAGE;
         if (first < 2 || first > x->last_page || pages > x->last_page - first + 1) return -EIO;
-        if ((rc = read_now(x->data, head, HEAD, first * PAGE))) return rc;
+        if ((rc = read_now(x->fd.data, head, HEAD, first * PAGE))) return rc;
         if (load64(head) != first || load16(head + 10) != OVERFLOW || load32(head + 12) < pages) return -EIO;
-        if ((rc = read_now(x->data, out, size, first * PAGE + HEAD))) return rc;
+        if ((rc = read_now(x->fd.data, out, size, first * PAGE + HEAD))) return rc;
     } else {
         if (at + size > PAGE) return -EIO;
         memcpy(out, page + at, size);
@@ -179,7 +179,7 @@ static int64_t read_record(const uint8_t *record, tree *t) {
 static int64_t read_meta(kvfs_index *x) {
     static const char *const names[TABLES] = {"pages", "segments", "namespaces"};
     uint8_t both[2 * PAGE], record[RECORD];
-    int64_t rc = read_now(x->data, both, sizeof both, 0);
+    int64_t rc = read_now(x->fd.data, both, sizeof both, 0);
     if (rc) return rc;
     for (int i = 0; i < 2; i++) {
         const uint8_t *page = both + i * PAGE;
@@ -206,19 +206,30 @@ static int64_t read_meta(kvfs_index *x) {
     return 0;
 }
 
-static int64_t check_current(kvfs_index *x) {
+static kvfs_stamp stamp_of(const struct stat *st) {
+    return (kvfs_stamp){st->st_dev, st->st_ino, st->st_mtim.tv_sec * 1000000000ll + st->st_mtim.tv_nsec,
+                        st->st_ctim.tv_sec * 1000000000ll + st->st_ctim.tv_nsec};
+}
+
+/* Whether a name still stands for the file that is open. A rename or unlink changes the file's ctime; where that has not
+ * changed, the name is not looked up. exact: nor may the file have changed (it would be another generation). */
+static int64_t check_name(int fd, int folder, const char *name, kvfs_stamp *known, int exact) {
     struct stat st;
-    int64_t rc = stat_now(x->root, "gate", &st);
+    if (fstat(fd, &st)) return -ESTALE;
+    kvfs_stamp now = stamp_of(&st);
+    if (st.st_nlink && now.ctime_ns == known->ctime_ns) return 0;
+    if (exact || !st.st_nlink) return -ESTALE;
+    int64_t rc = stat_now(folder, name, &st);
     if (rc) return rc;
-    if (st.st_ino != x->gate_inode) return -ESTALE;
-    if ((rc = stat_now(x->root, "main", &st))) return rc;
-    if (st.st_ino != x->main_inode) return -ESTALE;
-    if ((rc = stat_now(x->folder, "CURRENT", &st))) return rc;
-    int64_t changed = st.st_mtim.tv_sec * 1000000000ll + st.st_mtim.tv_nsec;
-    int64_t touched = st.st_ctim.tv_sec * 1000000000ll + st.st_ctim.tv_nsec;
-    const kvfs_stamp *c = &x->current;
-    int same = st.st_dev == c->device && st.st_ino == c->inode && changed == c->mtime_ns && touched == c->ctime_ns;
-    return same ? 0 : -ESTALE;
+    if (st.st_dev != now.device || st.st_ino != now.inode) return -ESTALE;
+    *known = now;
+    return 0;
+}
+
+static int64_t check_current(kvfs_index *x) {
+    int64_t rc = check_name(x->fd.gate, x->fd.root, "gate", &x->gate, 0);
+    if (!rc) rc = check_name(x->fd.main, x->fd.root, "main", &x->main, 0);
+    return rc ? rc : check_name(x->fd.file, x->fd.folder, "CURRENT", &x->current, 1);
 }
 
 /* -- the gate -------------------------------------------------------------------------------------------------- */
@@ -231,12 +242,12 @@ static int64_t lock(int fd) {
 int64_t index_begin(kvfs_index *x) {
     if (x->pid != getpid()) return -ESTALE;
     if (__atomic_exchange_n(&x->busy, 1, __ATOMIC_ACQUIRE)) return -EAGAIN;
-    int64_t rc = __atomic_load_n(&x->open, __ATOMIC_ACQUIRE) ? lock(x->gate) : -ESTALE;
+    int64_t rc = __atomic_load_n(&x->open, __ATOMIC_ACQUIRE) ? lock(x->fd.gate) : -ESTALE;
     if (!rc) {
-        int locked = !(rc = lock(x->main));
-        flock(x->gate, LOCK_UN);
+        int locked = !(rc = lock(x->fd.main));
+        flock(x->fd.gate, LOCK_UN);
         if (locked && !(rc = check_current(x))) rc = read_meta(x);
-        if (locked && rc) flock(x->main, LOCK_UN);
+        if (locked && rc) flock(x->fd.main, LOCK_UN);
     }
     if (rc) __atomic_store_n(&x->busy, 0, __ATOMIC_RELEASE);
     else x->calls++;
@@ -244,27 +255,26 @@ int64_t index_begin(kvfs_index *x) {
 }
 
 void index_end(kvfs_index *x) {
-    flock(x->main, LOCK_UN);
+    flock(x->fd.main, LOCK_UN);
     __atomic_store_n(&x->busy, 0, __ATOMIC_RELEASE);
 }
 
 uint64_t kvfs_index_bytes(void) { return sizeof(kvfs_index); }
 
-int64_t kvfs_index_open(
-    kvfs_index *x, int gate, int main, int root, int folder, int data, const kvfs_stamp *current) {
+int64_t kvfs_index_open(kvfs_index *x, const kvfs_descriptors *fd, const kvfs_stamp *current) {
     struct stat st;
     memset(x, 0, sizeof *x);
-    if (fstat(gate, &st)) return -errno;
-    x->gate_inode = st.st_ino;
-    if (fstat(main, &st)) return -errno;
-    x->main_inode = st.st_ino;
-    x->gate = gate;
-    x->main = main;
-    x->root = root;
-    x->folder = folder;
-    x->data = data;
+    x->fd = *fd;
     x->current = *current;
     x->pid = getpid();
+    if (fstat(fd->file, &st)) return -errno;
+    kvfs_stamp now = stamp_of(&st);
+    if (memcmp(&now, current, sizeof now)) return -ESTALE;
+    if (fstat(fd->gate, &st)) return -errno;
+    x->gate = stamp_of(&st);
+    if (fstat(fd->main, &st)) return -errno;
+    x->main = stamp_of(&st);
+    x->gate.ctime_ns = x->main.ctime_ns = 0; /* the first call looks the names up */
     x->open = 1;
     return 0;
 }

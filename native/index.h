@@ -23,9 +23,9 @@ typedef struct {
 
 struct kvfs_index {
     uint32_t open, busy;
-    int pid, gate, main, root, folder, data;
-    uint64_t gate_inode, main_inode;
-    kvfs_stamp current;
+    int pid;
+    kvfs_descriptors fd;
+    kvfs_stamp gate, main, current; /* of the three files, when their names were last looked up */
     uint64_t txn, last_page, calls;
     tree tables[TABLES];
     uint64_t slot_page[SLOTS], leaf_page; /* 0: empty; pages 0 and 1 are never asked for */

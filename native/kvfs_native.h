@@ -67,17 +67,23 @@ typedef struct {
     int64_t mtime_ns, ctime_ns;
 } kvfs_stamp;
 
+/* Descriptors. gate and main: of the lock files, which nothing else of this process uses (a flock belongs to the open
+ * file); root and folder: of the store's directory and of index/; file: of CURRENT; data: of the generation's data.mdb. */
+typedef struct {
+    int32_t gate, main, root, folder, file, data;
+} kvfs_descriptors;
+
 KVFS_PUBLIC uint64_t kvfs_index_bytes(void);
 
-/* Pre: index has kvfs_index_bytes() bytes, aligned to 8; gate and main are descriptors of the lock files that nothing
- * else of this process uses (a flock belongs to the open file); root and folder are the store's directory and index/;
- * data is the generation's data.mdb. The caller closes them after kvfs_index_close.
- * Post: 0, or -errno of fstat. What the file holds is checked by each call that reads it. */
+/* Pre: index has kvfs_index_bytes() bytes, aligned to 8. The caller closes the descriptors after kvfs_index_close.
+ * Post: 0; -ESTALE: CURRENT is not what ``current`` says; or -errno of fstat. What the file holds is checked by each call that reads it. */
 KVFS_PUBLIC int64_t kvfs_index_open(
-    kvfs_index *index, int gate, int main, int root, int folder, int data, const kvfs_stamp *current);
+    kvfs_index *index, const kvfs_descriptors *descriptors, const kvfs_stamp *current);
 
 /* Post: each later call on the index returns -ESTALE and touches no descriptor. Holds in a forked child, too. */
 KVFS_PUBLIC void kvfs_index_close(kvfs_index *index);
+
+enum { KVFS_MOVED = 1 };
 
 /* What a walk looks for. Pre for all fields: see there. */
 typedef struct {
@@ -92,6 +98,7 @@ typedef struct {
     uint64_t n_cells;        /* 1 to KVFS_CELLS_MAX */
     uint64_t first_is_enough; /* 1: part 0 contains what is wanted */
     uint64_t now_s;          /* unix seconds */
+    uint64_t known_txn;      /* commit that the parts were read at; 0: do not compare */
 } kvfs_lookup;
 
 enum {
@@ -129,6 +136,7 @@ typedef struct {
     uint32_t *claimed;       /* KVFS_RUNS_MAX: chunks that are being written */
     /* out */
     uint64_t n_rows, n_segments;
+    uint64_t n_values;       /* bytes of values that are used */
     uint64_t end;            /* the run that follows the last one that was read */
     uint64_t rows_read;      /* keys that were looked for */
     uint64_t txn;            /* number of the last commit */
@@ -140,6 +148,7 @@ typedef struct {
  * as kvfs.index.rows.parse_row does; damaged ones are absent.
  * Pre: first < end <= number of runs; end - first <= KVFS_RUNS_MAX.
  * Post: 0 and walked is filled, at least one run was read; or, with nothing of walked but txn meaningful:
+ *  KVFS_MOVED the last commit is not known_txn
  *  -EAGAIN   a page is not in the page cache, or the gate is taken
  *  -ESTALE   closed, forked, CURRENT is another, or the lock files were replaced
  *  -EIO      the file contradicts itself
@@ -157,8 +166,9 @@ KVFS_PUBLIC int64_t kvfs_there(
     kvfs_index *index, const kvfs_lookup *lookup, uint64_t first, uint64_t stride, uint64_t count, uint8_t *there);
 
 /* Session.parts: what is behind ``prefix`` in the keys of table ``namespaces`` that begin with it, 8 bytes each; keys of
- * other lengths are left out. known_txn: if the last commit has this number, nothing is read.
- * Pre: out has 8 * parts_max bytes. Post: the number of parts, at most parts_max, and *txn; or an error of kvfs_walk. */
+ * other lengths are left out.
+ * Pre: out has 8 * parts_max bytes.
+ * Post: the number of parts, at most parts_max, and the number of the last commit in txn; or an error of kvfs_walk. */
 KVFS_PUBLIC int64_t kvfs_parts(
     kvfs_index *index, const uint8_t *prefix, uint64_t prefix_bytes, uint8_t *out, uint64_t parts_max, uint64_t *txn);
 

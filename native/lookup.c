@@ -195,6 +195,10 @@ int64_t kvfs_walk(
     int64_t rc = begin(&w, index, lookup);
     if (rc) return rc;
     walked->txn = index->txn;
+    if (lookup->known_txn && lookup->known_txn != index->txn) {
+        index_end(index);
+        return KVFS_MOVED;
+    }
     walked->n_rows = walked->n_segments = walked->rows_read = 0;
     uint64_t run = first;
     while (run < end && (run == first || walked->rows_read < rows_max)) {
@@ -211,6 +215,7 @@ int64_t kvfs_walk(
         if (*covered != whole) break;
     }
     walked->end = run;
+    walked->n_values = w.used;
     index_end(index);
     return rc;
 }
@@ -238,14 +243,13 @@ int64_t kvfs_there(
 int64_t kvfs_parts(
     kvfs_index *index, const uint8_t *prefix, uint64_t prefix_bytes, uint8_t *out, uint64_t parts_max, uint64_t *txn) {
     uint8_t key[512];
-    uint64_t known = *txn;
     if (prefix_bytes > 256) return -E2BIG;
     int64_t rc = index_begin(index);
     if (rc) return rc;
     *txn = index->txn;
     int64_t parts = 0, n = 0;
     memcpy(key, prefix, prefix_bytes);
-    for (uint64_t size = prefix_bytes, read = 0; index->txn != known && read < parts_max; read++) {
+    for (uint64_t size = prefix_bytes, read = 0; read < parts_max; read++) {
         n = tree_seek(index, &index->tables[NAMESPACES_TABLE], key, (unsigned)size, key);
         if (n < (int64_t)prefix_bytes || memcmp(key, prefix, prefix_bytes)) break;
         if (n == (int64_t)prefix_bytes + 8) memcpy(out + 8 * parts++, key + prefix_bytes, 8);

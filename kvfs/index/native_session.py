@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvfs.directory.root import Directory
 from kvfs.native import library
-from kvfs.native.index_walker import HandOverError, IndexWalker, PreparedLookup, WalkResult
+from kvfs.native.index_walker import HandOverError, IndexWalker, MovedError, PreparedLookup, WalkResult
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
@@ -24,22 +24,28 @@ class NativeSession(NamedTuple):
     walker: IndexWalker
     generation: str
     now_s: int
+    txn: int  # the last commit; calls raise MovedError when there is another one
 
     @property
     def state(self) -> tuple[object, int]:
         """As ``Session.state``: equal states, equal rows."""
-        return self.walker, self.walker.last_commit()
+        return self.walker, self.txn
+
+    def check_last(self) -> None:
+        """MovedError if there was a commit."""
+        if self.walker.last_commit() != self.txn:
+            raise MovedError("moved")
 
     def parts(self, digest: bytes, group: int) -> list[bytes]:
         """Packed part shapes that were stored of a group."""
-        return self.walker.parts(digest, group, PARTS_MAX)
+        return self.walker.parts(digest, group, PARTS_MAX, self.txn)
 
     def keys_there(self, keys: Sequence[bytes]) -> list[bytes]:
         """Keys are looked for by ``GroupLookup.forked``; where that could not do it, the index thread does."""
         raise HandOverError("busy")
 
     def walk(self, lookup: PreparedLookup, first: int, end: int, rows_max: int, *, stop_at_gap: bool) -> WalkResult:
-        return self.walker.walk(lookup, first, end, rows_max, self.now_s, stop_at_gap=stop_at_gap)
+        return self.walker.walk(lookup, first, end, rows_max, self.now_s, self.txn, stop_at_gap=stop_at_gap)
 
 
 class NativeIndex:
@@ -54,12 +60,10 @@ class NativeIndex:
         self._files, self._generation = files, generation
         gate = Descriptor.open(files, "gate", os.O_RDONLY, dir_fd=root)
         main = Descriptor.open(files, "main", os.O_RDONLY, dir_fd=root)
+        current = Descriptor.open(files, "CURRENT", os.O_RDONLY, dir_fd=directory.sub("index"))
         data = Descriptor.open(files, "data.mdb", os.O_RDONLY, dir_fd=folder)
-        self._kept = gate, main, data
-        device, inode, mtime_ns, ctime_ns = stamp
-        self._walker = IndexWalker(
-            native, gate.fd, main.fd, root, directory.sub("index"), data.fd, (device, inode, mtime_ns, ctime_ns)
-        )
+        self._kept = gate, main, current, data
+        self._walker = IndexWalker(native, gate.fd, main.fd, root, directory.sub("index"), current.fd, data.fd, stamp)
 
     @classmethod
     def open(cls, directory: Directory, folder: int, generation: str, stamp: tuple[int, ...]) -> NativeIndex | None:
@@ -72,8 +76,14 @@ class NativeIndex:
         except OSError:
             return None
 
-    def session(self) -> NativeSession:
-        return NativeSession(self._walker, self._generation, self._files.now_us() // 1_000_000)
+    def session(self) -> NativeSession | None:
+        """None where the last commit cannot be read without waiting."""
+        walker = self._walker
+        try:
+            txn = walker.last_txn or walker.last_commit()
+        except HandOverError:
+            return None
+        return NativeSession(walker, self._generation, self._files.now_us() // 1_000_000, txn)
 
     def close(self) -> None:
         """Sessions in use hand over from now on. In a forked child, too: no lock of the parent is touched."""

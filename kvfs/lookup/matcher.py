@@ -12,11 +12,12 @@ from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
 from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch
 from kvfs.lookup.search import ROWS_PER_HOLD, Found, GroupLookup, Prompt, search
-from kvfs.native.index_walker import HandOverError
+from kvfs.native.index_walker import HandOverError, MovedError
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.open_segments import OpenSegment
 
 T = TypeVar("T")
+NATIVE_TRIES = 4  # beside a writer there may be a commit between any two calls
 
 
 class Matcher:
@@ -82,12 +83,17 @@ class Matcher:
 
         A step that hands over halfway is run again, from what it had found.
         """
-        native = self._c.index.native_session()
-        if native is not None:
+        for _ in range(NATIVE_TRIES):
+            native = self._c.index.native_session()
+            if native is None:
+                break
             try:
                 return function(native)
+            except MovedError:
+                continue
             except HandOverError as exc:
                 self._c.counters.add(f"native_{exc}")
+                break
         return self._c.index.read(function, LOOKUP_SECONDS)
 
     def stored(self, prompt: Prompt) -> list[bool]:
@@ -224,13 +230,16 @@ class SearchRunner:
     def __init__(self, matcher: Matcher, lookups: Sequence[GroupLookup]) -> None:
         self._matcher = matcher
         self._lookups = lookups
+        self._state: object = None
         self.generation = ""
 
     def __call__(self, step: Callable[[Session | NativeSession], bool]) -> bool:
         def first(session: Session | NativeSession) -> bool:
-            if not self.generation:
+            state = session.state
+            if state != self._state:  # at first, or after a commit
                 self._matcher.use_parts(session, self._lookups)
-                self.generation = session.generation
+                self._state = state
+            self.generation = self.generation or session.generation
             _check_generation(session, self.generation)
             return step(session)
 

@@ -17,7 +17,7 @@ from kvfs.index.rows import CLAIM, RUN, Row, parse_row
 from kvfs.index.session import Session
 from kvfs.lookup.part_cover import useful_parts
 from kvfs.native.index_walker import PreparedLookup, keys_per_call
-from kvfs.pages.chunk_hash import HASH_BYTES, page_key, page_keys, page_prefix
+from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes, page_key, page_keys, page_prefix
 from kvfs.pages.layout import Group, Part
 
 #: Rows read in one hold of the gate (notes: no hold beyond about 1 ms).
@@ -81,7 +81,7 @@ class Prompt:
     @cached_property
     def joined(self) -> bytes:
         """The hashes one behind the other."""
-        return b"".join(self.hashes)
+        return self.hashes.joined if isinstance(self.hashes, ChunkHashes) else b"".join(self.hashes)
 
     def key(self, group: Group, part: Part, chunk: int) -> bytes:
         """Row key: PageKey of the chunk, then the part."""
@@ -178,6 +178,7 @@ class GroupLookup:
         """``read_runs`` in one call. Nothing has changed if it raises HandOverError."""
         found, length, parts = self.found, self.prompt.run_length, self._useful.parts
         if not parts:
+            session.check_last()
             found.hits[run] = []
             self.gapped.append(run)
             return run + 1, RunFound(0, 0, found.hits[run], False)
@@ -189,8 +190,9 @@ class GroupLookup:
         last = walked.end - 1
         for number in range(run, walked.end):
             found.hits[number] = []
-        for row in walked.rows:
-            found.hits[row.run].append(Hit(row.run, parts[row.part], row.key, row.value, row.bits))
+        values = walked.values
+        for number, part, bits, nbytes, at, key in walked.rows:
+            found.hits[number].append(Hit(number, parts[part], key, values[at : at + nbytes], bits))
         covered, claimed = walked.covered[-1], walked.claimed[-1]
         # all but the last one are whole
         found.present |= (covered << (last - run) * length | (1 << (last - run) * length) - 1) << run * length

@@ -10,11 +10,24 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvfs.errors import KvfsError
-from kvfs.native.library import KEYS_MAX, PARTS_MAX, ROWS_MAX, RUNS_MAX, SEGMENTS_MAX, Library, Lookup, Stamp, Walked
+from kvfs.native.library import (
+    CELLS_MAX,
+    KEYS_MAX,
+    MOVED,
+    PARTS_MAX,
+    ROWS_MAX,
+    RUNS_MAX,
+    SEGMENTS_MAX,
+    Descriptors,
+    Library,
+    Lookup,
+    Stamp,
+    Walked,
+)
 
 VALUES_BYTES = 1 << 20
 _ROW = struct.Struct("<IIIIQ40s")
@@ -26,14 +39,8 @@ class HandOverError(KvfsError):
     """The compiled library cannot do this now; the Python path can. ``str()``: why, one word."""
 
 
-class RowFound(NamedTuple):
-    """A row that has live chunks."""
-
-    run: int
-    part: int  # its number among those that were looked for
-    bits: int  # the live chunks, relative to the run
-    key: bytes
-    value: bytes
+class MovedError(HandOverError):
+    """There was a commit since the parts of the lookup were read: read them again."""
 
 
 class WalkResult(NamedTuple):
@@ -41,7 +48,9 @@ class WalkResult(NamedTuple):
 
     end: int  # the run that follows the last one read
     rows_read: int
-    rows: list[RowFound]
+    #: (run, number of the part, live chunks as bits of the run, bytes of the value, where it begins, key)
+    rows: Iterator[tuple[int, int, int, int, int, bytes]]
+    values: bytes
     covered: Sequence[int]  # by run
     claimed: Sequence[int]
     segments: list[tuple[int, bytes, int]]  # number, id, end of what is published
@@ -68,7 +77,7 @@ class PreparedLookup:
         self, hashes: bytes, run_length: int, prefix: bytes, parts: Sequence[bytes], cells: Sequence[Sequence[int]],
         first_is_enough: bool,
     ) -> None:  # fmt: skip
-        if len(parts) > PARTS_MAX:
+        if len(parts) > PARTS_MAX or len(cells) > CELLS_MAX:
             raise HandOverError("large")
         sets = b"".join([sum(1 << part for part in cell).to_bytes(8, "little") for cell in cells])
         self.parts = len(parts)
@@ -82,26 +91,29 @@ class IndexWalker:
     """Reads one generation. Thread-safe under the interpreter's lock. ``close`` before its descriptors are closed."""
 
     def __init__(
-        self, native: Library, gate: int, main: int, root: int, folder: int, data: int, stamp: tuple[int, int, int, int]
-    ) -> None:
-        """``gate`` and ``main``: descriptors of its own of the lock files; OSError if it cannot look at them."""
+        self, native: Library, gate: int, main: int, root: int, folder: int, file: int, data: int,
+        stamp: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Descriptors as in kvfs_descriptors; ``stamp``: of CURRENT. OSError if it is another file by now."""
         self._held = native.held
         self._memory = ctypes.create_string_buffer(self._held.kvfs_index_bytes())
         self._index = ctypes.addressof(self._memory)
         self._free: list[_Buffers] = []
-        code = self._held.kvfs_index_open(self._index, gate, main, root, folder, data, Stamp(*stamp))
+        code = self._held.kvfs_index_open(self._index, Descriptors(gate, main, root, folder, file, data), Stamp(*stamp))
         if code:
             raise OSError(-code, os.strerror(-code))
+        self.last_txn = 0  # the last commit that a call has seen
 
     def close(self) -> None:
         """Each later call raises HandOverError. The descriptors are the caller's."""
         self._held.kvfs_index_close(self._index)
 
     def walk(
-        self, lookup: PreparedLookup, first: int, end: int, rows_max: int, now_s: int, *, stop_at_gap: bool
+        self, lookup: PreparedLookup, first: int, end: int, rows_max: int, now_s: int, txn: int, *, stop_at_gap: bool
     ) -> WalkResult:
-        """Rows of runs [first, end), at most ``rows_max`` or one run; see kvfs_walk."""
-        lookup.struct.now_s = now_s
+        """Rows of runs [first, end), at most ``rows_max`` or one run; see kvfs_walk. MovedError unless ``txn`` is the
+        last commit."""
+        lookup.struct.now_s, lookup.struct.known_txn = now_s, txn
         try:
             buffers = self._free.pop()
         except IndexError:
@@ -111,13 +123,12 @@ class IndexWalker:
         code = self._held.kvfs_walk(self._index, lookup.struct, first, end, rows_max, stop_at_gap, walked)
         if code:
             self._free.append(buffers)
+            if code == MOVED:
+                self.last_txn = walked.txn
+                raise MovedError("moved")
             raise _error(code)
-        rows_packed = ctypes.string_at(buffers.rows, _ROW.size * walked.n_rows)
-        values_at = walked.values
-        rows = [
-            RowFound(run, part, bits, key, ctypes.string_at(values_at + at, nbytes))
-            for run, part, bits, nbytes, at, key in _ROW.iter_unpack(rows_packed)
-        ]
+        rows = ctypes.string_at(buffers.rows, _ROW.size * walked.n_rows)
+        values = ctypes.string_at(buffers.values, walked.n_values)
         segments = [
             (number, segment_id, tail)
             for number, _, tail, segment_id in _SEGMENT.iter_unpack(
@@ -127,7 +138,7 @@ class IndexWalker:
         end, count = walked.end, walked.end - first
         runs = buffers.runs
         covered, claimed = runs[:count], runs[RUNS_MAX : RUNS_MAX + count]
-        result = WalkResult(end, walked.rows_read, rows, covered, claimed, segments)
+        result = WalkResult(end, walked.rows_read, _ROW.iter_unpack(rows), values, covered, claimed, segments)
         self._free.append(buffers)
         return result
 
@@ -139,14 +150,17 @@ class IndexWalker:
             raise _error(code)
         return found.raw
 
-    def parts(self, digest: bytes, group: int, parts_max: int) -> list[bytes]:
-        """Packed parts that were stored of a group."""
+    def parts(self, digest: bytes, group: int, parts_max: int, known_txn: int) -> list[bytes]:
+        """Packed parts that were stored of a group. MovedError unless ``known_txn`` is the last commit."""
         found = ctypes.create_string_buffer(8 * parts_max)
         txn = ctypes.c_uint64(0)
         prefix = digest + group.to_bytes(2, "big")
         count = self._held.kvfs_parts(self._index, prefix, len(prefix), found, parts_max, txn)
         if count < 0:
             raise _error(count)
+        if txn.value != known_txn:
+            self.last_txn = txn.value
+            raise MovedError("moved")
         raw = found.raw
         return [raw[at : at + 8] for at in range(0, 8 * count, 8)]
 
@@ -156,7 +170,8 @@ class IndexWalker:
         code = self._held.kvfs_parts(self._index, b"", 0, None, 0, txn)
         if code < 0:
             raise _error(code)
-        return txn.value
+        self.last_txn = txn.value
+        return self.last_txn
 
 
 def _error(code: int) -> HandOverError:

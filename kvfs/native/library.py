@@ -18,8 +18,19 @@ FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
 PREFIX_MAX, PARTS_MAX, CELLS_MAX, RUNS_MAX, ROWS_MAX, SEGMENTS_MAX, KEYS_MAX = 128, 64, 256, 256, 512, 4096, 1024
 
 
+MOVED = 1  # of kvfs_walk
+
+
 class Stamp(ctypes.Structure):
+    """kvfs_stamp."""
+
     _fields_ = (("device", c_uint64), ("inode", c_uint64), ("mtime_ns", c_int64), ("ctime_ns", c_int64))
+
+
+class Descriptors(ctypes.Structure):
+    """kvfs_descriptors."""
+
+    _fields_ = tuple((name, c_int) for name in ("gate", "main", "root", "folder", "file", "data"))
 
 
 class Lookup(ctypes.Structure):
@@ -28,7 +39,7 @@ class Lookup(ctypes.Structure):
     _fields_ = (
         ("hashes", c_char_p), ("chunks", c_uint64), ("run_length", c_uint64), ("prefix", c_char_p),
         ("prefix_bytes", c_uint64), ("parts", c_char_p), ("n_parts", c_uint64), ("cells", c_char_p),
-        ("n_cells", c_uint64), ("first_is_enough", c_uint64), ("now_s", c_uint64),
+        ("n_cells", c_uint64), ("first_is_enough", c_uint64), ("now_s", c_uint64), ("known_txn", c_uint64),
     )  # fmt: skip
 
 
@@ -38,7 +49,7 @@ class Walked(ctypes.Structure):
     _fields_ = (
         ("rows", c_void_p), ("values", c_void_p), ("values_bytes", c_uint64), ("segments", c_void_p),
         ("covered", c_void_p), ("claimed", c_void_p), ("n_rows", c_uint64), ("n_segments", c_uint64),
-        ("end", c_uint64), ("rows_read", c_uint64), ("txn", c_uint64),
+        ("n_values", c_uint64), ("end", c_uint64), ("rows_read", c_uint64), ("txn", c_uint64),
     )  # fmt: skip
 
 
@@ -53,7 +64,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_xxh3_64": (c_uint64, (c_char_p, c_uint64, c_uint64)),
     "kvfs_xxh3_128": (None, (c_char_p, c_uint64, c_void_p)),
     "kvfs_index_bytes": (c_uint64, ()),
-    "kvfs_index_open": (c_int64, (c_void_p, c_int, c_int, c_int, c_int, c_int, POINTER(Stamp))),
+    "kvfs_index_open": (c_int64, (c_void_p, POINTER(Descriptors), POINTER(Stamp))),
     "kvfs_index_close": (None, (c_void_p,)),
     "kvfs_walk": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_int, POINTER(Walked))),
     "kvfs_there": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_void_p)),

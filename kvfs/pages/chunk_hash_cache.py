@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvfs.pages.chunk_hash import TOKEN_BYTES, chain
+from kvfs.pages.chunk_hash import HASH_BYTES, TOKEN_BYTES, ChunkHashes, chain
 from kvfs.types import ExtraKeys
 
 PROMPTS = 128  # of all namespaces together: looking through them takes 20 microseconds
 BYTES_MAX = 16 << 20  # of their tokens and hashes
-HASH_COST = 80  # of a bytes object with a hash, and its place in a list
+HASH_COST = HASH_BYTES  # of a hash, in bytes
 
 
 class _KnownPrompt(NamedTuple):
     seed: bytes
     step: int
     tokens: bytes  # whole chunks, as the chain takes them
-    hashes: list[bytes]
+    hashes: ChunkHashes
 
 
 class ChunkHashCache:
@@ -31,7 +31,7 @@ class ChunkHashCache:
 
     def _longest(self, tokens: bytes, step: int, seed: bytes) -> tuple[_KnownPrompt, int]:
         """What begins as these do for longest, and for how many bytes; whole chunks of ``step`` bytes."""
-        best, common = _KnownPrompt(seed, step, b"", []), 0
+        best, common = _KnownPrompt(seed, step, b"", ChunkHashes()), 0
         for one in self._known:
             same = _common(one.tokens, tokens, step, common, len(tokens)) if one[:2] == (seed, step) else 0
             if same > common:
@@ -66,7 +66,7 @@ class Chain:
         self._step = page_tokens * TOKEN_BYTES
         self.chunks = len(tokens) // self._step  # of the whole prompt
         self._tokens = tokens[: self.chunks * self._step]
-        self._begins_with, self._common = _KnownPrompt(seed, self._step, b"", []), 0
+        self._begins_with, self._common = _KnownPrompt(seed, self._step, b"", ChunkHashes()), 0
         if not extra:
             self._begins_with, self._common = known._longest(self._tokens, self._step, seed)
         self.hashes = self._begins_with.hashes[: self._common // self._step]
@@ -77,10 +77,10 @@ class Chain:
         if chunks > have:
             extra = {c - have: key for c, key in self._extra.items() if c >= have}
             tokens = self._tokens[have * self._step : chunks * self._step]
-            self.hashes += chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
+            self.hashes = self.hashes + chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
 
-    def all(self) -> list[bytes]:
-        """Hash the rest and remember it; all hashes, as a list of the caller's own."""
+    def all(self) -> ChunkHashes:
+        """Hash the rest and remember it; all hashes."""
         self.grow(self.chunks)
         self.remember()
         return self.hashes
@@ -93,7 +93,7 @@ class Chain:
         if end == self._common:
             self._chains._remember(begun, begun)
         else:
-            new = _KnownPrompt(self._seed, self._step, self._tokens[:end], self.hashes.copy())
+            new = _KnownPrompt(self._seed, self._step, self._tokens[:end], self.hashes)
             self._chains._remember(new, begun if self._common == len(begun.tokens) else None)
 
 

@@ -350,8 +350,10 @@ static void check_walks(kvfs_index *index, kvfs_lookup *lookup, kvfs_walked *w, 
     uint64_t txn = 0;
     memcpy(name, prefix, 32);
     CHECK(kvfs_parts(index, name, 34, out, 256, &txn) == PARTS && txn == 42 && out[8 * 5] == 5);
-    CHECK(kvfs_parts(index, name, 34, out, 256, &txn) == 0);
     txn = 0;
+    lookup->known_txn = 41;
+    CHECK(kvfs_walk(index, lookup, 0, RUNS, 256, 1, w) == KVFS_MOVED && w->txn == 42);
+    lookup->known_txn = 42;
     CHECK(kvfs_parts(index, name, 34, out, 3, &txn) == 3);
     w->values_bytes = 2000; /* one row fits: the next call begins behind it */
     CHECK(!kvfs_walk(index, lookup, 0, RUNS, 256, 1, w) && w->end == 1 && w->n_rows == 1);
@@ -395,9 +397,10 @@ static void look(kvfs_index *index, const kvfs_lookup *lookup, kvfs_walked *w, i
 }
 
 /* Damage of all kinds of pages, up to seven at once. */
-static void check_damages(kvfs_index *index, int fds[5], const kvfs_stamp *stamp, kvfs_lookup *lookup, kvfs_walked *w) {
+static void check_damages(kvfs_index *index, const kvfs_descriptors *fd, const kvfs_stamp *stamp, kvfs_lookup *lookup, kvfs_walked *w) {
     int64_t outcomes[2] = {0, 0};
     uint64_t damaged[7];
+    int data = fd->data;
     for (int i = 0; i < DAMAGES; i++) {
         uint64_t page = draw() % (i % 3 ? image_pages : 8), at = draw() % (i % 2 ? 64 : PAGE);
         if (i % 3 == 1) page = image_pages - 1 - draw() % 12; /* roots and branches, made last */
@@ -406,17 +409,17 @@ static void check_damages(kvfs_index *index, int fds[5], const kvfs_stamp *stamp
         if (i % 4 == 0) put64(bytes, draw() % image_pages);
         uint64_t n = 1 + draw() % 8;
         if (at + n > PAGE) at = PAGE - n;
-        CHECK(pwrite(fds[4], bytes, n, (off_t)(page * PAGE + at)) == (ssize_t)n);
+        CHECK(pwrite(data, bytes, n, (off_t)(page * PAGE + at)) == (ssize_t)n);
         damaged[i % 7] = page;
-        CHECK(!kvfs_index_open(index, fds[0], fds[1], fds[2], fds[3], fds[4], stamp));
+        CHECK(!kvfs_index_open(index, fd, stamp));
         look(index, lookup, w, outcomes);
         for (int j = 0; i % 7 == 6 && j < 7; j++)
-            CHECK(pwrite(fds[4], image + damaged[j] * PAGE, PAGE, (off_t)(damaged[j] * PAGE)) == PAGE);
+            CHECK(pwrite(data, image + damaged[j] * PAGE, PAGE, (off_t)(damaged[j] * PAGE)) == PAGE);
         if (i % 1000 == 0) { /* cut short */
-            CHECK(!ftruncate(fds[4], (off_t)(draw() % (image_pages * PAGE))));
-            CHECK(!kvfs_index_open(index, fds[0], fds[1], fds[2], fds[3], fds[4], stamp));
+            CHECK(!ftruncate(data, (off_t)(draw() % (image_pages * PAGE))));
+            CHECK(!kvfs_index_open(index, fd, stamp));
             look(index, lookup, w, outcomes);
-            CHECK(pwrite(fds[4], image, image_pages * PAGE, 0) == (ssize_t)(image_pages * PAGE));
+            CHECK(pwrite(data, image, image_pages * PAGE, 0) == (ssize_t)(image_pages * PAGE));
         }
     }
     printf("%d damages: %lld calls answered, %lld refused\n", DAMAGES, (long long)outcomes[0], (long long)outcomes[1]);
@@ -424,41 +427,50 @@ static void check_damages(kvfs_index *index, int fds[5], const kvfs_stamp *stamp
 
 static void check_lookups(const char *folder) {
     CHECK(!mkdir(in(folder, "index"), 0700));
-    int fds[5] = {make_file(folder, "gate", "", 0), make_file(folder, "main", "", 0), open(folder, O_RDONLY), 0, 0};
-    fds[3] = open(in(folder, "index"), O_RDONLY);
     int current = make_file(folder, "index/CURRENT", "0123456789abcdef", 16);
-    fds[4] = make_file(folder, "index/data.mdb", image, image_pages * PAGE);
+    kvfs_descriptors fd = {make_file(folder, "gate", "", 0), make_file(folder, "main", "", 0), open(folder, O_RDONLY), 0,
+                           current, make_file(folder, "index/data.mdb", image, image_pages * PAGE)};
+    fd.folder = open(in(folder, "index"), O_RDONLY);
     struct stat st;
     CHECK(!fstat(current, &st));
     kvfs_stamp stamp = {st.st_dev, st.st_ino, st.st_mtim.tv_sec * 1000000000ll + st.st_mtim.tv_nsec,
                         st.st_ctim.tv_sec * 1000000000ll + st.st_ctim.tv_nsec};
     kvfs_index *index = malloc(kvfs_index_bytes());
     uint64_t cell = 1;
-    kvfs_lookup lookup = {hashes, CHUNKS, RUN, prefix, sizeof prefix, parts, 1, &cell, 1, 1, NOW};
+    kvfs_lookup lookup = {hashes, CHUNKS, RUN, prefix, sizeof prefix, parts, 1, &cell, 1, 1, NOW, 0};
     kvfs_walked w = {.rows = rows_found, .values = malloc(1 << 20), .values_bytes = 1 << 20,
                      .segments = segments_found, .covered = covered, .claimed = claimed};
-    CHECK(!kvfs_index_open(index, fds[0], fds[1], fds[2], fds[3], fds[4], &stamp));
+    CHECK(!kvfs_index_open(index, &fd, &stamp));
     int64_t rc = kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w);
     if (rc == -ENOTSUP || rc == -EAGAIN) { /* an emulator, or a file system, that cannot say what is in memory */
         printf("lookups left out: %s\n", strerror((int)-rc));
     } else {
-        check_walks(index, &lookup, &w, fds[1], folder);
+        check_walks(index, &lookup, &w, fd.main, folder);
         lookup.n_parts = 2;
         lookup.cells = &cell;
         cell = 3;
-        check_damages(index, fds, &stamp, &lookup, &w);
-        CHECK(!kvfs_index_open(index, fds[0], fds[1], fds[2], fds[3], fds[4], &stamp));
+        check_damages(index, &fd, &stamp, &lookup, &w);
+        CHECK(!kvfs_index_open(index, &fd, &stamp));
         CHECK(!kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w));
         kvfs_index_close(index);
         CHECK(kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w) == -ESTALE);
-        stamp.ctime_ns++; /* another generation */
-        CHECK(!kvfs_index_open(index, fds[0], fds[1], fds[2], fds[3], fds[4], &stamp));
-        CHECK(kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w) == -ESTALE);
+        stamp.ctime_ns++;
+        CHECK(kvfs_index_open(index, &fd, &stamp) == -ESTALE);
         stamp.ctime_ns--;
-        unlink(in(folder, "gate")); /* the lock files were replaced */
-        CHECK(!kvfs_index_open(index, fds[0], fds[1], fds[2], fds[3], fds[4], &stamp));
+        char other[4096];
+        strcpy(other, in(folder, "other"));
+        CHECK(!rename(in(folder, "gate"), other)); /* the lock file was replaced: a lock on it excludes none */
+        CHECK(!kvfs_index_open(index, &fd, &stamp));
         rc = kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w);
         CHECK(rc == -ESTALE || rc == -EAGAIN); /* a name that is not cached */
+        close(make_file(folder, "gate", "", 0));
+        CHECK(kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w) == -ESTALE);
+        CHECK(!rename(other, in(folder, "gate")));
+        CHECK(!kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w));
+        close(make_file(folder, "index/new", "0123456789abcdef", 16)); /* another generation */
+        strcpy(other, in(folder, "index/new"));
+        CHECK(!rename(other, in(folder, "index/CURRENT")));
+        CHECK(kvfs_walk(index, &lookup, 0, RUNS, 256, 1, &w) == -ESTALE);
         int taken = open(in(folder, "main"), O_RDONLY);
         CHECK(!flock(taken, LOCK_EX | LOCK_NB)); /* an error leaves no lock behind either */
         close(taken);
@@ -466,8 +478,8 @@ static void check_lookups(const char *folder) {
     free(index);
     free(w.values);
     free(image);
-    for (int i = 0; i < 5; i++) close(fds[i]);
-    close(current);
+    int all[] = {fd.gate, fd.main, fd.root, fd.folder, fd.file, fd.data};
+    for (int i = 0; i < 6; i++) close(all[i]);
 }
 
 /* -- payloads ---------------------------------------------------------------------------------------------------------- */
