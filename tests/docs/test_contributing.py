@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md and docs/walkthrough.md say about the code: files that they name exist, and so do names in them."""
+"""Files that CONTRIBUTING.md and docs/walkthrough.md name exist, and so do the names that they quote from them.
 
 from __future__ import annotations
 
