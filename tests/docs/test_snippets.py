@@ -1,4 +1,4 @@
-"""Every python block of the documentation runs, in order, in an empty directory."""
+"""The python blocks of each page run, in order, in an empty directory; links lead to files."""
 
 from __future__ import annotations
 
