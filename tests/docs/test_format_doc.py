@@ -22,7 +22,7 @@ from kvfs.pages import chunk_hash
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 HEADING = re.compile(r"^### .*: `(kvfs\.[\w.]+)`$", re.MULTILINE)
 
-#: struct -> (fields in the code, or None where they have no names there; name of the check word before, behind)
+#: struct -> (fields in the code, or None where they have no names there; name of the check word: "before" or "behind" the others)
 STRUCTS: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "kvfs.pages.layout._PART": (("layer", "layers", "head", "heads"), ""),
     "kvfs.format.segment._HEADER": (None, "behind"),
@@ -72,7 +72,7 @@ def sizes(packer: struct.Struct) -> list[int]:
     return found
 
 
-def test_the_page_and_this_test_speak_of_the_same_structs() -> None:
+def test_the_page_and_this_test_name_the_same_structs() -> None:
     documented = {h[1] for h in HEADING.finditer(DOC)}
     assert documented == {*STRUCTS, "kvfs.directory.root.pack_super", "kvfs.index.environment.State"}
 
@@ -101,7 +101,7 @@ def test_offsets_sizes_and_fields_are_those_of_the_code(name: str) -> None:
         ("kvfs.format.segment._SEAL", fmt.Seal(b"S" * 16, 3, 8192, 6, b"R" * 16), fmt.pack_seal),
     ],
 )
-def test_fields_lie_where_the_page_says(name: str, value: Any, packed: Any) -> None:
+def test_fields_are_where_the_page_says(name: str, value: Any, packed: Any) -> None:
     """Structs whose fields have no names in the code: what is packed is found under the documented name."""
     data = packed(value)
     at = {row[2]: data[int(row[0]) : int(row[0]) + int(row[1])] for row in table(section(name), 4)}
