@@ -1,4 +1,4 @@
-"""Files that CONTRIBUTING.md and docs/walkthrough.md name exist, and so do the names that they quote from them.
+"""Files that CONTRIBUTING.md and docs/walkthrough.md name exist, and so do the names that they quote from them."""
 
 from __future__ import annotations
 
