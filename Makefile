@@ -1,10 +1,11 @@
 # make help: what there is. Variables: PYTHON (the interpreter the environment is made from), VENV,
-# TEST_EXTRAS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS, VLLM_VENV.
+# TEST_EXTRAS, TEST_WORKERS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS, VLLM_VENV.
 
 PYTHON      ?= python3
 VENV        ?= .venv
 VLLM_VENV   ?= .venv-vllm
 TEST_EXTRAS ?= test,transformers,gpu
+TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
@@ -27,11 +28,12 @@ DEMO_STAMP := $(VENV)/.stamp-transformers
 TEST_STAMP := $(VENV)/.stamp-$(subst $(comma),-,$(TEST_EXTRAS))
 DEV_STAMP  := $(VENV)/.stamp-dev
 
-.PHONY: help demo test test-vllm lint format bench install clean
+.PHONY: help demo test test-slow test-vllm lint format bench install clean
 
 help:
 	@echo "make demo     save a prompt's KV cache, load it in a new process (CPU is enough)"
-	echo "make test     all tests                       (PYTEST_ARGS='-k name')"
+	echo "make test     the tests to run before a commit (PYTEST_ARGS='-k name')"
+	echo "make test-slow   the tests marked slow"
 	echo "make test-vllm  the tests with a real vLLM (CPU build, 3.4 GB, in $(VLLM_VENV))"
 	echo "make lint     ruff and mypy"
 	echo "make format   let ruff rewrite the files"
@@ -78,8 +80,14 @@ install: $(DEMO_STAMP) $(TEST_STAMP) $(DEV_STAMP)
 demo: $(DEMO_STAMP)
 	@$(PY) -m tools.demo $(DEMO_ARGS)
 
+# Tests are independent of each other: several processes share them.
+PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist worksteal
+
 test: $(TEST_STAMP)
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(TEST_STAMP)
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	@"$(VLLM_VENV)/bin/python" -m pytest tests/vllm --timeout 300 $(PYTEST_ARGS)
