@@ -40,7 +40,7 @@ MASKS = [
     (re.compile(r"\b\d+ (?:s|min|h|d|w) ago\b"), "<age>"),
     (re.compile(r"\b\d+(?:\.\d+)? s\b"), "<time>"),
     (re.compile(r"\b\d+(?:\.\d+)? (?:B|KiB|MiB|GiB)/s"), "<rate>"),
-    (re.compile(r"(?:half below|\bp50\b) .*$", re.MULTILINE), "<latency>"),
+    (re.compile(r"half below .*$", re.MULTILINE), "<latency>"),
     (re.compile(r"\b(?:page cache \d+(?: \| disk \d+)?|disk \d+)\b"), "<tiers>"),
     (re.compile(r"\d+ pid|pid \d+"), "<pid>"),
     (re.compile(r"^(ok|warn|BAD ) .*$", re.MULTILINE), "<finding>"),
