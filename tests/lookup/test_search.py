@@ -339,7 +339,7 @@ def test_the_next_run_that_is_there_is_found_and_none_that_is_not(
     found, expected = begin, min((n for n in runs if n >= begin), default=80)
     while found != last:  # the budget may end it before
         lookup.rows_read, last = 0, found
-        found = lookup.next_there(session, last, 80, budget)  # type: ignore[arg-type]
+        found = lookup.next_present(session, last, 80, budget)  # type: ignore[arg-type]
         assert lookup.rows_read <= budget + ROWS_PER_HOLD and last <= found <= expected
     assert found == expected and lookup.gapped == list(range(begin, expected))
 
