@@ -19,7 +19,7 @@ from kvfs.pages.layout import Group, Part
 from kvfs.system.memory_views import byte_view
 from kvfs.types import BufferLike
 
-RUNS_PER_GRANULE = 4  # with more runs, one indexed numpy copy per layer is faster than a call per run
+RUNS_PER_GRANULE = 4  # with more runs than this, numpy copies each layer by index, in one call
 
 
 class _Span(NamedTuple):

@@ -101,7 +101,7 @@ def test_the_pieces_of_a_cell_must_tile_it() -> None:
         kv(k, replace(v, units=7)).check(LAYOUT)
 
 
-def test_heads_and_layers_may_lie_in_buffers_of_their_own() -> None:
+def test_heads_and_layers_may_be_in_separate_buffers() -> None:
     first, second = buffer(), buffer(heads=(2, 2))
     assert kv(first, second).part(GROUP) == Part(0, 4, 0, 4)
     kv(first, second).check(LAYOUT)
@@ -201,7 +201,7 @@ def test_a_tensor_on_a_gpu_does_not_pass_for_host_memory_that_the_cpu_may_read()
             describe(GROUP, tensors, "block,token,head,2*dim", memory=memory)
 
 
-def test_views_know_the_allocation_round_them() -> None:
+def test_views_know_the_allocation_around_them() -> None:
     whole = tensor(4, 8, 16, 4, 16)  # layers first, blocks 2..5 of each
     views = list(whole[:, 2:6])
     device = describe(GROUP, views, "block,token,head,2*dim")
@@ -249,9 +249,9 @@ def test_floats_of_8_bits_do_not_pass_for_others_of_the_same_width() -> None:
 def test_k_and_v_that_touch_are_one_piece() -> None:
     touching = describe(GROUP, [tensor(4, 16, 4, 2, 8) for _ in range(4)], "block,token,head,kv,dim")
     assert [b.cell for b in touching.buffers] == [(0, CELL)]
-    apart = describe(GROUP, [tensor(4, 2, 16, 4, 8) for _ in range(4)], "block,kv,token,head,dim")
-    assert [b.cell for b in apart.buffers] == [(0, CELL // 2), (CELL // 2, CELL // 2)]
-    assert touching.check(LAYOUT) is apart.check(LAYOUT) is GROUP
+    separate = describe(GROUP, [tensor(4, 2, 16, 4, 8) for _ in range(4)], "block,kv,token,head,dim")
+    assert [b.cell for b in separate.buffers] == [(0, CELL // 2), (CELL // 2, CELL // 2)]
+    assert touching.check(LAYOUT) is separate.check(LAYOUT) is GROUP
 
 
 def test_ranks_describe_their_share() -> None:
