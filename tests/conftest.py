@@ -53,9 +53,11 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def python_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the native library: what a test counts or disturbs is in the Python path."""
+    from kvfs.index.environment import Index
     from kvfs.native import library
 
     monkeypatch.setattr(library, "loaded", lambda: None)
+    monkeypatch.setattr(Index, "native_session", lambda self: None)  # of stores that are open already
 
 
 @pytest.fixture

@@ -329,6 +329,7 @@ def test_a_plan_leaves_out_what_lies_behind_a_gap(ns: kvfs.Namespace) -> None:
     assert ns.plan_save(first).missing == {"full": tuple(range(32))}
 
 
+@pytest.mark.usefixtures("python_only")
 def test_a_plan_of_a_long_prompt_is_few_trips_to_the_index(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(ns, 1, 2)
     trips, read = [], ns._c.index.read
@@ -511,7 +512,7 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
         assert match.hold is not None
         match.hold.expires_at = 0.0
         shared._core._expire_holds()
-        assert not match.hold.enter()
+        assert not match.hold.acquire()
     else:
         match = pickle.loads(pickle.dumps(match))
     assert load(ns, match)["full"] == pages and b"".join(ns.view(match)) == pages
@@ -538,7 +539,7 @@ def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(stor
     for look in (store._core._expire_holds, store.close):
         holds.left = 2
         look()
-    assert len(made) == 8 and not any(match.hold and match.hold.enter() for match in made)
+    assert len(made) == 8 and not any(match.hold and match.hold.acquire() for match in made)
 
 
 def test_another_process_loads_a_pickled_match(shared: kvfs.Store, ns: kvfs.Namespace) -> None:

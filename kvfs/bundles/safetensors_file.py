@@ -127,7 +127,7 @@ def write(
     temporary = f"{path}.{context.files.random(4).hex()}.tmp"
     reader = Reader(replace(context, verify=Verify.ALWAYS))  # whatever this process asks of its own loads
     try:
-        with open(temporary, "xb", opener=private) as file, reader.held(match) as held:
+        with open(temporary, "xb", opener=private) as file, reader.open_segments(match) as held:
             file.truncate(done.file_bytes)
             os.pwrite(file.fileno(), head, 0)
             written = 0

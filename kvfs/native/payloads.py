@@ -6,6 +6,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvfs.native.library import Library
@@ -95,7 +96,7 @@ def leaf_tables(native: Library, payloads: Sequence[tuple[int, int, int]]) -> li
         ends.append(ends[-1] + size)
     native.free.kvfs_sum_records(b"".join(packed), len(packed))
     raw = out.raw
-    return [raw[first:end] for first, end in zip(ends, ends[1:], strict=False)]
+    return [raw[first:end] for first, end in pairwise(ends)]
 
 
 def write_all(native: Library, fd: int, spans: Sequence[tuple[int, int]], offset: int) -> int:
