@@ -226,4 +226,9 @@ typedef struct {
 KVFS_PUBLIC int64_t kvfs_write(
     int fd, const kvfs_span *spans, uint64_t count, int64_t offset, uint64_t from, uint64_t most);
 
+/* kvfs_sum_records, then kvfs_write from byte 0 on: the leaf tables may be among the spans. */
+KVFS_PUBLIC int64_t kvfs_append(
+    const kvfs_record *records, uint64_t n_records, int fd, const kvfs_span *spans, uint64_t count, int64_t offset,
+    uint64_t most);
+
 #endif

@@ -81,3 +81,10 @@ int64_t kvfs_write(int fd, const kvfs_span *spans, uint64_t count, int64_t offse
     }
     return (int64_t)(from + done);
 }
+
+int64_t kvfs_append(
+    const kvfs_record *records, uint64_t n_records, int fd, const kvfs_span *spans, uint64_t count, int64_t offset,
+    uint64_t most) {
+    kvfs_sum_records(records, n_records);
+    return kvfs_write(fd, spans, count, offset, 0, most);
+}

@@ -76,6 +76,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_roots": (None, (c_char_p, c_uint64, c_uint64, c_void_p)),
     "kvfs_sum": (None, (c_void_p, c_uint64, c_uint64, c_void_p)),
     "kvfs_sum_records": (None, (c_char_p, c_uint64)),
+    "kvfs_append": (c_int64, (c_char_p, c_uint64, c_int, c_char_p, c_uint64, c_int64, c_uint64)),
     "kvfs_write": (c_int64, (c_int, c_char_p, c_uint64, c_int64, c_uint64, c_uint64)),
 }  # fmt: skip
 

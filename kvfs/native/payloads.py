@@ -86,26 +86,47 @@ def roots(native: Library, tables: bytes, table_bytes: int) -> bytes:
     return out.raw
 
 
+class _Sums:
+    """Leaf tables of payloads, (address, bytes, bytes of a leaf) each, in one piece of memory."""
+
+    def __init__(self, payloads: Sequence[tuple[int, int, int]]) -> None:
+        sizes = [LEAF_BYTES * -(-nbytes // leaf) for _, nbytes, leaf in payloads]
+        self._root = ctypes.create_string_buffer(ROOT_BYTES)  # not used here: a root costs less than to hand it over
+        self._out = ctypes.create_string_buffer(max(1, sum(sizes)))
+        self.span = ctypes.addressof(self._out), sum(sizes)
+        self._ends, packed = [0], []
+        for (address, nbytes, leaf), size in zip(payloads, sizes, strict=True):
+            at = self.span[0] + self._ends[-1]
+            packed.append(_RECORD.pack(address, nbytes, leaf, at, size, ctypes.addressof(self._root)))
+            self._ends.append(self._ends[-1] + size)
+        self.records, self.count = b"".join(packed), len(packed)
+
+    def tables(self) -> list[bytes]:
+        raw = self._out.raw
+        return [raw[first:end] for first, end in pairwise(self._ends)]
+
+
 def leaf_tables(native: Library, payloads: Sequence[tuple[int, int, int]]) -> list[bytes]:
     """Leaf tables of payloads: (address, bytes, bytes of a leaf) each. The caller keeps them."""
-    sizes = [LEAF_BYTES * -(-nbytes // leaf) for _, nbytes, leaf in payloads]
-    out, unused = ctypes.create_string_buffer(max(1, sum(sizes))), ctypes.create_string_buffer(ROOT_BYTES)
-    packed, ends, at = [], [0], ctypes.addressof(out)
-    for (address, nbytes, leaf), size in zip(payloads, sizes, strict=True):
-        packed.append(_RECORD.pack(address, nbytes, leaf, at + ends[-1], size, ctypes.addressof(unused)))
-        ends.append(ends[-1] + size)
-    native.free.kvfs_sum_records(b"".join(packed), len(packed))
-    raw = out.raw
-    return [raw[first:end] for first, end in pairwise(ends)]
+    sums = _Sums(payloads)
+    native.free.kvfs_sum_records(sums.records, sums.count)
+    return sums.tables()
 
 
-def write_all(native: Library, fd: int, spans: Sequence[tuple[int, int]], offset: int) -> int:
-    """Write memory, (address, bytes) each, one behind the other; the bytes written. OSError as of ``os.pwritev``."""
-    packed = b"".join([_SPAN.pack(*span) for span in spans])
-    total, done = sum(nbytes for _, nbytes in spans), 0
-    while done < total:
-        code = native.free.kvfs_write(fd, packed, len(spans), offset, done, WRITE_BYTES)
-        if code < 0:
-            raise OSError(-code, os.strerror(-code))
-        done = code
-    return done
+def append(
+    native: Library, fd: int, payloads: Sequence[tuple[int, int, int]], spans: Sequence[tuple[int, int]], offset: int
+) -> list[bytes]:
+    """Write memory, (address, bytes) each, and behind it the leaf tables of ``payloads``, which it returns.
+
+    OSError as of ``os.pwritev``. The caller keeps all memory.
+    """
+    sums = _Sums(payloads)
+    everything = [*spans, sums.span]
+    packed = b"".join([_SPAN.pack(*span) for span in everything])
+    total = sum(nbytes for _, nbytes in everything)
+    done = native.free.kvfs_append(sums.records, sums.count, fd, packed, len(everything), offset, WRITE_BYTES)
+    while 0 <= done < total:
+        done = native.free.kvfs_write(fd, packed, len(everything), offset, done, WRITE_BYTES)
+    if done < 0:
+        raise OSError(-done, os.strerror(-done))
+    return sums.tables()
