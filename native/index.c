@@ -19,13 +19,6 @@ static const uint64_t NO_PAGE = ~(uint64_t)0;
 
 /* -- reading pages ------------------------------------------------------------------------------------------- */
 
-static int64_t read_now(int fd, uint8_t *to, uint64_t nbytes, uint64_t offset) {
-    long got = pread_now(fd, to, nbytes, offset);
-    if (got == (long)nbytes) return 0;
-    if (got >= 0 || errno == EAGAIN) return -EAGAIN; /* partly in the page cache, or the file ends: others look */
-    return cannot(errno) ? -ENOTSUP : -EIO;
-}
-
 static int64_t check_page(const uint8_t *page, uint64_t number, int kind) {
     unsigned lower = load16(page + 12), upper = load16(page + 14);
     int fits = lower >= HEAD && !(lower & 1) && lower <= upper && upper <= PAGE;
@@ -39,7 +32,7 @@ static int64_t get_page(kvfs_index *x, uint64_t number, int kind, const uint8_t 
     uint8_t *to = kind == LEAF ? x->leaf : x->slots[number % SLOTS];
     if (*kept != number) {
         *kept = 0;
-        int64_t rc = read_now(x->fd.data, to, PAGE, number * PAGE);
+        int64_t rc = read_now(x->fd.data, to, PAGE, number * PAGE, &x->plain);
         if (rc || (rc = check_page(to, number, kind))) return rc;
         *kept = number;
     }
@@ -132,9 +125,9 @@ int64_t tree_get(kvfs_index *x, const tree *t, const uint8_t *key, unsigned n, u
         if (at + 8 > PAGE) return -EIO;
         uint64_t first = load64(page + at), pages = (HEAD + size + PAGE - 1) / PAGE;
         if (first < 2 || first > x->last_page || pages > x->last_page - first + 1) return -EIO;
-        if ((rc = read_now(x->fd.data, head, HEAD, first * PAGE))) return rc;
+        if ((rc = read_now(x->fd.data, head, HEAD, first * PAGE, &x->plain))) return rc;
         if (load64(head) != first || load16(head + 10) != OVERFLOW || load32(head + 12) < pages) return -EIO;
-        if ((rc = read_now(x->fd.data, out, size, first * PAGE + HEAD))) return rc;
+        if ((rc = read_now(x->fd.data, out, size, first * PAGE + HEAD, &x->plain))) return rc;
     } else {
         if (at + size > PAGE) return -EIO;
         memcpy(out, page + at, size);
@@ -179,7 +172,7 @@ static int64_t read_record(const uint8_t *record, tree *t) {
 static int64_t read_meta(kvfs_index *x) {
     static const char *const names[TABLES] = {"pages", "segments", "namespaces"};
     uint8_t both[2 * PAGE], record[RECORD];
-    int64_t rc = read_now(x->fd.data, both, sizeof both, 0);
+    int64_t rc = read_now(x->fd.data, both, sizeof both, 0, &x->plain);
     if (rc) return rc;
     for (int i = 0; i < 2; i++) {
         const uint8_t *page = both + i * PAGE;

@@ -22,7 +22,7 @@ typedef struct {
 } memo;
 
 struct kvfs_index {
-    uint32_t open, busy;
+    uint32_t open, busy, plain; /* plain: see read_now */
     int pid;
     kvfs_descriptors fd;
     kvfs_stamp gate, main, current; /* of the three files, when their names were last looked up */

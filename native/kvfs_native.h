@@ -7,7 +7,7 @@
  * Rules for all functions:
  *  - Pointers are valid for the lengths that are given with them. Numbers from Python are right; bytes of files are not
  *    trusted: each offset and length read from a file is checked before it is used.
- *  - kvfs_walk, kvfs_there, kvfs_parts never wait: no disk (RWF_NOWAIT, RESOLVE_CACHED), no lock (LOCK_NB, one try).
+ *  - kvfs_walk, kvfs_there, kvfs_parts never wait: no disk (RWF_NOWAIT or cachestat, RESOLVE_CACHED), no lock (LOCK_NB, one try).
  *    They are called with the interpreter held, which also keeps other threads of the process from forking or from
  *    closing the index while a lock is held. On return they hold no lock.
  *  - kvfs_read, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only memory that
@@ -152,7 +152,7 @@ typedef struct {
  *  -EAGAIN   a page is not in the page cache, or the gate is taken
  *  -ESTALE   closed, forked, CURRENT is another, or the lock files were replaced
  *  -EIO      the file contradicts itself
- *  -ENOTSUP  no RWF_NOWAIT or RESOLVE_CACHED here, or another LMDB
+ *  -ENOTSUP  the kernel does not say what is in memory, or another LMDB
  *  -E2BIG    a buffer or a limit above is too small for one run */
 KVFS_PUBLIC int64_t kvfs_walk(
     kvfs_index *index, const kvfs_lookup *lookup, uint64_t first, uint64_t end, uint64_t rows_max, int stop_at_gap,
@@ -188,8 +188,8 @@ typedef struct {
 /* Fetcher._read_pieces: reads pieces of ``step`` bytes that the page cache has, and sums their leaves (XXH3-64, little
  * endian, into ``table``), until no piece or ``most`` pieces are left. Threads share ``next``.
  * Pre: jobs ascend by piece, each has ceil(nbytes / step) pieces, n_pieces in all; step is a multiple of each leaf;
- * left has one byte per job. Post: the number of pieces read by this call, or -errno where the file system does not
- * know RWF_NOWAIT; left[job] = 1 where a piece could not be had at once: its memory and table are undefined. */
+ * left has one byte per job. Post: the number of pieces read by this call, or -ENOTSUP where the file system
+ * does not say what is in memory; left[job] = 1 where a piece could not be had at once: its memory and table are undefined. */
 KVFS_PUBLIC int64_t kvfs_read(
     const kvfs_job *jobs, uint64_t n_jobs, uint64_t n_pieces, uint64_t step, uint8_t *memory, uint64_t *table,
     uint64_t *next, uint8_t *left, uint64_t most);

@@ -39,6 +39,7 @@ int64_t kvfs_read(
     const kvfs_job *jobs, uint64_t n_jobs, uint64_t n_pieces, uint64_t step, uint8_t *memory, uint64_t *table,
     uint64_t *next, uint8_t *left, uint64_t most) {
     int64_t mine = 0;
+    uint32_t plain = 0;
     for (; most; most--) {
         uint64_t piece = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
         if (piece >= n_pieces) break;
@@ -47,11 +48,10 @@ int64_t kvfs_read(
         if (__atomic_load_n(&left[number], __ATOMIC_RELAXED)) continue;
         uint64_t at = (piece - job->piece) * step, nbytes = job->nbytes - at < step ? job->nbytes - at : step;
         uint8_t *target = memory + job->at + at;
-        long got = pread_now(job->fd, target, nbytes, (uint64_t)job->offset + at);
-        if (got != (long)nbytes) {
-            int code = got < 0 ? errno : EAGAIN;
+        int64_t rc = read_now(job->fd, target, nbytes, (uint64_t)job->offset + at, &plain);
+        if (rc) {
             __atomic_store_n(&left[number], 1, __ATOMIC_RELAXED);
-            if (cannot(code)) return -code;
+            if (rc == -ENOTSUP) return rc;
             continue;
         }
         if (job->leaf) kvfs_sum(target, nbytes, job->leaf, (uint8_t *)(table + job->table + at / job->leaf));

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from kvfs.index.native_session import NativeSession
@@ -82,7 +81,7 @@ class Prompt:
     hashes: Sequence[bytes]
     run_length: int = RUN
 
-    @cached_property
+    @property
     def joined(self) -> bytes:
         """The hashes, concatenated."""
         return self.hashes.joined if isinstance(self.hashes, ChunkHashes) else b"".join(self.hashes)
