@@ -227,13 +227,31 @@ def test_what_another_connector_loads_within_a_step_is_stored_when_that_went_wel
     sharing, jobs = admit(connector, "b", range(10, 19))
     assert not jobs, "it may have blocks of the first one"
     request.append_output_token_ids(7)
-    assert go_on(connector, request, sharing) == {"a": 2}
-    third, jobs = admit(connector, "c", range(19, 24))
-    assert not jobs, "it may share blocks with the second"
+    assert go_on(connector, request, sharing) == {"a": 2, "b": 2}
+    computed(connector, "c", range(1, 10))
+
+
+def test_a_token_says_nothing_of_later_loads(connector: KvfsConnector) -> None:
+    first, _ = admit(connector, "a", FIRST, loads=True)
+    second, jobs = admit(connector, "b", range(10, 19), loads=True)
+    assert not jobs
+    first.append_output_token_ids(7)
+    assert go_on(connector, first, second) == {"a": 2}
+    first.append_output_token_ids(7)
+    sharing, jobs = admit(connector, "c", [*range(10, 14), *range(19, 24)], shared=4)
+    assert not jobs and go_on(connector, first, second, sharing) == {}
     sharing.append_output_token_ids(7)
-    assert go_on(connector, request, sharing, third) == {"b": 2}
-    third.append_output_token_ids(7)
-    computed(connector, "d", range(1, 10))
+    assert go_on(connector, first, second, sharing) == {"b": 2, "c": 2}, "steps end in order"
+
+
+def test_a_load_of_a_request_that_was_given_up_is_known_with_the_next_token(connector: KvfsConnector) -> None:
+    request, _ = admit(connector, "a", range(10, 19), loads=True)
+    assert not end(connector, request, status=RequestStatus.FINISHED_ABORTED)
+    sharing, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
+    assert not jobs and not go_on(connector, sharing)
+    sharing.append_output_token_ids(7)
+    assert go_on(connector, sharing) == {"b": 2}
+    computed(connector, "c", range(1, 10))
 
 
 def end(connector: KvfsConnector, *requests: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> Any:
@@ -243,43 +261,25 @@ def end(connector: KvfsConnector, *requests: Request, status: RequestStatus = Re
     return step(connector, finished_req_ids={request.request_id for request in requests}).store_jobs
 
 
-def test_nothing_is_stored_of_requests_in_doubt_when_another_connector_fails(connector: KvfsConnector) -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_nothing_is_stored_after_another_connector_failed_until_a_reset(
+    connector: KvfsConnector, aborted: bool
+) -> None:
+    """The engine lets others share the blocks until they are computed again. What these compute from them is as wrong."""
     request, jobs = admit(connector, "a", range(10, 19), loads=True)
     assert not jobs
+    if aborted:
+        end(connector, request, status=RequestStatus.FINISHED_ABORTED)
     fail_others(connector)
-    later, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
-    assert not jobs, "the blocks that it shares may not have been computed again yet"
-    last, jobs = admit(connector, "last", range(1, 10))
-    assert not jobs and go_on(connector, request, later, last) == {}
-    for each in (request, later, last):
-        each.append_output_token_ids(7)
-    assert go_on(connector, request, later, last) == {"last": 2}
-    assert not end(connector, request, later)
-    computed(connector, "c", range(10, 19))
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_what_a_request_left_in_the_prefix_cache_when_a_load_failed_is_never_stored(
-    connector: KvfsConnector, known: bool
-) -> None:
-    """It is given up before it has computed those blocks again. The engine lets others share them; what these compute
-    from them is as wrong, and shared in turn. Blocks that are given out anew are filled anew."""
-    request, _ = admit(connector, "a", range(10, 19), loads=True)
-    if known:
-        fail_others(connector)
-    end(connector, request, status=RequestStatus.FINISHED_ABORTED)
-    if not known:
-        fail_others(connector)
     sharing, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
-    assert not jobs
-    sharing.append_output_token_ids(7)
-    assert go_on(connector, sharing) == {} and not end(connector, sharing)
-    other, jobs = admit(connector, "other", [*range(19, 24), *range(1, 5)], shared=5)
-    assert not jobs and not end(connector, other)
-    other, jobs = admit(connector, "fresh", [*range(5, 10), *range(20, 24)])
-    assert jobs, "it shares nothing"
-    computed(connector, "again", range(10, 19))
-    assert admit(connector, "shared again", range(10, 19), shared=9)[1]
+    assert not jobs and go_on(connector, sharing) == {}
+    for each in (request, sharing):
+        each.append_output_token_ids(7)
+    assert go_on(connector, *([] if aborted else [request]), sharing) == {}
+    assert not end(connector, sharing)
+    assert not admit(connector, "other", [*range(19, 24), *range(1, 5)], shared=5)[1]
+    assert connector.reset_cache()
+    computed(connector, "after", range(10, 19))
 
 
 def test_a_token_that_was_computed_from_a_failed_load_makes_nothing_right(connector: KvfsConnector) -> None:
@@ -298,6 +298,12 @@ def test_a_token_that_was_computed_from_a_failed_load_makes_nothing_right(connec
     again = [*range(10, 14), *range(19, 24)]
     allocate(connector, sharing, again, shared=8)
     assert not step(connector, (sharing, again)).store_jobs, "it finds its own blocks again"
+
+
+def test_a_failure_outside_of_a_step_stops_nothing(connector: KvfsConnector) -> None:
+    """A request that waits for an asynchronous load has blocks that no other shares, and no token before it is computed."""
+    fail_others(connector)
+    computed(connector, "a", FIRST)
 
 
 def test_a_request_in_doubt_that_lost_its_blocks_is_stored_when_it_has_a_token(connector: KvfsConnector) -> None:
@@ -322,4 +328,4 @@ def test_a_request_in_doubt_that_ends_is_stored_if_it_has_a_token(connector: Kvf
     request.status = RequestStatus.FINISHED_STOPPED if tokens else RequestStatus.FINISHED_ABORTED
     connector.request_finished_all_groups(request, (list(FIRST),))
     assert len(step(connector, finished_req_ids={"a"}).store_jobs) == tokens
-    assert not connector.scheduler.doubts._doubts  # type: ignore[attr-defined]
+    assert not connector.scheduler._recent  # type: ignore[attr-defined]

@@ -7,13 +7,12 @@ arms their stores again. Written for the interfaces of the versions in ``version
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -42,7 +41,6 @@ from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
 from kvfs.integrations.vllm.model import EngineModel, model_of
 from kvfs.integrations.vllm.settings import check_early, set_defaults, settings_of
-from kvfs.integrations.vllm.tainted_requests import Doubts, Given
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace
@@ -101,13 +99,27 @@ class KvfsOffloadingSpec(OffloadingSpec):
             self._store.close()
 
 
+class _Recent(NamedTuple):
+    """A request that got its blocks before the outcome of another connector's loads was known."""
+
+    request: Request
+    tokens: int  # of its output, when it got its blocks
+    loads: int  # number of the latest step with such loads, by then
+
+    def has_output(self) -> bool:
+        stopped = self.request.status is RequestStatus.FINISHED_STOPPED  # with its output, which may be no token
+        return stopped or int(self.request.num_output_tokens) > self.tokens
+
+
 class KvfsConnectorScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler half, except that nothing is stored out of blocks that were given up or not filled, nor what may
-    rest on a failed load of another connector."""
+    """Decides what is stored: vLLM's scheduler half, without blocks that were given up, not filled, or loaded by another
+    connector of which it is not known yet whether it succeeded."""
 
     def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig) -> None:
         super().__init__(spec, config, cache)
-        self.doubts = Doubts()
+        self.foreign_loads = 0  # steps so far in which another connector loaded
+        self._known = 0  # of these, how many have an outcome
+        self._recent: dict[str, _Recent] = {}  # bounded by the requests that the engine has admitted
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         for req_id in scheduler_output.preempted_req_ids or ():
@@ -117,11 +129,10 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        ended, loads = scheduler_output.finished_req_ids or set(), scheduler_output.has_sync_kv_loads
-        withheld = self.doubts.finished(ended) | self._failed(ended)
-        if loads or self.doubts:
-            self.doubts.given(list(self._given(scheduler_output)), loads=loads)
-            withheld |= self.doubts.withheld()
+        ended = scheduler_output.finished_req_ids or set()
+        withheld = self._failed(ended) | self._unproven(scheduler_output)
+        for req_id in ended:
+            self._recent.pop(req_id, None)
         trusted = scheduler_output
         if withheld:  # as if they had not been scheduled: they are offered later
             scheduled = {k: n for k, n in scheduler_output.num_scheduled_tokens.items() if k not in withheld}
@@ -129,20 +140,22 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         jobs: dict[int, TransferJob] = super()._build_store_jobs(trusted)
         return jobs
 
-    def _given(self, scheduler_output: SchedulerOutput) -> Iterator[Given]:
-        new = {data.req_id for data in scheduler_output.scheduled_new_reqs}
-        for req_id, groups, resumed in yield_req_data(scheduler_output):
-            status = self._req_status[req_id]
-            admitted = resumed or req_id in new
-            shared: list[int] = []
-            fresh: list[int] = []
-            for config in self.config.kv_group_configs if groups else ():
-                ids = groups[config.group_idx]
-                first = status.num_locally_computed_tokens // config.tokens_per_block if admitted else 0
-                shared += ids[:first]
-                fresh += filter(None, ids[first:])  # 0 is no block
-            if shared or fresh:
-                yield Given(status.req, admitted, shared, fresh)
+    def _unproven(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Requests whose KV may rest on a load of another connector that may still fail.
+
+        A load within a step fails with the step that computes from it, and steps end in order. So the first token of a
+        request that got its blocks in that step or later arrives with or after the failure. Requests that get blocks
+        meanwhile may share those of the load through the engine's prefix cache.
+        """
+        self._known = max([self._known, *(recent.loads for recent in self._recent.values() if recent.has_output())])
+        self.foreign_loads += bool(scheduler_output.has_sync_kv_loads)
+        if self.foreign_loads > self._known:
+            admitted = {data.req_id for data in scheduler_output.scheduled_new_reqs}
+            for req_id in admitted | scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+                request = self._req_status[req_id].req
+                self._recent[req_id] = _Recent(request, request.num_output_tokens, self.foreign_loads)
+        self._recent = {req_id: recent for req_id, recent in self._recent.items() if recent.loads > self._known}
+        return set(self._recent)
 
     def _failed(self, req_ids: Iterable[str]) -> set[str]:
         """Requests that ended with an error, of which vLLM's half believes that their whole prompt was computed."""
@@ -281,8 +294,13 @@ class KvfsConnector(OffloadingConnector):
         # below MultiConnector, the loads of others may have failed, too
         ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
-        if connector_output.invalid_block_ids:
-            self.scheduler.doubts.loads_failed(connector_output.invalid_block_ids)
+        if connector_output.invalid_block_ids and self.scheduler.foreign_loads and not self._manager.tainted:
+            # the engine keeps the blocks in its prefix cache, and what was computed from them, until they are recomputed
+            self._manager.tainted = True
+            logger.warning(
+                "kvfs: another connector failed to load blocks that requests share: nothing is stored until a reset "
+                "without running requests (reset_prefix_cache with reset_connector) or a restart of the engine"
+            )
         for req_id in ours:
             self._manager.load_failed(req_id)
             status = self.scheduler._req_status.get(req_id)
