@@ -265,7 +265,7 @@ def end(connector: KvfsConnector, *requests: Request, status: RequestStatus = Re
 def test_nothing_is_stored_after_another_connector_failed_until_a_reset(
     connector: KvfsConnector, aborted: bool
 ) -> None:
-    """The engine lets others share the blocks until they are computed again. What these compute from them is as wrong."""
+    """Until the blocks are computed again, other requests share them, and compute from them what is as wrong."""
     request, jobs = admit(connector, "a", range(10, 19), loads=True)
     assert not jobs
     if aborted:
@@ -301,7 +301,7 @@ def test_a_token_that_was_computed_from_a_failed_load_makes_nothing_right(connec
 
 
 def test_a_failure_outside_of_a_step_stops_nothing(connector: KvfsConnector) -> None:
-    """A request that waits for an asynchronous load has blocks that no other shares, and no token before it is computed."""
+    """A request that waits for an asynchronous load shares its blocks with no other, and is computed after that."""
     fail_others(connector)
     computed(connector, "a", FIRST)
 

@@ -112,8 +112,8 @@ class _Recent(NamedTuple):
 
 
 class KvfsConnectorScheduler(OffloadingConnectorScheduler):
-    """Decides what is stored: vLLM's scheduler half, without blocks that were given up, not filled, or loaded by another
-    connector of which it is not known yet whether it succeeded."""
+    """vLLM's scheduler half, except that blocks are not stored that were given up or not filled, nor any that rest on a
+    load of another connector that failed or may still fail."""
 
     def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig) -> None:
         super().__init__(spec, config, cache)
@@ -295,7 +295,7 @@ class KvfsConnector(OffloadingConnector):
         ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
         if connector_output.invalid_block_ids and self.scheduler.foreign_loads and not self._manager.tainted:
-            # the engine keeps the blocks in its prefix cache, and what was computed from them, until they are recomputed
+            # the blocks, and what was computed from them, stay in the engine's prefix cache until they are recomputed
             self._manager.tainted = True
             logger.warning(
                 "kvfs: another connector failed to load blocks that requests share: nothing is stored until a reset "
