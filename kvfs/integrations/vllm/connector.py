@@ -1,8 +1,8 @@
 """KvfsConnector: vLLM's offloading connector with kvfs below it.
 
-vLLM's half keeps the account of requests: hybrid groups, preemption, blocks that are reused while they are copied,
-ranks. Ours builds the identity and the descriptors itself, maps failed loads to requests that are computed, and
-arms their stores again. Written for the interfaces of the versions in ``versions.TESTED``.
+vLLM's classes track requests: hybrid groups, preemption, blocks that are reused while they are copied, ranks. The
+subclasses here build the identity and the descriptors, turn failed loads into requests that are recomputed, and store
+those afterwards. Written for the interfaces of the versions in ``versions.TESTED``.
 """
 
 from __future__ import annotations
@@ -46,11 +46,16 @@ from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace
 from kvfs.store import Store, open_store
 
-logger = init_logger(f"vllm.{__name__}")  # its handlers are those of vLLM's own messages
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own logger, for its handlers
+
+_NEEDS_CONNECTOR = 'KvfsOffloadingSpec works below KvfsConnector only: write "kv_connector": "KvfsConnector"'
 
 
 class KvfsOffloadingSpec(OffloadingSpec):
-    """What vLLM's halves ask for their backend. Made by KvfsConnector, which alone sees the identity of the model."""
+    """Owns the store and the namespace of one engine process, and creates the manager for vLLM's scheduler half.
+
+    Created by KvfsConnector, which alone sees the configuration that identifies the model.
+    """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -64,7 +69,7 @@ class KvfsOffloadingSpec(OffloadingSpec):
         return definitions()
 
     def open(self, vllm_config: VllmConfig, cache: KVCacheConfig) -> EngineModel:
-        """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError ..."""
+        """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError."""
         model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id)
         wanted = self.settings.mode or "cache"
         self._store = open_store(
@@ -72,7 +77,7 @@ class KvfsOffloadingSpec(OffloadingSpec):
         )
         if self.settings.mode not in (None, self._store.settings.mode):
             logger.warning(
-                "kvfs: this store is in mode %s, not %s: kvfs config set mode %s changes that while no engine runs",
+                "kvfs: this store is in mode %s, not %s: kvfs config set mode %s changes it for later starts",
                 self._store.settings.mode, wanted, wanted,
             )  # fmt: skip
         self._model = model
@@ -83,16 +88,16 @@ class KvfsOffloadingSpec(OffloadingSpec):
 
     @property
     def namespace(self) -> Namespace:
-        assert self._namespace is not None, "the spec was not opened"
+        assert self._namespace is not None, "open() was not called"
         return self._namespace
 
     def get_manager(self) -> OffloadingManager:
         if self._store is None or self._model is None:
-            raise ConfigError('KvfsOffloadingSpec needs its connector: write "kv_connector": "KvfsConnector"')
+            raise ConfigError(_NEEDS_CONNECTOR)
         return KvfsManager(self._store, self.namespace, self._model, self.settings)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        raise ConfigError('KvfsOffloadingSpec needs its connector: write "kv_connector": "KvfsConnector"')
+        raise ConfigError(_NEEDS_CONNECTOR)
 
     def close(self) -> None:
         if self._store is not None:
@@ -125,7 +130,7 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         for req_id in scheduler_output.preempted_req_ids or ():
             status = self._req_status.get(req_id)
             for group in status.group_states if status is not None else ():
-                group.block_ids.clear()  # others write into them: a token that was under way may still end the request
+                group.block_ids.clear()  # other requests get them, while a token in flight may still end this one
         return super().build_connector_meta(scheduler_output)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -165,12 +170,12 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
 
 
 class KvfsConnectorWorker(OffloadingConnectorWorker):
-    """vLLM's worker half, except that a transfer may fail."""
+    """vLLM's worker half, except that a transfer may fail. Delegates transfers to ``KvfsWorker``."""
 
     def __init__(self, spec: KvfsOffloadingSpec, config: VllmConfig, cache: KVCacheConfig, model: EngineModel) -> None:
         super().__init__(spec, config, cache)
         self._spec, self._model = spec, model
-        self.idle = False  # nothing is computed in this step
+        self.idle = False  # whether this step computes nothing
         self.failed: set[str] = set()  # requests whose load failed, to be reported with the next results
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -181,11 +186,11 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
             registered_bytes=settings.registered_bytes,
         )  # fmt: skip
         if settings.warm_bytes:
-            io.warm_hottest(settings.warm_bytes)  # now: later, kernels would wait for the driver meanwhile
+            io.warm_hottest(settings.warm_bytes)  # now: registration blocks the kernels of a running engine
         self.worker = KvfsWorker(io, groups, self._spec.blocks_per_chunk, settings)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        # stores from before a reset: their blocks may have been given up, by sleep() even their memory
+        # stores from before a reset: their blocks may have been freed, by sleep() even their memory
         stale = getattr(kv_connector_metadata, "stale_below", 0)
         self._unsubmitted_store_jobs[:] = [job for job in self._unsubmitted_store_jobs if job[0] >= stale]
         super().handle_preemptions(kv_connector_metadata)
@@ -227,7 +232,7 @@ class KvfsConnector(OffloadingConnector):
         settings_of(transfer.kv_connector_extra_config)
         set_defaults(transfer.kv_connector_extra_config, _block_tokens(kv_cache_config))
         transfer.kv_load_failure_policy = "recompute"  # the default ends a request whose cache cannot be read
-        # every rank writes its own part; ranks with equal bytes share the pages among them
+        # every rank stores its own part; ranks with equal bytes divide the pages among them
         spec = KvfsOffloadingSpec(
             replace(build_offloading_config(vllm_config, kv_cache_config), replicated_layout=False)
         )
@@ -262,9 +267,9 @@ class KvfsConnector(OffloadingConnector):
         return meta
 
     def reset_cache(self) -> bool:
-        """Whether nothing from before is left. Else nothing is stored until a reset finds the engine empty."""
+        """Whether no block holds KV from before. Otherwise nothing is stored until a reset finds the engine empty."""
         scheduler, manager = self.scheduler, self._manager
-        # a second reset before the next step: vLLM's half leaves this filled, and asserts that it is empty
+        # vLLM's half asserts that this is empty, and leaves it filled until the next step
         flush, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
         super().reset_cache()
         scheduler._current_batch_jobs_to_flush |= flush
@@ -276,7 +281,7 @@ class KvfsConnector(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         status = self.scheduler._req_status.get(request.request_id)
-        if status is None or not status.transfer_jobs:  # else this answer is not used, and the next is stale
+        if status is None or not status.transfer_jobs:  # else vLLM ignores this answer, which would be stale later
             self._manager.refresh(request.request_id)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
@@ -284,14 +289,14 @@ class KvfsConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not num_external_tokens:
-            # below MultiConnector, another one may fill them before the request is scheduled: what is still copied
-            # out of them goes first. Hashed blocks are shared, and read only
+            # below MultiConnector, another one may fill them before the request is scheduled: flush the stores that
+            # still copy from them. Hashed blocks are shared, and only read
             fresh = blocks.get_unhashed_block_ids_all_groups()
             self.scheduler._current_batch_allocated_block_ids.update(block for group in fresh for block in group)
         self._manager.admitted(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        # below MultiConnector, the loads of others may have failed, too
+        # below MultiConnector, the list includes failed loads of other connectors
         ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
         if connector_output.invalid_block_ids and self.scheduler.foreign_loads and not self._manager.tainted:
@@ -305,7 +310,7 @@ class KvfsConnector(OffloadingConnector):
             self._manager.load_failed(req_id)
             status = self.scheduler._req_status.get(req_id)
             for group in status.group_states if status is not None else ():
-                group.next_stored_chunk_idx = 0  # what is computed now may be stored
+                group.next_stored_chunk_idx = 0  # all that is recomputed may be stored
 
     # -- workers -----------------------------------------------------------------------------
 
@@ -313,7 +318,7 @@ class KvfsConnector(OffloadingConnector):
         super().start_load_kv(forward_context, **kwargs)
         worker = self.connector_worker
         assert isinstance(worker, KvfsConnectorWorker)
-        # the older runner says by the context whether something is computed, the newer one by arguments
+        # the older runner tells by the context whether anything is computed, the newer one by arguments
         worker.idle = forward_context.attn_metadata is None and not kwargs
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -333,8 +338,11 @@ class KvfsConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is copied inside the forward. Where graphs are used, vLLM asks this while it makes its
-        configuration: the first it shows of our settings, long before it loads the model."""
+        """False: nothing is copied inside the forward pass.
+
+        Where graphs are used, vLLM calls this while it builds its configuration, long before it loads the model. It is
+        the first call that sees the settings, so they are checked here.
+        """
         check_early(extra_config)
         return False
 
@@ -342,7 +350,7 @@ class KvfsConnector(OffloadingConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         assert vllm_config.kv_transfer_config is not None
         check_early(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return None  # strides are read, so the engine's own choice is served
+        return None  # any: strides are read from the tensors
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
