@@ -205,7 +205,7 @@ def cli(
 @click.option("--tokens", type=COUNTS, default="1024,4096,32768", show_default=True, help="Prefix lengths.")
 @click.option("--ring", "ring_bytes", type=Size(), default="5GiB", show_default=True, help="Of pinned slots.")
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--beside/--no-beside", default=False, help="Also what a model's kernels lose meanwhile.")
+@click.option("--beside/--no-beside", default=False, help="Also measure how much a model's kernels slow down.")
 @click.option("--parts", type=Many(click.Choice(gpu_bench.PARTS)), default=",".join(gpu_bench.PARTS), show_default=True)
 @common
 def gpu(

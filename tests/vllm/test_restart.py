@@ -135,7 +135,7 @@ def test_two_engines_share_a_store_and_one_is_killed(model: Models, prompt: Prom
         assert two.generate(prompt(1)) == [(640, first[0][1])]
         fresh = two.generate(prompt(40))
         assert two.generate(prompt(40)) == [(640, fresh[0][1])]
-        for seed in range(10, 30):  # whatever became of them: right tokens
+        for seed in range(10, 30):  # stored or not: right tokens
             cached, tokens = two.generate(prompt(seed))[0]
             assert two.generate(prompt(seed))[0][1] == tokens, (seed, cached)
 
