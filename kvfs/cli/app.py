@@ -78,10 +78,7 @@ class App:
 
         try:
             return open_store(self.path, create=False, read_only=self.read_only, counted=counted)
-        except (
-            StoreReadOnlyError,
-            StoreAccessError,
-        ) as exc:  # a read-only mount, or files that this user may only read
+        except (StoreReadOnlyError, StoreAccessError) as exc:  # a read-only mount, or a user who may only read
             if self.read_only:
                 raise
             if not write:

@@ -57,9 +57,7 @@ def gc_command(
             _explain(app, store, explain.lower())
         elif apply:
             done = store.gc(target_bytes, seconds=seconds)
-            freed = max(
-                0, done["bytes_before"] - done["bytes_after"]
-            )  # other processes may have stored pages meanwhile
+            freed = max(0, done["bytes_before"] - done["bytes_after"])  # other processes may have stored pages
             used = text.size(done["bytes_after"])
             done["bytes_freed"] = freed
             app.out.result(
@@ -129,9 +127,8 @@ def _explain(app: App, store: Store, key: str) -> None:
         )
     plan = store.gc_plan(0)  # the order in which everything would be evicted
     order = {step.segment_id: (i, step) for i, step in enumerate(plan.steps)}
-    rows = {
-        row.segment_id: row for _, row in store.catalog.segment_rows()
-    }  # after the plan: a segment that it lacks may have been dropped since
+    # after the plan: a segment that it lacks may have been dropped since
+    rows = {row.segment_id: row for _, row in store.catalog.segment_rows()}
     pins, now = store.pins(), Files().now_us()
     found: list[dict[str, Any]] = []
     for page in pages:

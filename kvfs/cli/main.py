@@ -114,7 +114,7 @@ def _have_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(
         sys.stdout, io.TextIOWrapper
-    ):  # a path may have letters that the locale lacks; stderr does this by default
+    ):  # a path may have letters that the locale lacks; stderr does so already
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
