@@ -112,9 +112,7 @@ def _have_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a path may have letters that the locale lacks; stderr does so already
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths may have letters that the locale lacks; stderr escapes them
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
