@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -318,6 +318,25 @@ def test_a_withheld_request_that_was_preempted_is_stored_once_it_has_a_token(con
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     allocate(connector, request, FIRST)
     assert not step(connector, (request, FIRST)).store_jobs
+    request.append_output_token_ids(7)
+    assert go_on(connector, request) == {"a": 2}
+
+
+def test_a_request_that_resumes_with_another_connectors_load_is_withheld(connector: KvfsConnector) -> None:
+    request = arrive(connector, "a")
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, FIRST)
+    assert not step(connector, (request, FIRST), num_scheduled_tokens={"a": 60}).store_jobs
+    preempt(connector, request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, FIRST)
+    resumed = CachedRequestData.make_empty()
+    resumed.req_ids, resumed.resumed_req_ids, resumed.new_block_ids = ["a"], {"a"}, [(list(FIRST),)]
+    meta = step(
+        connector, scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": TOKENS}, has_sync_kv_loads=True
+    )  # fmt: skip
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, TOKENS
+    assert not meta.store_jobs and not go_on(connector, request)
     request.append_output_token_ids(7)
     assert go_on(connector, request) == {"a": 2}
 
