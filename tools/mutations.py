@@ -141,8 +141,8 @@ MUTATIONS = (
     ),
     Mutation(
         "cut a published page off when trimming", "kvfs/segments/writer.py",
-        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail)',
-        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail) - BLOCK',
+        '        """Free the blocks behind the tail, which were never published; returns the new file size."""\n        end = align(self.tail)',
+        '        """Free the blocks behind the tail, which were never published; returns the new file size."""\n        end = align(self.tail) - BLOCK',
         ("tests/test_store_open.py::test_a_store_opens_as_it_was_closed", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
