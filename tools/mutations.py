@@ -55,12 +55,12 @@ MUTATIONS = (
     ),
     Mutation(
         "publish before the sync of level sync", "kvfs/write/appender.py",
-        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
-        "                self._active.note_dirty(job.segment_class)\n"
-        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n",
-        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n"
-        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
-        "                self._active.note_dirty(job.segment_class)\n",
+        '        if self._c.settings.sync == "sync":\n            self._active.sync(writer)\n        else:\n'
+        "            self._active.note_dirty(job.segment_class)\n"
+        "        stored = self._publish(job, named, active)\n",
+        "        stored = self._publish(job, named, active)\n"
+        '        if self._c.settings.sync == "sync":\n            self._active.sync(writer)\n        else:\n'
+        "            self._active.note_dirty(job.segment_class)\n",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(

@@ -192,7 +192,7 @@ class SegmentWriter:
         free = fmt.slots_of_table(True) - 1
         return fmt.FIRST_PAYLOAD + _need(descriptor_bytes, payload_bytes, leaf_table_bytes, pages, free) + BLOCK
 
-    def room(self, segment_bytes: int) -> int:
+    def remaining_bytes(self, segment_bytes: int) -> int:
         """Bytes that can still be appended before the segment reaches ``segment_bytes``, seal page included."""
         return segment_bytes - BLOCK - self.tail
 

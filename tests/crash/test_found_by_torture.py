@@ -146,11 +146,11 @@ def test_pages_that_somebody_else_is_writing_are_in_flight_and_not_skipped(tmp_p
         publish = store._core.appender._publish
         during: list[kvfs.PutResult | None] = []
 
-        def look_first(*args: Any) -> None:
+        def look_first(*args: Any) -> int:
             if not during:
                 during.append(None)
                 during[0] = put(namespace(store), PROMPTS.tokens(1, 8), judge)
-            publish(*args)
+            return publish(*args)
 
         store._core.appender._publish = look_first  # type: ignore[method-assign]
         result = put(ns, PROMPTS.tokens(1, 8), judge)
