@@ -332,7 +332,7 @@ class ActiveSegments:
                 spare -= 1
 
     def _seal_or_trim(self, segment_class: SegmentClass, *, release: bool) -> None:
-        """Seal a segment that is more than half full, trim another one; ``release``: and give up its ownership."""
+        """Seal a segment that is more than half full, trim another one; ``release``: and release its ownership."""
         current = self._writers.get(segment_class)
         if current is None:
             return

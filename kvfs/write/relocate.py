@@ -66,7 +66,7 @@ class Relocator:
         for number, seqs in wanted.items():
             held = self._c.segments.acquire(number, match.segments[number], match.generation)
             if held is None:
-                raise Declined("a segment is gone")
+                raise Declined("a segment was dropped or cannot be opened")
             make_room(sum(seqs.values()))
             copied += self.copy(segment_class, number, held, sorted(seqs))
         if copied < sum(map(len, wanted.values())):

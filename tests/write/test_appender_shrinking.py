@@ -1,4 +1,4 @@
-"""Settings that change while pages are stored: what a batch was made to fit may not be what is allowed any more."""
+"""Settings that change while pages are stored: a batch may be larger than the new limit allows."""
 
 from __future__ import annotations
 
