@@ -55,12 +55,12 @@ MUTATIONS = (
     ),
     Mutation(
         "publish before the sync of level sync", "kvfs/write/appender.py",
-        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
-        "                self._active.note_dirty(job.segment_class)\n"
-        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n",
-        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n"
-        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
-        "                self._active.note_dirty(job.segment_class)\n",
+        '        if self._c.settings.sync == "sync":\n            self._active.sync(writer)\n        else:\n'
+        "            self._active.note_dirty(job.segment_class)\n"
+        "        stored = self._publish(job, named, active)\n",
+        "        stored = self._publish(job, named, active)\n"
+        '        if self._c.settings.sync == "sync":\n            self._active.sync(writer)\n        else:\n'
+        "            self._active.note_dirty(job.segment_class)\n",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
@@ -141,8 +141,8 @@ MUTATIONS = (
     ),
     Mutation(
         "cut a published page off when trimming", "kvfs/segments/writer.py",
-        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail)',
-        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail) - BLOCK',
+        '        """Free the blocks behind the tail, which were never published; returns the new file size."""\n        end = align(self.tail)',
+        '        """Free the blocks behind the tail, which were never published; returns the new file size."""\n        end = align(self.tail) - BLOCK',
         ("tests/test_store_open.py::test_a_store_opens_as_it_was_closed", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
@@ -308,12 +308,12 @@ MUTATIONS = (
     Mutation(
         "ignore the deadline", "kvfs/index/gate.py",
         "            if self._files.monotonic() >= deadline:\n", "            if deadline < 0:\n",
-        ("tests/crash/test_order_of_writes.py::test_a_lock_that_does_not_come_is_given_up_at_the_deadline",),
+        ("tests/crash/test_order_of_writes.py::test_the_wait_for_a_lock_ends_at_the_deadline",),
     ),
     Mutation(
         "no breaker after a timeout", "kvfs/index/environment.py",
         "        self._breaker_open = True\n", "        self._breaker_open = False\n",
-        ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_nobody",),
+        ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_no_other_process",),
     ),
     Mutation(
         "drop the gate's inode check", "kvfs/index/gate.py",
@@ -386,7 +386,7 @@ MUTATIONS = (
     Mutation(
         "give away the slot of a writer that was killed", "kvfs/index/row_updates.py",
         "if place.flags & CLAIM and place.chunk_hash != wanted and", "if place.flags & CLAIM and not wanted and",
-        ("tests/crash/test_found_by_torture.py::test_what_a_killed_writer_has_not_published_hides_nothing_after_a_rebuild",),
+        ("tests/crash/test_found_by_torture.py::test_an_unpublished_record_of_a_killed_writer_hides_nothing_after_a_rebuild",),
     ),
     Mutation(
         "take a damaged ledger for an empty one", "kvfs/index/tables.py",
@@ -411,7 +411,7 @@ MUTATIONS = (
     Mutation(
         "take a decoded page for verified", "kvfs/read/assemble.py",
         "    if root_of(leaf_table(target, leaf_bytes)) != place.root:\n", "    if not target:\n",
-        ("tests/format/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_anew",),
+        ("tests/format/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_again",),
     ),
     Mutation(
         "let planes leave bytes over", "kvfs/format/codec.py",

@@ -288,12 +288,12 @@ class Importer:
                     try:
                         done = self._append(segment_class, missing, key, at_us, deadline)
                     except ledger.StaleWriterError:
-                        self._active.drop(segment_class)
+                        self._active.close_for_appends(segment_class)
                         raise IndexUnavailableError(
                             f"the index was rebuilt meanwhile: {self.report.stored} pages are imported; import again"
                         ) from None
                     except OSError:  # a segment that nobody can go on with, or give up, would be charged for good
-                        self._active.drop(segment_class)
+                        self._active.close_for_appends(segment_class)
                         raise
                     missing = missing[done:]
         except Declined as exc:
@@ -332,7 +332,7 @@ class Importer:
         writer, generation = self._active.writer(
             segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), deadline
         )
-        count, room = len(records), writer.room(ledger.segment_limit(self._c.settings, fresh))
+        count, room = len(records), writer.remaining_bytes(ledger.segment_limit(self._c.settings, fresh))
         while count > 1 and writer.need(digest, descriptor, size, leaf_bytes, count) > room:
             count -= 1
         batch = records[:count]

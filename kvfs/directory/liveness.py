@@ -19,7 +19,7 @@ from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import boot_id
 
 OWNER_BYTES = 16
-NOBODY = bytes(OWNER_BYTES)
+NO_OWNER = bytes(OWNER_BYTES)  # of a segment that no process appends to
 HEARTBEAT_SECONDS = 5.0
 FOREIGN_FRESH_SECONDS = 30.0
 _NAME = re.compile(r"[0-9a-f]{32}\.live\Z")
@@ -81,7 +81,7 @@ class Liveness:
         """Whether the process behind ``owner`` still runs. Death is final, so it is remembered."""
         if owner == self.owner:
             return True
-        if owner == NOBODY or owner in self._dead:
+        if owner == NO_OWNER or owner in self._dead:
             return False
         alive = self._locked(f"{owner.hex()}.live")
         if not alive:

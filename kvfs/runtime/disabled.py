@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvfs.context import Context, living
 from kvfs.directory.access_times import AccessTimes
 from kvfs.directory.config import make_settings
-from kvfs.directory.liveness import NOBODY, Liveness
+from kvfs.directory.liveness import NO_OWNER, Liveness
 from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
 from kvfs.directory.shared_counters import SharedCounters
@@ -54,7 +54,7 @@ class _NoLiveness(Liveness):
     """A process that is no part of any store."""
 
     def __init__(self) -> None:
-        self.owner = NOBODY
+        self.owner = NO_OWNER
 
 
 class DisabledStore(OpenStore):

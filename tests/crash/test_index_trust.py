@@ -1,4 +1,4 @@
-"""A current index that may be trusted is neither given up nor replaced because one process has trouble."""
+"""A current index that may be trusted is neither discarded nor replaced because one process has an error."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_second_rebuild_finds_the_first_one_done(tmp_path: Path, judge: Judge)
 
 @contextmanager
 def of_others(store: kvfs.Store, path: Path) -> Iterator[Index]:
-    """The index, which another process works with while this one has closed it; that must not change which it is."""
+    """The index of the store, which another process uses while this one closes it; its generation must not change."""
     generation, index = store.stats()["index"]["generation"], store._core.c.index
     other = os.open(path / "index" / generation / "users", os.O_RDONLY)
     try:
@@ -81,7 +81,7 @@ def of_others(store: kvfs.Store, path: Path) -> Iterator[Index]:
 def test_a_process_that_lacks_its_last_descriptor_leaves_the_index_alone(
     tmp_path: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """What it could not read was no state to it: it removed the index that all others were working with."""
+    """It took a state that it could not read for none, and removed the index that all others were using."""
     path = tmp_path / "store"
     with open_store(path) as store:
         store._core.background.stop()

@@ -1,4 +1,4 @@
-"""An index that is full before the store is: rows go with as few pages as can be, and nothing is declined."""
+"""An index that is full before the store is: it drops as few pages as it can, and no put is declined."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
 
 
 def is_full(store: kvfs.Store) -> bool:
-    """But for the last commit or two."""
+    """Full, apart from the last commit or two."""
     return store._core.c.index.read(lambda s: s.used_bytes(), COMMIT_SECONDS) > 0.845 * store.settings.index_bytes
 
 
@@ -35,7 +35,7 @@ def sealed(store: kvfs.Store) -> list[int]:
 
 
 def fill(ns: kvfs.Namespace, store: kvfs.Store) -> int:
-    """Put prompts until the index is all but full; how many."""
+    """Put prompts until the index is nearly full; how many."""
     for n in range(2000):
         if is_full(store):
             return n
@@ -53,11 +53,11 @@ def test_most_of_a_store_stays_when_its_index_is_full(store: kvfs.Store) -> None
     assert min(held) > 0.75 * peak, (peak, held)
     latest = range(2 * count - count // 4, 2 * count)
     whole = [ns.match(tokens_of(n, CHUNKS)).tokens == CHUNKS * 16 for n in latest]
-    assert sum(whole) > 0.9 * len(whole), "the oldest go first"
+    assert sum(whole) > 0.9 * len(whole), "the oldest are dropped first"
 
 
 def test_a_full_index_can_be_swept(store: kvfs.Store) -> None:
-    """LMDB copies each leaf that changes: a commit of many finds no room for that."""
+    """LMDB copies each leaf that changes: a commit that changes many finds no free pages."""
     ns = store.namespace("m", tiny(), revision="r1")
     count = fill(ns, store)
     evictor = store._core.evictor
@@ -82,8 +82,8 @@ def test_packing_keeps_every_row_and_frees_pages(store: kvfs.Store) -> None:
 
     def thin_out() -> None:
         keys = sorted(rows())
-        gone = [key for n, key in enumerate(keys) if n % 5 > 1]  # leaves stay a little more than a quarter full
-        index.write(lambda s: [s.delete_row(key) for key in gone], COMMIT_SECONDS)
+        thinned = [key for n, key in enumerate(keys) if n % 5 > 1]  # leaves stay a little more than a quarter full
+        index.write(lambda s: [s.delete_row(key) for key in thinned], COMMIT_SECONDS)
 
     thin_out()
     before, sparse = rows(), index.read(lambda s: (s.fullness(), s.used_bytes()), COMMIT_SECONDS)
@@ -97,8 +97,8 @@ def test_packing_keeps_every_row_and_frees_pages(store: kvfs.Store) -> None:
     assert dense[0] > sparse[0] + 0.1 and dense[1] < sparse[1]
 
 
-def test_a_full_index_can_be_built_anew(memory_path: Path) -> None:
-    """Of segments with many small pages a commit would change each leaf, and find no room for the copies."""
+def test_a_full_index_can_be_rebuilt(memory_path: Path) -> None:
+    """A commit for segments of many small pages would change each leaf, and find no free pages for the copies."""
     count = 0
     with kvfs.open(memory_path / "s", capacity="512MiB", index_bytes="2MiB", segment_bytes="8MiB") as store:
         ns = store.namespace("m", tiny(), revision="r1")
@@ -131,8 +131,8 @@ def test_an_index_that_has_become_too_small_names_the_latest_pages(memory_path: 
         assert ns.put(tokens_of(count, CHUNKS), PAGES).stored == CHUNKS
 
 
-def test_a_process_that_opened_a_smaller_index_goes_on_with_what_others_made_of_it(store: kvfs.Store) -> None:
-    """Settings count from the next open on. It took the larger file for broken, and removed it, each time."""
+def test_a_process_with_a_smaller_map_follows_an_index_that_another_process_grew(store: kvfs.Store) -> None:
+    """Settings apply from the next open on. It took the larger file for damaged, and removed it each time."""
     store._core.background.stop()
     ns, tokens = store.namespace("m", tiny(), revision="r1"), tokens_of(1, CHUNKS)
     assert ns.put(tokens, PAGES).stored == CHUNKS

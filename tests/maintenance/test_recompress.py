@@ -321,9 +321,9 @@ def test_tiny_pages_do_not_hold_the_index_by_the_thousand(tmp_path: Path, monkey
     moved: list[int] = []
     relocate = Appender.relocate
 
-    def spied(*args: Any, **how: Any) -> int:
-        moved.append(len(args[6]))
-        return relocate(*args, **how)
+    def spied(appender: Appender, job: Any) -> int:
+        moved.append(len(job.moves))
+        return relocate(appender, job)
 
     monkeypatch.setattr(Appender, "relocate", spied)
     with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:

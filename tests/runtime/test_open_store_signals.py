@@ -365,7 +365,7 @@ def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, m
         rows = [(n, row._replace(records=0)) for n, row in read(lambda s: s.segments_in(ACTIVE), 5.0)]
         early.append((rows, index.generation))
         active.finish_all()
-        active._leave_lost()
+        active._release_rows_without_writer()
         assert not early, "the upkeep looked elsewhere"
         assert restored(ns, tokens_of(1, 8)) == seeded(1, 8 * TINY_BYTES)
 

@@ -1,4 +1,4 @@
-"""Sync levels: when bytes are forced to the disk, and what a sync that fails costs."""
+"""Sync levels: when bytes are forced to the disk, and what a failed sync costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = seeded(1, CHUNKS * TINY_BYTES)
 def opened(path: Path, level: str) -> Iterator[tuple[kvfs.Store, kvfs.Namespace, FaultyFiles]]:
     files = FaultyFiles(trace=True)
     with kvfs.open(path / "store", capacity="16MiB", sync=level, files=files) as store:
-        store._core.background.stop()  # upkeep comes when the test says so
+        store._core.background.stop()  # the test runs background tasks itself
         yield store, store.namespace("m", tiny(), revision="r1"), files
 
 
@@ -33,7 +33,7 @@ def served(ns: kvfs.Namespace, seed: int) -> bool:
     return restored(ns, tokens_of(seed, CHUNKS)) == PAGES
 
 
-def test_level_cache_leaves_it_to_the_kernel(memory_path: Path) -> None:
+def test_level_cache_never_syncs(memory_path: Path) -> None:
     with opened(memory_path, "cache") as (store, ns, files):
         assert put(ns, 1).stored == CHUNKS
         store._core.work().sync()
@@ -41,7 +41,7 @@ def test_level_cache_leaves_it_to_the_kernel(memory_path: Path) -> None:
         assert files.calls["fdatasync"] == 0
 
 
-def test_level_sync_syncs_each_put_behind_its_last_write(memory_path: Path) -> None:
+def test_level_sync_syncs_each_put_after_its_last_write(memory_path: Path) -> None:
     with opened(memory_path, "sync") as (_, ns, files):
         for seed in range(3):
             before = len(files.trace)
@@ -74,7 +74,7 @@ def test_a_sealed_segment_is_synced(memory_path: Path, level: str) -> None:
         store._core.work().sync()
         before = files.calls["fdatasync"]
         store._core.active.finish_all()
-        assert files.calls["fdatasync"] == before + 2  # what the seal covers, and the seal
+        assert files.calls["fdatasync"] == before + 2  # first what the seal covers, then the seal
 
 
 def test_a_put_whose_sync_fails_reports_nothing_stored(memory_path: Path) -> None:
