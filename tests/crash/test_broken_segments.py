@@ -54,7 +54,7 @@ def files() -> Stubborn:
 def store(memory_path: Path, files: Stubborn) -> Iterator[kvfs.Store]:
     """One that carries nothing, so that all of it can be dropped."""
     with kvfs.open(memory_path / "store", capacity="24MiB", segment_bytes="1MiB", files=files) as opened:
-        opened._core.evictor._carry = lambda *_: None  # type: ignore[method-assign]
+        opened._core.evictor._relocate = lambda *_: None  # type: ignore[method-assign]
         yield opened
 
 
