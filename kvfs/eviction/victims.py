@@ -53,7 +53,7 @@ class Victims:
         self.pinned: Callable[[], set[bytes]] = set  # ids of segments that pins protect
 
     def choose(self, budget_bytes: int, owner: bytes = b"", spared: Set[bytes] = frozenset()) -> Victim | None:
-        """The next victim, with at most ``budget_bytes`` to relocate, or None. A segment that a reader holds comes last.
+        """The next victim, with at most ``budget_bytes`` to relocate, or None. Held segments come last.
 
         ``owner``: only segments of this quota. ``spared``: ids of segments and classes that stay.
         """
