@@ -218,4 +218,4 @@ def test_a_table_that_could_not_be_read_once_is_judged_anew(store: kvfs.Store, f
     _, blind, _ = evictor.victims.survey()
     files.refused = lambda what, name: False
     _, seen, _ = evictor.victims.survey()
-    assert not any(summary.pieces.stamps for summary in blind) and all(summary.pieces.stamps for summary in seen)
+    assert not any(summary.fragments.stamps for summary in blind) and all(summary.fragments.stamps for summary in seen)

@@ -192,7 +192,7 @@ def test_recompressing_moves_what_is_held_under_an_earlier_number(
     def hold() -> None:
         held.append(store._core.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
 
-    after(monkeypatch, Recompressor, "_look", hold)
+    after(monkeypatch, Recompressor, "_examine", hold)
     done = Recompressor(store._core.c, evictor, store._core.active).run(CODEC_PLANES, 0.0)
     assert done.segments
     assert [restored(ns, tokens_of(n, CHUNKS)) == pages for n in range(3)] == [True] * 3
