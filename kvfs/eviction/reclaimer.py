@@ -242,9 +242,8 @@ class GcLock:
     def hold(self, deadline: float) -> Iterator[bool]:
         """Yields whether the lock was acquired before ``deadline`` (monotonic seconds)."""
         files = self._c.files
-        with opened(
-            files, "gc", os.O_RDWR, dir_fd=self._c.directory.sub("run")
-        ) as fd:  # an open file of its own per hold
+        # each hold has an open file of its own: flocks of one open file would not exclude threads
+        with opened(files, "gc", os.O_RDWR, dir_fd=self._c.directory.sub("run")) as fd:
             while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
                 files.sleep(0.002)
             yield got

@@ -295,7 +295,7 @@ class Purger:
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
     def _unname(self, number: int, generation: str, segment: _Segment, purged: Sequence[Entry]) -> None:
-        """Take records out of the index, in slices."""
+        """Remove records from the index, in slices."""
         by_run: dict[bytes, set[int]] = {}
         for entry in purged:
             by_run.setdefault(_row_key(segment, entry, entry.run_hash), set()).add(entry.seq)

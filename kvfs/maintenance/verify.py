@@ -244,7 +244,7 @@ class Verifier:
     # -- repair ------------------------------------------------------------------------------
 
     def repair(self) -> None:
-        """Take bad pages out of the index; retire an index that contradicts the segments."""
+        """Remove bad pages from the index; retire an index that contradicts the segments."""
         self._quarantine()
         if not self._is_same_index():
             self.report.note("index: retired and rebuilt meanwhile: check again")
