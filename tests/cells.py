@@ -1,4 +1,4 @@
-"""Buffers of every order with guard bytes, and a reference that walks every byte: for tests of copies."""
+"""For tests of copies: buffers of every order with guard bytes, and a reference that walks every byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GUARD = 64
 
 
 def guarded(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """An array of random bytes, and the allocation that it lies in with guard bytes on both sides."""
+    """An array of random bytes, and the allocation that contains it, with guard bytes on both sides."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = rng.integers(0, 256, nbytes + 2 * GUARD, dtype="uint8")
     raw[:GUARD] = raw[-GUARD:] = 0xEE
@@ -54,7 +54,7 @@ def cells(kv: DeviceKV, memory: dict[int, np.ndarray]) -> Any:
 def reference(
     group: Group, part: Part, kv: DeviceKV, memory: dict[int, np.ndarray], units: list[int], chunk: int, first: int
 ) -> Iterator[tuple[int, np.ndarray, int]]:
-    """(byte of the page, allocation, byte of it) of all that must move."""
+    """(byte of the page, allocation, byte of the allocation) of all that must be copied."""
     address = cells(kv, memory)
     size, per = group.cell.nbytes, max(1, kv.unit_tokens)
     for state in range(group.states):
@@ -72,7 +72,7 @@ def reference(
 
 
 class Case:
-    """A layout, an order and its tensors."""
+    """A layout, an order and tensors of that order, whose unit ids are shuffled."""
 
     def __init__(
         self, order: str, page: int, block: int, *, heads: int = 2, dim: int = 3, dtype: str = "float16",
@@ -111,7 +111,7 @@ class Case:
         return [raw.tobytes() for raw in self.memory.values()]
 
     def check(self, chunk: int, first: int = 0, part: Part | None = None) -> None:
-        """Both directions against the reference; whatever must not change does not."""
+        """Both directions against the reference; all other bytes are unchanged."""
         part = part or self.part
         size = self.group.part_bytes(part)
         moves = list(reference(self.group, part, self.kv, self.memory, self.ids, chunk, first))

@@ -511,7 +511,7 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
         assert match.hold is not None
         match.hold.expires_at = 0.0
         shared._core._expire_holds()
-        assert not match.hold.enter()
+        assert not match.hold.acquire()
     else:
         match = pickle.loads(pickle.dumps(match))
     assert load(ns, match)["full"] == pages and b"".join(ns.view(match)) == pages
@@ -538,7 +538,7 @@ def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(stor
     for look in (store._core._expire_holds, store.close):
         holds.left = 2
         look()
-    assert len(made) == 8 and not any(match.hold and match.hold.enter() for match in made)
+    assert len(made) == 8 and not any(match.hold and match.hold.acquire() for match in made)
 
 
 def test_another_process_loads_a_pickled_match(shared: kvfs.Store, ns: kvfs.Namespace) -> None:

@@ -129,7 +129,7 @@ def write(
     temporary = f"{path}.{context.files.random(4).hex()}.tmp"
     reader = Reader(replace(context, verify=Verify.ALWAYS))  # independent of the policy of this process's own loads
     try:
-        with open(temporary, "xb", opener=private) as file, reader.held(match) as held:
+        with open(temporary, "xb", opener=private) as file, reader.open_segments(match) as held:
             file.truncate(done.file_bytes)
             os.pwrite(file.fileno(), head, 0)
             written = 0

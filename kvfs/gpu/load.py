@@ -108,7 +108,7 @@ class GpuLoad(Load):
 
     def _hold(self) -> dict[int, OpenSegment]:
         """The segments of what there is to load, for all of the load."""
-        return self._holding.enter_context(self.gpu.reader.held(self.match))
+        return self._holding.enter_context(self.gpu.reader.open_segments(self.match))
 
     @property
     def _tails(self) -> Mapping[int, int]:

@@ -21,7 +21,7 @@ def pin_match(
     maps: RegistrationCache, reader: Reader, match: PrefixMatch, ready: list[int], stopped: Callable[[], bool]
 ) -> None:  # fmt: skip
     """Pin what a match needs, until ``stopped``. To ``ready``: bytes of it that the GPU can read without the ring."""
-    with reader.held(match) as held:
+    with reader.open_segments(match) as held:
         for gm in match.groups:
             for run in plan_runs(gm, held)[0]:
                 if stopped():

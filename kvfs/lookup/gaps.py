@@ -1,8 +1,9 @@
-"""What of a prompt is stored behind the gaps of what is there.
+"""What is stored of a prompt behind its gaps.
 
-A chunk whose slot in its run's row was taken lies in a row of its own, with its successors, and that row may outlive
-what leads to it. So behind a gap each chunk may have one; hardly any has. Read one by one they would be 32 reads for
-every run that is not stored, in many holds of the gate; here their keys are made before, and asked for in bulk.
+A chunk that does not fit into its run's row has a row of its own, together with its successors, and that row may
+outlive the rows that lead to it. So every chunk behind a gap may have a row, though hardly any does. One by one they
+would be 32 reads for each run that is not stored, in many holds of the gate; here their keys are computed outside the
+gate and looked up in bulk.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from kvfs.index.session import Session
 from kvfs.lookup.search import ROWS_PER_HOLD, GroupLookup
 
 T = TypeVar("T")
-#: Keys that are asked for in one hold of the gate: half a millisecond.
+#: Keys that are looked up in one hold of the gate: about 0.5 ms.
 KEYS_PER_HOLD = 512
 
 
 class Read(Protocol):
     """Runs a function under the gate."""
 
-    def __call__(self, function: Callable[[Session], T]) -> T: ...
+    def __call__(self, function: Callable[[Session], T], /) -> T: ...
 
 
 def read_behind_gaps(lookup: GroupLookup, read: Read, *, orphans: bool = True) -> None:
-    """Read the runs that have gaps again, now behind these too, where a chunk has a row of its own.
+    """Read the runs in ``lookup.gapped`` again, including what is behind a gap, where a chunk has a row of its own.
 
-    Unless ``orphans``, runs of which nothing has been found yet are left out but for the first: rows of their later
-    chunks could only be there without what leads to them.
+    Unless ``orphans``, runs of which nothing has been found yet are left out, other than the first such run: rows of
+    their later chunks could only exist without the rows that lead to them.
     """
     gapped, left = lookup.gapped, list[int]()
     if not orphans:
@@ -39,11 +40,11 @@ def read_behind_gaps(lookup: GroupLookup, read: Read, *, orphans: bool = True) -
     for first in range(0, len(gapped), together):
         runs = gapped[first : first + together]
         keys = [key for run in runs for key in lookup.keys_within(run)]
-        there: set[bytes] = set()
-        for at in range(0, len(keys), KEYS_PER_HOLD):  # of many parts, those of a single run are more
-            there.update(_there(keys[at : at + KEYS_PER_HOLD], read))
-        if there:
-            left += [run for run in runs if not there.isdisjoint(lookup.keys_within(run))]
+        stored: set[bytes] = set()
+        for at in range(0, len(keys), KEYS_PER_HOLD):  # with many parts, one run alone has more keys
+            stored.update(_stored(keys[at : at + KEYS_PER_HOLD], read))
+        if stored:
+            left += [run for run in runs if not stored.isdisjoint(lookup.keys_within(run))]
 
     def step(session: Session) -> None:
         budget = lookup.rows_read + ROWS_PER_HOLD
@@ -54,5 +55,5 @@ def read_behind_gaps(lookup: GroupLookup, read: Read, *, orphans: bool = True) -
         read(step)
 
 
-def _there(keys: Sequence[bytes], read: Read) -> list[bytes]:
+def _stored(keys: Sequence[bytes], read: Read) -> list[bytes]:
     return read(lambda session: session.keys_there(keys))

@@ -1,7 +1,7 @@
-"""Looking a prompt up a piece at a time, for a load that begins with the first piece while the rest is looked up.
+"""Looking a prompt up a piece at a time, for a load that starts with the first piece while the rest is looked up.
 
-In a group that needs all of its pages each piece is there, or the prefix ends in it; so what is found can be on its way
-before the next piece is hashed. What windows and snapshots need is known when the prefix's end is.
+In a group that needs all of its pages, each piece is either stored or ends the prefix; so the load of what was found
+can start before the next piece is hashed. What windows and snapshots need is known only with the end of the prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from kvfs.segments.open_segments import OpenSegment
 
 
 class Lookahead:
-    """One lookup in progress. Of one thread."""
+    """One lookup in progress, used by one thread.
+
+    Owns the segments of what was found (``held``) until ``release``, and the prompt's chain of hashes, which grows as
+    far as it is looked up. Walks are delegated to ``search``, the match at the end to ``Matcher``.
+    """
 
     def __init__(
         self, context: Context, matcher: Matcher, identity: Identity, chain: Chain, wants: list[Part], chunks: int
@@ -29,19 +33,19 @@ class Lookahead:
         self._c, self._matcher, self._identity, self._chain = context, matcher, identity, chain
         self._lookups, self._read = matcher.begin(Prompt(identity.digest, ()), wants)
         self._needs_all = [n for n, x in enumerate(self._lookups) if x.group.need.kind == "all"]
-        self._there = dict.fromkeys(self._needs_all, 0)  # leading chunks that were found and are held
+        self._there = dict.fromkeys(self._needs_all, 0)  # leading chunks that were found and whose segments are held
         self._asked, self._seconds = chunks, 0.0
-        self.limit = chunks  # more than these cannot be restored
-        #: segments of what was found, by number, and the end of what is published in each; grow
+        self.limit = chunks  # upper bound of the chunks that can be restored
+        #: segments of what was found, by number, and the end of what is published in each; both grow
         self.held: dict[int, OpenSegment] = {}
         self.tails: dict[int, int] = {}
         #: everything that was found, after ``finish``
         self.match: PrefixMatch = PrefixMatch(0, identity.layout.page_tokens, identity.digest, "", (), {})
 
     def more(self, number: int, chunks: int) -> int:
-        """Look up to chunk ``chunks`` of a group that needs all; how many leading ones are there, at most so many.
+        """Look up the first ``chunks`` chunks of a group that needs all; how many leading ones of them are stored.
 
-        If that is fewer than asked for, there are no more.
+        Fewer than asked for means that the prefix ends there.
         """
         began = self._c.files.monotonic()
         chunks, there = min(chunks, self.limit), self._there[number]
@@ -53,11 +57,11 @@ class Lookahead:
         return min(chunks, there)
 
     def found(self, number: int, chunks: int) -> GroupMatch:
-        """The pages of the first chunks of a group, all of which are there."""
+        """The pages of the first ``chunks`` chunks of a group; ``more`` has found all of them."""
         return self._matcher.group_match(number, self._lookups[number], 0, chunks)
 
     def finish(self, *, go_on: bool) -> PrefixMatch:
-        """The longest prefix that can be restored. Unless ``go_on``, nothing more is looked up for it."""
+        """The longest restorable prefix. Unless ``go_on``, only what was already looked up counts."""
         for number in self._needs_all if go_on else ():
             self.more(number, self.limit)
         began = self._c.files.monotonic()
@@ -74,7 +78,7 @@ class Lookahead:
         return self.match
 
     def release(self) -> None:
-        """Let go of the segments: nothing is loaded from them any more."""
+        """Release the segments; nothing may be loaded from them after this."""
         self.held.clear()
         self.match.close()
 
@@ -104,7 +108,7 @@ class Lookahead:
         return self._walk(partial(walk_back, others, self._identity.layout.page_tokens, chunks, self._read), 0)
 
     def _walk(self, walk: Callable[[], int], otherwise: int) -> int:
-        """What was found; ``otherwise``, where the index cannot answer."""
+        """The result of ``walk``, or ``otherwise`` if the index cannot answer."""
         try:
             return walk()
         except IndexUnavailableError as exc:

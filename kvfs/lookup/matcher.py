@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvfs.context import LOOKUP_SECONDS, Context
 from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
-from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch
-from kvfs.lookup.search import ROWS_PER_HOLD, Found, GroupLookup, Prompt, search
+from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch, restorable
+from kvfs.lookup.search import Found, GroupLookup, Prompt, search, walk_all
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.open_segments import OpenSegment
 
@@ -18,7 +19,11 @@ T = TypeVar("T")
 
 
 class Matcher:
-    """Lookups of one namespace. Never raises for an index that cannot answer: that is a miss, and counted."""
+    """Lookups of one namespace: holds the segments of what was found, and counts. Thread-safe.
+
+    Owns the parts that each group of the namespace has, as of the last commit. The walk over the index is delegated to
+    ``search``, page tiers to ``tiers``. An index that cannot answer is never an error: it is a miss, and counted.
+    """
 
     def __init__(
         self, context: Context, digest: bytes, layout: PageLayout, tiers: Callable[[PrefixMatch], list[PageRef]]
@@ -44,12 +49,12 @@ class Matcher:
         return match
 
     def begin(self, prompt: Prompt, wants: Sequence[Part]) -> tuple[list[GroupLookup], SearchRunner]:
-        """Lookups of all groups, and what their steps are run by."""
+        """Lookups of all groups, and the runner of their steps."""
         lookups = [GroupLookup(prompt, *pair) for pair in zip(self._layout.groups, wants, strict=True)]
-        return lookups, SearchRunner(self, lookups)
+        return lookups, SearchRunner(self, dict(enumerate(lookups)))
 
     def count(self, match: PrefixMatch, chunks: int, seconds: float) -> None:
-        """A lookup of so many chunks has found ``match``."""
+        """Count a lookup of ``chunks`` chunks that found ``match``."""
         self._c.counters.add("lookups")
         self._c.counters.add("tokens_queried", chunks * self._layout.page_tokens)
         self._c.counters.add("tokens_matched", match.tokens)
@@ -58,13 +63,13 @@ class Matcher:
     def count_unavailable(self, exc: IndexUnavailableError) -> None:
         self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
 
-    def use_parts(self, session: Session, lookups: Sequence[GroupLookup]) -> None:
-        """Tell lookups which parts their groups have."""
-        for number, lookup in enumerate(lookups):
+    def use_parts(self, session: Session, lookups: Mapping[int, GroupLookup]) -> None:
+        """Tell lookups, by group number, which parts their groups have."""
+        for number, lookup in lookups.items():
             lookup.use_parts(self._parts(session, number))
 
     def _parts(self, session: Session, number: int) -> tuple[Part, ...]:
-        """Parts of a group; looked up again after every commit, of whatever process."""
+        """Parts of a group; read again after every commit of any process."""
         if self._parts_at != session.state:
             self._parts_at, self._parts_of = session.state, {}
         parts = self._parts_of.get(number)
@@ -77,16 +82,16 @@ class Matcher:
         return self._c.index.read(function, LOOKUP_SECONDS)
 
     def stored(self, prompt: Prompt) -> list[bool]:
-        """Whether each chunk of the only group is stored. An index that cannot answer in time knows of none."""
+        """Whether each chunk of the only group is stored; all False if the index cannot answer in time."""
         (group,), count = self._layout.groups, len(prompt.hashes)
         bits = self.present(prompt, 0, group, group.full, 0, count, whole=True).found.present
         return [bool(bits >> n & 1) for n in range(count)]
 
     def select(self, prompt: Prompt, first: Mapping[str, int]) -> PrefixMatch:
-        """A match of all chunks of ``prompt`` for a reader who has chosen: of group g the pages from ``first[g]`` on.
+        """A match of all chunks of ``prompt`` for a reader that has chosen: of group g the pages from ``first[g]`` on.
 
-        Of the pages before them that a group needs nothing is looked up: the reader has them. What is not stored
-        is part of the match all the same, and fails when it is loaded.
+        The reader has the earlier pages that a group needs, so these are not looked up. Pages that are not stored are
+        part of the match nevertheless, and fail when they are loaded.
         """
         chunks = len(prompt.hashes)
         lookups = [
@@ -95,22 +100,21 @@ class Matcher:
         ]
         generation = next((x.generation for x in reversed(lookups) if x.generation), "")
         for lookup in lookups:
-            if lookup.generation != generation:  # numbers meant other segments then
+            if lookup.generation != generation:  # its segment numbers name other segments in this generation
                 lookup.found, lookup.segments, lookup.tails = Found(), {}, {}
-        match = self._assemble(lookups, chunks, generation, first)
-        self._add_hold(match, self.acquire(match.segments, generation), lookups)
-        return match
+        pages = self._pages(lookups, chunks, first)
+        return self._match(lookups, chunks, generation, pages, self.acquire(pages.segments, generation))
 
     def hold(
         self, lookups: Sequence[GroupLookup], chunks: int, generation: str, known: Mapping[int, OpenSegment]
     ) -> PrefixMatch:
-        """What was found; locks its segments, but for ``known`` ones, and is shorter where one is gone meanwhile."""
-        match = self._assemble(lookups, chunks, generation)
-        held = {**known, **self.acquire({n: i for n, i in match.segments.items() if n not in known}, generation)}
-        if not match.segments.keys() <= held.keys():
-            match = self._assemble(lookups, match.restorable(_good(match, held)), generation)
-        self._add_hold(match, held, lookups)
-        return match
+        """The match of what was found. Locks its segments other than ``known``; shorter if one has been dropped."""
+        pages = self._pages(lookups, chunks)
+        held = {**known, **self.acquire({n: i for n, i in pages.segments.items() if n not in known}, generation)}
+        if not pages.segments.keys() <= held.keys():
+            chunks = restorable(pages.groups, chunks, _in_segments(pages.groups, held))
+            pages = self._pages(lookups, chunks)
+        return self._match(lookups, chunks, generation, pages, held)
 
     def acquire(self, segments: Mapping[int, bytes], generation: str) -> dict[int, OpenSegment]:
         """Those of ``segments`` (ids by number) that could be locked in time."""
@@ -118,17 +122,8 @@ class Matcher:
         self._c.counters.add("lookup_segments_missing", len(segments) - len(held))
         return held
 
-    def _add_hold(self, match: PrefixMatch, held: Mapping[int, OpenSegment], lookups: Sequence[GroupLookup]) -> None:
-        match.hold, match._tiers = Hold(held, self._c.files.monotonic() + HOLD_SECONDS), self._tiers
-        match.at_us = self._c.files.now_us()
-        if match.chunks:
-            match.last_hash = lookups[0].prompt.hashes[match.chunks - 1]
-            self._c.access_times.note_request(match.last_hash, match.at_us)
-        self._c.holds.add(match.hold)
-
-    def _assemble(
-        self, lookups: Sequence[GroupLookup], chunks: int, generation: str, chosen: Mapping[str, int] | None = None
-    ) -> PrefixMatch:
+    def _pages(self, lookups: Sequence[GroupLookup], chunks: int, chosen: Mapping[str, int] | None = None) -> _Pages:
+        """The pages that ``chunks`` chunks need; in a match that a reader has ``chosen``, those from its chunks on."""
         groups = []
         segments: dict[int, bytes] = {}
         tails: dict[int, int] = {}
@@ -141,10 +136,23 @@ class Matcher:
             if chunks:
                 segments.update(lookup.segments)
                 later(tails, lookup.tails)
-        return PrefixMatch(
-            chunks * self._layout.page_tokens, self._layout.page_tokens, self._digest, generation,
-            tuple(groups), segments, tails=tails,
+        return _Pages(tuple(groups), segments, tails)
+
+    def _match(
+        self, lookups: Sequence[GroupLookup], chunks: int, generation: str, pages: _Pages,
+        held: Mapping[int, OpenSegment],
+    ) -> PrefixMatch:  # fmt: skip
+        """A match that holds ``held``; its time becomes the access time of the request."""
+        match = PrefixMatch(
+            chunks * self._layout.page_tokens, self._layout.page_tokens, self._digest, generation, pages.groups,
+            pages.segments, at_us=self._c.files.now_us(),
+            last_hash=lookups[0].prompt.hashes[chunks - 1] if chunks else b"", tails=pages.tails,
+            hold=Hold(held, self._c.files.monotonic() + HOLD_SECONDS), page_tiers=self._tiers,
         )  # fmt: skip
+        if chunks:
+            self._c.access_times.note_request(match.last_hash, match.at_us)
+        self._c.holds.add(match.hold)
+        return match
 
     def group_match(self, number: int, lookup: GroupLookup, first: int, end: int) -> GroupMatch:
         """Of what was found of a group, chunks [first, end)."""
@@ -160,73 +168,57 @@ class Matcher:
     ) -> GroupLookup:  # fmt: skip
         """What is stored or being written of chunks [first, end). Unless ``whole``, ends at the first gap.
 
-        ``orphans``: also forks in runs, other than the first such, of which nothing else is left.
+        ``orphans``: as in ``read_behind_gaps``. Incomplete if the index cannot answer in time: a claim looks again.
         """
         lookup = GroupLookup(prompt, group, part)
-        run, last = first // prompt.run_length, -(-end // prompt.run_length)
-
-        def step(session: Session) -> bool:
-            nonlocal run
-            lookup.use_parts(self._parts(session, number))
-            budget = lookup.rows_read + ROWS_PER_HOLD
-            while run < last and lookup.rows_read < budget:
-                end = min(last, run + budget - lookup.rows_read)
-                run, found = lookup.read_runs(session, run, end, stop_at_gap=whole)
-                begin, count = prompt.run(run - 1)
-                wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
-                if not whole and wanted & ~(found.covered | found.claimed):
-                    return True
-                if not found.hits and not found.claimed:  # most likely nothing follows
-                    run = lookup.next_there(session, run, last, budget)
-            return run >= last
-
-        def read(function: Callable[[Session], T]) -> T:
-            def same(session: Session) -> T:
-                lookup.generation = lookup.generation or session.generation
-                _check_generation(session, lookup.generation)
-                return function(session)
-
-            return self.read(same)
-
-        try:
-            while run < last and not read(step):
-                pass
+        read = SearchRunner(self, {number: lookup})
+        with contextlib.suppress(IndexUnavailableError):
+            walk_all(lookup, first, end, read, to_first_gap=not whole)
             if whole:
                 read_behind_gaps(lookup, read, orphans=orphans)
-        except IndexUnavailableError:
-            pass  # claiming looks again
         return lookup
 
 
+class _Pages(NamedTuple):
+    """What a match consists of, before its segments are held: pages by group, segment ids and published ends."""
+
+    groups: tuple[GroupMatch, ...]
+    segments: dict[int, bytes]
+    tails: dict[int, int]
+
+
 def later(tails: dict[int, int], others: Mapping[int, int]) -> None:
-    """Add ends of what is published: they were read one after the other, and segments grow."""
+    """Merge the published ends of segments, by number; the larger one is the later one, since segments only grow."""
     for segment, tail in others.items():
         tails[segment] = max(tails.get(segment, 0), tail)
 
 
 class SearchRunner:
-    """Runs the steps of a search; the first one also reads which parts there are, so that a match is one trip."""
+    """Runs the steps of a search under the gate, all of them in one generation of the index.
 
-    def __init__(self, matcher: Matcher, lookups: Sequence[GroupLookup]) -> None:
+    The first step also reads which parts there are, so that a short match costs one pass through the gate.
+    """
+
+    def __init__(self, matcher: Matcher, lookups: Mapping[int, GroupLookup]) -> None:
         self._matcher = matcher
-        self._lookups = lookups
+        self._lookups = lookups  # by group number
         self.generation = ""
 
-    def __call__(self, step: Callable[[Session], bool]) -> bool:
-        def first(session: Session) -> bool:
+    def __call__(self, step: Callable[[Session], T]) -> T:
+        def checked(session: Session) -> T:
             if not self.generation:
-                self._matcher.use_parts(session, self._lookups)
-                self.generation = session.generation
-            _check_generation(session, self.generation)
+                self._begin(session)
+            if session.generation != self.generation:  # in another index, segment numbers name other segments
+                raise IndexUnavailableError("replaced meanwhile")
             return step(session)
 
-        return self._matcher.read(first)
+        return self._matcher.read(checked)
 
-
-def _check_generation(session: Session, generation: str) -> None:
-    """What was found so far names segments by number, and these mean other segments in another index."""
-    if session.generation != generation:
-        raise IndexUnavailableError("replaced meanwhile")
+    def _begin(self, session: Session) -> None:
+        self._matcher.use_parts(session, self._lookups)
+        self.generation = session.generation
+        for lookup in self._lookups.values():
+            lookup.generation = session.generation
 
 
 def _unpack_part(packed: bytes) -> Part | None:
@@ -236,10 +228,10 @@ def _unpack_part(packed: bytes) -> Part | None:
         return None
 
 
-def _good(match: PrefixMatch, held: Mapping[int, OpenSegment]) -> dict[str, int]:
-    """Chunks of a match whose segments are all held, as bits."""
+def _in_segments(groups: Sequence[GroupMatch], held: Mapping[int, OpenSegment]) -> dict[str, int]:
+    """By group, the chunks (as bits) whose segments are all held."""
     good = {}
-    for gm in match.groups:
+    for gm in groups:
         bits = 0
         for chunk, sources in gm.sources().items():
             if all(s.place.segment in held for s in sources):

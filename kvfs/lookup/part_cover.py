@@ -1,4 +1,4 @@
-"""Which of the parts that ranks wrote make up the rectangle that a reader wants."""
+"""Which of the parts that ranks wrote cover the rectangle that a reader wants."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import NamedTuple
 
 from kvfs.pages.layout import Part
 
-PARTS_MAX = 256
+PARTS_MAX = 256  # parts that a lookup reads: the index keeps no more shapes for a group
 
 
 class Useful(NamedTuple):
-    """Parts that help a reader, the most useful first."""
+    """The parts that intersect what a reader wants, the most useful first."""
 
     parts: tuple[Part, ...]
     packed: tuple[bytes, ...]
-    cells: tuple[tuple[int, ...], ...]  # elementary rectangles of what is wanted: the parts that contain each
-    first_is_enough: bool
+    cells: tuple[tuple[int, ...], ...]  # for each elementary rectangle of what is wanted, the parts that contain it
+    first_is_enough: bool  # ``parts[0]`` contains all that is wanted
 
 
 @lru_cache(maxsize=16)
 def useful_parts(want: Part, known: tuple[Part, ...]) -> Useful:
-    """Those of ``known`` that help; kept, since they are the same from one prompt to the next."""
+    """Those of ``known`` that help a reader of ``want``; cached, since prompts of one engine ask for the same."""
     useful = [p for p in known if p.intersect(want) is not None]
     useful.sort(key=lambda p: (p != want, not p.contains(want), p.heads * p.layers, p.pack()))
     parts = tuple(useful[:PARTS_MAX])

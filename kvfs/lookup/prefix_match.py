@@ -1,4 +1,4 @@
-"""PrefixMatch: what a lookup found, and the hold on the segments where it lies."""
+"""PrefixMatch: what a lookup found, and the hold on the segments that contain it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from kvfs.pages.layout import Part
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.types import Tier
 
+#: Shared locks of an unclosed match end after this long, so that a forgotten one does not keep blocks allocated.
 HOLD_SECONDS = 60.0
 
 
 class Source(NamedTuple):
-    """One part of one page: where it lies."""
+    """One stored part of a page, and where it is stored."""
 
     part: Part
     place: Place
 
 
 class PageRef(NamedTuple):
-    """One page of a match."""
+    """One page of a match, and its tier when it was asked for."""
 
     group: str
     chunk: int
@@ -50,20 +51,20 @@ class GroupMatch:
         return self.count * self.part_bytes
 
     def cut(self, first: int, count: int) -> GroupMatch:
-        """The same, for chunks [first, first + count) of it only."""
+        """The match of chunks [first, first + count) only; they are a subset of this one's."""
         if (first, count) == (self.first, self.count):
             return self
         runs = range(first // self.run_length, -(-(first + count) // self.run_length))
         return replace(self, first=first, count=count, hits=tuple(hit for hit in self.hits if hit.run in runs))
 
     def for_part(self, part: Part, part_bytes: int) -> GroupMatch:
-        """The same, for a reader who wants ``part``, which the rectangle of this match contains."""
+        """The match for a reader of ``part``, a rectangle within ``want``; ``part_bytes`` of it per page."""
         if part == self.want:
             return self
         return replace(self, want=part, part_bytes=part_bytes)
 
     def sources(self) -> dict[int, list[Source]]:
-        """Chunk -> the parts that cover it, for the chunks of this match."""
+        """Chunk -> the stored parts that cover it, for the chunks of this match."""
         found: dict[int, list[Source]] = {}
         last = self.first + self.count
         for hit in self.hits:
@@ -78,7 +79,12 @@ class GroupMatch:
 
 
 class Hold:
-    """Shared locks on the segments of a match, until released, dropped or expired."""
+    """The open segments of a match, under shared locks until ``close``, garbage collection or expiry. Thread-safe.
+
+    Owns references to the segments (``held``, by number), whose blocks stay allocated meanwhile. ``acquire`` and
+    ``release`` bracket each use; a use in progress keeps the segments beyond ``close``. The background task of the
+    store closes holds at ``expires_at``.
+    """
 
     def __init__(self, held: Mapping[int, OpenSegment], expires_at: float) -> None:
         self.held = dict(held)
@@ -87,42 +93,43 @@ class Hold:
         self._users = 0
         self._closed = False
 
-    def enter(self) -> bool:
-        """Begin to read; False if the hold is over."""
+    def acquire(self) -> bool:
+        """Begin a use, which ``release`` ends; False if the hold is closed."""
         with self._lock:
             if self._closed:
                 return False
             self._users += 1
             return True
 
-    def leave(self) -> None:
+    def release(self) -> None:
+        """End a use that ``acquire`` began."""
         with self._lock:
             self._users -= 1
-            self._finish()
+            self._drop_unused()
 
-    def release(self) -> None:
-        """End the hold; a reader in progress finishes first."""
+    def close(self) -> None:
+        """End the hold: the segments are released when no use is in progress. May be called again."""
         with self._lock:
             self._closed = True
-            self._finish()
+            self._drop_unused()
 
     def detach(self) -> None:
-        """In a forked child: the descriptors are the parent's."""
+        """In a forked child: forget the segments, whose descriptors belong to the parent, and its users."""
         self._lock = threading.Lock()
         self.held, self._closed, self._users = {}, True, 0
 
-    def _finish(self) -> None:
+    def _drop_unused(self) -> None:
         if self._closed and not self._users:
             self.held = {}
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrefixMatch:
     """The longest restorable prefix of a prompt. Picklable: one process matches, others load.
 
-    ``tokens`` is a multiple of the page size. The match keeps its pages from being reclaimed until ``close()``,
-    the end of a ``with`` block, garbage collection, or HOLD_SECONDS; a match that was pickled or has expired
-    still loads, as long as its segments are there.
+    ``tokens`` is a multiple of the page size. The match owns a hold, which keeps its pages from being reclaimed until
+    ``close()``, the end of a ``with`` block, garbage collection, or HOLD_SECONDS. A match that was pickled or has
+    expired still loads as long as its segments exist. Made by ``Matcher``; loaded by ``Namespace`` and its transfers.
     """
 
     tokens: int
@@ -131,11 +138,11 @@ class PrefixMatch:
     generation: str
     groups: tuple[GroupMatch, ...]
     segments: dict[int, bytes] = field(repr=False)
-    at_us: int = 0  # when it was looked up: the stamp of everything that this request uses
+    at_us: int = 0  # time of the lookup: the access time of all that this request uses
     last_hash: bytes = field(default=b"", repr=False)  # chunk hash at its end
     tails: dict[int, int] = field(default_factory=dict, repr=False)  # end of what was published then, by segment
     hold: Hold | None = field(default=None, repr=False, compare=False)
-    _tiers: Callable[[PrefixMatch], list[PageRef]] | None = field(default=None, repr=False, compare=False)
+    page_tiers: Callable[[PrefixMatch], list[PageRef]] | None = field(default=None, repr=False, compare=False)
 
     @property
     def chunks(self) -> int:
@@ -148,9 +155,9 @@ class PrefixMatch:
 
     @property
     def pages(self) -> list[PageRef]:
-        """The pages in load order, each with the tier that it lies in now (asked of the kernel at this call)."""
-        if self._tiers is not None:
-            return self._tiers(self)
+        """The pages in load order, each with its current tier (the kernel is asked at this call)."""
+        if self.page_tiers is not None:
+            return self.page_tiers(self)
         return [PageRef(g.name, c, Tier.DISK) for g in self.groups for c in range(g.first, g.first + g.count)]
 
     def group(self, name: str) -> GroupMatch:
@@ -160,22 +167,20 @@ class PrefixMatch:
         raise KeyError(f"no group {name!r} in this match; it has {[g.name for g in self.groups]}")
 
     def first_page(self, group: str) -> int:
-        """Number of the first chunk whose page of ``group`` is needed (later than 0 for windows and snapshots)."""
+        """Number of the first chunk whose page of ``group`` is needed (above 0 for windows and snapshots)."""
         return self.group(group).first
 
     def page_count(self, group: str) -> int:
         return self.group(group).count
 
     def restorable(self, good: Mapping[str, int]) -> int:
-        """Longest length in chunks if only the chunks in ``good`` (group name -> set as bits) are really there."""
-        valid = (1 << self.chunks + 1) - 1
-        for g in self.groups:
-            valid &= valid_lengths(good[g.name], g.need_chunks, self.chunks)
-        return valid.bit_length() - 1
+        """Longest length in chunks that ``good`` (group name -> set of chunks as bits) restores."""
+        return restorable(self.groups, self.chunks, good)
 
     def close(self) -> None:
+        """Release the segments; a load in progress keeps them until its end."""
         if self.hold is not None:
-            self.hold.release()
+            self.hold.close()
 
     def __enter__(self) -> PrefixMatch:
         return self
@@ -190,11 +195,19 @@ class PrefixMatch:
         return iter(self.pages)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "hold": None, "_tiers": None}
+        return {**self.__dict__, "hold": None, "page_tiers": None}
+
+
+def restorable(groups: Iterable[GroupMatch], chunks: int, good: Mapping[str, int]) -> int:
+    """Longest length, at most ``chunks``, that ``good`` (group name -> set of chunks as bits) restores."""
+    valid = (1 << chunks + 1) - 1
+    for g in groups:
+        valid &= valid_lengths(good[g.name], g.need_chunks, chunks)
+    return valid.bit_length() - 1
 
 
 def used_ranges(hits: Iterable[Hit], run_length: int, good: int) -> list[tuple[int, int, int]]:
-    """(segment, first record, count) of the records behind the chunks in ``good``; neighbours merged."""
+    """(segment, first record, count) of the records that store the chunks in ``good``; neighbours are merged."""
     ranges: list[tuple[int, int, int]] = []
     for hit in hits:
         bits = hit.bits & good >> hit.run * run_length

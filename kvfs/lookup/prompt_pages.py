@@ -1,11 +1,11 @@
-"""PromptPages: one prompt, page by page, for engines that keep their own account of what to load and what to save.
+"""PromptPages: one prompt, page by page, for engines that decide themselves what to load and what to save.
 
-``Namespace.match`` and ``plan_save`` decide for their caller. A paged engine decides itself: it asks for each of its
-blocks, joins the answer with what it has, and wants exactly some pages. So::
+``Namespace.match`` and ``plan_save`` decide for their caller. A paged engine asks about each of its blocks, combines
+the answer with what it already has, and wants exactly some of the pages::
 
     pages = ns.prompt(token_ids)
     pages.look()                                          # one walk over the index
-    pages.stored["full"] >> 3 & 1                         # is page 3 there?
+    pages.stored["full"] >> 3 & 1                         # is page 3 stored?
     io.load(pages.select({"full": 2}, end=7), units)      # pages 2 to 6
     io.save(pages.plan({"full": [7, 8]}), units)
 """
@@ -25,11 +25,11 @@ from kvfs.pages.identity import Identity
 from kvfs.pages.layout import PageLayout
 from kvfs.types import ExtraKeys, SavePlan, TokensLike
 
-TOKENS_MAX = 1 << 24  # of one prompt
+TOKENS_MAX = 1 << 24  # of one prompt: bounds what a lookup hashes, 64 MiB
 
 
 def checked_tokens(layout: PageLayout, token_ids: TokensLike, known: int = 0) -> bytes:
-    """Token ids as the chain takes them, behind ``known`` others. ConfigError for what is none, or too many."""
+    """Token ids as bytes for the chain, after ``known`` others. ConfigError for what is not token ids, or too many."""
     if layout.kind == "opaque":
         raise ConfigError("this namespace holds opaque pages: use match_keys and put_keys")
     tokens = chunk_hash.token_bytes(token_ids)
@@ -40,7 +40,7 @@ def checked_tokens(layout: PageLayout, token_ids: TokensLike, known: int = 0) ->
 
 
 def checked_extra(extra: ExtraKeys | None) -> ExtraKeys | None:
-    """ConfigError for anything but a mapping from chunk numbers to bytes."""
+    """``extra``, unchanged. ConfigError unless it is None or a mapping from chunk numbers to bytes."""
     if extra is not None and not isinstance(extra, Mapping):
         raise ConfigError(f"extra is {type(extra).__name__}: pass a mapping from chunk number to bytes")
     for chunk, key in (extra or {}).items():
@@ -52,7 +52,7 @@ def checked_extra(extra: ExtraKeys | None) -> ExtraKeys | None:
 def chain_of(
     context: Context, identity: Identity, token_ids: TokensLike, leave: int = 0, extra: ExtraKeys | None = None
 ) -> Chain:
-    """The chunks of a prompt that leave ``leave`` tokens behind them at least. ConfigError for what is no prompt."""
+    """The chunks of a prompt without its last ``leave`` tokens. ConfigError for what is not a prompt."""
     tokens = checked_tokens(identity.layout, token_ids)
     if type(leave) is not int or leave < 0:
         raise ConfigError(f"leave is {leave!r}: pass the number of tokens to compute, 0 or more")
@@ -61,7 +61,7 @@ def chain_of(
 
 
 def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
-    """Pages under opaque keys, which have no order."""
+    """The pages of opaque keys, which have no order, as a prompt with runs of one chunk."""
     if identity.layout.kind != "opaque":
         raise ConfigError("opaque keys need a namespace with PageLayout.opaque(...)")
     if isinstance(keys, (bytes, str)) or not all(isinstance(k, bytes) and k for k in keys):
@@ -70,7 +70,10 @@ def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
 
 
 class PromptPages:
-    """The full chunks of a prompt. Not thread-safe. Made by ``Namespace.prompt``."""
+    """The full chunks of a prompt. Made by ``Namespace.prompt``; not thread-safe.
+
+    Owns the chunk hashes and what the last ``look`` found; lookups and matches are delegated to ``Matcher``.
+    """
 
     def __init__(
         self, context: Context, matcher: Matcher, identity: Identity, token_ids: TokensLike, extra: ExtraKeys | None
@@ -78,7 +81,7 @@ class PromptPages:
         self._c, self._matcher, self._identity = context, matcher, identity
         self._extra = dict(checked_extra(extra) or {})
         self._hashes: list[bytes] = []
-        self._tail = b""  # tokens behind the last full chunk
+        self._tail = b""  # tokens after the last full chunk
         #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
         self.stored: dict[str, int] = {}
         self.writing: dict[str, int] = {}
@@ -91,7 +94,7 @@ class PromptPages:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were given, those behind the last full chunk included."""
+        """How many tokens were given, including those after the last full chunk."""
         return self.chunks * self._identity.layout.page_tokens + len(self._tail) // chunk_hash.TOKEN_BYTES
 
     @property
@@ -100,7 +103,7 @@ class PromptPages:
         return self._hashes
 
     def extend(self, token_ids: TokensLike) -> None:
-        """Append tokens. What was found by the last ``look`` stays."""
+        """Append tokens. What the last ``look`` found stays."""
         data = self._tail + checked_tokens(self._identity.layout, token_ids, self.tokens)
         size, known = self._identity.layout.page_tokens, self.chunks
         extra = {c - known: key for c, key in self._extra.items() if c >= known}
@@ -109,14 +112,14 @@ class PromptPages:
         self._tail = data[(self.chunks - known) * size * chunk_hash.TOKEN_BYTES :]
 
     def forget(self) -> None:
-        """Take nothing for stored until the next ``look``."""
+        """Treat nothing as stored until the next ``look``."""
         self.stored = {g.name: 0 for g in self._identity.layout.groups}
         self.writing = dict(self.stored)
 
     def look(self, first: int = 0) -> None:
-        """Ask the index what is stored of the chunks from ``first`` on; what was found before them stays.
+        """Ask the index what is stored of the chunks from ``first`` on; what is known of earlier chunks stays.
 
-        An index that cannot answer in time knows of nothing.
+        If the index cannot answer in time, none of these chunks counts as stored.
         """
         below = (1 << first) - 1
         prompt = Prompt(self._identity.digest, self._hashes)
@@ -128,20 +131,20 @@ class PromptPages:
     def select(self, first: Mapping[str, int], end: int) -> PrefixMatch:
         """A match of the chunks before ``end``: of group g the pages from ``first[g]`` on, none if g is not named.
 
-        It holds its segments like every match. Pages that are not stored make its load fail; load it with -1 for
-        the units of earlier pages, which the engine has.
+        It holds its segments like every match. Pages that are not stored make its load fail. The engine has the
+        earlier pages: pass -1 for their units when it is loaded.
         """
         self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
         return self._matcher.select(Prompt(self._identity.digest, self._hashes[:end]), first)
 
     def plan(self, wanted: Mapping[str, Sequence[int]]) -> SavePlan:
-        """A plan to save these chunks, whether or not they are stored."""
+        """A plan to save the chunks ``wanted`` (by group name), whether or not they are stored."""
         self._check(wanted, wanted, self.chunks - 1)
         missing = {name: tuple(sorted(set(chunks))) for name, chunks in wanted.items()}
         return SavePlan(self.chunks, tuple(self._hashes), missing, self._identity.digest)
 
     def note_lookup(self, matched_tokens: int) -> None:
-        """Count this prompt as one lookup: its full chunks, and how many tokens the engine takes from the store."""
+        """Count this prompt as one lookup; ``matched_tokens``: how many of its tokens the engine loads."""
         self._c.counters.add("lookups")
         self._c.counters.add("tokens_queried", self.chunks * self._identity.layout.page_tokens)
         self._c.counters.add("tokens_matched", matched_tokens)

@@ -1,8 +1,12 @@
-"""Walking the index along a prompt: which chunks are there, for which lengths that is enough.
+"""Walking the index along a prompt: which chunks are stored, and which lengths they restore.
 
 Sets of chunks are Python ints: bit i = chunk i. So a hybrid model's restorable lengths are a few shifts and ANDs
 over all lengths at once, and covering a reader's rectangle by the parts that several ranks wrote is an AND over
 elementary rectangles of an OR over parts.
+
+Three walkers: ``walk_forward`` for groups that need all of their pages, ``walk_back`` for windows and snapshots,
+``walk_all`` for all that is stored. Each takes ``read``, which runs a step under the gate and returns its result; a
+step reads about ROWS_PER_HOLD rows and returns whether the walk is finished.
 """
 
 from __future__ import annotations
@@ -18,13 +22,13 @@ from kvfs.lookup.part_cover import useful_parts
 from kvfs.pages.chunk_hash import HASH_BYTES, page_key, page_keys
 from kvfs.pages.layout import Group, Part
 
-#: Rows read in one hold of the gate (notes: no hold beyond about 1 ms).
+#: Rows read in one hold of the gate: about 1 ms, for which all other processes wait.
 ROWS_PER_HOLD = 256
 
 
 @dataclass
 class Hit:
-    """Chunks of one row that are live: ``bits`` relative to chunk ``run * RUN``."""
+    """Live chunks of one row; ``bits`` are relative to the first chunk of ``run``."""
 
     run: int
     part: Part
@@ -34,7 +38,7 @@ class Hit:
     _row: Row | None = field(default=None, repr=False, compare=False)
 
     def row(self) -> Row | None:
-        """The row, parsed once in each process; None if its bytes are damaged."""
+        """The row, parsed once per process; None if its bytes are damaged."""
         if self._row is None:
             self._row = parse_row(self.key, self.value)
         return self._row
@@ -48,7 +52,7 @@ class Found:
     """What the index holds of one group along a prompt."""
 
     present: int = 0  # chunks whose parts cover the wanted rectangle
-    claimed: int = 0  # chunks that somebody is writing
+    claimed: int = 0  # chunks that are being written
     hits: dict[int, list[Hit]] = field(default_factory=dict)  # by run
 
     def add(self, run: int, run_length: int, found: RunFound) -> None:
@@ -78,11 +82,11 @@ class Prompt:
 
     @cached_property
     def joined(self) -> bytes:
-        """The hashes one behind the other."""
+        """The hashes, concatenated."""
         return b"".join(self.hashes)
 
     def key(self, group: Group, part: Part, chunk: int) -> bytes:
-        """Row key: PageKey of the chunk, then the part."""
+        """Row key: page key of the chunk, then the packed part."""
         return page_key(self.digest, group.name, self.hashes[chunk]) + part.pack()
 
     def runs(self) -> int:
@@ -95,7 +99,10 @@ class Prompt:
 
 
 class GroupLookup:
-    """Looks one group of a prompt up for a reader who wants the rectangle ``want``."""
+    """The lookup of one group of a prompt, for a reader of the rectangle ``want``.
+
+    Owns what was found so far. Which runs are read, and when, is up to a walker; the rows come from its session.
+    """
 
     def __init__(self, prompt: Prompt, group: Group, want: Part) -> None:
         self.group = group
@@ -104,36 +111,36 @@ class GroupLookup:
         self.found = Found()
         self.rows_read = 0
         self.generation = ""  # of the index that was read
-        self.segments: dict[int, bytes] = {}  # ids of the segments that hits lie in
-        self.tails: dict[int, int] = {}  # and the end of what is published there
+        self.segments: dict[int, bytes] = {}  # ids of the segments that contain hits, by number
+        self.tails: dict[int, int] = {}  # end of what is published in each of them
         self.gapped: list[int] = []  # runs that were read and lack chunks
         self._useful = useful_parts(want, ())
         self._page_key = page_keys(prompt.digest, group.name)
         self.extend(prompt)
 
     def extend(self, prompt: Prompt) -> None:
-        """Look in ``prompt``, which begins with the last one; what was found stays."""
+        """Continue with ``prompt``, which begins with the previous one; what was found stays."""
         self.prompt = prompt
-        # one block of memory for the index thread: the caller's core has what the hashes are, another one has not
+        # one block of memory for the index thread: the hashes are in the cache of the caller's core, not in its own
         self._hashes = prompt.joined
 
     def use_parts(self, known: tuple[Part, ...]) -> None:
-        """Tell which parts the namespace has; those that help are read, the most useful first."""
+        """Set the parts that the namespace has; those that help are read, the most useful first."""
         self._useful = useful_parts(self.want, known)
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Those that help."""
+        """The parts that help."""
         return self._useful.parts
 
     def read_run(self, session: Session, run: int, *, stop_at_gap: bool) -> RunFound:
-        """Look one run up in all useful parts, until they cover it."""
+        """Look up one run in all useful parts, until they cover it."""
         return self.read_runs(session, run, run + 1, stop_at_gap=stop_at_gap)[1]
 
     def read_runs(self, session: Session, run: int, end: int, *, stop_at_gap: bool) -> tuple[int, RunFound]:
-        """Look up runs from ``run`` to ``end``, or to the first one that one row does not cover; what came of the last.
+        """Look up runs [run, end), up to the first that one row does not cover; (next run, result of the last one).
 
-        That one row has all of a run is the usual case, so there is no bookkeeping in it. Returns the next run, too.
+        Usually one row covers a run, so that case does no bookkeeping.
         """
         found, length, hits, whole = self.found, self.prompt.run_length, list[Hit](), 0
         parts, first_is_enough = self._useful.parts, self._useful.first_is_enough
@@ -154,10 +161,11 @@ class GroupLookup:
             found.hits[number] = hits = [Hit(number, parts[0], key, row.value, whole, row)]
         return end, RunFound(whole, 0, hits, True)
 
-    def next_there(self, session: Session, run: int, end: int, budget: int) -> int:
-        """The next run from ``run`` on whose first chunk has a row, or ``end``; those before it lack all.
+    def next_present(self, session: Session, run: int, end: int, budget: int) -> int:
+        """The next run in [run, end) whose first chunk has a row, else ``end``; those before it lack all chunks.
 
-        Asks for ever more keys in bulk, two of which count as a row; ends early when ``rows_read`` is at ``budget``.
+        Asks for keys in bulks of growing size, two keys counted as a row; ends early when ``rows_read`` reaches
+        ``budget``.
         """
         length, parts, count = self.prompt.run_length, self._useful.packed, 4
         if not parts:
@@ -176,12 +184,12 @@ class GroupLookup:
         return run
 
     def has_some(self, run: int) -> bool:
-        """Whether anything of a run has been found, or is being written."""
+        """Whether any chunk of a run has been found, or is being written."""
         first, count = self.prompt.run(run)
         return bool(self.found.hits.get(run) or self.found.claimed >> first & (1 << count) - 1)
 
     def keys_within(self, run: int) -> list[bytes]:
-        """Keys of the rows that chunks of a run may have of their own, other than its first one."""
+        """Keys of the rows that chunks of a run, other than its first one, may have of their own."""
         first, count = self.prompt.run(run)
         pages = map(self._page_key, self.prompt.hashes[first + 1 : first + count])
         return [page + part for page in pages for part in self._useful.packed]
@@ -192,7 +200,7 @@ class GroupLookup:
         return key, session.row(key)
 
     def _is_whole(self, session: Session, row: Row, wanted: bytes, count: int) -> bool:
-        """Whether a row has all chunks of a run, which are ``count``, and all of them are live."""
+        """Whether a row has all ``count`` chunks of a run, all of them live."""
         if row.matches(wanted, count) != (1 << count) - 1:
             return False
         for e in row.extents:
@@ -200,17 +208,17 @@ class GroupLookup:
                 segment_id = session.live_in(e)
                 if segment_id is None:
                     return False
-                self._lies_in(session, e.segment, segment_id)
+                self._note_segment(session, e.segment, segment_id)
         return True
 
-    def _lies_in(self, session: Session, segment: int, segment_id: bytes) -> None:
+    def _note_segment(self, session: Session, segment: int, segment_id: bytes) -> None:
         self.tails[segment] = session.tails[segment]
-        self.segments[segment] = segment_id  # last: whoever finds this one finds the other, too
+        self.segments[segment] = segment_id  # last: a thread that finds the id finds the tail as well
 
     def _read_parts(
         self, session: Session, run: int, wanted: bytes, whole: int, stop_at_gap: bool, head: _Read | None
     ) -> RunFound:
-        """``head``: the row of the run's first chunk in the first part."""
+        """``head``: the row of the run's first chunk in the first part, if it was read."""
         live: list[int] = []
         claimed, covered = 0, 0
         hits: list[Hit] = []
@@ -228,7 +236,7 @@ class GroupLookup:
     def _read_rows(
         self, session: Session, part: int, run: int, wanted: bytes, stop_at_gap: bool, head: _Read | None
     ) -> tuple[int, int, list[Hit]]:
-        """Live and claimed chunks of one part (its number) in the rows of a run; follows forks."""
+        """Live and claimed chunks of part number ``part`` in the rows of a run; follows forks."""
         first, count = self.prompt.run(run)
         live = claimed = seen = 0
         hits = []
@@ -240,7 +248,7 @@ class GroupLookup:
             head = None
             if row is not None:
                 matched = row.matches(wanted, count)
-                new_live, new_claimed = self._judge(session, row, matched & ~live)
+                new_live, new_claimed = self._live_and_claimed(session, row, matched & ~live)
                 if new_live:
                     hits.append(Hit(run, self.parts[part], key, row.value, new_live, row))
                 live |= new_live
@@ -250,7 +258,7 @@ class GroupLookup:
                 break
         return live, claimed, hits
 
-    def _judge(self, session: Session, row: Row, matched: int) -> tuple[int, int]:
+    def _live_and_claimed(self, session: Session, row: Row, matched: int) -> tuple[int, int]:
         live = claimed = 0
         for e in row.extents:
             bits = ((1 << e.chunks) - 1 << e.first) & matched
@@ -259,13 +267,13 @@ class GroupLookup:
             segment_id = session.live_in(e)
             if segment_id is not None:
                 live |= bits
-                self._lies_in(session, e.segment, segment_id)
+                self._note_segment(session, e.segment, segment_id)
             elif e.flags & CLAIM and session.claim_holds(e):
                 claimed |= bits
         return live, claimed
 
     def _cover(self, live: Sequence[int], whole: int) -> int:
-        """Chunks whose every elementary rectangle lies in some live part."""
+        """Chunks whose every elementary rectangle is in some live part."""
         if self._useful.first_is_enough and live[0] == whole:
             return whole
         covered = whole
@@ -298,11 +306,7 @@ def valid_lengths(present: int, chunks: int | None, lengths: int) -> int:
 
 
 def search(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
-    """Longest restorable length in chunks, at most ``lengths``; fills ``found`` of each lookup on the way.
-
-    ``read(function)`` runs ``function(session) -> bool`` under the gate; it is called until the function says
-    that nothing is left to do, ROWS_PER_HOLD rows at a time.
-    """
+    """Longest restorable length in chunks, at most ``lengths``; fills ``found`` of each lookup."""
     full = [x for x in lookups if x.group.need.kind == "all"]
     best = lengths
     for lookup in full:
@@ -313,11 +317,11 @@ def search(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read:
 
 
 def walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool], begin: int = 0) -> int:
-    """Leading chunks, at most ``lengths``, of a group that needs all; the first ``begin`` are known to be there."""
+    """Leading chunks, at most ``lengths``, of a group that needs all; the first ``begin`` are known to be stored."""
     run_length = lookup.prompt.run_length
     runs = -(-lengths // run_length)
     position = begin // run_length
-    lookup.found.present &= (1 << position * run_length) - 1  # what is read again may be gone
+    lookup.found.present &= (1 << position * run_length) - 1  # what is read again may have been dropped
 
     def step(session: Session) -> bool:
         nonlocal position
@@ -335,7 +339,10 @@ def walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool], b
 
 
 def walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, read: Callable[..., bool]) -> int:
-    """Windows and snapshots: only what lies just before a candidate length is read, longest candidate first."""
+    """Longest length, at most ``lengths``, of windows and snapshots.
+
+    Only the chunks just before a candidate length are read, the longest candidate first.
+    """
     if not lookups or not lengths:
         return lengths
     run_length = lookups[0].prompt.run_length
@@ -352,7 +359,7 @@ def walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, re
             valid = (1 << lengths + 1) - 1
             for lookup, chunks in zip(lookups, needs, strict=True):
                 valid &= valid_lengths(lookup.found.present, chunks, lengths)
-            # lengths whose windows reach below this run are not decided yet, but all of them are shorter
+            # lengths whose windows begin before this run are not decided yet, but all of them are shorter
             decided = valid >> run * run_length + max(needs) << run * run_length + max(needs)
             if decided or run == 0:
                 best = (decided or valid).bit_length() - 1
@@ -363,3 +370,30 @@ def walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, re
     while not read(step):
         pass
     return best
+
+
+def walk_all(
+    lookup: GroupLookup, first: int, end: int, read: Callable[[Callable[[Session], bool]], bool], *, to_first_gap: bool
+) -> None:
+    """What is stored or being written of chunks [first, end), except behind gaps: ``lookup.gapped`` lists these runs.
+
+    ``to_first_gap``: ends with the run of the first chunk that is neither.
+    """
+    run, last = first // lookup.prompt.run_length, -(-end // lookup.prompt.run_length)
+
+    def step(session: Session) -> bool:
+        nonlocal run
+        budget = lookup.rows_read + ROWS_PER_HOLD
+        while run < last and lookup.rows_read < budget:
+            stop = min(last, run + budget - lookup.rows_read)
+            run, found = lookup.read_runs(session, run, stop, stop_at_gap=not to_first_gap)
+            begin, count = lookup.prompt.run(run - 1)
+            wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
+            if to_first_gap and wanted & ~(found.covered | found.claimed):
+                return True
+            if not found.hits and not found.claimed:  # most likely nothing follows
+                run = lookup.next_present(session, run, last, budget)
+        return run >= last
+
+    while run < last and not read(step):
+        pass

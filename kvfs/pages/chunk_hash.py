@@ -1,13 +1,12 @@
-"""Chunk hashes and checksums: the only place that decides how bytes are named and checked.
+"""Chunk hashes and page keys: the only place that decides how pages are named.
 
 Chain (engine-independent; equal hash = equal whole prefix)::
 
     h[-1] = SHA-256("kvfs chain 1\\n" + tenant salt)
     h[i]  = SHA-256(h[i-1] + tokens of chunk i as u32 little endian [+ extra key of chunk i])
 
-PageKey = BLAKE2b-256(namespace digest, group name, h[i]). Checksums: XXH3-64 per leaf, XXH3-128 over the leaf
-table as the root of a part. XXH3 guards against faults, not against people: names of content are SHA-256 and
-BLAKE2b only.
+PageKey = BLAKE2b-256(namespace digest, group name, h[i]). Content is named by SHA-256 and BLAKE2b only: the checksums
+of ``kvfs.format.checksums`` (XXH3) detect faults, but not attacks.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ TOKEN_BYTES = 4
 
 
 def tenant_seed(salt: str) -> bytes:
-    """First parent of a chain. Without the salt nobody can compute, so nobody can probe, a tenant's keys."""
+    """First parent of a chain. Without the salt, a tenant's keys cannot be computed, and so cannot be probed."""
     return hashlib.sha256(b"kvfs chain 1\n" + salt.encode("utf-8")).digest()
 
 
 def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None) -> list[bytes]:
-    """Hashes of the full chunks of ``tokens`` (u32 little endian); a tail shorter than a chunk is left out."""
+    """32-byte hashes of the full chunks of ``tokens`` (u32 little endian); a tail shorter than a chunk is ignored.
+
+    ``extra``: chunk number -> bytes that also enter its hash.
+    """
     step = page_tokens * TOKEN_BYTES
     sha, parent = hashlib.sha256, seed
     hashes: list[bytes] = []
@@ -57,7 +59,7 @@ def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:
     begun = hashlib.blake2b(_page_prefix(namespace_digest, group), digest_size=32).copy
 
     def key(chunk_hash: bytes) -> bytes:
-        whole = begun()  # half the time of a new one
+        whole = begun()  # a copy takes half the time of a new hash
         whole.update(chunk_hash)
         return whole.digest()
 
@@ -65,7 +67,7 @@ def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:
 
 
 def page_key(namespace_digest: bytes, group: str, chunk_hash: bytes) -> bytes:
-    """One key of ``page_keys``."""
+    """PageKey of one chunk hash, as ``page_keys`` makes it."""
     return hashlib.blake2b(_page_prefix(namespace_digest, group) + chunk_hash, digest_size=32).digest()
 
 
@@ -77,8 +79,8 @@ def _page_prefix(namespace_digest: bytes, group: str) -> bytes:
 def token_bytes(token_ids: TokensLike) -> bytes:
     """Token ids as u32 little endian bytes.
 
-    Accepts int sequences, 1-D integer buffers, numpy arrays and CPU torch tensors; the latter three without
-    making Python objects of the ids. Raises ConfigError for text, floats, negative or too large ids.
+    Accepts int sequences, 1-D integer buffers, numpy arrays and torch tensors; the last three without making Python
+    objects of the ids. Raises ConfigError for text, floats, negative ids, and ids of 2**32 or more.
     """
     if isinstance(token_ids, (str, bytes, bytearray)):
         raise ConfigError(
@@ -102,7 +104,7 @@ def token_bytes(token_ids: TokensLike) -> bytes:
 
 
 def _from_tensor(tensor: Any) -> Any:
-    """The ids of a torch tensor as a buffer, or as a list where numpy is not there or lacks the dtype."""
+    """The ids of a torch tensor as a buffer, or as a list if numpy is not imported or lacks the dtype."""
     tensor = tensor.detach().cpu()
     if "numpy" in sys.modules:
         try:
@@ -117,7 +119,7 @@ def _from_sequence(token_ids: Any) -> bytes:
         ids = array("I", token_ids)
     except (TypeError, OverflowError, ValueError) as exc:
         raise ConfigError(
-            f"token_ids holds something that is no integer in [0, 2**32): {exc}; pass a flat sequence of token ids"
+            f"token_ids holds something that is not an integer in [0, 2**32): {exc}; pass a flat sequence of token ids"
         ) from None
     if sys.byteorder == "big":
         ids.byteswap()
@@ -129,7 +131,7 @@ def _from_words(raw: bytes, signed: bool, size: int) -> bytes:
     if size == 8:
         words = memoryview(raw).cast("I")
         if words[1::2].tobytes() != bytes(len(raw) // 2):
-            raise ConfigError("token_ids holds a value outside [0, 2**32): negative or too large ids are no tokens")
+            raise ConfigError("token_ids holds a value outside [0, 2**32): pass token ids of your tokenizer")
         return words[0::2].tobytes()
     if signed and raw and min(memoryview(raw).cast("i")) < 0:
         raise ConfigError(f"token_ids holds {min(memoryview(raw).cast('i'))}: ids must not be negative")

@@ -1,7 +1,7 @@
-"""The chains of the last prompts, so that a prompt that comes again, or grows, is not hashed again.
+"""The chunk hashes of recent prompts, so that a prompt that is repeated, or grows, is not hashed again.
 
-A request is hashed when it is looked up, and once more when what was computed for it is saved; the next turn of a
-conversation begins with all of the last one. Comparing tokens takes a fiftieth of the time.
+A request is hashed when it is looked up, and again when its new pages are saved; the next turn of a conversation
+begins with all of the previous one. Comparing tokens takes a fiftieth of the time of hashing them.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from typing import NamedTuple
 from kvfs.pages.chunk_hash import TOKEN_BYTES, chain
 from kvfs.types import ExtraKeys
 
-PROMPTS = 128  # of all namespaces together: looking through them takes 20 microseconds
-BYTES_MAX = 16 << 20  # of their tokens and hashes
-HASH_COST = 80  # of a bytes object with a hash, and its place in a list
+PROMPTS = 128  # in all namespaces together: searching them takes 20 us
+BYTES_MAX = 16 << 20  # memory of their tokens and hashes
+HASH_COST = 80  # bytes of an object with one hash, and of its place in a list
 
 
 class _KnownPrompt(NamedTuple):
     seed: bytes
     step: int
-    tokens: bytes  # whole chunks, as the chain takes them
+    tokens: bytes  # u32 little endian, whole chunks
     hashes: list[bytes]
 
 
 class ChunkHashCache:
-    """The last chains of an open store, without extra keys. Thread-safe: what is remembered is replaced as a whole."""
+    """The recent prompts of an open store, without extra keys, and their hashes.
+
+    Thread-safe: the tuple of prompts is replaced as a whole. Searched and filled by ``Chain``.
+    """
 
     def __init__(self) -> None:
-        self._known: tuple[_KnownPrompt, ...] = ()  # the last one first
+        self._known: tuple[_KnownPrompt, ...] = ()  # the most recent one first
 
     def _longest(self, tokens: bytes, step: int, seed: bytes) -> tuple[_KnownPrompt, int]:
-        """What begins as these do for longest, and for how many bytes; whole chunks of ``step`` bytes."""
+        """The prompt that shares the longest prefix with ``tokens``, and its bytes; whole chunks of ``step`` bytes."""
         best, common = _KnownPrompt(seed, step, b"", []), 0
         for one in self._known:
             same = _common(one.tokens, tokens, step, common, len(tokens)) if one[:2] == (seed, step) else 0
@@ -39,15 +42,15 @@ class ChunkHashCache:
         return best, common
 
     def forget(self) -> None:
-        """For whoever measures what it is to hash a prompt."""
+        """Forget all prompts, for benchmarks of hashing."""
         self._known = ()
 
-    def _remember(self, new: _KnownPrompt, instead_of: _KnownPrompt | None) -> None:
-        """``instead_of``: what it begins with, or is."""
+    def _remember(self, new: _KnownPrompt, replaced: _KnownPrompt | None) -> None:
+        """Add ``new`` as the most recent prompt; ``replaced``: the one that it begins with, or equals."""
         if _cost(new) > BYTES_MAX:
             return
         kept, room = list[_KnownPrompt](), BYTES_MAX
-        for one in (new, *(one for one in self._known if one is not instead_of)):
+        for one in (new, *(one for one in self._known if one is not replaced)):
             room -= _cost(one)
             if room < 0 or len(kept) == PROMPTS:
                 break
@@ -56,13 +59,16 @@ class ChunkHashCache:
 
 
 class Chain:
-    """The chunk hashes of one prompt, as far as they were asked for. Of one thread."""
+    """The chunk hashes of one prompt, computed on demand. Used by one thread.
+
+    Owns ``hashes``, the leading chunks so far. Starts from what ``known`` has of the prompt, and adds to it.
+    """
 
     def __init__(
         self, known: ChunkHashCache, tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None
     ) -> None:
         self._chains, self._page_tokens, self._seed = known, page_tokens, seed
-        self._extra = dict(extra or {})  # the caller may change his before it is used
+        self._extra = dict(extra or {})  # a copy: the caller may change the original before it is used
         self._step = page_tokens * TOKEN_BYTES
         self.chunks = len(tokens) // self._step  # of the whole prompt
         self._tokens = tokens[: self.chunks * self._step]
@@ -72,7 +78,7 @@ class Chain:
         self.hashes = self._begins_with.hashes[: self._common // self._step]
 
     def grow(self, chunks: int) -> None:
-        """Hash the first ``chunks`` chunks at least."""
+        """Compute ``hashes`` of the first ``chunks`` chunks."""
         have = len(self.hashes)
         if chunks > have:
             extra = {c - have: key for c, key in self._extra.items() if c >= have}
@@ -80,13 +86,13 @@ class Chain:
             self.hashes += chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
 
     def all(self) -> list[bytes]:
-        """Hash the rest and remember it; all hashes, as a list of the caller's own."""
+        """Hash the rest and remember it; all hashes, in a list that the caller may change."""
         self.grow(self.chunks)
         self.remember()
         return self.hashes
 
     def remember(self) -> None:
-        """What was hashed, for prompts that begin with it."""
+        """Keep what was hashed for prompts that begin with it."""
         end, begun = len(self.hashes) * self._step, self._begins_with
         if self._extra or not end:
             return
@@ -102,13 +108,13 @@ def _cost(one: _KnownPrompt) -> int:
 
 
 def _common(known: bytes, tokens: bytes, step: int, common: int, end: int) -> int:
-    """Bytes of the chunks that both begin with, if they are more than ``common``, else 0; at most ``end``."""
+    """Bytes of the whole chunks that both begin with, if more than ``common``, else 0; at most ``end``."""
     low, high = common + step, min(len(known), end)
     if high < low or known[common:low] != tokens[common:low] or known[:common] != tokens[:common]:
         return 0
     if known[low:high] == tokens[low:high]:
         return high
-    while high - low > step:  # the first difference lies between them
+    while high - low > step:  # the first difference is between them
         middle = low + (high - low) // (2 * step) * step
         if known[low:middle] == tokens[low:middle]:
             low = middle

@@ -11,7 +11,7 @@ def span(first: int, count: int) -> int:
 
 
 def bits_of(chunks: Sequence[int]) -> int:
-    """The set of ``chunks``, which ascend."""
+    """The set of ``chunks``, which are ascending."""
     if chunks and chunks[-1] - chunks[0] + 1 == len(chunks):
         return span(chunks[0], len(chunks))
     return sum(1 << chunk for chunk in chunks)

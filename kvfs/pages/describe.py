@@ -1,11 +1,11 @@
-"""Descriptors from tensors: the order of the dimensions is a text, so that a new engine needs no code.
+"""Descriptors from tensors: the order of the dimensions is a string, so that a new engine needs no code.
 
-A text names each dimension of a tensor: ``layer``; ``block`` (units of several tokens) or ``slot`` (one token or
+The string names each dimension of a tensor: ``layer``; ``block`` (units of several tokens) or ``slot`` (one token or
 state each); ``batch``; ``kv`` (size 2: K, then V); ``token``; ``head`` or ``2*head`` (the heads of K, then those
-of V); ``dim`` or ``2*dim`` (K then V in one run), which must be contiguous. Examples::
+of V); ``dim`` or ``2*dim`` (K and V, adjacent), which must be contiguous. Examples::
 
     "block,kv,token,head,dim"    vLLM, a tensor per layer          "block,head,token,2*dim"   vLLM on a CPU
-    "layer,block,kv,head,token,dim" ... any order of these         "slot,head,dim"            SGLang, K and V apart
+    "layer,block,kv,head,token,dim" ... any order of these         "slot,head,dim"            SGLang, separate K and V
     "layer,slot,2*head,dim"      LightLLM                          "batch,head,token,dim"     transformers
     "block,token,dim"            MLA                               "slot,dim"                 recurrent states
 """
@@ -35,7 +35,7 @@ class _Array(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A piece of every cell of some layers: addresses of (unit 0, token 0, head 0), and how to go on."""
+    """A contiguous piece of each cell of some layers. ``bases``: address for (unit 0, token 0, head 0) per layer."""
 
     bases: list[int]
     arrays: list[_Array]
@@ -49,11 +49,11 @@ def describe(
 ) -> DeviceKV:  # fmt: skip
     """Describe the tensors in which an engine keeps ``group``; they are kept alive, never copied.
 
-    ``tensors``: one tensor if ``order`` names ``layer``, else a sequence of one per layer; where K, V or scales
-    live apart, tuples of tensors in the order of the cell, each with its own ``order`` or all with the same.
+    ``tensors``: one tensor if ``order`` names ``layer``, else a sequence with one per layer; where K, V or scales
+    are in separate tensors, tuples of tensors in the order of the cell, each with its own ``order`` or all with one.
     ``layers``: their MODEL layer ids (default: all of the group). ``first_head``: model head slot of head 0.
-    ``row``: which entry of dimension ``batch``. ``memory``: "pinned" where the engine has locked the pages.
-    ConfigError for anything that the descriptor cannot say.
+    ``replica``: (index, count) of ranks that hold the same bytes. ``row``: which entry of dimension ``batch``.
+    ``memory``: "pinned" where the engine has locked the pages. ConfigError for what a descriptor cannot express.
     """
     ids = group.layers if layers is None else tuple(layers)
     orders = [_parse(text) for text in ([order] if isinstance(order, str) else order)]
@@ -95,15 +95,16 @@ def _columns(tensors: Any, one: bool, count: int) -> list[list[Any]]:
 
 
 def _check_dtype(tensor: Any, group: Group) -> None:
-    """Floats of torch are those that the cell says: others, as wide, would be taken for them. (numpy has no bf16.)
+    """ConfigError for torch floats other than the cell's: of the same width they would be mistaken for each other.
 
-    What is quantised has scales beside it, of whatever dtype that is no float of 8 bits.
+    numpy has no bf16, so its dtypes are not checked. Next to quantised numbers there are scales, of any dtype other
+    than floats of 8 bits.
     """
     wanted, dtype = group.cell.encoding.partition(" ")[0], str(getattr(tensor, "dtype", ""))
     narrow = dtype.startswith("torch.float8") and group.cell.element_bytes > 0
     found = dtype.removeprefix("torch.") if narrow else _FLOATS.get(dtype, wanted)
     if found != wanted and (narrow or wanted in _FLOATS.values()):
-        raise ConfigError(f"a tensor holds {found}, the cells of group {group.name} {wanted}: pass KV of the layout")
+        raise ConfigError(f"a tensor holds {found}, the cells of group {group.name} {wanted}: pass KV of that dtype")
 
 
 def _array(tensor: Any, names: tuple[str, ...]) -> _Array:
@@ -154,7 +155,7 @@ def _pieces(arrays: list[_Array], row: int, layers: int) -> Iterator[_Piece]:
     """The contiguous pieces of a cell that one column of tensors holds, in the order of the cell."""
     first = arrays[0]
     if any((a.size, a.stride, a.memory) != (first.size, first.stride, first.memory) for a in arrays):
-        raise ConfigError("the tensors of the layers differ in shape, strides or device: describe them apart")
+        raise ConfigError("the tensors of the layers differ in shape, strides or device: describe them separately")
     size, stride = first.size, first.stride
     if "layer" in size and size["layer"] != layers:
         raise ConfigError(f"dimension 'layer' has {size['layer']} entries for {layers} layers: pass layers=")
@@ -163,7 +164,7 @@ def _pieces(arrays: list[_Array], row: int, layers: int) -> Iterator[_Piece]:
     if "kv" in size and size["kv"] != 2:
         raise ConfigError(f"dimension 'kv' has {size['kv']} entries: it holds K and V, 2")
     if size.get("2*head", 2) % 2 or size.get("2*dim", 2) % 2:
-        raise ConfigError("a doubled dimension has an odd size: it holds K and V, one behind the other")
+        raise ConfigError("a doubled dimension has an odd size: it holds K, then V, of the same size")
     starts = [a.address + row * stride.get("batch", 0) for a in arrays]
     if "layer" in size:
         starts = [starts[0] + i * stride["layer"] for i in range(layers)]
@@ -184,7 +185,7 @@ def _buffer(
     array = piece.arrays[0]
     if memory not in (None, array.memory) and (memory, array.memory) != ("pinned", "host"):
         raise ConfigError(
-            f"memory is {memory!r}, a tensor lies in {array.memory}: leave it out, or pass 'pinned' of host"
+            f"memory is {memory!r}, a tensor is in {array.memory}: leave it out, or pass 'pinned' for host tensors"
         )
     size, stride = array.size, array.stride
     unit = next((name for name in ("block", "slot") if name in size), "token")

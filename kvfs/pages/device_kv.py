@@ -2,8 +2,8 @@
 
     address(layer i, unit u, token t, head h) = bases[i] + u * stride[0] + t * stride[1] + h * stride[2]
 
-is where ``cell[1]`` bytes lie, from byte ``cell[0]`` of the cell on. K and V that live apart are two buffers of
-one :class:`DeviceKV`. ``kvfs.pages.describe`` makes them from tensors. Nothing here reads or writes memory;
+is where ``cell[1]`` bytes are stored, from byte ``cell[0]`` of the cell on. Separate K and V are two buffers of one
+:class:`DeviceKV`. ``kvfs.pages.describe`` makes them from tensors. Nothing here reads or writes memory;
 ``kvfs.pages.host_copy`` does, and only after ``check``.
 """
 
@@ -23,18 +23,18 @@ _MEMORY = re.compile(r"host|pinned|cuda:\d+")
 
 @dataclass(frozen=True, slots=True)
 class KVBuffer:
-    """Where a piece of each cell lies. Addresses and strides in bytes; strides may be negative."""
+    """Where a piece of each cell is stored. Addresses and strides in bytes; strides may be negative."""
 
     memory: str  # "host", "pinned" or "cuda:n"
     bases: tuple[int, ...]  # address of (unit 0, token 0, first head) per layer
-    extents: tuple[tuple[int, int], ...]  # (start, bytes) of the allocation round each base
+    extents: tuple[tuple[int, int], ...]  # (start, bytes) of the allocation that contains each base
     layers: tuple[int, ...]  # MODEL layer ids, in the order of ``bases``
     heads: tuple[int, int]  # first model head slot, how many
-    replica: tuple[int, int]  # (index, count) of ranks that hold the same bytes; one of them writes
+    replica: tuple[int, int]  # (index, count) of ranks that hold the same bytes; one of them saves each page
     unit_tokens: int  # tokens of a unit: 1 = token slots, B = blocks, 0 = one state per unit
     units: int
     stride: tuple[int, int, int]  # per unit, token, head
-    cell: tuple[int, int]  # offset in the cell, bytes that lie contiguously
+    cell: tuple[int, int]  # offset in the cell, contiguous bytes
     owner: object = field(default=None, compare=False, repr=False)  # keeps the allocations alive
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class KVBuffer:
 
 
 class _Rectangle(NamedTuple):
-    """What a buffer holds of one layer's cells: half-open ranges of heads and of bytes."""
+    """The share of a buffer in one layer's cells: half-open ranges of heads and of bytes."""
 
     head: int
     head_end: int
@@ -84,7 +84,7 @@ class DeviceKV:
 
     @property
     def memory(self) -> str:
-        """Where it lies: "host", "pinned" or "cuda:n"."""
+        """The memory of all buffers: "host", "pinned" or "cuda:n"."""
         return self.buffers[0].memory
 
     @property
@@ -96,25 +96,25 @@ class DeviceKV:
         return self.buffers[0].units
 
     def part(self, group: Group) -> Part:
-        """The rectangle that this rank holds. ConfigError if it is none of ``group``."""
+        """The rectangle that this rank holds. ConfigError if it is not one of ``group``."""
         positions = sorted({_position(group, layer) for buffer in self.buffers for layer in buffer.layers})
         head = min(buffer.heads[0] for buffer in self.buffers)
         heads = max(sum(buffer.heads) for buffer in self.buffers) - head
         if positions != list(range(positions[0], positions[0] + len(positions))):
             raise ConfigError(
-                f"layers at {positions} of group {group.name} are no run: pass neighbours, or attach each run apart"
+                f"layers at {positions} of group {group.name} are not contiguous: attach each contiguous run separately"
             )
         part = Part(head, heads, positions[0], len(positions))
-        group.leaves(part)  # refuses what reaches outside
+        group.leaves(part)  # ConfigError for a part outside the group
         return part
 
     def writes(self, chunk: int) -> bool:
-        """Whether this rank, of those that hold the same bytes, is the one to write page ``chunk``."""
+        """Whether this rank is the one to save page ``chunk``, among those that hold the same bytes."""
         index, count = self.buffers[0].replica
         return chunk % count == index
 
     def written(self, chunks: Sequence[int]) -> list[int]:
-        """Those of ``chunks`` that this rank writes."""
+        """Those of ``chunks`` that this rank saves."""
         alone = self.buffers[0].replica[1] == 1
         return list(chunks) if alone else [chunk for chunk in chunks if self.writes(chunk)]
 
@@ -134,7 +134,7 @@ class DeviceKV:
             first = self.buffers[0]
             if buffer.memory != first.memory:
                 raise ConfigError(
-                    f"group {group.name}: buffers lie in {first.memory} and {buffer.memory}; attach one device"
+                    f"group {group.name}: buffers are in {first.memory} and {buffer.memory}; attach one device"
                 )
             same = (buffer.unit_tokens, buffer.units, buffer.replica) == (first.unit_tokens, first.units, first.replica)
             if not same:
@@ -152,7 +152,7 @@ def _position(group: Group, layer: int) -> int:
         return group.layers.index(layer)
     except ValueError:
         raise ConfigError(
-            f"layer {layer} is not of group {group.name}: pass model layer ids out of {group.layers}"
+            f"layer {layer} is not in group {group.name}: pass model layer ids out of {group.layers}"
         ) from None
 
 
@@ -170,12 +170,12 @@ def _check_buffer(buffer: KVBuffer, group: Group) -> None:
     if buffer.units < 1:
         raise ConfigError(f"units {where} is {buffer.units}: pass how many units the buffer has, 1 or more")
     if len(set(buffer.layers)) < len(buffer.layers) or len(set(buffer.bases)) < len(buffer.bases):
-        raise ConfigError(f"a layer or a base address {where} comes twice: pass each layer once, at its own address")
+        raise ConfigError(f"a layer or a base address {where} is given twice: pass each layer once, at its own address")
     _check_extents(buffer, where)
 
 
 def _check_extents(buffer: KVBuffer, where: str) -> None:
-    """Every address stays inside its allocation, and no two cells share a byte."""
+    """ConfigError unless every address is inside its allocation, and no two cells share a byte."""
     counts = (buffer.units, buffer.states, buffer.heads[1])
     steps = [s * (n - 1) for s, n in zip(buffer.stride, counts, strict=True)]
     low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + buffer.cell[1]
@@ -208,13 +208,16 @@ def _check_units(unit_tokens: int, group: Group, page_tokens: int) -> None:
 
 
 def _check_tiling(device: DeviceKV, group: Group, part: Part) -> None:
-    """The pieces of all buffers tile the cells of ``part``: in each layer no overlap, and the areas add up."""
+    """ConfigError unless the pieces of all buffers tile the cells of ``part``.
+
+    They do if no two overlap in any layer, and their areas add up.
+    """
     for layer in group.layers[part.layer : part.layer + part.layers]:
         pieces = list(_rectangles(device, layer))
         for i, one in enumerate(pieces):
             if any(one.overlaps(other) for other in pieces[:i]):
                 raise ConfigError(
-                    f"layer {layer} of group {group.name}: bytes [{one.byte}, {one.byte_end}) of the cell lie in two "
+                    f"layer {layer} of group {group.name}: bytes [{one.byte}, {one.byte_end}) of the cell are in two "
                     "buffers; pass each byte of a cell once"
                 )
         area = sum((p.head_end - p.head) * (p.byte_end - p.byte) for p in pieces)

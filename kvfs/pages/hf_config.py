@@ -4,7 +4,7 @@ Never guesses: an absent field gets the default of the model's class in transfor
 understood raises UnsupportedModelError with field, reason and remedy. ``sliding_window = w`` lets a token
 attend to itself and the w-1 before it; the need is ``window(w)``, one more than a restore must have: safe.
 
-The layout says what paged engines keep, and transformers: of MLA the latents. Early releases of transformers 5
+For MLA the layout describes the latents, which paged engines and transformers keep. Early releases of transformers 5
 kept them expanded to full heads: ``PageLayout.kv(kv_heads=num_attention_heads, head_dim=qk_nope_head_dim +
 qk_rope_head_dim, v_head_dim=...)`` describes such a cache.
 """
@@ -23,8 +23,8 @@ from kvfs.errors import ConfigError, UnsupportedModelError
 if TYPE_CHECKING:
     from kvfs.pages.layout import Group, PageLayout
 
-LAYERS_MAX = 4096
-CONFIG_BYTES_MAX = 4 << 20
+LAYERS_MAX = 4096  # as in a layout; checked before a list of that length is made
+CONFIG_BYTES_MAX = 4 << 20  # of a config.json, which is untrusted: published ones have some KiB
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -69,7 +69,7 @@ _FAMILIES = {
     "deepseek_v3": _Family("none", _MLA, typed=False),
 }
 _WRAPPERS = {"gemma3": "gemma3_text"}
-#: Fields that cannot change KV, or that stand elsewhere in an identity.
+#: Fields that cannot change KV, or that are elsewhere in an identity.
 _NEUTRAL = frozenset(
     {
         *("_name_or_path", "transformers_version", "architectures", "problem_type", "id2label", "label2id"),
@@ -80,15 +80,15 @@ _NEUTRAL = frozenset(
 _OPAQUE = "use PageLayout.of([...]) or PageLayout.opaque(...) if you know what the engine stores"
 _CORRECT = "correct the config"
 _CAUSAL = "the KV of a token depends on later tokens, so it cannot be reused for another continuation"
-#: field (true if set) -> why it rules reuse out
+#: field -> why a config where it is set (truthy) rules out reuse
 _REFUSED = {
-    "is_encoder_decoder": "cross attention is no function of the decoder's tokens",
-    "add_cross_attention": "cross attention is no function of the decoder's tokens",
+    "is_encoder_decoder": "cross attention is not a function of the decoder's tokens",
+    "add_cross_attention": "cross attention is not a function of the decoder's tokens",
     "use_bidirectional_attention": _CAUSAL,
     "prefix_lm": _CAUSAL,
     "num_kv_shared_layers": "layers borrow the KV of others",
     "per_layer_config": "layers differ in shape",
-    "attention_chunk_size": "chunked attention is no sliding window",
+    "attention_chunk_size": "chunked attention is not a sliding window",
     "index_topk": "the indexer of sparse attention keeps a cache of its own",
     "linear_num_value_heads": "linear attention keeps a state, not KV per token",
     "mamba_d_state": "state-space layers keep a state, not KV per token",
@@ -107,8 +107,8 @@ def layout_from_config(
 ) -> PageLayout:
     """What ``PageLayout.from_hf_config`` does; ``build`` is PageLayout, which imports this module.
 
-    UnsupportedModelError where KV is no function of the prefix or the cache is not understood; ConfigError
-    for values that make no sense.
+    UnsupportedModelError where KV is not a function of the prefix or the cache is not understood; ConfigError
+    for invalid values.
     """
     model, cfg, family = _open(config)
     _identity(cfg, model, family)
@@ -147,7 +147,7 @@ def layout_from_config(
 
 
 def rope_identity(config: Any) -> dict[str, Any]:
-    """The effective RoPE parameters as canonical JSON-able data, to go into a namespace's identity.
+    """The effective RoPE parameters as canonical JSON-able data, part of a namespace's identity.
 
     Keys: "all", or "full" and "window" where these rotate differently (Gemma 3). The spellings of
     transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``) give equal results.
@@ -158,20 +158,20 @@ def rope_identity(config: Any) -> dict[str, Any]:
 
 
 def config_digest(config: Any, neutral: Set[str] = frozenset()) -> str:
-    """32 hex digits over all fields of a config object that may change KV; ``neutral``: more that cannot."""
+    """32 hex digits over all fields of a config object that may change KV; ``neutral``: more fields that cannot."""
     fields = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and key not in neutral}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _open(config: Any) -> tuple[str, dict[str, Any], _Family]:
-    """(model type, fields of the text model with absent ones filled in, family); refuses by single fields."""
+    """(model type, fields of the text model with absent ones filled in, family); refuses by individual fields."""
     outer = _read(config)
     model, cfg = outer.get("model_type"), outer
     if isinstance(model, str) and model in _WRAPPERS:
         text = outer.get("text_config")
         if not isinstance(text, Mapping):
-            raise ConfigError(f"text_config is {type(text).__name__}: {model} needs an object there")
+            raise ConfigError(f"text_config is {type(text).__name__}: for {model} it must be an object")
         shared = ("dtype", "torch_dtype", "quantization_config")
         cfg = {"model_type": _WRAPPERS[model], **{key: outer.get(key) for key in shared}, **text}
         model = cfg["model_type"]
@@ -203,7 +203,7 @@ def _read(config: Any) -> dict[str, Any]:
         try:
             config = json.loads(raw)
         except (ValueError, RecursionError) as exc:
-            raise ConfigError(f"{path}: no JSON ({exc}); pass the path of a config.json") from None
+            raise ConfigError(f"{path}: not valid JSON ({exc}); pass the path of a config.json") from None
     elif not isinstance(config, Mapping) and hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):
@@ -228,10 +228,10 @@ def _sliding(cfg: Mapping[str, Any], model: str, family: _Family, layers: int) -
     if types is None:
         return implied
     if not isinstance(types, (list, tuple)) or len(types) != layers:
-        _refuse("layer_types", types, f"no list with one entry for each of {layers} layers", _CORRECT)
+        _refuse("layer_types", types, f"not a list with one entry for each of {layers} layers", _CORRECT)
     for kind in types:
         if kind not in (_FULL, _SLIDING):
-            _refuse("layer_types", kind, "such a layer keeps another cache than KV per token", _OPAQUE)
+            _refuse("layer_types", kind, "the cache of such a layer is not KV per token", _OPAQUE)
     named = {layer for layer, kind in enumerate(types) if kind == _SLIDING}
     unused = family.slide == "late" and not cfg.get("use_sliding_window") and named
     if unused or (not family.typed and named != implied):
@@ -248,7 +248,7 @@ def _identity(cfg: Mapping[str, Any], model: str, family: _Family) -> dict[str, 
         _refuse("rope_scaling", dict(old), why, "keep one of the two")
     if model == "gemma3_text":
         if not set(new) <= {_FULL, _SLIDING}:
-            _refuse("rope_parameters", sorted(new), f"needs the keys {_FULL} and {_SLIDING}", _CORRECT)
+            _refuse("rope_parameters", sorted(new), f"it must have the keys {_FULL} and {_SLIDING}", _CORRECT)
         full = old or _mapping(_FULL, new.get(_FULL))
         local = _mapping(_SLIDING, new.get(_SLIDING))
         return {
@@ -284,7 +284,7 @@ def _rope(
 
 
 def _merge(rope: dict[str, float | bool], field: str, outside: object, default: float) -> None:
-    """Fill in a field that may stand in ``rope`` or outside it; both places must agree."""
+    """Fill in a field that may be given in ``rope`` or outside it; if in both, they must agree."""
     value = default if outside is None else _plain(field, outside)
     if rope.setdefault(field, value) != value and outside is not None:
         why = "given twice, and versions of transformers differ in which they obey"
@@ -292,7 +292,7 @@ def _merge(rope: dict[str, float | bool], field: str, outside: object, default: 
 
 
 def _plain(field: str, value: object) -> float | bool:
-    """Numbers as floats (4 and 4.0 are the same model), flags as they are."""
+    """Numbers as floats (4 and 4.0 are the same model), flags unchanged."""
     if type(value) is bool:
         return value
     if not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
@@ -301,7 +301,7 @@ def _plain(field: str, value: object) -> float | bool:
 
 
 def _cache_dtype(cfg: Mapping[str, Any]) -> object:
-    """The model's dtype, which engines take for the cache unless the checkpoint asks for another."""
+    """The model's dtype, which engines use for the cache unless the checkpoint asks for another."""
     quantization = cfg.get("quantization_config")
     quantization = quantization if isinstance(quantization, Mapping) else {}
     inner = quantization.get("quantization")
@@ -320,7 +320,7 @@ def _head_dim(cfg: Mapping[str, Any]) -> int:
         return _integer(cfg, "head_dim")
     hidden, heads = _integer(cfg, "hidden_size"), _integer(cfg, "num_attention_heads")
     if hidden % heads:
-        raise ConfigError(f"hidden_size is {hidden}, no multiple of {heads} heads: give head_dim")
+        raise ConfigError(f"hidden_size is {hidden}, not a multiple of {heads} heads: give head_dim")
     return hidden // heads
 
 

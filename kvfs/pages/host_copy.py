@@ -1,8 +1,8 @@
 """Copies between an engine's host buffers and canonical pages, [granule][layer][head slot][state][cell].
 
-``gather`` reads the buffers and writes a page, ``scatter`` the reverse; both move exactly the bytes that the
-descriptor names. With numpy whole runs of tokens move per call, without it ``memmove`` moves what is contiguous on
-both sides. The descriptor must have passed ``DeviceKV.check``; unit ids are checked here, against ``units``.
+``gather`` reads the buffers and writes a page, ``scatter`` does the reverse; both copy exactly the bytes that the
+descriptor names. With numpy, one call copies a whole run of tokens; without it, ``memmove`` copies what is contiguous
+on both sides. The descriptor must have passed ``DeviceKV.check``; unit ids are checked here, against ``units``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvfs.pages.layout import Group, Part
 from kvfs.system.memory_views import byte_view
 from kvfs.types import BufferLike
 
-RUNS_PER_GRANULE = 4  # more than this, and numpy picks single tokens by index
+RUNS_PER_GRANULE = 4  # with more runs than this, numpy copies each layer by index, in one call
 
 
 class _Span(NamedTuple):
-    """Neighbouring states of one granule that lie in one unit."""
+    """Neighbouring states of one granule in one unit."""
 
     state: int  # the first, within the page
     states: int  # how many
@@ -32,16 +32,16 @@ class _Span(NamedTuple):
 
 
 class _CopyRun(NamedTuple):
-    """States of one granule that lie evenly spaced in a buffer."""
+    """States of one granule that are evenly spaced in a buffer."""
 
     state: int  # the first, within the page
     states: int  # how many
-    offset: int  # of it, from the base of a layer
-    step: int  # from one to the next
+    offset: int  # bytes from the base of a layer to the first
+    step: int  # bytes from one to the next
 
 
 class _Rows(NamedTuple):
-    """What a buffer and a page have in common: (row in the page, index of the base) per layer; heads."""
+    """The cells that a buffer and a part share: (row in the page, index of the base) per layer, and heads."""
 
     layers: list[tuple[int, int]]
     page_head: int
@@ -57,8 +57,8 @@ def gather(
 
     ``page``: writable, ``group.part_bytes(part)`` bytes. ``units[i]`` is the unit with tokens
     [i * unit_tokens, (i + 1) * unit_tokens) of the prompt (for groups of one state per page: with the state at the
-    end of chunk i); -1 = there is none. States without a unit, tokens before ``first_token``, layers and heads that
-    the buffers do not hold leave their bytes of the page alone. ConfigError for a wrong size or unit id.
+    end of chunk i); -1 = none. The page's bytes of states without a unit, of tokens before ``first_token``, and of
+    layers and heads that the buffers do not hold, are not touched. ConfigError for a wrong size or unit id.
     """
     data = _page(page, group, part, writable=True)
     return _move(data, group, part, device_kv, units, chunk, first_token, to_page=True)
@@ -112,7 +112,7 @@ def _numpy() -> Any:
     return numpy
 
 
-# -- what lies where -------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------
 
 
 def _rows(buffer: KVBuffer, group: Group, part: Part) -> _Rows:
@@ -127,7 +127,7 @@ def _rows(buffer: KVBuffer, group: Group, part: Part) -> _Rows:
 
 
 def _spans(buffer: KVBuffer, group: Group, units: Sequence[int], chunk: int, first_token: int) -> Iterator[_Span]:
-    """The states of a page that have a unit, cut at the edges of units and granules."""
+    """The states of a page that have a unit, cut at the boundaries of units and granules."""
     if group.states == 1:
         unit = _unit(buffer, units, chunk)
         if unit >= 0:
@@ -168,7 +168,7 @@ def _unit(buffer: KVBuffer, units: Sequence[int], index: int) -> int:
 
 @functools.lru_cache(4096)
 def _memory(start: int, nbytes: int) -> Any:
-    """An allocation as an array of bytes. Not owned: whoever copies keeps it alive."""
+    """An allocation as an array of bytes. Not owned: the caller of a copy keeps it alive."""
     return _numpy().frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype="uint8")
 
 
@@ -186,7 +186,7 @@ class _Copy(NamedTuple):
     to_page: bool
 
     def by_run(self, numpy: Any, runs: Sequence[_CopyRun]) -> None:
-        """Few runs: all heads of a run and layer in one strided copy."""
+        """For few runs: all heads of a run and layer in one strided copy."""
         view, stride = self._page_array(numpy), self.buffer.stride
         for run in runs:
             granule, state = divmod(run.state, self.group.granule_states)
@@ -200,7 +200,7 @@ class _Copy(NamedTuple):
                     cells[...] = states
 
     def by_index(self, numpy: Any, spans: Sequence[_Span]) -> None:
-        """Scattered token slots: all of a layer in one call, picked by index."""
+        """For scattered token slots: all of a layer in one indexed copy."""
         picks = [(s.state + i, s.unit, s.inside + i) for s in spans for i in range(s.states)]
         states, units, tokens = numpy.array(picks, dtype="int64").T
         view, buffer, group = self._page_array(numpy), self.buffer, self.group
@@ -218,7 +218,7 @@ class _Copy(NamedTuple):
                 view[granules, row, :, inside] = cells[units, tokens]
 
     def with_memmove(self, runs: Sequence[_CopyRun]) -> None:
-        """Without numpy: whatever is contiguous on both sides in one call."""
+        """Without numpy: one call for each range that is contiguous on both sides."""
         if self.page.readonly:
             holder: Any = (ctypes.c_uint8 * len(self.page)).from_buffer_copy(self.page)
         else:
@@ -256,7 +256,7 @@ class _Copy(NamedTuple):
         return whole[:, :, rows.page_head : rows.page_head + rows.heads, :, offset : offset + nbytes]
 
     def _device_array(self, numpy: Any, index: int, offset: int, shape: Any, strides: Any) -> Any:
-        """Cells of one layer from the first shared head on; numpy holds them against the allocation's bounds."""
+        """Cells of one layer from the first shared head on; numpy checks them against the allocation's bounds."""
         buffer = self.buffer
         start, nbytes = buffer.extents[index]
         at = buffer.bases[index] - start + offset + self.rows.buffer_head * buffer.stride[2]
@@ -264,7 +264,7 @@ class _Copy(NamedTuple):
 
 
 def _coalesce(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Join pieces that go on where the last one ended, on both sides."""
+    """Join pieces that continue where the previous one ended, on both sides."""
     last = (0, 0, 0)
     for address, at, nbytes in pieces:
         if last[2] and (address, at) == (last[0] + last[2], last[1] + last[2]):

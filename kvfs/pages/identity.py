@@ -21,11 +21,11 @@ _FIELDS = ("kvfs", "name", "revision", "layout", "rope", "adapter", "salt", "epo
 
 @dataclass(frozen=True)
 class Identity:
-    """Who the bytes belong to. ``digest`` (32 bytes) stands for all of it; ``seed`` starts the hash chain.
+    """What determines the bytes of a namespace. ``digest`` (32 bytes) covers all of it; ``seed`` starts the hash chain.
 
-    ``revision`` is a weights digest or commit; a moving name is refused, since it says nothing about the bytes.
+    ``revision`` is a weights digest or commit; a moving name is refused, since it does not determine the bytes.
     ``rope`` holds the effective RoPE parameters, ``adapter`` a digest of adapter content, ``salt`` a tenant's
-    secret, ``epoch`` counts in-place changes of the weights, ``extra`` whatever else an engine knows to matter.
+    secret, ``epoch`` counts in-place changes of the weights, ``extra`` holds all else that changes KV in an engine.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Identity:
                 raise ConfigError(f"namespace {what} is {value!r}: pass 1 to 256 printable ASCII characters")
         if self.revision.lower() in _MOVING:
             raise ConfigError(
-                f"revision is {self.revision!r}, a name that moves: pass the commit or a digest of the weights, "
+                f"revision is {self.revision!r}, a moving name: pass the commit or a digest of the weights, "
                 "otherwise KV of other weights would be reused"
             )
         if not isinstance(self.salt, str) or not isinstance(self.adapter, str):
             raise ConfigError(
-                "salt and adapter must be texts (a secret of the tenant; a digest of the adapter's content)"
+                "salt and adapter must be strings (a secret of the tenant; a digest of the adapter's content)"
             )
         if not isinstance(self.rope, Mapping) or not isinstance(self.extra, Mapping):
             raise ConfigError("rope and extra must map names to plain JSON data")
@@ -68,7 +68,7 @@ class Identity:
         object.__setattr__(self, "seed", tenant_seed(self.salt))
 
     def descriptor_bytes(self) -> bytes:
-        """Canonical JSON that names the namespace; the salt appears as a digest only."""
+        """Canonical JSON that describes the namespace; the salt appears only as a digest."""
         body = {
             "kvfs": 1,
             "name": self.name,
@@ -87,11 +87,11 @@ class Identity:
 
 
 def salt_digest(salt: str) -> str:
-    """What a store may show of a salt."""
+    """32 hex digits: all that a store contains of a salt; empty for no salt."""
     try:
         secret = salt.encode()
     except UnicodeEncodeError as exc:
-        raise ConfigError(f"salt is no Unicode text ({exc.reason}): decode it as UTF-8 first") from None
+        raise ConfigError(f"salt is not Unicode text ({exc.reason}): decode it as UTF-8 first") from None
     return hashlib.blake2b(b"kvfs salt 1\n" + secret, digest_size=16).hexdigest() if secret else ""
 
 
@@ -101,7 +101,7 @@ def digest_of(descriptor: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Described:
-    """A namespace as read back from a store: untrusted bytes that passed every check."""
+    """A namespace read from a store: untrusted bytes that passed every check."""
 
     digest: bytes
     name: str
@@ -117,7 +117,7 @@ class Described:
 
 
 def parse_descriptor(data: bytes) -> Described | None:
-    """Read a namespace descriptor from a segment or the index; None if it is not one."""
+    """Parse a namespace descriptor from a segment or the index; None if it is invalid."""
     if len(data) > DESCRIPTOR_BYTES_MAX:
         return None
     try:

@@ -1,12 +1,12 @@
-"""How the KV of a model is cut into pages: a descriptor, never a branch elsewhere.
+"""How the KV of a model is cut into pages: a descriptor, so that no other code branches on the model.
 
 A **page** is the KV of one chunk of tokens in one **group** of layers, ``[granule][layer][head slot][state]
 [cell]``; a cell is K, then V, then scales. A **part** is a rectangle of head slots x layers of a page, in the
 same order. A **leaf**, the unit of checksums, is one layer of one granule of a part.
 
-Every value obeys the invariants and limits below from its making on, ConfigError otherwise: a group has
-``page_tokens`` states per page (one per token) or 1 (a snapshot, an opaque page); a model layer is in at most
-one group; the order of groups is part of the layout.
+Constructors enforce the invariants and limits below with ConfigError: a group has ``page_tokens`` states per page
+(one per token) or 1 (a snapshot, an opaque page); a model layer is in at most one group; the order of groups is part
+of the layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The bytes of one state of one head slot of one layer: ``nbytes``, meaning what ``encoding`` says."""
+    """The bytes of one state of one head slot of one layer: ``nbytes``, with the meaning named by ``encoding``."""
 
     encoding: str
     nbytes: int
@@ -55,14 +55,14 @@ class Cell:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one of the numbers that (nearly) all of the cell consists of; 0 if the encoding does not say."""
+        """Bytes of one number of the cell, scales aside; 0 if the encoding does not tell."""
         bits = _BITS.get(self.encoding.split()[0], 0)
         return max(1, bits // 8) if bits else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Which pages of a group restore a length. ``window`` in tokens."""
+    """Which pages of a group a length needs to be restored. ``window`` in tokens."""
 
     kind: Literal["all", "window", "exact"]
     window: int = 0
@@ -114,7 +114,7 @@ class Part:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Part:
-        """Inverse of ``pack``. ConfigError if these are not 8 bytes that name a rectangle."""
+        """Inverse of ``pack``. ConfigError if these are not 8 bytes that encode a rectangle."""
         if len(packed) != _PART.size:
             raise ConfigError(f"a packed part has {len(packed)} bytes: pass {_PART.size}")
         layer, layers, head, heads = _PART.unpack(packed)
@@ -127,7 +127,7 @@ class Part:
         return heads and self.layer <= other.layer and other.layer + other.layers <= layer_end
 
     def intersect(self, other: Part) -> Part | None:
-        """The cells that both have; None if there are none."""
+        """The cells in both parts; None if there are none."""
         head, layer = max(self.head, other.head), max(self.layer, other.layer)
         heads = min(self.head + self.heads, other.head + other.heads) - head
         layers = min(self.layer + self.layers, other.layer + other.layers) - layer
@@ -229,7 +229,7 @@ class PageLayout:
 
     @classmethod
     def of(cls, groups: Iterable[Group], page_tokens: int = 64) -> PageLayout:
-        """Any groups: hybrid models, cells of your own. (``groups`` itself is the field that holds them.)"""
+        """A layout of any groups: hybrid models, custom cells."""
         return cls(page_tokens, tuple(groups), "kv")
 
     @classmethod
@@ -281,7 +281,7 @@ class PageLayout:
 
     @classmethod
     def opaque(cls, page_bytes: int, page_tokens: int) -> PageLayout:
-        """Pages of ``page_bytes`` bytes that only their owner understands."""
+        """Pages of ``page_bytes`` bytes that kvfs does not interpret."""
         group = Group("opaque", (0,), 1, Cell("opaque", page_bytes), Need.all(), 1)
         return cls(page_tokens, (group,), "opaque")
 
@@ -291,7 +291,7 @@ class PageLayout:
 
         ``dtype``: of the engine's KV cache, default the model's. Also ``scale``, ``scale_digest`` (``kv``)
         and ``rope`` (``mla``). Layers that slide become the group "window", the others "full".
-        UnsupportedModelError where the cache is not understood or KV is no function of the prefix.
+        UnsupportedModelError where the cache is not understood or KV is not a function of the prefix.
         """
         from kvfs.pages.hf_config import layout_from_config
 
@@ -305,14 +305,14 @@ class PageLayout:
 
     @classmethod
     def from_descriptor(cls, descriptor: Any) -> PageLayout:
-        """Rebuild a layout from untrusted data. ConfigError for whatever ``descriptor()`` could not give."""
+        """Rebuild a layout from untrusted data. ConfigError for anything that ``descriptor()`` could not return."""
         try:
             groups = tuple(_group(group) for group in descriptor["groups"])
             layout = cls(descriptor["page_tokens"], groups, descriptor["kind"])
         except (TypeError, LookupError, ValueError) as exc:
-            raise ConfigError(f"no descriptor of a layout: {exc}; pass what descriptor() gave") from None
+            raise ConfigError(f"not a layout descriptor: {exc}; pass what descriptor() returned") from None
         if layout.descriptor() != descriptor or type(descriptor["version"]) is not int:
-            raise ConfigError("no descriptor of a layout: unknown keys, or another version; update kvfs")
+            raise ConfigError("not a layout descriptor: unknown keys, or another version; update kvfs")
         return layout
 
     def digest(self) -> bytes:
@@ -330,7 +330,7 @@ def _group(item: Any) -> Group:
 def _cell(
     dtype: object, dims: tuple[int, int], text: str, scale_digest: str | None, scale: object = None, scales: int = 0
 ) -> Cell:
-    """Two vectors of ``dims`` numbers, then scales; narrow numbers have scales, here or static ones."""
+    """Two vectors of ``dims`` numbers, then scales; numbers of 8 bits or less have scales, in the cell or static."""
     name = _dtype(dtype, *_BITS)
     for dim in dims:
         _int(f"a dimension of a {name} cell", dim, 1, CELL_BYTES_MAX, 2 if name == "int4" else 1)
@@ -346,7 +346,7 @@ def _cell(
 
 
 def _dtype(dtype: object, *allowed: str) -> str:
-    """Short name of a dtype given by name or as an object of torch or numpy."""
+    """Short name of a dtype, given as a name or an object of torch or numpy."""
     name = str(dtype).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in allowed:

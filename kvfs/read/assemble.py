@@ -1,6 +1,6 @@
-"""Pages that are not read as they lie: decoded, or put together from parts written at another TP or PP degree.
+"""Pages that cannot be read as they are stored: decoded, or assembled from parts written at another TP or PP degree.
 
-What is read here is always verified, whatever the policy: it is in the CPU's hands anyway.
+Pages read here are always verified, whatever the policy: the CPU touches all of their bytes anyway.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def assemble(
     context: Context, sources: Sequence[Source], gm: GroupMatch, group: Group, target: memoryview,
     held: Mapping[int, OpenSegment],
 ) -> tuple[bool, list[Source]]:  # fmt: skip
-    """Fill ``target`` with the wanted rectangle of a page; (whether it is whole, sources that did not verify).
+    """Fill ``target`` with the wanted rectangle of a page; (whether it is complete, sources that did not verify).
 
-    Parts of a codec that this code does not know are as good as absent.
+    Parts of an unknown codec are skipped.
     """
     missing = {(h, x) for h in range(gm.want.heads) for x in range(gm.want.layers)}
     wrong = []
@@ -56,9 +56,9 @@ def assemble(
 
 
 def decode_page(context: Context, held: OpenSegment, place: Place, leaf_bytes: int, target: memoryview) -> bool | None:
-    """Fill ``target`` with the whole part that lies encoded at ``place``; whether it is there, verified.
+    """Fill ``target`` with the whole part that is stored encoded at ``place``; whether it was read and verified.
 
-    None: there is no memory to tell.
+    None: there was not enough memory to find out.
     """
     try:
         if not codecs.fits(place.codec, place.stored_bytes, len(target)):
@@ -84,7 +84,10 @@ def decode_page(context: Context, held: OpenSegment, place: Place, leaf_bytes: i
 def _copy_part(
     context: Context, held: OpenSegment, source: Source, shared: Part, gm: GroupMatch, group: Group, target: memoryview
 ) -> bool | None:
-    """Copy the shared rectangle of one stored part; whole leaves are read and checked first. As ``decode_page``."""
+    """Copy the shared rectangle of one stored part; whole leaves are read and verified first.
+
+    Returns what ``decode_page`` does.
+    """
     files, (part, place) = context.files, source
     leaf = group.leaf_bytes(part)
     copy = _copier(part, shared, gm, group, target)
@@ -110,7 +113,7 @@ def _copy_part(
 
 
 def _rows(group: Group, part: Part, shared: Part) -> list[int]:
-    """Leaves of ``part``, by number, that hold some of ``shared``."""
+    """Numbers of the leaves of ``part`` that contain cells of ``shared``."""
     first = shared.layer - part.layer
     return [g * part.layers + first + x for g in range(group.granules) for x in range(shared.layers)]
 
@@ -118,7 +121,7 @@ def _rows(group: Group, part: Part, shared: Part) -> list[int]:
 def _copier(
     part: Part, shared: Part, gm: GroupMatch, group: Group, target: memoryview
 ) -> Callable[[int, memoryview], None]:
-    """A function that copies what is shared of leaf ``row`` of ``part`` to its place in ``target``."""
+    """A function that copies the shared cells of leaf ``row`` of ``part`` to their place in ``target``."""
     cell_run = group.granule_states * group.cell.nbytes  # one head of one layer of one granule
     begin, nbytes = (shared.head - part.head) * cell_run, shared.heads * cell_run
     want_leaf, first = group.leaf_bytes(gm.want), (shared.head - gm.want.head) * cell_run

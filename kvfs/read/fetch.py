@@ -1,8 +1,8 @@
-"""Reading stretches of pages into the caller's memory by several threads, and checking what arrived.
+"""Reading runs of pages into the caller's memory with several threads, and verifying them.
 
-What seems to lie in the page cache is read without waiting for a disk, in pieces that a core's cache holds, so that the
-checksum finds each piece there; whoever is free takes the next one, so that all threads end together. What turns out
-not to be there is read after that, like everything else: each thread a stretch of neighbours, in large reads.
+What appears to be in the page cache is read without waiting for a disk, in pieces that fit into a core's cache, where
+the checksum finds them; each thread takes the next piece when it is free, so that all threads end together. What turns
+out not to be cached is read afterwards, like everything else: each thread reads neighbours, in large reads.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from kvfs.system.memory_views import address_of
 from kvfs.system.thread_pool import Team
 from kvfs.types import Verify
 
-COLD_THREADS = 8  # parallel reads of what is not in the page cache
-PIECE_BYTES = 512 << 10  # read and summed at once
+COLD_THREADS = 8  # parallel reads of what is not in the page cache: keeps several requests queued at a disk
+PIECE_BYTES = 512 << 10  # read and checksummed at once: stays in a core's cache in between
 READ_BYTES = 4 << 20  # one read of what is not in the page cache
-VERIFIED_MAX = 1 << 20  # remembered pages of policy "first"
+VERIFIED_MAX = 1 << 20  # pages that policy "first" remembers as verified
 
-#: Chunks that are there and verified, as bits; bad records as (segment, seq).
+#: Chunks that were read and verified, as bits; bad records as (segment, seq).
 Found: TypeAlias = "tuple[int, list[tuple[int, int]]]"
 
 
-#: One read of whole leaves of one job: its number, the job's, descriptor, offset in the file, in the caller's buffer,
-#: bytes, bytes of a leaf (0: it is not summed). A plain tuple: there are hundreds in one call.
+#: One read of whole leaves: number of the piece, number of the job, descriptor, offset in the file, offset in the
+#: caller's buffer, bytes, bytes of a leaf (0: no checksum). A plain tuple: there are hundreds in one call.
 _Piece: TypeAlias = "tuple[int, int, int, int, int, int, int]"
 
 
 class Fetcher:
-    """Reads and checks pages. Thread-safe; nothing here raises for a disk that misbehaves."""
+    """Reads and verifies pages. Thread-safe. Disk errors make misses, they are never raised.
+
+    Owns what policy "first" has verified. Parallel work is delegated to ``team``, reads to the open segments.
+    """
 
     def __init__(self, context: Context, team: Team) -> None:
         self._c = context
@@ -44,7 +47,7 @@ class Fetcher:
         self._verified: set[tuple[bytes, int]] = set()
 
     def fetch(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> Found:
-        """Fill ``out`` with jobs, which are of at most READ_BYTES or one page."""
+        """Fill ``out`` with jobs, each of at most READ_BYTES or one page."""
         ends = jobs[:1], jobs[-1:]
         if all(self._seems_cached(job) for end in ends for job in end):
             found, rest = self._from_cache(jobs, leaf_bytes, out)
@@ -57,7 +60,7 @@ class Fetcher:
         return sum(bits for bits, _ in found), [fault for _, faults in found for fault in faults]
 
     def _seems_cached(self, job: ReadJob) -> bool:
-        """Whether the end of a job is in the page cache. To ask for all of it takes a tenth of reading it."""
+        """Whether the end of a job is in the page cache. Asking about all of it costs a tenth of reading it."""
         return self._c.segments.cached_bytes(job.held, job.offset + job.nbytes - 1, 1) != 0
 
     # -- from the page cache -------------------------------------------------------------------
@@ -66,7 +69,7 @@ class Fetcher:
         self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview
     ) -> tuple[list[Found], list[ReadJob]]:
         """(what was found, jobs that cannot be read without waiting for a disk)."""
-        summed = [self.must_sum(job) for job in jobs]
+        summed = [self.must_verify(job) for job in jobs]
         pieces: list[_Piece] = []
         step = max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
         firsts = []
@@ -85,10 +88,10 @@ class Fetcher:
         for number, (job, (a, b)) in enumerate(zip(jobs, pairwise([*firsts, len(pieces)]), strict=True)):
             if number not in left:
                 table = b"".join([table for table in tables[a:b] if table is not None])
-                found.append(self._judge(job, table, leaf_bytes) if summed[number] else (job.bits(), []))
+                found.append(self._verify_job(job, table, leaf_bytes) if summed[number] else (job.bits(), []))
         return found, [jobs[number] for number in sorted(left)]
 
-    def must_sum(self, job: ReadJob) -> bool:
+    def must_verify(self, job: ReadJob) -> bool:
         """Whether the policy asks for checksums of a job."""
         policy, segment = self._c.verify, job.held.segment_id
         if policy is Verify.FIRST:
@@ -98,7 +101,7 @@ class Fetcher:
     def _read_pieces(
         self, out: memoryview, tables: list[bytes | None], left: set[int], share: Iterator[_Piece]
     ) -> None:
-        """Read a share of the pieces, and sum them; ``left`` gets the jobs that could not be read."""
+        """Read and checksum a share of the pieces; ``left`` gets the jobs that could not be read."""
         read_cached = self._c.files.read_cached
         for number, job, fd, offset, at, nbytes, leaf_bytes in share:
             if job in left:
@@ -106,7 +109,7 @@ class Fetcher:
             target = out[at : at + nbytes]
             try:
                 done = read_cached(fd, target, offset)
-            except OSError:  # whoever reads it again counts it
+            except OSError:  # counted if it fails again when the job is read from the disk
                 done = False
             if not done:
                 left.add(job)
@@ -117,10 +120,10 @@ class Fetcher:
 
     def _from_disk(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> list[Found]:
         cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
-        # direct reads keep a disk busy with many requests; through the page cache, few streams read ahead best
-        workers = min(len(jobs), COLD_THREADS if self._past(jobs[-1], out) else self._c.threads)
+        # direct reads keep a disk busy with many requests; through the page cache, a few streams read ahead best
+        workers = min(len(jobs), COLD_THREADS if self._reads_direct(jobs[-1], out) else self._c.threads)
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
-        # from a disk each thread takes a stretch of neighbours; from memory whichever job is next
+        # from a disk each thread reads neighbours; from memory it takes the next job
         shares = [iter(jobs[a:b]) for a, b in pairwise(bounds)] if cold else [iter(jobs)] * workers
         read = partial(self._read_jobs, leaf_bytes, out)
         return [found for share in self._team.each(read, shares) for found in share]
@@ -131,11 +134,11 @@ class Fetcher:
     def _cached(self, job: ReadJob) -> int | None:
         return self._c.segments.cached_bytes(job.held, job.offset, job.nbytes)
 
-    def _past(self, job: ReadJob, out: memoryview) -> bool:
-        """Whether a job is read past the page cache.
+    def _reads_direct(self, job: ReadJob, out: memoryview) -> bool:
+        """Whether a job bypasses the page cache (O_DIRECT).
 
-        In mode cache cold bytes that nobody has used before are: reading them through the page cache costs several
-        times the CPU, and pages used once are the first that the kernel drops again.
+        In mode cache this is so for cold bytes without an earlier use: reading them through the page cache costs
+        several times the CPU, and the kernel drops pages used once first.
         """
         mode = self._c.mode
         return mode.direct or (
@@ -148,33 +151,33 @@ class Fetcher:
         )
 
     def _read_job(self, job: ReadJob, target: memoryview, leaf_bytes: int, out: memoryview) -> Found:
-        """Read and check."""
+        """Read and verify."""
         try:
-            table = self._read_and_sum(job, target, leaf_bytes, self._past(job, out))
+            table = self._read_and_sum(job, target, leaf_bytes, self._reads_direct(job, out))
         except OSError:
             return self._read_singly(job, target, leaf_bytes)
         if table is not None:
-            return self._judge(job, table, leaf_bytes)
+            return self._verify_job(job, table, leaf_bytes)
         return _found(job, [self.check(job, i, job.page(target, i), leaf_bytes) for i in range(job.count)])
 
-    def _read_and_sum(self, job: ReadJob, target: memoryview, leaf_bytes: int, past: bool) -> bytes | None:
-        """Read a job; its leaf table if every read is checked, summed while the bytes are in the CPU cache."""
+    def _read_and_sum(self, job: ReadJob, target: memoryview, leaf_bytes: int, direct: bool) -> bytes | None:
+        """Read a job; its leaf table if every read is verified, computed while the bytes are in the CPU cache."""
         read = self._c.segments.read
-        if past:
+        if direct:
             self._c.counters.add("direct_reads")
         if self._c.verify is not Verify.ALWAYS:
-            read(job.held, target, job.offset, direct=past)
+            read(job.held, target, job.offset, direct=direct)
             return None
-        step = len(target) if past else max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
+        step = len(target) if direct else max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
         tables = []
         for at in range(0, len(target), step):
             piece = target[at : at + step]
-            read(job.held, piece, job.offset + at, direct=past)
+            read(job.held, piece, job.offset + at, direct=direct)
             tables.append(leaf_table(piece, leaf_bytes))
         return b"".join(tables)
 
     def _read_singly(self, job: ReadJob, target: memoryview, leaf_bytes: int) -> Found:
-        """One of the pages cannot be read: find out which."""
+        """Read page by page after a read of the whole job has failed."""
         self._c.counters.add("read_errors")
         good: list[bool | None] = []
         for i in range(job.count):
@@ -186,10 +189,10 @@ class Fetcher:
                 good.append(None if exc.errno == errno.ENOMEM else False)
         return _found(job, good)
 
-    # -- whether it is right ---------------------------------------------------------------------
+    # -- verification ----------------------------------------------------------------------------
 
     def check(self, job: ReadJob, i: int, data: memoryview, leaf_bytes: int) -> bool:
-        """Whether the bytes of page ``i`` are the ones that the index vouches for, as far as the policy asks."""
+        """Whether page ``i`` has the root that the index holds; True where the policy does not ask."""
         policy, key = self._c.verify, (job.held.segment_id, job.seqs[i])
         if policy is Verify.OFF or (policy is Verify.FIRST and key in self._verified):
             return True
@@ -198,8 +201,8 @@ class Fetcher:
         self._remember(job.held.segment_id, job.seqs[i : i + 1])
         return True
 
-    def _judge(self, job: ReadJob, table: bytes, leaf_bytes: int) -> Found:
-        """Which pages of a job are right, by the leaf tables of what was read."""
+    def _verify_job(self, job: ReadJob, table: bytes, leaf_bytes: int) -> Found:
+        """Which pages of a job have the roots that the index holds; ``table``: leaf tables of what was read."""
         step = job.size // leaf_bytes * LEAF_BYTES
         roots = [root_of(table[at : at + step]) for at in range(0, len(table), step)]
         if b"".join(roots) == job.roots:
@@ -216,7 +219,7 @@ class Fetcher:
         return False
 
     def _remember(self, segment: bytes, seqs: Sequence[int]) -> None:
-        """These records are right: policy "first" asks no more."""
+        """Note that these records are verified: policy "first" skips them from now on."""
         if self._c.verify is Verify.FIRST:
             if len(self._verified) >= VERIFIED_MAX:
                 self._verified.clear()
@@ -228,6 +231,6 @@ def _chunk(job: ReadJob) -> int:
 
 
 def _found(job: ReadJob, good: Sequence[bool | None]) -> Found:
-    """``good``: None of a page that is a miss now, for want of memory, and not bad for that."""
+    """``good`` of a page: False for a bad record; None for a miss due to lack of memory, which is not a bad record."""
     bits = sum(1 << job.chunk + i for i, fine in enumerate(good) if fine)
     return bits, [(job.segment, seq) for fine, seq in zip(good, job.seqs, strict=True) if fine is False]

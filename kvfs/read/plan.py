@@ -1,4 +1,4 @@
-"""From a match to reads: stretches of pages that lie one behind the other in a segment, as the index has them."""
+"""From a match to reads: runs of pages that are neighbours in a segment, according to the index."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ReadJob:
 
     held: OpenSegment
     segment: int  # its number in the match's generation of the index
-    offset: int  # in it
+    offset: int  # bytes, in the segment
     chunk: int
-    out: int  # offset in the caller's buffer
+    out: int  # bytes, in the caller's buffer
     size: int
-    roots: bytes  # of the pages, one behind the other
-    seqs: list[int]  # their records
+    roots: bytes  # of the pages, concatenated
+    seqs: list[int]  # record numbers of the pages
 
     @property
     def count(self) -> int:
@@ -52,7 +52,7 @@ class Run:
     offset: int
     stride: int
     chunk: int
-    leaf: int  # offset of the first leaf table; they lie one behind the other. 0: there is none
+    leaf: int  # offset of the first leaf table; the others follow without gaps. 0: there is none
     leaf_bytes: int  # of the leaf table of one page
     roots: bytes
     seqs: list[int]
@@ -63,14 +63,14 @@ class Run:
 
     @property
     def span(self) -> int:
-        """Bytes from the first page to the end of the last one's stride."""
+        """Bytes from the start of the first page to the end of the last one's stride."""
         return self.stride * len(self.seqs)
 
     def root(self, i: int) -> bytes:
         return self.roots[i * ROOT_BYTES : (i + 1) * ROOT_BYTES]
 
     def cut(self, first: int, count: int) -> Run:
-        """Pages [first, first + count) of it."""
+        """Pages [first, first + count) of this run."""
         return Run(
             self.held, self.segment, self.offset + first * self.stride, self.stride, self.chunk + first,
             self.leaf and self.leaf + first * self.leaf_bytes, self.leaf_bytes,
@@ -79,9 +79,9 @@ class Run:
 
 
 def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run], int]:
-    """The pages that lie just as the reader wants them, as runs by chunk, and the set (as bits) of all that do.
+    """The pages that are stored exactly as the reader wants them: runs in chunk order, and the set of these chunks.
 
-    Chunks whose segment is gone are in the set and in no run: they are misses.
+    Chunks whose segment has been dropped are in the set (bits) and in no run: they are misses.
     """
     runs: list[Run] = []
     wanted, covered = (1 << gm.count) - 1 << gm.first, 0
@@ -109,7 +109,7 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run
 
 
 def _evenly(run: Run, stride: int) -> list[Run]:
-    """Pages one behind the other; where there are gaps between them, each is a run of its own."""
+    """``run`` if its pages are ``stride`` bytes apart, without gaps; else a run for each page."""
     if run.stride == stride:
         return [run]
     pieces = [run.cut(i, 1) for i in range(run.count)]
@@ -119,7 +119,7 @@ def _evenly(run: Run, stride: int) -> list[Run]:
 
 
 def _joined(runs: list[Run]) -> list[Run]:
-    """Neighbours in the prompt and in a segment, their leaf tables too, become one."""
+    """Join runs that are neighbours in the prompt and in a segment, with leaf tables that are neighbours as well."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -140,7 +140,7 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 def plan_reads(gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int) -> tuple[list[ReadJob], int]:
-    """``plan_runs``, cut into reads that fill a caller's buffer, page behind page, each of at most ``bytes_max``."""
+    """``plan_runs``, cut into reads of at most ``bytes_max`` (or one page) that fill a buffer of consecutive pages."""
     runs, covered = plan_runs(gm, held)
     jobs: list[ReadJob] = []
     size = gm.part_bytes

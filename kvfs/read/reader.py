@@ -1,4 +1,4 @@
-"""Loading: from segments into the caller's memory, or as views of the page cache; verified."""
+"""Loading verified pages: from segments into the caller's memory, or as views of the page cache."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from kvfs.types import Tier
 
 S = TypeVar("S")
 T = TypeVar("T")
-VIEW_BYTES = 256 << 20  # one map
+VIEW_BYTES = 256 << 20  # of one map: a longer run of pages is several maps
 
 
 class Reader:
-    """Reads the pages of matches. Thread-safe; nothing here raises for a disk that misbehaves."""
+    """Reads the pages of matches. Thread-safe. Disk errors make misses, they are never raised.
+
+    Owns a team of threads. Reads of pages stored as wanted are delegated to ``Fetcher``, all others to ``assemble``.
+    """
 
     def __init__(self, context: Context) -> None:
         self._c = context
@@ -39,8 +42,8 @@ class Reader:
     # -- get ---------------------------------------------------------------------------------
 
     def load(self, match: PrefixMatch, groups: Sequence[Group], outs: Sequence[memoryview]) -> int:
-        """Fill the buffers; leading chunks that are restorable from what verified."""
-        with self.held(match) as held:
+        """Fill the buffers; the number of leading chunks that the verified pages restore."""
+        with self.open_segments(match) as held:
             good = {}
             for gm, out in zip(match.groups, outs, strict=True):
                 good[gm.name] = self._load_group(match, gm, groups[gm.number], out, held)
@@ -51,23 +54,23 @@ class Reader:
     def load_run(
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, OpenSegment]
     ) -> tuple[int, dict[Tier, int]]:
-        """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; good ones and tiers, as bits.
+        """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; good chunks and tiers, as bits.
 
-        A chunk's tier is where it lay just before it was read. For transfers: counts bytes, but no tokens.
+        A chunk's tier is the one just before it was read. For transfers: counts bytes, but not tokens.
         """
         tiers = self._chunk_tiers(gm, held)
         return self._load_group(match, gm, group, out, held), tiers
 
     def note(self, match: PrefixMatch, gm: GroupMatch, good: int) -> None:
-        """After a load: stamps and counts for the chunks in ``good``."""
-        with self.held(match) as held:
-            self._stamp(match, gm, good, held)
+        """After a load: access times and counts of the chunks in ``good`` (bits)."""
+        with self.open_segments(match) as held:
+            self._note_access(match, gm, good, held)
         self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
 
     def _load_group(
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, OpenSegment]
     ) -> int:
-        """Set (as bits) of the chunks that are now in ``out``, verified."""
+        """Fill ``out``; the chunks (as bits) that verified."""
         jobs, covered = plan_reads(gm, held, READ_BYTES)
         good, bad = self._fetcher.fetch(jobs, group.leaf_bytes(gm.want), out)
         rest = span(gm.first, gm.count) & ~covered
@@ -82,7 +85,7 @@ class Reader:
     def _assemble_rest(
         self, gm: GroupMatch, group: Group, rest: int, out: memoryview, held: dict[int, OpenSegment]
     ) -> tuple[int, list[tuple[int, int]]]:
-        """Chunks in ``rest``, which do not lie as they are wanted; (good ones as bits, bad records)."""
+        """Fill ``out`` with chunks in ``rest``, which are not stored as wanted; (good ones as bits, bad records)."""
         sources = gm.sources()
         chunks = [c for c in sources if rest >> c & 1]
 
@@ -101,12 +104,13 @@ class Reader:
     def view(self, match: PrefixMatch, gm: GroupMatch, group: Group) -> list[memoryview]:
         """Read-only buffers of the leading pages that verify, over shared maps of the segments.
 
-        Each map keeps its segment's blocks; a view stays valid after eviction. Pages of a codec are private memory.
+        Each map keeps its segment's blocks allocated; a view stays valid after eviction. Decoded pages are private
+        memory.
         """
         views: list[memoryview] = []
         bad: list[tuple[int, int]] = []
         leaf_bytes = group.leaf_bytes(gm.want)
-        with self.held(match) as held:
+        with self.open_segments(match) as held:
             jobs, covered = plan_reads(gm, held, VIEW_BYTES)
             mapped = {job.chunk: job for job in jobs}
             sources = {} if covered.bit_count() == gm.count else gm.sources()
@@ -120,7 +124,7 @@ class Reader:
                 views += new
                 if len(new) < (job.count if job is not None else 1):
                     break
-            self._stamp(match, gm, (1 << len(views)) - 1 << gm.first, held)
+            self._note_access(match, gm, (1 << len(views)) - 1 << gm.first, held)
         self.forget(match, gm, bad)
         return views
 
@@ -128,7 +132,7 @@ class Reader:
         self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, OpenSegment],
         bad: list[tuple[int, int]],
     ) -> list[memoryview]:  # fmt: skip
-        """The page in memory of its own, if it is there encoded and as it is wanted; else nothing. Faults: ``bad``."""
+        """The page, decoded into new memory, if it is stored encoded and as wanted; else nothing. Faults: ``bad``."""
         for part, place in sources:
             file = held.get(place.segment)
             encoded = place.codec != fmt.CODEC_RAW and fits(place.codec, place.stored_bytes, gm.part_bytes)
@@ -142,7 +146,7 @@ class Reader:
         return []
 
     def _map_job(self, job: ReadJob, leaf_bytes: int) -> list[memoryview]:
-        """Leading pages of a job that verify; where they must be checked, by several threads."""
+        """Leading pages of a job that verify; several threads verify them."""
         mapping = None
         try:
             if self._c.segments.may_map(job.held):
@@ -154,11 +158,11 @@ class Reader:
             self._c.counters.add("read_errors")
             return []
         views = [job.page(whole, i) for i in range(job.count)]
-        step = max(1, READ_BYTES // job.size) if self._fetcher.must_sum(job) else job.count
+        step = max(1, READ_BYTES // job.size) if self._fetcher.must_verify(job) else job.count
         firsts = range(0, job.count, step)
 
         def bad_page(first: int) -> int:
-            """The first page from ``first`` on that is not as it should be, of one step; the number of all if none."""
+            """The first page of the step from ``first`` on that does not verify; ``job.count`` if there is none."""
             part = views[first : first + step]
             try:
                 if mapping is not None:
@@ -173,12 +177,12 @@ class Reader:
         ends = [end for share in self._team.each(partial(_each, bad_page), shares) for end in share]
         return views[: min(ends)]
 
-    # -- tiers, stamps, faults -----------------------------------------------------------------
+    # -- tiers, access times, faults -----------------------------------------------------------
 
     def tiers(self, match: PrefixMatch) -> list[PageRef]:
         """Tier of every page of a match: HOST if the page cache has all of it."""
         refs = []
-        with self.held(match) as held:
+        with self.open_segments(match) as held:
             for gm in match.groups:
                 disk = self._chunk_tiers(gm, held)[Tier.DISK]
                 chunks = range(gm.first, gm.first + gm.count)
@@ -186,7 +190,7 @@ class Reader:
         return refs
 
     def _chunk_tiers(self, gm: GroupMatch, held: dict[int, OpenSegment]) -> dict[Tier, int]:
-        """The chunks, as bits, that lie in the page cache and on the disk now."""
+        """The chunks, as bits, that are in the page cache now, and those that are only on the disk."""
         sources, cold = gm.sources(), 0
         for chunk in range(gm.first, gm.first + gm.count):
             if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
@@ -200,7 +204,7 @@ class Reader:
         cached = self._c.segments.cached_bytes(file, place.block * fmt.BLOCK, place.stored_bytes)
         return cached is not None and cached >= place.stored_bytes
 
-    def _stamp(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, OpenSegment]) -> None:
+    def _note_access(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, OpenSegment]) -> None:
         for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):
             if segment in held:
                 self._c.access_times.stamp(held[segment].segment_id, seq, [match.at_us] * count)
@@ -208,7 +212,7 @@ class Reader:
             self._c.access_times.note_request(match.last_hash, match.at_us)
 
     def forget(self, match: PrefixMatch, gm: GroupMatch, bad: Sequence[tuple[int, int]]) -> None:
-        """Take bad records out of the index, so that the next lookup misses and the page can be stored anew."""
+        """Remove bad records from the index, so that the next lookup misses and the page can be stored again."""
         if not bad or self._c.liveness is None:
             return
         wrong = set(bad)
@@ -219,30 +223,30 @@ class Reader:
             )
 
     @contextlib.contextmanager
-    def held(self, match: PrefixMatch) -> Iterator[dict[int, OpenSegment]]:
-        """The open segments of a match, by number; reopened if the match came from elsewhere or has expired."""
+    def open_segments(self, match: PrefixMatch) -> Iterator[dict[int, OpenSegment]]:
+        """The open segments of a match, by number; reopened if the match was unpickled or its hold is closed."""
         hold = match.hold
-        if hold is None or not hold.enter():
+        if hold is None or not hold.acquire():
             held = {}
             for number, segment_id in match.segments.items():
                 if self._c.marks.has(segment_id):
-                    continue  # some of it was purged, perhaps these pages: whoever wants to know looks up again
+                    continue  # some of it was purged, perhaps these pages: only a new lookup can tell
                 one = self._c.segments.acquire(number, segment_id, match.generation)
                 if one is not None:
                     held[number] = one
             hold = Hold(held, 0.0)
-            hold.enter()
-            hold.release()
+            hold.acquire()
+            hold.close()
         try:
             yield hold.held
         finally:
-            hold.leave()
+            hold.release()
 
     def close(self) -> None:
         self._team.close()
 
     def abandon(self) -> None:
-        """In a forked child: the parent's threads are not here."""
+        """In a forked child, which does not have the parent's threads."""
         self._team.abandon()
 
 

@@ -285,7 +285,7 @@ class OpenStore:
         now = self._files.monotonic()
         for hold in living(self.c.holds):
             if hold.expires_at <= now:
-                hold.release()
+                hold.close()
         for io in living(self.c.attached):
             io.sweep()
         self.c.pinned.say()
@@ -305,7 +305,7 @@ class OpenStore:
             self._rebuilder.join(CLOSE_SECONDS)
         free = self._services is None or self._services.close()
         for hold in living(self.c.holds):
-            hold.release()
+            hold.close()
         self.c.segments.close()
         self.c.index.close()
         self.c.access_times.close()

@@ -191,7 +191,7 @@ class HostIO:
             "load", pages, deadline, after, on_page, on_done,
             lambda done: restored(match, names, done, came_from, first_token),
         )  # fmt: skip
-        hold = match.hold if match.hold is not None and match.hold.enter() else None
+        hold = match.hold if match.hold is not None and match.hold.acquire() else None
         transfer = Transfer(task, partial(self._forget_load, hold))
         load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
         return self._submit(transfer, self._reads, load.run)
@@ -363,7 +363,7 @@ class HostIO:
     def _forget_load(self, hold: Hold | None, transfer: Transfer) -> None:
         """Let go of the match's segments, which have been held since the load was asked for; count its tokens."""
         if hold is not None:
-            hold.leave()
+            hold.release()
         first = next(iter(self._attached.values()))
         if transfer.result is not None and first.part.head == first.part.layer == 0 and first.device.writes(0):
             moved = sum(n for tier, n in transfer.result.tiers.items() if tier is not Tier.DEVICE)

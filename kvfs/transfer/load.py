@@ -42,7 +42,7 @@ class Load:
                 self._finish_looking(self.lookahead)
             wait_for(self.transfer, self.after)
             self.transfer._enter(TransferState.LOADING)
-            with self.desk.reader.held(self.match) as held:
+            with self.desk.reader.open_segments(self.match) as held:
                 for attached, chunks in self.pages:
                     if self._load(attached, chunks, held):
                         self.transfer._layers_ready(attached.group.layers)

@@ -384,7 +384,7 @@ def test_an_index_that_somebody_holds_is_not_waited_for_like_a_rebuild(
 
 def test_a_salt_that_is_no_text_is_a_mistake_of_usage(store: Path) -> None:
     done = called("-C", str(store), "rm", "--tenant", "-y", KVFS_SALT="\udcff")
-    assert done.returncode == 2 and "no Unicode text" in done.stderr
+    assert done.returncode == 2 and "not Unicode text" in done.stderr
 
 
 def test_config_keeps_comments_and_refuses_what_would_not_hold(store: Path) -> None:

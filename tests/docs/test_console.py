@@ -1,9 +1,10 @@
-"""Every console block of the documentation is a session that runs: each command, in order, with the output shown.
+"""Each console block of the documentation is a session that runs: its commands, in order, print the output shown.
 
-What changes from run to run (ids, ages, rates, sizes of caches, paths) is masked on both sides. In docs/cli.md every
-flag of every command must be used, and the same sessions run again with --json: the keys are the documented ones.
+Ids, ages, rates, sizes of caches and paths vary from run to run, so they are masked on both sides. The sections of
+docs/cli.md must use each flag of their command. The same sessions run again with --json, and the keys are compared with
+the documented ones.
 
-KVFS_REFRESH_DOCS=1 writes the real output into the pages.
+KVFS_REFRESH_DOCS=1 writes the output into the pages.
 """
 
 from __future__ import annotations

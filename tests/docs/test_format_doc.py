@@ -22,18 +22,18 @@ from kvfs.pages import chunk_hash
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 HEADING = re.compile(r"^### .*: `(kvfs\.[\w.]+)`$", re.MULTILINE)
 
-#: struct -> (fields in the code, or None where they have no names there; name of the check word before, behind)
+#: struct -> (fields in the code, or None if they have no names there; whether the check word is first or last)
 STRUCTS: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "kvfs.pages.layout._PART": (("layer", "layers", "head", "heads"), ""),
-    "kvfs.format.segment._HEADER": (None, "behind"),
-    "kvfs.format.segment._ENTRY": (fmt.Entry._fields, "behind"),
-    "kvfs.format.segment._SEAL": (None, "behind"),
+    "kvfs.format.segment._HEADER": (None, "last"),
+    "kvfs.format.segment._ENTRY": (fmt.Entry._fields, "last"),
+    "kvfs.format.segment._SEAL": (None, "last"),
     "kvfs.format.codec._HEAD": (("planes", "zero"), ""),
-    "kvfs.format.segment._PURGE": (("magic", "segment_id", "flags", "epoch", "bytes"), "behind"),
-    "kvfs.index.rows._HEAD": (None, "before"),
+    "kvfs.format.segment._PURGE": (("magic", "segment_id", "flags", "epoch", "bytes"), "last"),
+    "kvfs.index.rows._HEAD": (None, "first"),
     "kvfs.index.rows._EXTENT": (Extent._fields, ""),
-    "kvfs.index.tables._SEGMENT": (SegmentRow._fields, "behind"),
-    "kvfs.index.tables._LEDGER": (Ledger._fields, "behind"),
+    "kvfs.index.tables._SEGMENT": (SegmentRow._fields, "last"),
+    "kvfs.index.tables._LEDGER": (Ledger._fields, "last"),
 }
 
 
@@ -72,7 +72,7 @@ def sizes(packer: struct.Struct) -> list[int]:
     return found
 
 
-def test_the_page_and_this_test_speak_of_the_same_structs() -> None:
+def test_the_page_and_this_test_name_the_same_structs() -> None:
     documented = {h[1] for h in HEADING.finditer(DOC)}
     assert documented == {*STRUCTS, "kvfs.directory.root.pack_super", "kvfs.index.environment.State"}
 
@@ -80,15 +80,15 @@ def test_the_page_and_this_test_speak_of_the_same_structs() -> None:
 @pytest.mark.parametrize("name", STRUCTS)
 def test_offsets_sizes_and_fields_are_those_of_the_code(name: str) -> None:
     fields, check = STRUCTS[name]
-    wanted = sizes(named(name)) + ([8] if check == "behind" else [])
+    wanted = sizes(named(name)) + ([8] if check == "last" else [])
     rows = table(section(name), 4)
     offsets = [sum(wanted[:i]) for i in range(len(wanted))]
     assert [(int(row[0]), int(row[1])) for row in rows] == list(zip(offsets, wanted, strict=True))
     documented = [row[2] for row in rows]
     assert len(set(documented)) == len(documented)
     if fields is not None:
-        assert documented == [*fields, *(["check"] if check == "behind" else [])]
-    elif check == "behind":
+        assert documented == [*fields, *(["check"] if check == "last" else [])]
+    elif check == "last":
         assert documented[-1] == "check"
     else:
         assert documented[0] == "check"
@@ -101,7 +101,7 @@ def test_offsets_sizes_and_fields_are_those_of_the_code(name: str) -> None:
         ("kvfs.format.segment._SEAL", fmt.Seal(b"S" * 16, 3, 8192, 6, b"R" * 16), fmt.pack_seal),
     ],
 )
-def test_fields_lie_where_the_page_says(name: str, value: Any, packed: Any) -> None:
+def test_fields_are_where_the_page_says(name: str, value: Any, packed: Any) -> None:
     """Structs whose fields have no names in the code: what is packed is found under the documented name."""
     data = packed(value)
     at = {row[2]: data[int(row[0]) : int(row[0]) + int(row[1])] for row in table(section(name), 4)}

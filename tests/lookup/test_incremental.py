@@ -1,4 +1,4 @@
-"""A lookup that is made a piece at a time finds what one in a go finds."""
+"""A lookup that is made a piece at a time finds what a lookup in one go finds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def same(found: PrefixMatch, expected: PrefixMatch) -> bool:
 
 @given(st.data())
 @settings(max_examples=150)
-def test_whatever_is_stored_and_in_whatever_pieces_it_is_found(store: kvfs.Store, data: st.DataObject) -> None:
+def test_a_lookup_in_pieces_finds_what_a_whole_lookup_finds(store: kvfs.Store, data: st.DataObject) -> None:
     layout = LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)))]
     ns = store.namespace(f"{len(layout.groups)}{layout.groups[0].name}", layout, "1")
     lengths = st.integers(0, MOST) | st.sampled_from([0, RUN, 2 * RUN, MOST])
@@ -95,14 +95,14 @@ def test_it_counts_as_one_lookup_and_its_hashes_are_remembered(store: kvfs.Store
     assert ahead.more(0, 10) == 10 and len(ahead._chain.hashes) == 10
     assert ahead.more(0, 60) == 40 == ahead.limit and len(ahead._chain.hashes) == 60
     assert ahead.finish(go_on=True).chunks == 40
-    assert len(ahead._chain.hashes) == 60  # the prefix ends before: nobody wants to know the others
+    assert len(ahead._chain.hashes) == 60  # the prefix ends before the others
     after = counters(store)
     names = ("lookups", "tokens_queried", "tokens_matched")
     assert [after[name] - before.get(name, 0) for name in names] == [1, MOST * PAGE, 40 * PAGE]
     assert store._core.c.chains._longest(ahead._chain._tokens, PAGE * 4, ns.identity.seed)[1] == 60 * PAGE * 4
 
 
-def test_an_index_that_answers_no_more_leaves_what_was_found(
+def test_what_was_found_remains_when_the_index_stops_answering(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ns = store.namespace("unavailable", LAYOUTS["full"], "1")
@@ -120,16 +120,16 @@ def test_an_index_that_answers_no_more_leaves_what_was_found(
     assert counters(store)["lookup_unavailable_timeout"] == 1
 
 
-def test_a_segment_that_is_gone_ends_the_prefix_before_its_pages(tmp_path: Path) -> None:
+def test_a_missing_segment_ends_the_prefix_before_its_pages(tmp_path: Path) -> None:
     path, tokens, files = tmp_path / "store", tokens_of(3, MOST), list[set[Path]]()
     for first, end in ((0, 40), (40, 70), (70, MOST)):
         with kvfs.open(path, capacity="64MiB") as store:
-            put(store.namespace("gone", LAYOUTS["full"], "1"), tokens, {"full": first}, {"full": end - first})
+            put(store.namespace("missing", LAYOUTS["full"], "1"), tokens, {"full": first}, {"full": end - first})
         files.append(set(segment_files(path)) - set().union(*files))
     for file in files[1]:
         file.unlink()
     with kvfs.open(path) as store:
-        ahead = lookahead(store.namespace("gone", LAYOUTS["full"], "1"), tokens, MOST)
+        ahead = lookahead(store.namespace("missing", LAYOUTS["full"], "1"), tokens, MOST)
         assert ahead.more(0, RUN) == RUN and ahead.limit == MOST
         assert ahead.more(0, 3 * RUN) == 40 == ahead.limit
         assert ahead.finish(go_on=True).chunks == 40

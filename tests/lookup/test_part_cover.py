@@ -150,11 +150,11 @@ def test_a_page_that_one_rank_did_not_write_is_a_miss(store: kvfs.Store, dead: i
     ranks = ranks_of(4, 4, 1)
     for rank, part in enumerate(ranks):
         mine = cut(pages, group, part)
-        if rank == dead:  # died behind the first page
+        if rank == dead:  # died after the first page
             mine = mine[: group.part_bytes(part)]
         ns.put(tokens, mine, part=part)
     assert restored(ns, tokens) == pages[: layout.page_bytes]
-    for rank, part in enumerate(ranks):  # who needs other heads has them
+    for rank, part in enumerate(ranks):  # readers of other heads get all pages
         count = 1 if rank == dead else CHUNKS
         assert ns.match(tokens, part=part).chunks == count
         assert restored(ns, tokens, part=part) == cut(pages[: count * layout.page_bytes], group, part)
@@ -204,8 +204,8 @@ def test_parts_survive_a_new_index(memory_path: Path) -> None:
         assert restored(ns, tokens, part=want) == cut(pages, group, want)
 
 
-def test_parts_that_appear_later_are_found_by_whoever_looked_before(store: kvfs.Store) -> None:
-    """Which parts a namespace has is remembered between lookups, as long as nobody commits anything."""
+def test_parts_that_appear_later_are_found_by_a_reader_that_looked_before(store: kvfs.Store) -> None:
+    """The parts of a namespace are remembered between lookups, until the next commit."""
     layout = layout_of(2)
     group, pages, tokens = layout.groups[0], seeded(7, CHUNKS * layout.page_bytes), tokens_of(7, CHUNKS)
     reader, writer = (store.namespace("parts that appear", layout, revision="r1") for _ in range(2))

@@ -1,4 +1,4 @@
-"""PromptPages: an engine's own account of pages, against what ``match`` and ``plan_save`` say of the same prompt."""
+"""PromptPages: decisions page by page, against what ``match`` and ``plan_save`` say of the same prompt."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_plan_saves_what_it_names(ns: kvfs.Namespace) -> None:
     assert ns.match(tokens).chunks == 5
 
 
-def test_a_save_tells_of_the_pages_that_were_asked_for_in_whatever_order(ns: kvfs.Namespace) -> None:
+def test_a_plan_names_the_pages_that_were_asked_for_in_any_order(ns: kvfs.Namespace) -> None:
     pages = ns.prompt(tokens_of(7, 6))
     name = ns.layout.groups[0].name
     for chunks in ([0, 5, 2], [0, 0, 2], [1, 1]):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvfs.index.rows import CLAIM, RUN, Place, claim, pack_row, parse_row
 from kvfs.lookup.gaps import KEYS_PER_HOLD, read_behind_gaps
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
-from kvfs.lookup.search import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths
+from kvfs.lookup.search import ROWS_PER_HOLD, GroupLookup, Prompt, prefix_length, search, valid_lengths, walk_all
 from kvfs.pages.chunk_set import members
 from kvfs.pages.layout import Cell, Group, Need, Part
 
@@ -79,8 +79,8 @@ class FakeSession:
         return [key for key in keys if key in self.rows]
 
     def live_in(self, extent: Any) -> bytes | None:
-        gone = extent.flags & CLAIM or extent.segment in self.dead
-        return None if gone else self.segment_id(extent.segment)
+        missing = extent.flags & CLAIM or extent.segment in self.dead
+        return None if missing else self.segment_id(extent.segment)
 
     def claim_holds(self, extent: Any) -> bool:
         return bool(extent.flags & CLAIM) and extent.segment not in self.dead
@@ -176,7 +176,7 @@ def test_opaque_keys_are_restored_up_to_the_first_that_is_missing(present: set[i
 
 
 @given(chunk_sets(40), chunk_sets(40))
-def test_chunks_that_somebody_is_writing_are_not_restored(stored: set[int], written: set[int]) -> None:
+def test_chunks_that_are_being_written_are_not_restored(stored: set[int], written: set[int]) -> None:
     shelf, group = Shelf(40), make_group("full", Need.all())
     other = make_group("full", Need.all(), heads=2)
     shelf.store(other, Part(0, 1, 0, 1), stored)
@@ -221,12 +221,12 @@ def test_runs_read_together_are_found_as_if_read_one_by_one(
         end = data.draw(st.integers(run + 1, runs))
         next_run, found = many.read_runs(session, run, end, stop_at_gap=False)  # type: ignore[arg-type]
         assert run < next_run <= end and found == singly[next_run - 1]
-        assert all(singly[n].whole for n in range(run, next_run - 1)), "it went on behind a gap"
+        assert all(singly[n].whole for n in range(run, next_run - 1)), "it continued behind a gap"
         run = next_run
     assert (one.found, one.segments, one.rows_read) == (many.found, many.segments, many.rows_read)
 
 
-def test_a_window_reads_only_what_lies_before_the_length() -> None:
+def test_a_window_reads_only_the_chunks_before_the_length() -> None:
     shelf, full, window = Shelf(3200), make_group("f", Need.all()), make_group("w", Need.window_of(64))
     shelf.store(full, full.full, set(range(3200)))
     shelf.store(window, window.full, set(range(3196, 3200)))
@@ -277,7 +277,7 @@ def test_a_prefix_is_as_long_as_its_parts_cover_it(want: Part, written: list[tup
     assert found == next((n for n, fine in enumerate(complete) if not fine), 40)
 
 
-# ---------------------------------------------------------------- what is left when some of it turns out bad
+# ---------------------------------------------------------------- what is restored when some pages do not verify
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(needs, st.sets(st.integers(0, 11))), min_size=1, max_size=3))
@@ -303,10 +303,9 @@ shelf_rows = st.lists(
 )  # fmt: skip
 
 
-@given(shelf_rows, st.sampled_from([[WHOLE], [LEFT, RIGHT], [WHOLE, LEFT, RIGHT]]))
-@settings(deadline=None)
-def test_what_lies_behind_gaps_is_found_as_if_read_chunk_by_chunk(rows: list[Any], known: list[Part]) -> None:
-    group, shelf = make_group("full", Need.all(), heads=2), Shelf(2 * RUN + 20)
+def shelf_of(group: Group, rows: list[Any]) -> Shelf:
+    """Two runs and part of a third, with rows that begin at any chunk; rows name segment 1, or 2, which is dead."""
+    shelf = Shelf(2 * RUN + 20)
     for part, run, head, slots, claimed, segment in rows:
         first = run * RUN
         if first + head >= len(shelf.prompt.hashes):
@@ -319,6 +318,17 @@ def test_what_lies_behind_gaps_is_found_as_if_read_chunk_by_chunk(rows: list[Any
                 places[j] = claim(h, segment, 9999) if claimed else stored
         key = shelf.prompt.key(group, part, first + head)
         shelf.rows[key] = pack_row(key, places, group.leaves(part))
+    return shelf
+
+
+known_parts = st.sampled_from([[WHOLE], [LEFT, RIGHT], [WHOLE, LEFT, RIGHT]])
+
+
+@given(shelf_rows, known_parts)
+@settings(deadline=None)
+def test_what_is_stored_behind_gaps_is_found_as_if_read_chunk_by_chunk(rows: list[Any], known: list[Part]) -> None:
+    group = make_group("full", Need.all(), heads=2)
+    shelf = shelf_of(group, rows)
     session: Any = FakeSession(shelf.rows, dead=frozenset({2}))
     one, bulk = (shelf.lookup(group, WHOLE, known) for _ in range(2))
     for run in range(3):
@@ -326,6 +336,29 @@ def test_what_lies_behind_gaps_is_found_as_if_read_chunk_by_chunk(rows: list[Any
         bulk.read_run(session, run, stop_at_gap=True)
     read_behind_gaps(bulk, lambda function: function(session))
     assert (one.found, one.segments) == (bulk.found, bulk.segments)
+
+
+@given(shelf_rows, known_parts, st.integers(0, 2 * RUN + 20), st.integers(0, 2 * RUN + 20))
+@settings(deadline=None)
+def test_a_walk_over_all_finds_what_run_by_run_is_found(rows: list[Any], known: list[Part], a: int, b: int) -> None:
+    group = make_group("full", Need.all(), heads=2)
+    shelf, (first, end) = shelf_of(group, rows), sorted((a, b))
+    session: Any = FakeSession(shelf.rows, dead=frozenset({2}))
+    singly, whole, begun = (shelf.lookup(group, WHOLE, known) for _ in range(3))
+    runs = range(first // RUN, -(-end // RUN))
+    for run in runs:
+        singly.read_run(session, run, stop_at_gap=False)
+    walk_all(whole, first, end, lambda step: step(session), to_first_gap=False)
+    read_behind_gaps(whole, lambda function: function(session))
+    assert (whole.found.present, whole.found.claimed) == (singly.found.present, singly.found.claimed)
+    assert {n: hits for n, hits in whole.found.hits.items() if hits} == {
+        n: hits for n, hits in singly.found.hits.items() if hits
+    }
+    walk_all(begun, first, end, lambda step: step(session), to_first_gap=True)
+    known_chunks = singly.found.present | singly.found.claimed
+    last_run = next((n // RUN for n in range(first, end) if not known_chunks >> n & 1), runs.stop - 1)
+    read = (1 << (last_run + 1) * RUN) - 1
+    assert begun.found.present == singly.found.present & read and begun.found.claimed == singly.found.claimed & read
 
 
 @given(st.sets(st.integers(0, 79)), st.integers(0, 80), st.sampled_from([[WHOLE], [LEFT, RIGHT]]), st.integers(1, 99))
@@ -339,18 +372,18 @@ def test_the_next_run_that_is_there_is_found_and_none_that_is_not(
     found, expected = begin, min((n for n in runs if n >= begin), default=80)
     while found != last:  # the budget may end it before
         lookup.rows_read, last = 0, found
-        found = lookup.next_there(session, last, 80, budget)  # type: ignore[arg-type]
+        found = lookup.next_present(session, last, 80, budget)  # type: ignore[arg-type]
         assert lookup.rows_read <= budget + ROWS_PER_HOLD and last <= found <= expected
     assert found == expected and lookup.gapped == list(range(begin, expected))
 
 
 @given(st.sets(st.integers(0, 5 * RUN - 1)), st.integers(0, 5 * RUN - 1), st.data())
-def test_without_orphans_only_forks_are_missed_of_which_nothing_else_is_left(
+def test_without_orphans_only_forks_of_runs_without_other_rows_are_missed(
     stored: set[int], fork: int, data: st.DataObject
 ) -> None:
     group, shelf = make_group("full", Need.all()), Shelf(5 * RUN)
     shelf.store(group, group.full, stored)
-    for run in {chunk // RUN for chunk in stored}:  # what led to some runs is gone
+    for run in {chunk // RUN for chunk in stored}:  # some runs lose the row that leads to them
         if data.draw(st.booleans()):
             del shelf.rows[shelf.prompt.key(group, group.full, run * RUN)]
     h = shelf.prompt.hashes[fork]
@@ -371,7 +404,7 @@ def test_without_orphans_only_forks_are_missed_of_which_nothing_else_is_left(
 @pytest.mark.parametrize("parts", [1, 64])
 def test_behind_gaps_no_hold_asks_for_more_keys_or_rows_than_allowed(parts: int) -> None:
     group, shelf = make_group("full", Need.all()), Shelf(128 * RUN)
-    for run in range(128):  # an own row, which nothing leads to
+    for run in range(128):  # a row of its own, to which no other leads
         h = shelf.prompt.hashes[run * RUN + 5]
         key = shelf.prompt.key(group, group.full, run * RUN + 5)
         shelf.rows[key] = pack_row(key, {5: Place(h, bytes(16), 0, 0, 1, 16, 4096, 0, 0, 0)}, 1)

@@ -161,7 +161,7 @@ def test_opaque_pages_are_purged_by_namespace(store: kvfs.Store) -> None:
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "nothing to purge"),
     "no salt": ({"salt": ""}, "salt is"),
-    "half a character as salt": ({"salt": "\ud800"}, "no Unicode text"),
+    "half a character as salt": ({"salt": "\ud800"}, "not Unicode text"),
     "a number": ({"namespace": 7}, "namespace is 7"),
     "half a digest": ({"namespace": b"x" * 16}, "16 bytes"),
     "tokens without a namespace": ({"namespace": "m", "prefix": [1, 2]}, "needs a Namespace"),

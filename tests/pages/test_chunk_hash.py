@@ -1,4 +1,4 @@
-"""How bytes are named and checked: golden vectors, and every way to say which tokens."""
+"""How bytes are named and checked: golden vectors, and every way to pass token ids."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_another_process_makes_the_same_hashes() -> None:
         assert done.stdout.strip() == str(list(CHAIN))
 
 
-# ---------------------------------------------------------------- every way to say which tokens
+# ---------------------------------------------------------------- every way to pass token ids
 
 IDS = [0, 1, 2, 31_999, 2**31 - 1]
 WIDE = [*IDS, 2**31, 2**32 - 1]

@@ -13,7 +13,7 @@ import kvfs.pages.chunk_hash_cache
 from kvfs.pages.chunk_hash import TOKEN_BYTES, chain, tenant_seed
 from kvfs.pages.chunk_hash_cache import BYTES_MAX, HASH_COST, PROMPTS, Chain, ChunkHashCache
 
-SEED, PAGE = tenant_seed("somebody"), 4
+SEED, PAGE = tenant_seed("tenant"), 4
 
 
 @pytest.fixture

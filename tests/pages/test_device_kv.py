@@ -53,8 +53,8 @@ def test_a_good_descriptor_passes() -> None:
         ({"stride": (-1024, 64, 32)}, "reaches"),
         ({"stride": (1024, 0, 32)}, "share bytes"),
         ({"stride": (1024, 64, 16)}, "share bytes"),
-        ({"layers": (2, 3, 5, 6)}, r"layer 6 is not of group full: pass model layer ids out of \(2, 3, 5, 7\)"),
-        ({"layers": (2, 3, 5, 5)}, "comes twice"),
+        ({"layers": (2, 3, 5, 6)}, r"layer 6 is not in group full: pass model layer ids out of \(2, 3, 5, 7\)"),
+        ({"layers": (2, 3, 5, 5)}, "is given twice"),
         ({"cell": (0, 16)}, "hold 32 of 64 bytes of a token"),
         ({"unit_tokens": 0}, "unit_tokens of group full is 0: pass the tokens"),
         ({"unit_tokens": -1}, "is -1"),
@@ -93,7 +93,7 @@ def test_block_and_page_sizes() -> None:
 def test_the_pieces_of_a_cell_must_tile_it() -> None:
     k, v = buffer(cell=(0, 16)), buffer(cell=(16, 16))
     kv(k, v).check(LAYOUT)
-    with pytest.raises(ConfigError, match="lie in two buffers"):
+    with pytest.raises(ConfigError, match="are in two buffers"):
         kv(k, v, buffer(cell=(30, 2))).check(LAYOUT)
     with pytest.raises(ConfigError, match="hold 56 of 64"):
         kv(k, buffer(cell=(16, 12))).check(LAYOUT)
@@ -101,13 +101,13 @@ def test_the_pieces_of_a_cell_must_tile_it() -> None:
         kv(k, replace(v, units=7)).check(LAYOUT)
 
 
-def test_heads_and_layers_may_lie_in_buffers_of_their_own() -> None:
+def test_heads_and_layers_may_be_in_separate_buffers() -> None:
     first, second = buffer(), buffer(heads=(2, 2))
     assert kv(first, second).part(GROUP) == Part(0, 4, 0, 4)
     kv(first, second).check(LAYOUT)
     half = {"bases": first.bases[:2], "extents": first.extents[:2]}
     kv(buffer(layers=(2, 3), **half), buffer(layers=(7, 5), **half)).check(LAYOUT)
-    with pytest.raises(ConfigError, match=r"at \[0, 2\] of group full are no run"):
+    with pytest.raises(ConfigError, match=r"at \[0, 2\] of group full are not contiguous"):
         kv(buffer(layers=(2, 5), **half)).check(LAYOUT)
     assert kv(buffer(layers=(5, 7), **half)).part(GROUP) == Part(0, 2, 2, 2)
 
@@ -197,11 +197,11 @@ def test_a_tensor_on_a_gpu_does_not_pass_for_host_memory_that_the_cpu_may_read()
 
     assert describe(GROUP, [Far()] * 4, "block,token,head,2*dim").memory == "cuda:0"
     for tensors, memory in (([Far()] * 4, "pinned"), ([Far()] * 4, "host"), ([tensor(4, 16, 4, 16)] * 4, "cuda:0")):
-        with pytest.raises(ConfigError, match=f"memory is '{memory}', a tensor lies in"):
+        with pytest.raises(ConfigError, match=f"memory is '{memory}', a tensor is in"):
             describe(GROUP, tensors, "block,token,head,2*dim", memory=memory)
 
 
-def test_views_know_the_allocation_round_them() -> None:
+def test_views_know_the_allocation_around_them() -> None:
     whole = tensor(4, 8, 16, 4, 16)  # layers first, blocks 2..5 of each
     views = list(whole[:, 2:6])
     device = describe(GROUP, views, "block,token,head,2*dim")
@@ -249,9 +249,9 @@ def test_floats_of_8_bits_do_not_pass_for_others_of_the_same_width() -> None:
 def test_k_and_v_that_touch_are_one_piece() -> None:
     touching = describe(GROUP, [tensor(4, 16, 4, 2, 8) for _ in range(4)], "block,token,head,kv,dim")
     assert [b.cell for b in touching.buffers] == [(0, CELL)]
-    apart = describe(GROUP, [tensor(4, 2, 16, 4, 8) for _ in range(4)], "block,kv,token,head,dim")
-    assert [b.cell for b in apart.buffers] == [(0, CELL // 2), (CELL // 2, CELL // 2)]
-    assert touching.check(LAYOUT) is apart.check(LAYOUT) is GROUP
+    separate = describe(GROUP, [tensor(4, 2, 16, 4, 8) for _ in range(4)], "block,kv,token,head,dim")
+    assert [b.cell for b in separate.buffers] == [(0, CELL // 2), (CELL // 2, CELL // 2)]
+    assert touching.check(LAYOUT) is separate.check(LAYOUT) is GROUP
 
 
 def test_ranks_describe_their_share() -> None:

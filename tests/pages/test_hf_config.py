@@ -372,7 +372,7 @@ def test_a_quantised_checkpoint_is_served_with_the_dtype_of_its_cache() -> None:
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_scaling"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_by_field(change: dict[str, Any], field: str) -> None:
+def test_an_invalid_value_is_refused_by_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         layout({**LLAMA, **change})
 
@@ -442,7 +442,7 @@ def test_thetas_default_to_those_of_the_class() -> None:
         {"max_position_embeddings": 4096},
     ],
 )
-def test_whatever_changes_the_rotation_changes_the_identity(change: dict[str, Any]) -> None:
+def test_every_change_of_the_rotation_changes_the_identity(change: dict[str, Any]) -> None:
     assert rope_identity({**LLAMA, **change}) != rope_identity(LLAMA)
 
 

@@ -49,7 +49,7 @@ def test_only_the_last_tokens(order: str, first: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["block,kv,token,head,dim", "slot,head,dim"])
-def test_units_of_minus_one_are_left_alone(order: str, way: str) -> None:
+def test_units_of_minus_one_are_not_touched(order: str, way: str) -> None:
     case = Case(order, 32, 16 if "block" in order else 0)
     for i in range(0, len(case.ids), 3):
         case.ids[i] = -1
@@ -89,7 +89,7 @@ def test_what_is_contiguous_on_both_sides_moves_in_one_call(monkeypatch: pytest.
     assert calls == [case.group.page_bytes // 2] + [case.group.page_bytes // 4] * 2
 
 
-def test_scales_that_lie_apart(way: str) -> None:
+def test_scales_in_separate_tensors(way: str) -> None:
     layout = PageLayout.kv(layers=2, kv_heads=3, head_dim=5, dtype="int8", scale="float32", page_tokens=16)
     group, rng = layout.groups[0], np.random.default_rng(3)
     shapes = [((4, 16, 3, 5), "int8")] * 2 + [((4, 16, 3), "float32")] * 2

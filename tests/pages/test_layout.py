@@ -1,4 +1,4 @@
-"""The data model: sizes, the algebra of parts, limits, and descriptors that nobody vouches for."""
+"""The data model: sizes, the algebra of parts, limits, and untrusted descriptors."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def test_digests_never_change(layout: PageLayout, digest: str) -> None:
     assert layout.digest().hex() == digest
 
 
-def test_whatever_differs_shows_in_the_digest() -> None:
+def test_every_difference_shows_in_the_digest() -> None:
     base = hybrid()
     full, window, state = base.groups
     others = [

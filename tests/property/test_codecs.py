@@ -1,4 +1,4 @@
-"""A store whose pages are put in any codec, recompressed, carried off in bundles and rebuilt: nothing changes."""
+"""A store whose pages are put in any codec, recompressed, moved in bundles and rebuilt: nothing changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pages_of(prompt: int) -> bytes:
 
 
 class CodecMachine(RuleBasedStateMachine):
-    """The store is large enough: what was put is there, for good."""
+    """The store is large enough that all that was put stays."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ FORKS = st.sampled_from([None, None, 2, 5, 31])
 
 
 class LaterFiles(Files):
-    """A clock that the machine puts forward."""
+    """A clock that the machine advances."""
 
     later_us = 0
 
@@ -103,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = PROMPTS.tokens(family, chunks)
         pages = PROMPTS.pages(tokens)
         if not all(self.sure.get(page) == 0 for page in pages):
-            return  # pages that may go at any moment are no test of pins
+            return  # pages that may expire at any moment do not test pins
         assert self.store.pin(name, self.ns, tokens) == len(tokens)
         self.pins[name] = pages
 
@@ -167,8 +167,8 @@ WAIT_SECONDS = 60.0
 class TransferMachine(RuleBasedStateMachine):
     """Saves and loads of an engine in host memory, cancelled at any time, several at once, a small ring.
 
-    Prompt p lies in units [6p, 6p + 6) while it is saved. ``free`` units are poisoned; a load goes to units of its
-    own, and whatever it says that it loaded must be there, and nothing else may have changed.
+    Prompt p is in units [6p, 6p + 6) while it is saved. A load goes to poisoned units of its own: what it reports as
+    loaded must be there, and nothing else may have changed.
     """
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 100))
     def forget(self, seed: int) -> None:
-        """Eviction beside it all."""
+        """Eviction while transfers run."""
         if random.Random(seed).random() < 0.2:
             self.store.gc(target_bytes=0)
             self.stored.clear()

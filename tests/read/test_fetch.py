@@ -1,4 +1,4 @@
-"""Reads of a load: from the page cache without waiting where that is possible, right and complete in any case."""
+"""Reads of a load: from the page cache without waiting where possible, correct and complete in any case."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def got(ns: kvfs.Namespace, tokens: list[int]) -> bytes:
     with ns.match(tokens) as match:
         chunks = ns.get(match, out)
     found = out[: chunks * PAGE]
-    out.close()  # nobody else refers to it: no thread, no unfinished task
+    out.close()  # BufferError if a thread or an unfinished task still refers to it
     return found
 
 
 def drop(path: Path, keep: Callable[[int], bool]) -> None:
-    """Drop the blocks of the segments that ``keep`` does not want from the page cache."""
+    """Drop from the page cache the blocks of segments for which ``keep`` is false."""
     for file in segment_files(path):
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -94,7 +94,7 @@ def test_cached_pages_are_read_without_waiting(memory_path: Path, verify: str, t
 
 @pytest.mark.parametrize("keep", [
     lambda n: n % 7 != 3,  # a hole in every stretch
-    lambda n: n < 90,  # a prompt whose beginning many share
+    lambda n: n < 90,  # only the beginning is cached, as with prompts that share it
     lambda n: n > 90,
     lambda n: False,
 ])  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_kernel_that_cannot_tell_costs_no_page(memory_path: Path, error: int, 
         assert files.waiting
 
 
-def test_a_python_without_the_flag_reads_all_the_same(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_the_flag_reads_nevertheless(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files_module, "_NOWAIT", 0)
     files = Watched()
     store, ns, tokens, pages = stored(memory_path / "store", files)
@@ -139,7 +139,7 @@ def test_a_cached_page_with_a_flipped_bit_is_found(memory_path: Path) -> None:
         assert moved("pages_corrupt") == 1
 
 
-# ---------------------------------------------------------------- the caller and his helpers
+# ---------------------------------------------------------------- the caller and its helpers
 
 
 def test_a_team_does_every_item_once() -> None:
@@ -177,7 +177,7 @@ def test_a_process_that_may_have_no_more_threads_reads_on(monkeypatch: pytest.Mo
 
 
 def test_a_call_that_comes_after_the_close_is_done_without_threads() -> None:
-    """Nobody would end them: a transfer that a disk keeps may read on when its store was closed."""
+    """Nothing would end the threads: a transfer that waits for a disk may read on after its store was closed."""
     team = Team(2, "test-late")
     assert sorted(map(sum, team.each(list, [iter([1, 2]), iter([3]), iter([4])]))) == [3, 3, 4]
     team.close()
@@ -186,7 +186,7 @@ def test_a_call_that_comes_after_the_close_is_done_without_threads() -> None:
     assert not [t for t in threading.enumerate() if t.name == "test-late"]
 
 
-def test_an_interrupted_caller_leaves_nothing_to_his_helpers() -> None:
+def test_an_interrupted_caller_leaves_nothing_to_its_helpers() -> None:
     team, begun, done = Team(2, "test-team"), threading.Semaphore(0), list[int]()
     caller = threading.get_ident()
 
@@ -203,7 +203,7 @@ def test_an_interrupted_caller_leaves_nothing_to_his_helpers() -> None:
     count = len(done)
     assert 1 <= count <= 4, "a helper finishes what it has begun, and takes no more"
     threading.Event().wait(0.1)
-    assert len(done) == count, "nobody works behind the caller's back"
+    assert len(done) == count, "a helper worked after the call had ended"
     assert team.each(list, [iter([7])] * 2) in ([[7]], [[], [7]], [[7], []])
     team.close()
 
@@ -238,7 +238,7 @@ def test_a_team_has_as_many_threads_as_its_calls_can_use() -> None:
     assert helpers() == 0
 
 
-def test_helpers_who_come_too_late_are_not_waited_for() -> None:
+def test_late_helpers_are_not_waited_for() -> None:
     team, go_on = Team(1, "test-team"), threading.Event()
     blocked = threading.Thread(target=lambda: team.each(lambda share: go_on.wait(10), [iter([1]), iter([2])]))
     holder = threading.Thread(target=lambda: team.each(lambda share: go_on.wait(10), [iter([1]), iter([2])]))
@@ -252,8 +252,8 @@ def test_helpers_who_come_too_late_are_not_waited_for() -> None:
     team.close()
 
 
-def test_shares_that_nobody_had_begun_when_a_store_was_closed_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A get raised an OSError that its store was closed beneath it, when the disk was slow."""
+def test_shares_not_begun_when_a_store_is_closed_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A get on a slow disk raised an OSError when its store was closed."""
     monkeypatch.setattr(Pool.close, "__defaults__", (0.05,))
     team, begun, go_on = Team(1, "test-closed"), threading.Event(), threading.Event()
 

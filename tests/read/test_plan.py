@@ -43,7 +43,7 @@ def test_neighbours_are_one_read_up_to_its_limit() -> None:
 
 
 def test_runs_have_no_gaps_whatever_a_row_says() -> None:
-    """Who copies a run whole makes room for its pages, not for what lies between them."""
+    """The copy of a whole run has room for its pages, not for bytes between them."""
     row = hit({j: place(10 + 7 * j, 1 + j) for j in range(3)} | {3: place(25, 4)})
     gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 4, (row,), 32)
     runs, _ = plan_runs(gm, {1: OpenSegment(1, bytes(16), -1, "")})
