@@ -26,7 +26,7 @@ import click
 
 import kvfs
 from kvfs import Cell, Group, Need, PageLayout, Part
-from kvfs.eviction.evictor import CARRIED
+from kvfs.eviction.evictor import RELOCATED
 from kvfs.format.segment import FLAG_CARRIED
 from kvfs.system.files import Files
 from kvfs.write.active_segments import SegmentClass
@@ -213,7 +213,7 @@ def _relocate(store: kvfs.Store, case: Case) -> None:
     """Copy a case's pages as eviction does."""
     core = store._core
     with case.namespace(store).match(case.tokens) as match:
-        target = SegmentClass(bytes(8) + CARRIED, FLAG_CARRIED, evictor=True)
+        target = SegmentClass(bytes(8) + RELOCATED, FLAG_CARRIED, evictor=True)
         copied = core.evictor.relocator.copy_match(target, match, set(match.segments))
         assert copied == case.chunks
         core.active.finish(target)

@@ -54,7 +54,7 @@ def files() -> Stubborn:
 def store(memory_path: Path, files: Stubborn) -> Iterator[kvfs.Store]:
     """A store that relocates nothing, so that all of it can be dropped."""
     with kvfs.open(memory_path / "store", capacity="24MiB", segment_bytes="1MiB", files=files) as opened:
-        opened._core.evictor._carry = lambda *_: None  # type: ignore[method-assign]
+        opened._core.evictor._relocate = lambda *_: None  # type: ignore[method-assign]
         yield opened
 
 
@@ -220,4 +220,4 @@ def test_a_table_that_could_not_be_read_once_is_read_again(store: kvfs.Store, fi
     _, blind, _ = evictor.victims.survey()
     files.refused = lambda what, name: False
     _, seen, _ = evictor.victims.survey()
-    assert not any(summary.pieces.stamps for summary in blind) and all(summary.pieces.stamps for summary in seen)
+    assert not any(summary.fragments.stamps for summary in blind) and all(summary.fragments.stamps for summary in seen)

@@ -28,7 +28,7 @@ PAGES = seeded(2, 4 * PAGE)
 
 
 class Clock(FakeClock, Files):
-    """The real file system under a clock that is set by hand; each write takes ``seconds`` of it."""
+    """The real file system under a clock that is set by hand; each write takes ``seconds``."""
 
     seconds = 0.0
 
@@ -37,10 +37,10 @@ class Clock(FakeClock, Files):
         return super().write_all(*args, **how)
 
 
-def test_a_put_on_a_slow_disk_may_take_its_time_in_a_full_store(memory_path: Path) -> None:
+def test_a_put_on_a_slow_disk_does_not_time_out_in_a_full_store(memory_path: Path) -> None:
     files = Clock()
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
-        store._core.background.stop()  # or the clock goes on while it evicts, and the put waits for it in vain
+        store._core.background.stop()  # or the clock advances while it evicts, and the put times out
         ns = store.namespace("model", LAYOUT, revision="r1")
         pages = seeded(1, 300 * PAGE)
         for seed in range(4):
@@ -103,16 +103,16 @@ def test_a_quota_of_two_segments_is_enough_for_several_lanes(small: kvfs.Store) 
         assert put(small, "two", seed, seed % LANES).stored == 4, seed
         assert small._core.c.index.read(lambda s: s.quota_used(quota_id("two")), 2.0) <= 2 * MIB
     assert restored(small.namespace("two", LAYOUT, revision="r1"), tokens_of(119, 4)) == PAGES
-    assert small._core.c.files.monotonic() == 0.0, "somebody waited"
+    assert small._core.c.files.monotonic() == 0.0, "a put waited"
 
 
 def test_a_quota_is_filled_and_then_declines_without_waiting(small: kvfs.Store) -> None:
     stored = 0
     while put(small, "less", stored).stored:
         stored += 1
-    assert stored == 7, "of 64 KiB, in 512: the eighth has no room beside the tables"
+    assert stored == 7, "of 64 KiB, in 512: the eighth has no room next to the tables"
     assert put(small, "less", 100).reason == "space"
-    assert small._core.c.files.monotonic() == 0.0, "somebody waited"
+    assert small._core.c.files.monotonic() == 0.0, "a put waited"
 
 
 def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: p
     assert put(small, "less", seed, 0).stored == 4
 
 
-def test_who_could_not_remove_segments_evicts_again_when_others_have_removed_them(
+def test_an_evictor_that_could_not_remove_segments_evicts_again_when_another_process_has(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kvfs.open(memory_path / "s", capacity="16MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:

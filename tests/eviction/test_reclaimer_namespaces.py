@@ -46,7 +46,7 @@ def seal(store: kvfs.Store) -> None:
 
 
 def drop_all(store: kvfs.Store) -> None:
-    """All segments, without the sweep that follows sooner or later."""
+    """Drop all segments, without the sweep that follows."""
     for number, row in store._core.c.index.read(lambda s: s.segments(), 2.0):
         if row.state == SEALED:
             assert store._core.evictor.reclaimer.drop(number)
@@ -68,8 +68,8 @@ def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.
     assert store.verify().ok
 
 
-def test_a_namespace_is_known_before_its_bytes_lie_anywhere(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rebuild may bring back what a dead writer had appended: whoever wants it gone must be able to name it."""
+def test_a_namespace_is_known_before_its_bytes_are_written(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuild may bring back what a dead writer appended: a purge must be able to name it."""
 
     def die(*args: Any, **how: Any) -> Any:
         raise OSError(5, "Input/output error")
@@ -88,7 +88,7 @@ def test_a_purged_namespace_is_no_longer_listed(store: kvfs.Store) -> None:
     assert restored(other, tokens_of(1, CHUNKS)) == PAGES
 
 
-def test_an_index_has_room_for_any_number_of_namespaces_one_after_the_other(memory_path: Path) -> None:
+def test_an_index_has_room_for_any_number_of_successive_namespaces(memory_path: Path) -> None:
     with kvfs.open(memory_path / "store", capacity="32MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
         for tenant in range(5000):
             ns = space_of(store, tenant)
@@ -112,14 +112,14 @@ def store_and_seal(store: kvfs.Store) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", [store_again, store_in_a_new_segment, store_and_seal])
-def test_a_page_that_comes_while_namespaces_are_looked_at_keeps_its_own(
+def test_a_page_stored_while_namespaces_are_read_keeps_its_own(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[kvfs.Store], None]
 ) -> None:
     for tenant in (1, 2):
         put(store, tenant)
     seal(store)
     drop_all(store)
-    put(store, 3)  # some segment is active
+    put(store, 3)  # a segment is active
     calls = []
 
     def forget(session: Any, growing: Any, digests: Any) -> int:
@@ -191,12 +191,12 @@ def test_a_round_of_sweeping_counts_once_when_no_namespace_can_be_forgotten(
     assert known(store) == 0
 
 
-def test_a_new_index_is_left_alone(store: kvfs.Store) -> None:
+def test_namespaces_of_a_new_index_are_not_forgotten(store: kvfs.Store) -> None:
     put(store, 1)
     seal(store)
     drop_all(store)
     index = store._core.c.index
-    growing = index.read(reclaimer._see, 2.0)
+    growing = index.read(reclaimer._read_growing, 2.0)
     digests, _ = index.read(lambda s: s.digests(b"", 10), 2.0)
     assert len(digests) == 1
     assert index.write(lambda s: reclaimer._forget(s, growing._replace(generation="another"), digests), 2.0) == 0
@@ -209,7 +209,7 @@ def damage_contents(session: Any) -> None:
         cursor.put(cursor.key(), b"nonsense")
 
 
-def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
+def test_damaged_contents_count_as_pages(store: kvfs.Store) -> None:
     ns = put(store, 1)
 
     seal(store)
@@ -218,7 +218,7 @@ def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
 
-def test_damaged_contents_stay_some_whatever_is_added_and_taken_away(store: kvfs.Store) -> None:
+def test_damaged_contents_stay_some_after_puts_and_purges(store: kvfs.Store) -> None:
     ns = put(store, 1)
 
     store._core.c.index.write(damage_contents, 2.0)
@@ -228,7 +228,7 @@ def test_damaged_contents_stay_some_whatever_is_added_and_taken_away(store: kvfs
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
 
-def test_whatever_is_stored_and_dropped_a_namespace_is_known_while_it_has_pages(store: kvfs.Store) -> None:
+def test_a_namespace_is_known_while_it_has_pages(store: kvfs.Store) -> None:
     draw, forgotten = random.Random(5), 0
     for step in range(400):
         tenant = draw.randrange(12)

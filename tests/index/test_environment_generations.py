@@ -133,7 +133,7 @@ def test_a_purge_fails_if_an_index_that_was_built_meanwhile_may_name_its_pages(
 ) -> None:
     purger = store._core.purger
     monkeypatch.setattr(purger, "_finish", lambda *args: rebuild(store))
-    with pytest.raises(StoreLockedError, match="ask again"):
+    with pytest.raises(StoreLockedError, match="again"):
         store.purge(namespace="m", salt="tenant 1")
     monkeypatch.undo()
     store.purge(namespace="m", salt="tenant 1")
@@ -194,7 +194,7 @@ def test_recompressing_moves_a_segment_that_is_held_under_an_earlier_number(
     def hold() -> None:
         held.append(store._core.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
 
-    after(monkeypatch, Recompressor, "_look", hold)
+    after(monkeypatch, Recompressor, "_examine", hold)
     done = Recompressor(store._core.c, evictor, store._core.active).run(CODEC_PLANES, 0.0)
     assert done.segments
     assert [restored(ns, tokens_of(n, CHUNKS)) == pages for n in range(3)] == [True] * 3
