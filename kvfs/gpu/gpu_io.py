@@ -27,7 +27,7 @@ from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.preregister import pin_hottest, pin_match
 from kvfs.gpu.registration import Arena, PinnedBudget, Probe, RegisteredMaps, probe
-from kvfs.gpu.registration_cache import MAKING_SECONDS, PIECE_BYTES, RegistrationCache
+from kvfs.gpu.registration_cache import MAKING_SECONDS, REGION_BYTES, RegistrationCache
 from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext
 from kvfs.gpu.restore import GpuRestore
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
@@ -118,10 +118,10 @@ class GpuIO(HostIO):
             shapes = self._that_work(loads, shapes, tables)
             readers = Pool(READ_THREADS, "kvfs-ring")
             undo.callback(readers.close)
-            in_place = self._pieces(readers) if any(shape.sums for shape in shapes.values()) else None
+            in_place = self._registration(readers) if any(shape.sums for shape in shapes.values()) else None
             if in_place is not None:
                 undo.callback(in_place.close)
-            self.transport = "ring" if in_place is None else in_place.backing.name
+            self.transport = "ring" if in_place is None else in_place.source.name
             callbacks, later = JobThreads("tell", 1), deque[Callable[[], None]]()
             desk = GpuTransportContext(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
@@ -165,7 +165,7 @@ class GpuIO(HostIO):
             pinned.close()
         return memory
 
-    def _pieces(self, readers: Pool) -> RegistrationCache | None:
+    def _registration(self, readers: Pool) -> RegistrationCache | None:
         """What loads read segments from, other than the ring."""
         off = self._c.declines == "disabled"
         if off or not self._registered_bytes or self._asked_for == "ring" or not self._c.mode.maps:
@@ -179,7 +179,7 @@ class GpuIO(HostIO):
             if self._asked_for == "in_place":
                 raise ConfigError(f"transport is 'in_place': {self._device.name} cannot: {result.reason}; pass None")
             log.warning("%s does not read segments in place: %s", self._device.name, result.reason)
-        return RegistrationCache(Arena(self._device, files, budget, readers, PIECE_BYTES), files)
+        return RegistrationCache(Arena(self._device, files, budget, readers, REGION_BYTES), files)
 
     def _probe(self) -> Probe:
         """Whether the device reads a map of a file in this store right."""
@@ -268,13 +268,12 @@ class GpuIO(HostIO):
         maps = self._gpu_desk.in_place
         if maps is None:
             return
-        gone = maps.gone(self._gone)
-        if gone or maps.wished:
+        dropped = maps.dropped(self._is_dropped)
+        if dropped or maps.short:
             with self._device.current():
-                maps.sweep(gone)
-                maps.work()
+                maps.sweep(dropped)
 
-    def _gone(self, segment_id: bytes) -> bool:
+    def _is_dropped(self, segment_id: bytes) -> bool:
         try:
             self._c.files.stat(file_name(segment_id), dir_fd=self._c.directory.sub("segments"))
         except FileNotFoundError:

@@ -52,7 +52,7 @@ class PageSource:
         self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
         self._came_from = came_from
         self._catch_up = catch_up  # to be called before anything that may have to wait
-        self._use = RegionLease()
+        self._regions = RegionLease()
         self._leases: list[tuple[Event, Lease]] = []
         self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
         self._published = published  # bytes of each segment that are known to be
@@ -79,21 +79,24 @@ class PageSource:
         maps = self._desk.in_place
         if maps is None or not self._summed:
             return None
-        there = maps.stretches(run.held, run.offset, run.span, 0, self._use, register=None)
-        if there is not None:
-            return there
-        published, register = self._published[run.segment], filled or self._registers(run)
-        missing = maps.missing(run.held, run.offset, run.span, published) if register else []
-        if any(self._desk.context.segments.cached_bytes(run.held, *piece) not in (piece[1], None) for piece in missing):
-            self._catch_up()  # the rest of a piece comes from the disk
-        return maps.stretches(run.held, run.offset, run.span, published, self._use, register=register)
+        ranges = maps.ranges(run.held, run.offset, run.span, 0, self._regions, register=False)
+        if ranges is not None:
+            return ranges
+        if not filled and not self._registers(run):
+            maps.lacks(run.held, run.offset, run.span)
+            return None
+        published, cached = self._published[run.segment], self._desk.context.segments.cached_bytes
+        missing = maps.missing(run.held, run.offset, run.span, published)
+        if any(cached(run.held, *region) not in (region[1], None) for region in missing):
+            self._catch_up()  # the rest of a region comes from the disk
+        return maps.ranges(run.held, run.offset, run.span, published, self._regions, register=True)
 
     def _registers(self, run: Run) -> bool:
         maps, cached = self._desk.in_place, self._desk.context.segments.cached_bytes
         assert maps is not None
         if maps.covers(run.held, run.offset, run.span):
             return True
-        return maps.backing.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
+        return maps.source.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
 
     def expect(self, runs: Sequence[Run]) -> None:
         """Tell which runs will be sent, before any of them is."""
@@ -364,7 +367,7 @@ class PageSource:
             lease.release()
         self._leases.clear()
         if self._desk.in_place is not None:
-            self._desk.in_place.release(self._use)
+            self._desk.in_place.release(self._regions)
 
 
 def _past(c: Context, run: Run) -> bool:

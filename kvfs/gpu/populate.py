@@ -52,7 +52,7 @@ class PageCachePrefetch:
     def begin(self, run: Run) -> bool:
         """Have the pieces of a run read by several threads; False if they are not to be."""
         maps = self._desk.in_place
-        if maps is None or not maps.backing.fills or not self._files.has_large_folios():
+        if maps is None or not maps.source.fills or not self._files.has_large_folios():
             return False
         cached = self._desk.context.segments.cached_bytes(run.held, run.offset, run.span)
         if cached is None or cached >= run.span or (not cached and self._past(run)):

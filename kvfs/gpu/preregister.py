@@ -62,7 +62,7 @@ def pin_hottest(
             first, last = max(start, s.offset), min(start + size, end)
             if (s.segment_id, start) in hopeless or _cached(files, held, first, last - first) < last - first:
                 continue
-            fits = maps.pinned + maps.backing.cost(size) <= nbytes and 2 * _cached(files, held, start, size) >= size
+            fits = maps.pinned + maps.source.cost(size) <= nbytes and 2 * _cached(files, held, start, size) >= size
             if not fits or not maps.warm(held, first, last - first, published, spare=True):
                 hopeless.add((s.segment_id, start))
 

@@ -29,6 +29,7 @@ REMEMBERED_BYTES = 1 << 30  # about so many count: pages that were just written 
 SECONDS_PER_GIB_MAX = 0.035
 FAILURES_MAX = 8  # of the driver, until loads ask it no more
 READ_BYTES = 4 << 20  # one preadv into a block
+LACKED_MAX = 256  # regions that are remembered as lacking from one second to the next
 
 
 class RegisteredRegion(NamedTuple):
@@ -72,8 +73,18 @@ class RegionSource(Protocol):
     def ready(self) -> bool:
         """Whether a load gains by making the pieces that it needs, rather than going through the ring."""
 
+    def lacks(self, segment_id: bytes, number: int) -> None:
+        """A load has gone without this region."""
+
+    @property
+    def short(self) -> bool:
+        """Whether ``grow`` would pin something."""
+
+    def grow(self, seconds: float) -> None:
+        """Pin memory for what loads have lacked since the last call, for about so long."""
+
     def cost(self, nbytes: int) -> int:
-        """What is pinned for a piece of so many bytes."""
+        """What is pinned for a region of so many bytes."""
 
     def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> RegisteredRegion | None:
         """[start, start + nbytes) of a segment, all of it published. ``ahead``: no load waits for it.
@@ -91,7 +102,7 @@ class RegionSource(Protocol):
 class RegisteredMaps:
     """Maps of the page cache, registered read-only: no byte is copied by a CPU."""
 
-    name = "in_place"
+    name, short = "in_place", False
 
     def __init__(self, device: Device, files: Files, budget: PinnedBudget) -> None:
         self._device, self._files, self.budget = device, files, budget
@@ -105,6 +116,12 @@ class RegisteredMaps:
     def ready(self) -> bool:
         dear = self._seconds * (1 << 30) > SECONDS_PER_GIB_MAX * self._registered
         return self.failed < FAILURES_MAX and not (dear and self._registered >= MEASURED_BYTES)
+
+    def lacks(self, segment_id: bytes, number: int) -> None:
+        pass
+
+    def grow(self, seconds: float) -> None:
+        pass
 
     def cost(self, nbytes: int) -> int:
         return nbytes
@@ -172,7 +189,26 @@ class Arena:
         self._block_bytes = block_bytes
         self._free: list[Pinned] = []
         self._blocks: list[Pinned] = []
-        self._full = False  # the budget is spent: whoever wants a block takes somebody's
+        self._full = False  # the budget is spent: a new region takes the block of another one
+        self._lacked: set[tuple[bytes, int]] = set()  # regions that loads have gone without
+
+    def lacks(self, segment_id: bytes, number: int) -> None:
+        if len(self._lacked) < LACKED_MAX:
+            self._lacked.add((segment_id, number))
+
+    @property
+    def short(self) -> bool:
+        return len(self._lacked) > len(self._free) and not self._full
+
+    def grow(self, seconds: float) -> None:
+        """Pin a block for each region that lacked one; the next load of that region fills it."""
+        end, lacked = self._files.monotonic() + seconds, len(self._lacked)
+        self._lacked.clear()
+        with contextlib.suppress(FullError):
+            for _ in range(lacked - len(self._free)):
+                self._free.append(self._pin())
+                if self._files.monotonic() >= end:
+                    break
 
     def ready(self) -> bool:
         return bool(self._free) or self._full
@@ -201,6 +237,10 @@ class Arena:
             if self._full:
                 raise FullError
             return None
+        return self._pin()
+
+    def _pin(self) -> Pinned:
+        """A new block. FullError, once and from then on, if the budget is spent."""
         self._full = True
         self.budget.take(self._block_bytes)
         try:

@@ -299,7 +299,7 @@ def test_a_piece_that_hangs_while_it_is_made_keeps_nobody_from_loading_and_closi
     io = attach(ns, target.kv, device=device, transport=transport)
     maps = io._gpu_desk.in_place
     assert maps is not None
-    make_now = maps.backing.make
+    make_now = maps.source.make
 
     def make(*args: Any, **options: Any) -> Any:
         stuck.set()
@@ -307,7 +307,7 @@ def test_a_piece_that_hangs_while_it_is_made_keeps_nobody_from_loading_and_closi
         return make_now(*args, **options)
 
     with ns.match(prompt(4)) as match:
-        monkeypatch.setattr(maps.backing, "make", make)
+        monkeypatch.setattr(maps.source, "make", make)
         hanging = threading.Thread(target=io.warm, args=(match,))
         hanging.start()
         assert stuck.wait(SECONDS)
@@ -335,7 +335,7 @@ def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done
     with attach(ns, Engine().kv, device=SimulatedDevice()) as io, ns.match(prompt(4)) as match:
         maps = io._gpu_desk.in_place
         assert maps is not None
-        make_now, waits = maps.backing.make, list[float | None]()
+        make_now, waits = maps.source.make, list[float | None]()
         wait_for = maps._made.wait_for
 
         def make(*args: Any, **options: Any) -> Any:
@@ -347,7 +347,7 @@ def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done
             waits.append(timeout)
             return wait_for(ready, timeout)
 
-        monkeypatch.setattr(maps.backing, "make", make)
+        monkeypatch.setattr(maps.source, "make", make)
         monkeypatch.setattr(maps._made, "wait_for", counted_wait)
         hanging = threading.Thread(target=io.warm, args=(match,))
         hanging.start()

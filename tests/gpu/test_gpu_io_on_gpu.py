@@ -342,7 +342,7 @@ def test_graphs_are_captured_while_pages_are_moved_and_pinned(
     save(ns, source, tokens, range(32))
     over, happened, turns = threading.Event(), event(), list[tuple[bool, int]]()
     with ns.attach(target.kv) as io:
-        monkeypatch.setattr(io, "_gone", lambda segment_id: True)  # each sweep unpins all
+        monkeypatch.setattr(io, "_is_dropped", lambda segment_id: True)  # each sweep unpins all
 
         def serve() -> None:
             while not over.is_set():

@@ -275,7 +275,7 @@ def test_whichever_launch_fails_what_came_before_counts(
             loaded.add(result.pages)
             assert io.ring.free == io.ring.slots
             maps = io._gpu_desk.in_place
-            assert maps is None or not any(piece.users for piece in maps._pieces.values())
+            assert maps is None or not any(piece.users for piece in maps._regions.values())
             device.fails_at = -1
             assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
     assert loaded >= {0, WINDOW}, "the first group is thrown away with the second"
@@ -372,11 +372,11 @@ def test_what_has_come_does_not_wait_for_the_rest_of_a_piece(store_path: Path) -
         with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
             maps = io._gpu_desk.in_place
             assert maps is not None
-            maps._piece_bytes = PIECE
+            maps._region_bytes = PIECE
             assert io.warm(match)
             window = [ref.place for refs in match.group("window").sources().values() for ref in refs]
             keep = {place.block * 4096 // PIECE for place in window[-WINDOW:]}
-            for key in [key for key in maps._pieces if key[1] not in keep]:
+            for key in [key for key in maps._regions if key[1] not in keep]:
                 assert maps._drop_unused(key)
             files.cold = True
             transfer = io.load(match, units(), NOW)
