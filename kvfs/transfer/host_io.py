@@ -120,6 +120,17 @@ class HostIO:
         return {name: a.part for name, a in self._attached.items()}
 
     @property
+    def namespace(self) -> bytes:
+        """Digest of the namespace that the buffers belong to: that of its matches and plans."""
+        return self._identity.digest
+
+    def page_bytes(self, group: str) -> int:
+        """Bytes of one page of an attached group, as far as this rank holds it. ConfigError for other groups."""
+        if group not in self._attached:
+            raise ConfigError(f"group {group!r} is not attached; attached are {list(self._attached)}")
+        return self._attached[group].page_bytes
+
+    @property
     def ring(self) -> StagingRing:
         return self._desk.ring
 

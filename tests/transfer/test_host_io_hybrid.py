@@ -146,3 +146,14 @@ def test_behind_a_page_that_full_attention_lacks_no_group_is_gathered(
             result = io.save(ns.plan_save(PROMPT), units, deadline=LATE).wait(SECONDS)
             assert result is not None and (result.pages, result.reason) == (8, "source")
     assert gathered == [(name, chunk) for name in ("full", "window") for chunk in range(4)]
+
+
+def test_an_attached_engine_says_what_it_holds(tmp_path: Path) -> None:
+    layout = hybrid(2, 6)
+    with kvfs.open(tmp_path / "store", capacity="64MiB") as store:
+        ns = store.namespace("hybrid", layout, "1")
+        with ns.attach(Engine(layout).kvs) as io:
+            assert io.namespace == ns.plan_save(PROMPT).namespace
+            assert [io.page_bytes(g.name) for g in layout.groups] == [g.page_bytes for g in layout.groups]
+            with pytest.raises(ConfigError, match="'other' is not attached"):
+                io.page_bytes("other")

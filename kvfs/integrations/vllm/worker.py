@@ -46,7 +46,7 @@ class KvfsWorker(OffloadingWorker):
         self._ended = threading.Event()  # a load has ended
         self._late: list[Transfer] = []  # loads that were given up, whose disk has not answered yet
         self._publishing: list[Transfer] = []  # saves whose blocks are free and whose result is not there yet
-        self._page_bytes = {a.group.name: io._attached[a.group.name].page_bytes for a in groups}
+        self._page_bytes = {a.group.name: io.page_bytes(a.group.name) for a in groups}
         self._on_gpu = groups[0].device.memory.startswith("cuda")
         self._told: set[str] = set()  # what the log has been told once
         self.metrics = Metrics()
@@ -68,7 +68,7 @@ class KvfsWorker(OffloadingWorker):
         return True
 
     def _is_ours(self, spec: SaveSpec) -> bool:
-        ours = spec.plan.namespace == self._io._identity.digest
+        ours = spec.plan.namespace == self._io.namespace
         if not ours:
             self.metrics.add("saves_refused")
             logger.error_once(
