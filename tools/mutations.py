@@ -158,7 +158,7 @@ MUTATIONS = (
         ("tests/pages/test_host_copy.py",),
     ),
     Mutation(
-        "settle a page twice", "kvfs/transfer/handle.py",
+        "settle a page twice", "kvfs/transfer/control.py",
         "            self._open[group] ^= fresh\n", "",
         ("tests/transfer/test_host_io.py::test_save_and_load",),
     ),
@@ -174,7 +174,7 @@ MUTATIONS = (
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpu/load.py",
-        "            launches.all()\n            self.transfer._expect", "            self.transfer._expect",
+        "            launches.all()\n            self.transfer.expect", "            self.transfer.expect",
         ("tests/gpu/test_load_groups.py",),
     ),
     Mutation(

@@ -39,7 +39,7 @@ from kvfs.segments.writer import file_name
 from kvfs.system.memory_limits import memory_limit
 from kvfs.system.sigterm import at_sigterm
 from kvfs.system.thread_pool import Pool
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
 from kvfs.transfer.workers import JobThreads, Writes, make_ring
 from kvfs.write.active_segments import LANES
@@ -300,7 +300,7 @@ class GpuIO(HostIO):
             self._shut = True
             self._unpin()
 
-    def _forget(self, transfer: Transfer) -> None:
+    def _forget(self, transfer: TransferControl) -> None:
         super()._forget(transfer)
         if self._shut:  # it has outlived the close
             self._unpin()

@@ -27,7 +27,7 @@ from kvfs.lookup.prefix_match import GroupMatch
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.read.plan import Run, plan_runs
 from kvfs.segments.open_segments import OpenSegment
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.load import Load
 from kvfs.transfer.workers import Attached, fail
 from kvfs.types import PageOutcome, TransferState
@@ -92,9 +92,9 @@ class GpuLoad(Load):
             self.gpu.device.enter()
             self._look_ahead()
             if wait_for_event(self.gpu, self.transfer, self.after):
-                self.transfer._enter(TransferState.LOADING)
+                self.transfer.enter(TransferState.LOADING)
                 held = self._hold()
-                if self._moving.enter_context(self.transfer._step(tell=False)):
+                if self._moving.enter_context(self.transfer.step(tell=False)):
                     with self.gpu.loads.kernels.use():
                         self._enqueue(held)
         except Exception as exc:
@@ -126,7 +126,7 @@ class GpuLoad(Load):
         try:
             self._send_groups(launches, held)
             launches.all()
-            self.transfer._expect({
+            self.transfer.expect({
                 PageOutcome.LOADED: {g.attached.number: bits_of(g.wanted) for g in self._groups}
             })  # fmt: skip
         except BaseException:
@@ -271,7 +271,7 @@ class GpuLoad(Load):
             if self.transfer.calls_back:
                 self.gpu.callbacks.put(partial(_tell, self.gpu.device, self.transfer))
             else:
-                self.transfer._end()
+                self.transfer.end()
         self.gpu.later.append(self._clean_up)
         while self.gpu.later:
             if not self.gpu.ends.waiting:
@@ -333,7 +333,7 @@ class GpuLoad(Load):
         group.whole = group.whole and all_sent and not any(group.flagged)
         if group.whole:
             layers = group.attached.group.layers[group.attached.part.layer :]
-            self.transfer._layers_ready(layers[band.first : band.first + band.rows])
+            self.transfer.layers_ready(layers[band.first : band.first + band.rows])
 
     def _settle(self, group: GroupLoad) -> None:
         """What became of the pages of a group; after an error, of those of which everything had been enqueued."""
@@ -341,7 +341,7 @@ class GpuLoad(Load):
             self._account(group, [], group.source.faults)
         elif group.whole:
             self._account(group, group.wanted, [])
-            self.transfer._settle(group.attached.number, bits_of(group.wanted), PageOutcome.LOADED)
+            self.transfer.settle(group.attached.number, bits_of(group.wanted), PageOutcome.LOADED)
         else:
             self._sort_out(group)
 
@@ -362,9 +362,9 @@ class GpuLoad(Load):
         self.gpu.context.counters.add("pages_corrupt", len(differ))
         self._account(group, loaded, group.source.faults + differ)
         if bad:
-            self.transfer._note("unreadable")
-        self.transfer._settle(group.attached.number, bits_of(loaded), PageOutcome.LOADED)
-        self.transfer._settle(group.attached.number, bits_of(sorted(bad)), PageOutcome.UNREADABLE)
+            self.transfer.note("unreadable")
+        self.transfer.settle(group.attached.number, bits_of(loaded), PageOutcome.LOADED)
+        self.transfer.settle(group.attached.number, bits_of(sorted(bad)), PageOutcome.UNREADABLE)
 
     def _account(self, group: GroupLoad, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
         """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
@@ -375,12 +375,12 @@ class GpuLoad(Load):
         self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, good))
 
 
-def _tell(device: Device, transfer: Transfer) -> None:
+def _tell(device: Device, transfer: TransferControl) -> None:
     """End it on the thread that calls back: what is called may want the GPU, while another thread captures a graph."""
     try:
         device.enter()
     finally:
-        transfer._end()
+        transfer.end()
 
 
 def _cut(runs: Sequence[Run], wanted: int) -> Iterator[Run]:

@@ -24,7 +24,7 @@ from kvfs.read.assemble import assemble
 from kvfs.read.plan import Run
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Begun
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.workers import Attached
@@ -45,7 +45,7 @@ class PageSource:
     """The pages of one group of one load."""
 
     def __init__(
-        self, desk: GpuTransportContext, transfer: Transfer, attached: Attached, gm: GroupMatch,
+        self, desk: GpuTransportContext, transfer: TransferControl, attached: Attached, gm: GroupMatch,
         held: Mapping[int, OpenSegment],
         published: Mapping[int, int], came_from: TierAccounting, catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
@@ -113,7 +113,7 @@ class PageSource:
             return
         self._reap()
         lease = ring.acquire(run.count, now, page_bytes=size)
-        if lease is not None and self._transfer._own(lease):
+        if lease is not None and self._transfer.own(lease):
             self._ahead[run.segment, run.offset] = self._begin(run, lease)
 
     def send(self, run: Run, target: int) -> Iterator[Run]:
@@ -203,13 +203,13 @@ class PageSource:
                 give_up_at=lambda: -math.inf if self._transfer.stopped else math.inf,
             )  # fmt: skip
             if lease is not None:
-                return lease if self._transfer._own(lease) else None
+                return lease if self._transfer.own(lease) else None
             if self._leases:
                 self._leases[0][0].synchronize()
             elif self._ahead:  # read ahead has taken what is needed now
                 self._end_read()
             else:
-                self._transfer._note("ring")
+                self._transfer.note("ring")
                 return None
 
     def _reap(self) -> None:

@@ -13,7 +13,7 @@ from kvfs.gpu.lane import DmaLane
 from kvfs.gpu.registration_cache import RegistrationCache
 from kvfs.kernels.work_list import Shape
 from kvfs.system.thread_pool import Pool
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.workers import JobThreads, TransportContext, wait_for
 from kvfs.types import TransferState
 
@@ -49,7 +49,7 @@ def wait_until(desk: GpuTransportContext, event: Event) -> None:
         desk.context.files.sleep(POLL_SECONDS)
 
 
-def wait_for_event(desk: GpuTransportContext, transfer: Transfer, after: Any) -> bool:
+def wait_for_event(desk: GpuTransportContext, transfer: TransferControl, after: Any) -> bool:
     """Wait for the engine's event until the deadline; False, and the reason noted, if it has not come by then.
 
     Asked from here rather than left to a stream, which could neither be cancelled nor give up.
@@ -59,7 +59,7 @@ def wait_for_event(desk: GpuTransportContext, transfer: Transfer, after: Any) ->
         wait_for(transfer, after)
         return not transfer.stopped
     if not query():
-        transfer._enter(TransferState.WAITING)
+        transfer.enter(TransferState.WAITING)
         while not query():
             if transfer.stopped or desk.late(transfer):
                 return False

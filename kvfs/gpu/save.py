@@ -60,7 +60,7 @@ class GpuSave(Save):
         try:
             self.gpu.device.enter()
             if wait_for_event(self.gpu, self.transfer, self.after):
-                self.transfer._enter(TransferState.COPYING)
+                self.transfer.enter(TransferState.COPYING)
                 with lane.kernels.use():
                     self._gather_all()
         except Exception as exc:
@@ -74,8 +74,8 @@ class GpuSave(Save):
             finally:
                 for flight in self._flights:
                     flight.step.close()
-                self.transfer._enter(TransferState.WRITING)
-                self.transfer.source_free._set()
+                self.transfer.enter(TransferState.WRITING)
+                self.transfer.free_source()
                 if self._landed:
                     self.gpu.context.files.sleep(YIELD_SECONDS)  # the engine gets the interpreter before the writers
                 self._hand_over_landed()
@@ -108,7 +108,7 @@ class GpuSave(Save):
             pages = min(most, 2 * pages)
             batch = Batch(attached, chunks[done : done + len(lease)], lease)
             step = contextlib.ExitStack()
-            if not step.enter_context(transfer._step(tell=False)):
+            if not step.enter_context(transfer.step(tell=False)):
                 step.close()
                 return False
             try:
@@ -136,9 +136,9 @@ class GpuSave(Save):
                 give_up_at=desk.writes.stalled_at,
             )
             if lease is not None:
-                return lease if self.transfer._own(lease) else None
+                return lease if self.transfer.own(lease) else None
             if not self._flights and not self._landed:
-                self.transfer._note("ring")
+                self.transfer.note("ring")
                 return None
             if self._flights:
                 self._land()

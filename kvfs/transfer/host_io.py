@@ -26,7 +26,8 @@ from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Part
 from kvfs.read.reader import Reader
-from kvfs.transfer.handle import OnDone, OnPage, Summary, Transfer, TransferTask
+from kvfs.transfer.control import OnDone, OnPage, Summary, TransferControl, TransferTask
+from kvfs.transfer.handle import Transfer
 from kvfs.transfer.load import Load
 from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.save import Save, stored
@@ -69,7 +70,7 @@ class HostIO:
         self._desk = self._make_desk(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._unfinished: set[Transfer] = set()
+        self._unfinished: set[TransferControl] = set()
         self._closed = False
         try:
             self._copies, self._reads = JobThreads("copy", threads), self._load_threads(threads)
@@ -165,18 +166,22 @@ class HostIO:
         pages = [(a, a.device.written(plan.missing.get(a.group.name, ()))) for a in order]
         tokens = self._identity.layout.page_tokens
         task = self._task("save", pages, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
-        transfer = Transfer(task, self._forget)
+        transfer = TransferControl(task, self._forget)
+        handle = Transfer(transfer)
         if self._c.declines:  # operators want it so
             self._c.counters.add(f"pages_declined_{self._c.declines}", sum(len(chunks) for _, chunks in pages))
-            return _refuse(transfer, self._c.declines)
+            _refuse(transfer, self._c.declines)
+            return handle
         if not store:
-            return _refuse(transfer, "disabled")
+            _refuse(transfer, "disabled")
+            return handle
         save = self._save(
             self._desk, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
             segment_class, attempt, [pool.put for pool in self._writes],
         )  # fmt: skip
         save.cut_to_source()
-        return self._submit(transfer, self._copies, save.run)
+        self._submit(transfer, self._copies, save.run)
+        return handle
 
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
@@ -203,9 +208,11 @@ class HostIO:
             lambda done: restored(match, names, done, came_from, first_token),
         )  # fmt: skip
         hold = match.hold if match.hold is not None and match.hold.enter() else None
-        transfer = Transfer(task, partial(self._forget_load, hold))
+        transfer = TransferControl(task, partial(self._forget_load, hold))
+        handle = Transfer(transfer)
         load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
-        return self._submit(transfer, self._reads, load.run)
+        self._submit(transfer, self._reads, load.run)
+        return handle
 
     def restore(
         self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
@@ -233,7 +240,8 @@ class HostIO:
         behind = range(first_token // self._identity.layout.page_tokens, chunks)
         pages = [(a, to_load(a, ids[a.number], behind)) for a in order]
         task = self._task("load", [], deadline, after, on_page, on_done, lambda _: (0, {}))  # until more is known
-        transfer = Transfer(task, partial(self._forget_load, None))
+        transfer = TransferControl(task, partial(self._forget_load, None))
+        handle = Transfer(transfer)
         load = self._restore(
             self._desk,
             transfer,
@@ -246,7 +254,8 @@ class HostIO:
             {},
             lookahead=lookahead,
         )
-        return self._submit(transfer, self._reads, load.run)
+        self._submit(transfer, self._reads, load.run)
+        return handle
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         """Pin what a match needs ahead of its load, on a GPU; bytes of it that are there without the ring then.
@@ -283,12 +292,12 @@ class HostIO:
             self._changed.wait_for(lambda: not self._unfinished, timeout)
             left = list(self._unfinished)
         for transfer in left:
-            transfer._stop("closed")
+            transfer.stop("closed")
         self.ring.close()
         for pool in (self._copies, self._reads, *self._writes):
             pool.close(max(0.1, end - time.monotonic()))
         for transfer in left:
-            transfer._try_end()
+            transfer.try_end()
         self._c.attached.discard(self)
 
     def __enter__(self) -> HostIO:
@@ -347,31 +356,31 @@ class HostIO:
             late = [t for t in self._unfinished if t.state is TransferState.QUEUED and now >= t.deadline]
         if late:  # those before them stand still
             for transfer in late:
-                transfer._stop("deadline")
+                transfer.stop("deadline")
             threading.Thread(target=_end_all, args=(late,), name="kvfs-end", daemon=True).start()
 
-    def _submit(self, transfer: Transfer, pool: JobThreads, run: Callable[[], None]) -> Transfer:
+    def _submit(self, transfer: TransferControl, pool: JobThreads, run: Callable[[], None]) -> None:
         with self._changed:
             busy = self._backlog(pool) >= self._queue_max or self._closed
             if not busy:
                 self._unfinished.add(transfer)
         if busy:
-            return _refuse(transfer, "busy")
-        pool.put(run)
-        return transfer
+            _refuse(transfer, "busy")
+        else:
+            pool.put(run)
 
     def _backlog(self, pool: JobThreads) -> int:
         """Transfers that have not ended, or that wait in a queue although they have; a batch of those has no slot."""
         writes = [one.waiting - self.ring.slots for one in self._writes] if pool is self._copies else []
         return max(len(self._unfinished), pool.waiting, *writes)
 
-    def _forget(self, transfer: Transfer) -> None:
+    def _forget(self, transfer: TransferControl) -> None:
         with self._changed:
             self._unfinished.discard(transfer)
             self._changed.notify_all()
-        self._c.counters.add(f"{transfer.kind}s_{transfer.state.value}")
+        self._c.counters.add(f"{transfer.task.kind}s_{transfer.state.value}")
 
-    def _forget_load(self, hold: Hold | None, transfer: Transfer) -> None:
+    def _forget_load(self, hold: Hold | None, transfer: TransferControl) -> None:
         """Let go of the match's segments, which have been held since the load was asked for; count its tokens."""
         if hold is not None:
             hold.leave()
@@ -382,16 +391,15 @@ class HostIO:
         self._forget(transfer)
 
 
-def _end_all(transfers: Sequence[Transfer]) -> None:
+def _end_all(transfers: Sequence[TransferControl]) -> None:
     """In a thread of their own: what callbacks do must not keep anybody else."""
     for transfer in transfers:
-        transfer._try_end()
+        transfer.try_end()
 
 
-def _refuse(transfer: Transfer, reason: str) -> Transfer:
-    transfer._stop(reason)
-    transfer._end()
-    return transfer
+def _refuse(transfer: TransferControl, reason: str) -> None:
+    transfer.stop(reason)
+    transfer.end()
 
 
 def _check_first(first_token: int) -> None:

@@ -11,7 +11,7 @@ from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.chunk_set import bits_of, span
 from kvfs.pages.host_copy import scatter
 from kvfs.segments.open_segments import OpenSegment
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
@@ -24,7 +24,7 @@ class Load:
     """A load in progress."""
 
     desk: TransportContext
-    transfer: Transfer
+    transfer: TransferControl
     match: PrefixMatch
     pages: list[tuple[Attached, list[int]]]
     units: Mapping[int, UnitIds]
@@ -41,17 +41,17 @@ class Load:
             if self.lookahead is not None:
                 self._finish_looking(self.lookahead)
             wait_for(self.transfer, self.after)
-            self.transfer._enter(TransferState.LOADING)
+            self.transfer.enter(TransferState.LOADING)
             with self.desk.reader.held(self.match) as held:
                 for attached, chunks in self.pages:
                     if self._load(attached, chunks, held):
-                        self.transfer._layers_ready(attached.group.layers)
+                        self.transfer.layers_ready(attached.group.layers)
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
             if self.lookahead is not None:
                 self.lookahead.release()
-            self.transfer._end()
+            self.transfer.end()
 
     def _finish_looking(self, lookahead: Lookahead) -> None:
         """Find out what of ``pages`` there is."""
@@ -63,7 +63,7 @@ class Load:
             found.append((a, [chunk for chunk in chunks if gm.first <= chunk < gm.first + gm.count]))
         self.pages = found
         names, came_from, first_token = {a.number: a.group.name for a, _ in found}, self.came_from, self.first_token
-        self.transfer._offer(
+        self.transfer.offer(
             {a.number: bits_of(chunks) for a, chunks in found},
             lambda done: restored(match, names, done, came_from, first_token),
         )
@@ -81,11 +81,11 @@ class Load:
             size = attached.page_bytes
             lease = desk.ring.acquire(min(desk.batch(size), len(rest)), transfer.deadline, page_bytes=size, least=1)
             if lease is None:
-                transfer._note("ring")
+                transfer.note("ring")
                 break
             batch, rest = rest[: len(lease)], rest[len(lease) :]
             try:
-                if transfer._own(lease):
+                if transfer.own(lease):
                     loaded += self._batch(attached, gm, batch, lease, held)
             finally:
                 lease.release()
@@ -97,7 +97,7 @@ class Load:
     ) -> int:
         """Read into the slots and verify, then copy what is good; how many pages were."""
         good = 0
-        with self.transfer._step(engine=False) as allowed:
+        with self.transfer.step(engine=False) as allowed:
             if not allowed:
                 return 0
             for first, memory in lease.runs(attached.page_bytes):
@@ -105,7 +105,7 @@ class Load:
                     attached, gm, chunks[first : first + len(memory) // attached.page_bytes], memory, held
                 )
             lease.move(SlotState.FULL)
-        with self.transfer._step() as allowed:
+        with self.transfer.step() as allowed:
             if not allowed:
                 return 0
             lease.move(SlotState.DRAINING)
@@ -117,10 +117,10 @@ class Load:
                     )  # fmt: skip
             bad = bits_of(chunks) & ~good
             if bad:
-                self.transfer._note("unreadable")
+                self.transfer.note("unreadable")
                 self.possible[gm.name] &= ~bad
-            self.transfer._settle(attached.number, good, PageOutcome.LOADED)
-            self.transfer._settle(attached.number, bad, PageOutcome.UNREADABLE)
+            self.transfer.settle(attached.number, good, PageOutcome.LOADED)
+            self.transfer.settle(attached.number, bad, PageOutcome.UNREADABLE)
         return good.bit_count()
 
     def _read(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.chunk_set import span
-from kvfs.transfer.handle import Outcomes
+from kvfs.transfer.control import Outcomes
 from kvfs.types import PageOutcome, Tier
 
 

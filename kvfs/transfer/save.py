@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_set import bits_of
 from kvfs.pages.host_copy import gather
-from kvfs.transfer.handle import Outcomes, Transfer
+from kvfs.transfer.control import Outcomes, TransferControl
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
 from kvfs.transfer.workers import Attached, TransportContext, fail, wait_for
@@ -40,7 +40,7 @@ class Save:
     """A save in progress."""
 
     desk: TransportContext
-    transfer: Transfer
+    transfer: TransferControl
     prompt: Prompt
     pages: list[tuple[Attached, list[int]]]
     units: Mapping[int, UnitIds]  # by group number
@@ -75,7 +75,7 @@ class Save:
             needed = {c: a.device.unit_range(a.group, c) for c in chunks}
             there = [c for c in chunks if needed[c][-1] < len(ids) and all(ids[u] >= 0 for u in needed[c])]
             if len(there) < len(chunks):
-                self.transfer._note("source")
+                self.transfer.note("source")
                 if a.group.need.kind == "all":
                     self.limit = min(self.limit, min(set(chunks) - set(there)))
             self.pages[i] = (a, self._useful(there))
@@ -88,15 +88,15 @@ class Save:
         """On a copy thread: everything up to ``source_free``."""
         try:
             wait_for(self.transfer, self.after)
-            self.transfer._enter(TransferState.COPYING)
+            self.transfer.enter(TransferState.COPYING)
             for attached, chunks in self.pages:
                 if not self._gather(attached, chunks):
                     break
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
-            self.transfer._enter(TransferState.WRITING)
-            self.transfer.source_free._set()
+            self.transfer.enter(TransferState.WRITING)
+            self.transfer.free_source()
             self._finish(gathered=True)
 
     def _gather(self, attached: Attached, chunks: list[int]) -> bool:
@@ -111,12 +111,12 @@ class Save:
                 keep=desk.save_keep, give_up_at=desk.writes.stalled_at,
             )  # fmt: skip
             if lease is None:
-                transfer._note("ring")
+                transfer.note("ring")
                 return False
-            if not transfer._own(lease):
+            if not transfer.own(lease):
                 return False
             batch = Batch(attached, chunks[done : done + len(lease)], lease)
-            with transfer._step() as allowed:
+            with transfer.step() as allowed:
                 if not allowed:
                     return False
                 self._fill(batch)
@@ -149,7 +149,7 @@ class Save:
         """On a write thread."""
         nbytes = sum(batch.nbytes for batch in batches)
         try:
-            with self.transfer._step(engine=False) as allowed, self.desk.writes.one(nbytes):
+            with self.transfer.step(engine=False) as allowed, self.desk.writes.one(nbytes):
                 if allowed:
                     for batch in batches:
                         batch.lease.move(SlotState.DRAINING)
@@ -177,7 +177,7 @@ class Save:
         if taken:
             self.desk.context.access_times.note_request(self.prompt.hashes[taken[-1]], self.at_us)
         if len(taken) < len(useful):
-            self.transfer._note(outcome.reason)
+            self.transfer.note(outcome.reason)
             if attached.group.need.kind == "all":
                 with self._lock:
                     self.limit = min(self.limit, useful[len(taken)])
@@ -194,7 +194,7 @@ class Save:
         )  # fmt: skip
 
     def _settle(self, number: int, chunks: Sequence[int], outcome: PageOutcome) -> None:
-        self.transfer._settle(number, bits_of(chunks), outcome)
+        self.transfer.settle(number, bits_of(chunks), outcome)
 
     def _finish(self, *, gathered: bool) -> None:
         """End the transfer when nothing is left to gather or to write, or when nobody may any more.
@@ -208,7 +208,7 @@ class Save:
                 self._unwritten -= 1
             over = not self._gathering and not self._unwritten
         if over or self.transfer.stopped:
-            self.transfer._try_end()
+            self.transfer.try_end()
 
 
 def _together(batches: Sequence[Batch], nbytes_max: int) -> Iterator[list[Batch]]:

@@ -27,7 +27,7 @@ from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Group, Part
 from kvfs.read.reader import Reader
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.staging import SLOT_ALIGN, StagingRing
 from kvfs.types import TransferState
 from kvfs.write.appender import Appender
@@ -97,26 +97,26 @@ class TransportContext:
         """Pages to ask for slots for at once."""
         return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes, self.ring.holds(page_bytes)))
 
-    def late(self, transfer: Transfer) -> bool:
+    def late(self, transfer: TransferControl) -> bool:
         """Whether the deadline has passed; notes it as the reason."""
         late = self.context.files.monotonic() >= transfer.deadline
         if late:
-            transfer._note("deadline")
+            transfer.note("deadline")
         return late
 
 
-def wait_for(transfer: Transfer, after: Any) -> None:
+def wait_for(transfer: TransferControl, after: Any) -> None:
     """Wait for the engine's event: ``synchronize()``, ``wait()``, or a call of it. What it raises goes up."""
     if after is None or transfer.stopped:
         return
-    transfer._enter(TransferState.WAITING)
+    transfer.enter(TransferState.WAITING)
     wait = getattr(after, "synchronize", None) or getattr(after, "wait", None) or after
     wait()
 
 
-def fail(transfer: Transfer, exc: Exception) -> None:
-    log.error("a %s failed", transfer.kind, exc_info=exc)
-    transfer._stop("error", exc)
+def fail(transfer: TransferControl, exc: Exception) -> None:
+    log.error("a %s failed", transfer.task.kind, exc_info=exc)
+    transfer.stop("error", exc)
 
 
 class JobThreads:

@@ -299,10 +299,10 @@ def test_a_load_that_ends_at_any_launch_vouches_for_what_came(
             if device.launches != begin + launch:
                 return
             if why == "deadline":
-                object.__setattr__(transfer._task, "deadline", 0.0)
+                object.__setattr__(transfer._control.task, "deadline", 0.0)
             else:
                 threading.Thread(target=transfer.cancel).start()
-                while not transfer.stopped:
+                while not transfer._control.stopped:
                     pass
 
         device.before_launch = end
@@ -325,7 +325,7 @@ def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(
         def cancel() -> None:
             if device.launches == begin + 1:
                 threading.Thread(target=transfer.cancel).start()
-                while not transfer.stopped:
+                while not transfer._control.stopped:
                     pass
 
         started = threading.Event()

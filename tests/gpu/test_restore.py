@@ -203,7 +203,7 @@ def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace,
         assert [moved(name) for name in names] == [1, CHUNKS * PAGE, 5 * PAGE, 5 * PAGE, 1]
     assert moved("bytes_loaded") == 5 * ns.layout.groups[0].page_bytes
     assert not [hold for hold in ns._c.holds if hold.held], "a restore that is over holds segments"
-    cells = [cell.cell_contents for cell in transfer._summarise.__closure__ or ()]
+    cells = [cell.cell_contents for cell in transfer._control._summarise.__closure__ or ()]
     held = [cell.hold and cell.hold.held for cell in cells if isinstance(cell, PrefixMatch)]
     assert held == [{}] and Lookahead not in map(type, cells), "whoever keeps the transfer holds them"
 
