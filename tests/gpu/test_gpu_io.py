@@ -210,7 +210,7 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
     device = SimulatedDevice()
     with attach(ns, target.kv, device=device) as io, ns.match(prompt(5), part=io.parts) as match:
         if piece_bytes is not None:
-            io._gpu_desk.in_place._region_bytes = piece_bytes
+            io._gpu_context.regions._region_bytes = piece_bytes
         io.warm(match)  # the kernel may have paged out what was saved
         launches = device.launches
         result = io.load(match, range(10), NOW, layerwise=True).wait(SECONDS)
@@ -410,7 +410,7 @@ def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load plans its pages a window at a time; what the first window makes must do for the others."""
-    monkeypatch.setattr("kvfs.gpu.load.WINDOW_PAGES", 1)
+    monkeypatch.setattr("kvfs.gpu.page_feed.WINDOW_PAGES", 1)
     source, target = saved(ns, 8), Engine()
     with attach(ns, target.kv) as io, ns.match(prompt(8)) as match:
         monkeypatch.setattr(io.ring, "acquire", lambda *args, **kwargs: pytest.fail("the ring was used"))
@@ -477,7 +477,7 @@ def test_an_arena_is_filled_ahead_and_kept(ns: kvfs.Namespace) -> None:
 def test_an_arena_grows_in_the_background_by_what_loads_have_lacked(ns: kvfs.Namespace) -> None:
     source, target, device = saved(ns, 4), Engine(), SimulatedDevice()
     with attach(ns, target.kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
-        regions, pinned = io._gpu_desk.in_place, len(device.registered)
+        regions, pinned = io._gpu_context.regions, len(device.registered)
         assert regions is not None
         for _ in range(2):  # through the ring: to pin a block takes longer than that
             io.load(match, range(8), NOW).wait(SECONDS)
@@ -497,7 +497,7 @@ def test_an_arena_makes_nothing_once_it_is_closed(ns: kvfs.Namespace) -> None:
     saved(ns, 4)
     device = SimulatedDevice()
     with attach(ns, Engine().kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
-        regions = io._gpu_desk.in_place
+        regions = io._gpu_context.regions
         assert regions is not None
         io.load(match, range(8), NOW).wait(SECONDS)
         assert regions.short
@@ -511,7 +511,7 @@ def test_an_arena_that_is_full_takes_the_oldest_piece(ns: kvfs.Namespace, store:
     sources = [saved(ns, 2, seed=i, first=1000 * i) for i in range(3)]
     target, device = Engine(), SimulatedDevice()
     with attach(ns, target.kv, device=device, transport="arena", registered_bytes=2 * 4096) as io:
-        pieces = io._gpu_desk.in_place
+        pieces = io._gpu_context.regions
         assert pieces is not None
         pieces._region_bytes = pieces.source._block_bytes = 4096  # two blocks in all
         for i in (0, 1, 2, 0, 2, 1):
@@ -550,7 +550,7 @@ def test_processes_of_a_host_share_what_may_be_pinned(store_path: Path) -> None:
             other.say_pinned(60 << 20)
             with attach(ns, Engine().kv, registered_bytes="64MiB") as io, ns.match(prompt(4)) as match:
                 assert io.warm(match) == match.nbytes
-                assert ns._c.pinned.mine == io._gpu_desk.in_place.nbytes  # type: ignore[union-attr]
+                assert ns._c.pinned.mine == io._gpu_context.regions.nbytes  # type: ignore[union-attr]
                 mine = PinnedBytes(other)
                 assert not mine.take(64 << 20, 64 << 20, 0.0), "what this process has is not counted"
             other.say_pinned((64 << 20) - 1)
@@ -730,8 +730,8 @@ def test_what_will_be_registered_is_filled_in_as_a_whole_and_once(
 ) -> None:
     """What the page cache lacks of a piece when it is registered would be read by the thread that loads, alone."""
     files, device = ColdFiles(), SimulatedDevice()
-    monkeypatch.setattr("kvfs.gpu.populate.FILL_BYTES", 1 << 14)
-    monkeypatch.setattr("kvfs.gpu.load.WINDOW_PAGES", 1)
+    monkeypatch.setattr("kvfs.gpu.populate.PREFETCH_BYTES", 1 << 14)
+    monkeypatch.setattr("kvfs.gpu.page_feed.WINDOW_PAGES", 1)
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = saved(ns, 12), Engine()

@@ -225,18 +225,18 @@ def test_layers_that_have_come_do_not_wait_for_a_disk(
     target, reading, go_on = Engine(), threading.Event(), threading.Event()
     with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
         io.warm(match)
-        in_place, segments = PageSource.in_place, io._gpu_desk.context.segments
+        registered, segments = PageSource.registered, io._gpu_context.store.segments
         read = segments.read
 
-        def only_the_window(self: PageSource, run: Any, *, filled: bool = False) -> Any:
-            return in_place(self, run, filled=filled) if self._attached.group.name == "window" else None
+        def only_the_window(self: PageSource, run: Any, *, prefetched: bool = False) -> Any:
+            return registered(self, run, prefetched=prefetched) if self._attached.group.name == "window" else None
 
         def slowly(*args: Any, **kwargs: Any) -> None:
             reading.set()
             assert go_on.wait(SECONDS)
             read(*args, **kwargs)
 
-        monkeypatch.setattr(PageSource, "in_place", only_the_window)
+        monkeypatch.setattr(PageSource, "registered", only_the_window)
         monkeypatch.setattr(PageSource, "prepare", lambda self, run: None)
         monkeypatch.setattr(segments, "read", slowly)
         transfer = io.load(match, units(), NOW, layerwise=True)
@@ -274,7 +274,7 @@ def test_whichever_launch_fails_what_came_before_counts(
             fine(target, source, told)
             loaded.add(result.pages)
             assert io.ring.free == io.ring.slots
-            maps = io._gpu_desk.in_place
+            maps = io._gpu_context.regions
             assert maps is None or not any(piece.users for piece in maps._regions.values())
             device.fails_at = -1
             assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
@@ -370,7 +370,7 @@ def test_what_has_come_does_not_wait_for_the_rest_of_a_piece(store_path: Path) -
         with attach(ns, *source.kvs) as io:
             assert io.save(ns.plan_save(TOKENS), units(), NOW).wait(SECONDS)
         with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
-            maps = io._gpu_desk.in_place
+            maps = io._gpu_context.regions
             assert maps is not None
             maps._region_bytes = PIECE
             assert io.warm(match)

@@ -37,7 +37,7 @@ class Rank:
     def __init__(self, ns: kvfs.Namespace, piece: int = PIECE, **changes: Any) -> None:
         self.ns, self.engine, self.device = ns, Engine(), SimulatedDevice()
         self.io: GpuIO = attach(ns, self.engine.kv, device=self.device, **changes)
-        maps = self.io._gpu_desk.in_place
+        maps = self.io._gpu_context.regions
         assert maps is not None
         self.maps, maps._region_bytes = maps, piece
         if self.io.transport == "arena":

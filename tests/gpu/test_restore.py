@@ -14,9 +14,8 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import PageOutcome
 from kvfs.errors import ConfigError
-from kvfs.gpu import batches, lane
+from kvfs.gpu import batches, lane, page_feed
 from kvfs.gpu import page_source as gpusource
-from kvfs.gpu import restore as gpurestore
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import PrefixMatch
 from tests.gpu.test_gpu_io import LATE, LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
@@ -30,7 +29,7 @@ UNITS = range(2 * CHUNKS)
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpurestore, "FIRST_PAGES", 2)
+    monkeypatch.setattr(page_feed, "FIRST_PAGES", 2)
 
 
 def restored(io: Any, tokens: list[int], units: Any = UNITS, **how: Any) -> kvfs.TransferResult:
@@ -210,22 +209,22 @@ def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace,
 
 def test_work_lists_take_as_much_room_as_what_is_found(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not as much as all of the prompt would; where that is more than was thought, they go on another sheet."""
-    monkeypatch.setattr(lane, "SHEET_BYTES", 4096)
-    monkeypatch.setattr(gpurestore, "SHEET_PAGES", 1)
+    monkeypatch.setattr(lane, "COMMANDS_BYTES_MIN", 4096)
+    monkeypatch.setattr(page_feed, "COMMANDS_PAGES", 1)
     monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     source, target = saved(ns, CHUNKS), Engine()
     with attach(ns, target.kv, scratch_bytes="32KiB") as io:
-        loads, taken = io._gpu_desk.loads, list[int]()
-        sheet = loads.sheet
-        loads.sheet = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
+        loads, taken = io._gpu_context.loads, list[int]()
+        sheet = loads.commands
+        loads.commands = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
         for many in (CHUNKS, CHUNKS, 40_000):
             target.memory[...] = 0xA5A5
             assert restored(io, prompt(many), [*UNITS, *[31] * (2 * many - len(UNITS))]).tokens == CHUNKS * PAGE
             assert target.tokens(UNITS) == source.tokens(UNITS)
             assert len(taken) > 1 or many > CHUNKS
-            assert len(loads._sheets) == len(loads._free)
+            assert len(loads._buffers) == len(loads._free)
             taken.clear()
-        assert sum(sheet.nbytes for sheet in loads._sheets) < 80 * many
+        assert sum(sheet.nbytes for sheet in loads._buffers) < 80 * many
 
 
 @pytest.mark.parametrize("way", [{}, {"transport": "arena"}], ids=["in place", "arena"])

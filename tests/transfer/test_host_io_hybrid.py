@@ -107,9 +107,9 @@ def test_dirty_slots_are_counted_whole(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("hybrid", layout, "1")
         with ns.attach(Engine(layout).kvs, ring_bytes=5 * 12288, dirty_bytes=4 * 12288) as io:
-            desk = io._desk
-            assert desk.save_keep == 1 and desk.batch(4096) == 15 and desk.batch(12288) == 5
-            lease = io.ring.acquire(15, 0.0, page_bytes=4096, least=10, keep=desk.save_keep)
+            context = io._context
+            assert context.save_keep == 1 and context.batch(4096) == 15 and context.batch(12288) == 5
+            lease = io.ring.acquire(15, 0.0, page_bytes=4096, least=10, keep=context.save_keep)
             assert lease is not None and len(lease) == 12 and io.ring.free == 1
             lease.release()
         with pytest.raises(ConfigError, match=r"ring_bytes is 12287: pass at least 12288, for one page of 12288"):
