@@ -158,7 +158,7 @@ MUTATIONS = (
         ("tests/pages/test_host_copy.py",),
     ),
     Mutation(
-        "settle a page twice", "kvfs/transfer/handle.py",
+        "settle a page twice", "kvfs/transfer/control.py",
         "            self._open[group] ^= fresh\n", "",
         ("tests/transfer/test_host_io.py::test_save_and_load",),
     ),
@@ -169,12 +169,12 @@ MUTATIONS = (
     ),
     Mutation(
         "keep the ring's slots from the next group", "kvfs/gpu/load.py",
-        "if later and group.source.has_slots:", "if False:",
+        "if pages.later and group.source.has_slots:", "if False:",
         ("tests/gpu/test_load_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpu/load.py",
-        "            launches.all()\n            self.transfer._expect", "            self.transfer._expect",
+        "            launches.all()\n            self._transfer.expect", "            self._transfer.expect",
         ("tests/gpu/test_load_groups.py",),
     ),
     Mutation(
@@ -182,8 +182,8 @@ MUTATIONS = (
         "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
-        "give the sheet of a load to the next one", "kvfs/gpu/lane.py",
-        "            self._free.remove(sheet)\n", "            pass\n", ("tests/gpu/test_load_overlap.py",),
+        "give the command buffer of a load to the next one", "kvfs/gpu/lane.py",
+        "            self._free.remove(buffer)\n", "            pass\n", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "hold none of what is found while the first pages come", "kvfs/lookup/incremental.py",
@@ -198,14 +198,13 @@ MUTATIONS = (
         ("tests/lookup/test_incremental.py",),
     ),
     Mutation(
-        "look all of a prompt up before its first pages come", "kvfs/gpu/restore.py",
-        "        done, pages = 0, FIRST_PAGES\n",
-        "        done, pages = 0, 1 << 30\n",
+        "look all of a prompt up before its first pages come", "kvfs/gpu/page_feed.py",
+        "wanted, later, FIRST_PAGES, ahead)", "wanted, later, 1 << 30, ahead)",
         ("tests/gpu/test_restore.py::test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up",),
     ),
     Mutation(
         "call back where the ends of loads are waited for", "kvfs/gpu/load.py",
-        "if self.transfer.calls_back:", "if False:", ("tests/gpu/test_load_overlap.py",),
+        "if transfer.calls_back:", "if False:", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "enqueue batches without end", "kvfs/gpu/batches.py",
@@ -448,7 +447,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fill in what is asked for and not what is registered", "kvfs/gpu/populate.py",
-        "for first, nbytes in maps.missing(run.held, run.offset, run.span, self._published[run.segment]):",
+        "for first, nbytes in regions.missing(run.held, run.offset, run.span, self._published[run.segment]):",
         "for first, nbytes in [(run.offset, run.span)]:",
         ("tests/gpu/test_gpu_io.py",),
     ),

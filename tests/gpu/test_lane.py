@@ -75,7 +75,7 @@ def test_a_lane_knows_which_batch_has_to_be_over() -> None:
         assert (due is None) == (number < 2)
         if due is not None:
             assert due is ends[number - 2], "the oldest of two"
-        slot = lane.slot(256, lane.dma)
+        slot = lane.slice(256, lane.dma)
         assert slot is not None
         lane.finished(slot, lane.kernels)
         ends.append(lane._ends[number % 2])
@@ -86,7 +86,7 @@ def test_a_batch_of_many_calls_counts_for_several(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lane, "CALLS", 10)
     tested = DmaLane(LateDevice(), 1 << 20)
     for number, calls, last in [(1, 6, None), (2, 4, None), (3, 1, 0), (4, 9, 1), (5, 30, 4), (6, 2, 4), (7, 8, 4)]:
-        slot = tested.slot(256, tested.dma)
+        slot = tested.slice(256, tested.dma)
         assert slot is not None
         tested.finished(slot, tested.kernels, calls)
         due = tested.due()
@@ -145,7 +145,7 @@ def test_a_load_that_waits_for_room_can_be_ended(ns: kvfs.Namespace, end: str) -
     with attach(ns, target.kv, device=device, scratch_bytes=1) as io, ns.match(prompt(CHUNKS)) as match:
         io.warm(match)
         device.asks = float("inf")
-        lane = io._gpu_desk.loads
+        lane = io._gpu_context.loads
         transfer = io.load(match, range(2 * CHUNKS), NOW, deadline=SECONDS if end == "cancel" else 0.5)
         stop = time.monotonic() + SECONDS
         while lane.due() is None:

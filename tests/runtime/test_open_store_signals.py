@@ -23,7 +23,8 @@ import kvfs
 from kvfs.index.tables import ACTIVE
 from kvfs.runtime import open_store
 from kvfs.system.thread_pool import Pool
-from kvfs.transfer.handle import Transfer, TransferTask
+from kvfs.transfer.control import TransferControl, TransferTask
+from kvfs.transfer.handle import Transfer
 from kvfs.types import Tier
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
@@ -298,17 +299,18 @@ def test_a_transfer_ends_though_its_cancel_is_interrupted() -> None:
         signal.raise_signal(signal.SIGALRM)
         return 0, {}
 
-    ended: list[Transfer] = []
-    for stop in (Transfer.cancel, partial(Transfer.withdraw, timeout=0), Transfer._try_end):
+    ended: list[object] = []
+    for stop in ("cancel", "withdraw", "try_end"):
         task = TransferTask("load", {0: 0b11}, {0: ("full", (0,), 1)}, 0.0, summarise, on_done=ended.append)
-        transfer = Transfer(task, ended.append)
+        control = TransferControl(task, ended.append)
+        transfer = Transfer(control)
         old = signal.signal(signal.SIGALRM, strike)
         try:
             with pytest.raises(Interrupted):
-                stop(transfer)
+                control.try_end() if stop == "try_end" else getattr(transfer, stop)(timeout=0)
         finally:
             signal.signal(signal.SIGALRM, old)
-        assert transfer.wait(60) is not None and ended == [transfer, transfer]
+        assert transfer.wait(60) is not None and ended == [control, transfer]
         ended.clear()
 
 

@@ -28,7 +28,7 @@ from kvfs.system.files import Files
 from kvfs.transfer import load as hostload
 from kvfs.transfer import save as host_save
 from kvfs.transfer import workers
-from kvfs.transfer.handle import Transfer, TransferTask
+from kvfs.transfer.control import TransferControl, TransferTask
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import Tier
 
@@ -1061,16 +1061,16 @@ def test_plans_and_matches_work_in_another_process(ns: kvfs.Namespace, store_pat
 
 def test_a_layer_that_has_arrived_is_ready_whenever_it_is_asked_for() -> None:
     task = TransferTask("load", {0: 0b1}, {0: ("kv", (4, 5, 6), 1)}, LATE, lambda done: (0, {}))
-    t = Transfer(task, lambda t: None)
+    t = TransferControl(task, lambda _: None)
     waited = t.layer_ready(5)
-    t._layers_ready([4, 5])
+    t.layers_ready([4, 5])
     assert waited.is_set() and t.layer_ready(4).is_set() and t.layer_ready(5) is waited
     late = t.layer_ready(6)
     assert not late.is_set()
-    t._end()
+    t.end()
     assert late.is_set() and t.layer_ready(6) is late
-    other = Transfer(task, lambda t: None)
-    other._end()
+    other = TransferControl(task, lambda _: None)
+    other.end()
     assert other.layer_ready(4).is_set()
 
 

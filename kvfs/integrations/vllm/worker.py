@@ -49,7 +49,7 @@ class KvfsWorker(OffloadingWorker):
         self._ended = threading.Event()  # set when a load ends
         self._late: list[Transfer] = []  # withdrawn loads whose disk has not answered yet
         self._publishing: list[Transfer] = []  # saves whose blocks are free, without a result yet
-        self._page_bytes = {a.group.name: io._attached[a.group.name].page_bytes for a in groups}
+        self._page_bytes = {a.group.name: io.page_bytes(a.group.name) for a in groups}
         self._on_gpu = groups[0].device.memory.startswith("cuda")
         self._logged: set[str] = set()  # kinds of warnings that were logged
         self.metrics = Metrics()
@@ -71,7 +71,7 @@ class KvfsWorker(OffloadingWorker):
         return True
 
     def _is_ours(self, spec: SaveSpec) -> bool:
-        ours = spec.plan.namespace == self._io._identity.digest
+        ours = spec.plan.namespace == self._io.namespace
         if not ours:
             self.metrics.add("saves_refused")
             logger.error_once(
