@@ -37,7 +37,6 @@ from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.read.reader import Reader
 from kvfs.segments.writer import file_name
 from kvfs.system.memory_limits import memory_limit
-from kvfs.system.sigterm import at_sigterm
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
@@ -81,7 +80,6 @@ class GpuIO(HostIO):
         self._asked_for = transport
         with device.current():
             super().__init__(*args, **{**kwargs, "threads": 1})
-        at_sigterm(self)
 
     def _make_desk(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
@@ -246,8 +244,7 @@ class GpuIO(HostIO):
             stop.set()
             pool.close(0.0)
 
-    def release(self) -> None:
-        """Unpin what loads read from, as far as none does: before the process dies."""
+    def release(self) -> None:  # may run in a signal handler: the locks inside are reentrant
         maps = self._gpu_desk.in_place
         if maps is not None and self._pid == os.getpid():
             with self._device.current():

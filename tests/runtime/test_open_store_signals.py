@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvfs
@@ -262,6 +263,21 @@ def test_ctrl_c_ends_a_put_at_once(store: kvfs.Store) -> None:
             signal.signal(signal.SIGALRM, old)
     time.sleep(0.11)  # the breaker lets a call through again
     works(store, 3000)
+
+
+def test_kvfs_installs_no_handler_and_an_engines_own_may_call_release(store: kvfs.Store) -> None:
+    ns, numbers = store.namespace("m", tiny(), revision="r1"), (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    blocks = np.zeros((2, CHUNKS, 16, 2, 8), "uint16")
+    with ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim")) as io:
+        old = signal.signal(signal.SIGALRM, lambda *_: io.release())
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            signal.signal(signal.SIGALRM, old)
+        saved = io.save(ns.plan_save(tokens_of(1, CHUNKS)), list(range(CHUNKS))).wait(30)
+        assert saved is not None and saved.pages == CHUNKS
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_an_interrupted_load_has_ended_when_the_interrupt_arrives() -> None:
