@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs.context import Context
 from kvfs.directory.config import Quota, parse_duration, quota_id
-from kvfs.directory.root import translate_os_errors
-from kvfs.directory.weight_epochs import next_epoch
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.format.codec import NAMES as codec_names
 from kvfs.format.codec import parse as parse_codec
@@ -30,6 +29,11 @@ from kvfs.write.appender import Appender, AppendJob, Outcome, check_pages_fit
 if TYPE_CHECKING:
     from kvfs.pages.device_kv import DeviceKV
     from kvfs.transfer.host_io import HostIO
+
+
+def random_epoch() -> int:
+    """A number for ``Identity.epoch`` that no other change of weights has, in any process: 62 random bits, never 0."""
+    return secrets.randbits(62) | 1
 
 
 class _Put(NamedTuple):
@@ -69,18 +73,13 @@ class Namespace:
         return codec_names[self._codec]
 
     def new_epoch(self) -> Namespace:
-        """The namespace of the same model after its weights were changed in place: nothing stored before is found.
-        The number is one that the store never gave before, to nobody and in no process. Of several ranks one calls
-        this; the others open the namespace with ``epoch=`` its ``identity.epoch``. This object stays as it is.
+        """The namespace of the same model after its weights changed in place: nothing stored before is found.
+
+        Its ``identity.epoch`` is random. Of several ranks one calls this; the others open the namespace with ``epoch=``
+        that number. This object stays as it is.
         """
-        if self._c.liveness is None:
-            raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to raise the epoch")
-        epoch = self.identity.epoch + 1
-        if self._c.declines != "disabled":
-            with translate_os_errors(self._c.directory.path):
-                epoch = next_epoch(self._c.directory, replace(self.identity, epoch=0).digest, self.identity.epoch)
-        raised = replace(self.identity, epoch=epoch)
-        return Namespace(self._c, self._appender, self._reader, raised, self.codec, self._keeps)
+        identity = replace(self.identity, epoch=random_epoch())
+        return Namespace(self._c, self._appender, self._reader, identity, self.codec, self._keeps)
 
     # -- lookups -----------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 from kvfs.version import FORMAT
 
-SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged", "epochs")
+SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged")
 #: Younger than format 1: a store that nobody has opened for writing since may lack them.
-OPTIONAL_SUBDIRECTORIES = frozenset({"purged", "epochs"})
+OPTIONAL_SUBDIRECTORIES = frozenset({"purged"})
 SUPER_BYTES_MAX = 16 * 1024
 #: File systems whose flock, rename and mmap are known to behave for all processes of one host.
 GOOD_FILESYSTEMS = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "ramfs", "f2fs", "zfs", "bcachefs"})
@@ -328,7 +328,7 @@ def _publish_once(directory: Directory, name: str, data: bytes) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    ours = {"gate", "main", "kvfs.toml", "super", "state", "CACHEDIR.TAG", "README.txt", "lost+found"}
+    ours = {"gate", "main", "kvfs.toml", "super", "state", "CACHEDIR.TAG", "README.txt", "lost+found", "epochs"}
     return (
         name in ours
         or name in SUBDIRECTORIES

@@ -228,7 +228,7 @@ class Session:
     def swept(self, dropped: int) -> None:
         """A full sweep that began when ``dropped`` segments were counted has ended."""
         ledger = self.ledger()
-        self._set_ledger(ledger._replace(dropped=max(0, ledger.dropped - dropped)))
+        self._set_ledger(ledger._replace(unswept=max(0, ledger.unswept - dropped)))
 
     def _set_ledger(self, ledger: Ledger) -> None:
         tables.put_ledger(self.txn, self.db.meta, ledger)
