@@ -68,6 +68,7 @@ class Context:
     threads: int
     shared_counters: SharedCounters
     declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
+    inspect_only: bool = False  # counts of this process stay out of the shared ones, and it adopts no bundles
     counters: Counters = field(default_factory=Counters)
     chains: ChunkHashCache = field(default_factory=ChunkHashCache)
     pinned: PinnedBytes = field(init=False)

@@ -14,6 +14,7 @@ from kvfs.catalog.catalog import Catalog
 from kvfs.context import COMMIT_SECONDS
 from kvfs.directory import config, io_mode, root
 from kvfs.directory.config import Quota, Settings, parse_duration, parse_size
+from kvfs.directory.liveness import count_watching
 from kvfs.directory.pin_files import Pin, list_pins
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
 from kvfs.format.codec import parse as parse_codec
@@ -161,7 +162,7 @@ class Store:
             "verify": shared.c.verify.value,
             "watch": shared.watching,
             "counters": shared.c.counters.snapshot(),
-            "totals": shared.c.shared_counters.total(),
+            "totals": self._totals(),
             "index": {"state": "ready", "generation": shared.c.index.generation, "timeouts": shared.c.index.timeouts},
         }
         try:
@@ -169,6 +170,12 @@ class Store:
         except IndexUnavailableError as exc:
             result["index"]["state"] = str(exc)
         return result
+
+    def _totals(self) -> dict[str, int]:
+        """Counts of all processes, and how many of the live ones learn of changes by inotify or by polling."""
+        c = self._core.c
+        watching = {f"now_{how}": n for how, n in count_watching(c.directory).items()}
+        return c.shared_counters.total() | watching
 
     def gc(self, target_bytes: int | None = None, *, seconds: float | None = None) -> dict[str, int]:
         """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now).

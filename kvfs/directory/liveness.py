@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+from collections import Counter
 
 from kvfs.directory.root import Directory
 from kvfs.errors import StoreLockedError
@@ -24,7 +25,9 @@ HEARTBEAT_SECONDS = 5.0
 FOREIGN_FRESH_SECONDS = 30.0
 _NAME = re.compile(r"[0-9a-f]{32}\.live\Z")
 _LINE_BYTES = 64
-_PINNED_BYTES = 8  # behind the line; absent: nothing
+_PINNED_BYTES = 8  # after the line; absent: nothing
+_WATCHING = _LINE_BYTES + _PINNED_BYTES  # offset of one byte; absent, or another value: unknown
+_WATCHES = {1: "polling", 2: "inotify"}
 
 
 class Liveness:
@@ -76,6 +79,11 @@ class Liveness:
             ):
                 total += int.from_bytes(self._files.read(fd, _PINNED_BYTES, _LINE_BYTES), "little")
         return total
+
+    def say_watching(self, how: str) -> None:
+        """Let others know how this process learns what they change: by "inotify" or by "polling"."""
+        with contextlib.suppress(OSError):
+            self._files.write_all(self._fd, [bytes(n for n, name in _WATCHES.items() if name == how)], _WATCHING)
 
     def is_alive(self, owner: bytes) -> bool:
         """Whether the process behind ``owner`` still runs. Death is final, so it is remembered."""
@@ -167,4 +175,17 @@ def census(directory: Directory) -> list[tuple[str, bool]]:
             found.append((name[: 2 * OWNER_BYTES], not files.flock(fd, fcntl.LOCK_SH)))
         finally:
             files.close(fd)
+    return found
+
+
+def count_watching(directory: Directory) -> Counter[str]:
+    """How many live processes learn of changes by "inotify", and how many by "polling"."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for owner, alive in census(directory):
+            if alive:
+                with contextlib.suppress(OSError):
+                    file = Descriptor.open(directory.files, f"{owner}.live", os.O_RDONLY, dir_fd=directory.sub("run"))
+                    how = _WATCHES.get(directory.files.read(file.fd, 1, _WATCHING)[0])
+                    found.update([how] if how else [])
     return found

@@ -70,7 +70,7 @@ class DisabledStore(OpenStore):
         self.c = Context(
             directory, files, make_settings(1 << 50), bytes(16), _NoIndex(), _NoLiveness(), AccessTimes(directory),
             SegmentFiles(directory), PurgeMarks(directory), verify or Verify.ALWAYS, threads or 1,
-            SharedCounters(directory, None), declines=REASON,
+            SharedCounters(directory), declines=REASON,
         )  # fmt: skip
         self._services, self._background, self._making = None, None, threading.Lock()
 

@@ -21,7 +21,7 @@ from kvfs.directory.config import Settings
 from kvfs.directory.liveness import HEARTBEAT_SECONDS, Liveness
 from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
-from kvfs.directory.shared_counters import EVERY_SECONDS, NOW, SharedCounters
+from kvfs.directory.shared_counters import EVERY_SECONDS, SharedCounters
 from kvfs.directory.watch import HOLDS, SETTINGS
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import Index
@@ -86,7 +86,7 @@ class OpenStore:
 
     def _start(self, *, inspect_only: bool, again: bool = False) -> None:
         with contextlib.ExitStack() as undo, root.translate_os_errors(self.path):
-            self._make_parts(undo, again=again)
+            self._make_parts(undo, self.c.inspect_only if again else inspect_only, again=again)
             if not inspect_only:
                 self.work()
             self._become_ready()
@@ -98,7 +98,7 @@ class OpenStore:
             self._background = BackgroundScheduler(self.c, tasks)
             undo.pop_all()
 
-    def _make_parts(self, undo: contextlib.ExitStack, *, again: bool) -> None:
+    def _make_parts(self, undo: contextlib.ExitStack, inspect_only: bool, *, again: bool) -> None:
         """Everything that an open store needs; ``undo`` takes it away if some of it cannot be had."""
         files = self._files
         directory = Directory(self.path, files, read_only=self.read_only)
@@ -124,10 +124,9 @@ class OpenStore:
         context = Context(
             directory, files, loaded, store_id, index, liveness, AccessTimes(directory),
             SegmentFiles(directory, io_mode.of(loaded)), PurgeMarks(directory), self._verify, self._threads,
-            SharedCounters(directory, liveness), self._declines,
+            SharedCounters(directory), self._declines, inspect_only,
         )  # fmt: skip
         if again:
-            context.shared_counters.excluded = self.c.shared_counters.excluded
             self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
         else:
             self.c = context
@@ -255,7 +254,7 @@ class OpenStore:
 
     def _upkeep(self, services: StoreServices) -> list[PeriodicTask]:
         """What those who only look leave to others."""
-        return services.tasks() + ([] if self.read_only else [PeriodicTask("tally", EVERY_SECONDS, self._tally)])
+        return services.tasks() + ([] if self.read_only else [PeriodicTask("counters", EVERY_SECONDS, self._publish)])
 
     def _leave(self) -> None:
         self.on_abandoned(self)
@@ -276,9 +275,11 @@ class OpenStore:
         """How this process learns what others change: by "inotify", or by "polling"."""
         return "inotify" if self._services is not None and self._services.watch.works else "polling"
 
-    def _tally(self) -> None:
-        self.c.shared_counters.write({**self.c.counters.snapshot(), f"{NOW}{self.watching}": 1})
-        self.c.shared_counters.merge_dead()
+    def _publish(self) -> None:
+        """Add what this process has counted to the sums of the store, unless it only inspects the store."""
+        if not self.c.inspect_only and self.c.liveness is not None:
+            self.c.liveness.say_watching(self.watching)
+            self.c.shared_counters.add(self.c.counters.snapshot())
 
     def _expire_holds(self) -> None:
         descriptors.sweep()
@@ -309,7 +310,8 @@ class OpenStore:
         self.c.segments.close()
         self.c.index.close()
         self.c.access_times.close()
-        self.c.shared_counters.close(self.c.counters.snapshot())
+        if not self.c.inspect_only:
+            self.c.shared_counters.add(self.c.counters.snapshot())
         if not free:
             log.warning("%s: a write hangs; what it writes to stays this process's until it ends", self.path)
             return
@@ -323,7 +325,6 @@ class OpenStore:
             hold.detach()
         self.c.segments.abandon()
         self.c.access_times.abandon()
-        self.c.shared_counters.abandon()
         if self._services is not None:
             self._services.abandon()
         if self.c.liveness is not None:

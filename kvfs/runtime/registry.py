@@ -63,7 +63,6 @@ def _enter(
     if core is None:
         core = _STORES[key] = OpenStore(path, read_only, verify, threads, files, declines, inspect_only=inspect_only)
         core.on_abandoned = _settle
-        core.c.shared_counters.excluded = inspect_only
     elif core.read_only and not read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
     elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
@@ -72,7 +71,7 @@ def _enter(
             "all stores of one directory in a process share these; leave them out or close the other one"
         )
     if not inspect_only:
-        core.c.shared_counters.excluded = False  # who looks beside somebody who serves does not silence him
+        core.c.inspect_only = False  # a later open that only inspects does not change that
         core.work()
     core.users += 1
     return core

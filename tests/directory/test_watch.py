@@ -263,10 +263,10 @@ def test_a_store_that_is_switched_off_watches_nothing(tmp_path: Path, monkeypatc
 def test_how_many_processes_watch_is_known_while_they_live(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB") as store:
         core = store._core
-        core._tally()
+        core._publish()
         assert store.stats()["totals"]["now_polling"] == 1
         core.watch.keep()
-        core._tally()
+        core._publish()
         totals = store.stats()["totals"]
         assert totals["now_inotify"] == 1 and "now_polling" not in totals
     with kvfs.open(store_path, counted=False) as store:
