@@ -23,7 +23,7 @@ from kvfs.index.tables import STATE_NAMES
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import PageLayout
 from kvfs.runtime import registry
-from kvfs.runtime.open_store import OpenStore
+from kvfs.runtime.open_store import OpenOptions, OpenStore
 from kvfs.system.files import Files, check_output
 from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
 from kvfs.version import FORMAT
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvfs.bundles.safetensors_file import Written
     from kvfs.eviction.dry_run import GcPlan
     from kvfs.lookup.prefix_match import PrefixMatch
-    from kvfs.maintenance.recompress import Recompressed, RecompressPlan
+    from kvfs.maintenance.recompress import Recompressed, Recompressor, RecompressPlan
     from kvfs.maintenance.verify import Verification
     from kvfs.maintenance.warm import Warmed
     from kvfs.namespace import Namespace
@@ -75,7 +75,7 @@ def open_store(
     if disabled:
         from kvfs.runtime.disabled import DisabledStore
 
-        return Store(DisabledStore(where, policy, threads, files))
+        return Store(DisabledStore(OpenOptions(where, files, verify=policy, threads=threads)))
     read_only = read_only or forced
     if not read_only and create and not root.is_store(where):
         if capacity is None:
@@ -92,8 +92,7 @@ def open_store(
         root.create(where, config.to_toml(settings), files)
     root.check_filesystem(where)
     declines = "read-only" if forced else ""
-    shared = registry.enter(where, read_only, policy, threads, files, declines, inspect_only=not counted)
-    return Store(shared)
+    return Store(registry.acquire(OpenOptions(where, files, read_only, policy, threads, declines, not counted)))
 
 
 class Store:
@@ -105,7 +104,7 @@ class Store:
     def __init__(self, shared: OpenStore) -> None:
         self._core = shared
         self._closed = False
-        self._finalizer = weakref.finalize(self, registry.abandon, shared)
+        self._finalizer = weakref.finalize(self, registry.release_later, shared)
         self._finalizer.atexit = False  # then all cores are closed
 
     @property
@@ -134,9 +133,9 @@ class Store:
         from kvfs.namespace import Namespace
 
         self._check_open()
-        c = self._core
-        who = Identity(name, layout, revision, salt, **identity)
-        return Namespace(c.c, c.appender, c.reader, who, codec, keeps=self)
+        described = Identity(name, layout, revision, salt, **identity)
+        services = self._core.services()
+        return Namespace(self._core.c, services.appender, services.reader, described, codec, keeps=self)
 
     def wait_ready(self, timeout: float = 60.0) -> bool:
         """Wait until the index answers; False if it does not within ``timeout`` seconds."""
@@ -187,26 +186,24 @@ class Store:
         if self._core.disabled:
             return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
         with root.translate_os_errors(self.path):
-            return self._core.evictor.collect(target_bytes, seconds)
+            return self._core.services().evictor.collect(target_bytes, seconds)
 
     def gc_plan(self, target_bytes: int | None = None) -> GcPlan:
         """What ``gc`` would do now. Changes nothing."""
         from kvfs.eviction.dry_run import make_plan
 
         self._check_open()
-        return make_plan(self._core.c, self._core.evictor, target_bytes)
+        return make_plan(self._core.c, self._core.services().evictor, target_bytes)
 
     def recompress_plan(
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None
     ) -> RecompressPlan:
         """What ``recompress`` would do now: which segments, and about how many bytes it would save. Changes nothing."""
-        from kvfs.maintenance.recompress import Recompressor
-
         self._check_open()
         self._check_enabled()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
         with root.translate_os_errors(self.path):
-            return Recompressor(self._core.c, self._core.evictor, self._core.active).plan(number, idle_seconds, seconds)
+            return self._recompressor().plan(number, idle_seconds, seconds)
 
     def recompress(
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None,
@@ -217,15 +214,18 @@ class Store:
         Cold: no page of the segment was used for ``idle`` (seconds, or a text like "1h"), and it is not pinned. Ends
         after ``seconds``, if given. ``progress(done, total)`` in segments.
         """
-        from kvfs.maintenance.recompress import Recompressor
-
         self._check_open()
         self._check_enabled()
         self._check_writable()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
         with root.translate_os_errors(self.path):
-            worker = Recompressor(self._core.c, self._core.evictor, self._core.active)
-            return worker.run(number, idle_seconds, seconds, progress)
+            return self._recompressor().run(number, idle_seconds, seconds, progress)
+
+    def _recompressor(self) -> Recompressor:
+        from kvfs.maintenance.recompress import Recompressor
+
+        services = self._core.services()
+        return Recompressor(self._core.c, services.evictor, services.active)
 
     def purge(
         self, namespace: Namespace | str | bytes | None = None, *, salt: str | None = None,
@@ -262,7 +262,7 @@ class Store:
         self._check_enabled()
         self._check_writable()
         with root.translate_os_errors(self.path):
-            return self._core.purger.purge(selection)
+            return self._core.services().purger.purge(selection)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
@@ -271,12 +271,12 @@ class Store:
         if self._core.disabled:
             return 0
         deadline = self._core.c.files.monotonic() + PIN_SECONDS
-        with root.translate_os_errors(self.path), self._core.evictor.lock.hold(deadline) as held:
+        with root.translate_os_errors(self.path), self._core.services().evictor.lock.hold(deadline) as held:
             if not held:
                 raise StoreLockedError(f"{name!r} is not pinned: somebody evicts or purges; try again")
             # under the lock from the lookup on: nothing that is being purged may be copied
             with namespace.match(token_ids) as match:
-                return self._core.pins.pin(name, match)
+                return self._core.services().pins.pin(name, match)
 
     def unpin(self, name: str) -> bool:
         """Make a pinned prefix ordinary again; False if there is no such pin."""
@@ -285,7 +285,7 @@ class Store:
         if self._core.disabled:
             return False
         with root.translate_os_errors(self.path):
-            return self._core.pins.unpin(name)
+            return self._core.services().pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         self._check_open()
@@ -336,7 +336,7 @@ class Store:
 
         self._check_open()
         described, hashes = self.catalog.hashes_of_prefix(ref)
-        matcher = Matcher(self._core.c, described.digest, described.layout, self._core.reader.tiers)
+        matcher = Matcher(self._core.c, described.digest, described.layout, self._core.services().reader.tiers)
         return matcher.match(Prompt(described.digest, hashes), [g.full for g in described.layout.groups])
 
     def export_tensors(
@@ -363,7 +363,7 @@ class Store:
 
         self._check_open()
         self._check_writable()
-        return Importer(self._core.c, self._core.active, partial_=partial).run(path, progress, digest=digest)
+        return Importer(self._core.c, self._core.services().active, partial_=partial).run(path, progress, digest=digest)
 
     @property
     def catalog(self) -> Catalog:
@@ -403,7 +403,7 @@ class Store:
         """Leave the store. The last user leaves the index clean, so that the next open is immediate."""
         self._closed = True
         if self._finalizer.detach() is not None:
-            registry.leave(self._core)
+            registry.release(self._core)
 
     def __enter__(self) -> Store:
         return self

@@ -698,7 +698,7 @@ def test_a_private_index_that_finds_no_room_is_an_error_that_says_so(
         pytest.skip("no mounts here")
     try:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        with pytest.raises(StoreAccessError, match=r"no index of one's own.*kvfs-index-"):
+        with pytest.raises(StoreAccessError, match=r"no private index.*kvfs-index-"):
             kvfs.open(path, read_only=True)
         assert not list(tmp_path.iterdir())
     finally:
@@ -822,7 +822,8 @@ def test_a_store_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
     ns = store.namespace("model", tiny(), "1")
     assert ns.put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES)).stored == 3
     core, closing, go_on = store._core, threading.Event(), threading.Event()
-    core.reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
+    reader = core.services().reader
+    reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
     leaving = threading.Thread(target=store.close)
     leaving.start()
     assert closing.wait(20.0)
@@ -842,7 +843,8 @@ def test_a_store_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
 def test_a_child_forked_while_a_store_is_closed_keeps_none_of_its_locks(tmp_path: Path) -> None:
     store = kvfs.open(tmp_path / "store", capacity="16MiB")
     core, closing, go_on = store._core, threading.Event(), threading.Event()
-    core.reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
+    reader = core.services().reader
+    reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
     leaving = threading.Thread(target=store.close)
     leaving.start()
     assert closing.wait(20.0)
@@ -872,15 +874,15 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kvfs.open(tmp_path / "store", capacity="16MiB").close()
-    real, struck = registry.OpenStore.work, list[None]()
+    real, struck = registry.OpenStore.services, list[None]()
 
-    def work(core: registry.OpenStore) -> Any:
-        if core in registry._STORES.values() and not struck:  # it is made, and has no user yet
+    def services(opened: registry.OpenStore) -> Any:
+        if opened in registry._STORES.values() and not struck:  # it is started, and has no user yet
             struck.append(None)
             raise KeyboardInterrupt
-        return real(core)
+        return real(opened)
 
-    monkeypatch.setattr(registry.OpenStore, "work", work)
+    monkeypatch.setattr(registry.OpenStore, "services", services)
     with pytest.raises(KeyboardInterrupt):
         kvfs.open(tmp_path / "store")
     opened: list[kvfs.Store] = []

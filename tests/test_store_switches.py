@@ -112,6 +112,16 @@ def test_no_path_is_needed_to_be_switched_off(monkeypatch: pytest.MonkeyPatch) -
         assert run_child(lambda: space(store).put(TOKENS, PAGES).reason) == "disabled"
 
 
+def test_closing_a_store_that_is_switched_off_closes_its_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFS_DISABLE", "1")
+    with kvfs.open("x") as store:
+        ns = space(store)
+        blocks = np.zeros((2, 1, 16, 2, 8), "uint16")
+        io = ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim"))
+    with pytest.raises(ConfigError, match="closed"):
+        io.restore(TOKENS, [0])
+
+
 def test_bad_arguments_raise_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFS_DISABLE", "1")
     with kvfs.open("x") as store, pytest.raises(ConfigError):

@@ -166,9 +166,9 @@ def test_without_inotify_polling_finds_what_changed(
     without(monkeypatch)
     before = len(os.listdir("/proc/self/fd"))
     store._core.background.wake("watch")
-    until(lambda: store._core.watch.why not in ("", "not started yet"))
+    until(lambda: store._core.services().watch.why not in ("", "not started yet"))
     assert store.stats()["watch"] == "polling"
-    assert store._core.watch._thread is None and not store._core.watch.works
+    assert store._core.services().watch._thread is None and not store._core.services().watch.works
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
     change(store, "capacity", "32MiB")
     until(lambda: store.settings.capacity_bytes == 32 * MIB)
@@ -220,7 +220,7 @@ def test_nothing_is_left_when_the_store_is_closed(store_path: Path) -> None:
 
 
 def test_a_watch_that_ended_begins_anew(watching: kvfs.Store) -> None:
-    watch = watching._core.watch
+    watch = watching._core.services().watch
     assert watch._stop is not None
     os.eventfd_write(watch._stop.fd, 1)
     until(lambda: not watch.works)
@@ -265,7 +265,7 @@ def test_how_many_processes_watch_is_known_while_they_live(store_path: Path) -> 
         core = store._core
         core._publish()
         assert store.stats()["totals"]["now_polling"] == 1
-        core.watch.keep()
+        core.services().watch.keep()
         core._publish()
         totals = store.stats()["totals"]
         assert totals["now_inotify"] == 1 and "now_polling" not in totals

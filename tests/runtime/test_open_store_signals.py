@@ -179,7 +179,7 @@ def settled(store: kvfs.Store) -> None:
     """Upkeep, as it comes every second or two."""
     gc.collect()
     store._core._expire_holds()
-    store._core.active.tidy()
+    store._core.services().active.tidy()
 
 
 def rows_of(store: kvfs.Store) -> set[int]:
@@ -195,7 +195,7 @@ def test_interrupted_matches_and_loads_hold_nothing(store: kvfs.Store, storm: An
     tokens, pages = tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES)
     for chunk in range(0, 40, 5):
         ns.put(tokens, pages[chunk * TINY_BYTES :][: 5 * TINY_BYTES], start=chunk)
-        store._core.active.finish_all()
+        store._core.services().active.finish_all()
     out = bytearray(40 * TINY_BYTES)
     ns.get(ns.match(tokens), out)  # stamps are open from here on
     settled(store)
@@ -234,15 +234,16 @@ def test_interrupted_puts_keep_no_file_no_lock_and_no_charge(memory_path: Path, 
         settled(store)
         store.gc()
         c = store._core.c
-        assert rows_of(store) == store._core.active.active_numbers()
+        active = store._core.services().active
+        assert rows_of(store) == active.active_numbers()
         assert c.index.read(lambda s: s.check_ledger(), 2.0)
         held = [
             name for name, n in open_files().items() if name.endswith(".kvs") or "(deleted)" in name for _ in range(n)
         ]
-        assert len([name for name in held if "/store/" in name]) == len(store._core.active.active_numbers()), held
+        assert len([name for name in held if "/store/" in name]) == len(active.active_numbers()), held
         works(store, 100_000)
         for _ in range(5):  # eviction carries a little to a segment of its own
-            store._core.active.finish_all()
+            store._core.services().active.finish_all()
             assert all(is_free(file) for file in segment_files(Path(store.path)))
             left = store.gc(0)["bytes_after"]
         assert left == 0, "something is charged, and nobody can reclaim it"
@@ -368,7 +369,7 @@ def test_threads_that_a_disk_keeps_are_not_waited_for_one_by_one(monkeypatch: py
 def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upkeep saw a new segment before its writer was noted, waited for the put, and dropped what it had stored."""
     with kvfs.open(store_path, capacity="16MiB") as store:
-        active, index = store._core.active, store._core.c.index
+        active, index = store._core.services().active, store._core.c.index
         ns = store.namespace("model", tiny(), "1")
         read = index.read
         early: list[Any] = []

@@ -41,14 +41,14 @@ def test_a_reader_with_an_index_of_his_own_follows(path: Path, trusted: bool) ->
     with kvfs.open(path, read_only=True) as reader:
         reader._core.background.stop()
         assert found(space(reader), 1) == CHUNKS
-        reader._core._guest.follow()
+        reader._core._read_only_index.follow()
         assert reader._core.c.index.generation.startswith("private-")
         with another_process(path) as writer:
             assert writer('store.purge("m").pages') == str(CHUNKS)
             assert writer('put(space(store, "n"), 3)') == "None"
         if not trusted:
             (path / "index" / "CURRENT").unlink()
-        reader._core._guest.follow()
+        reader._core._read_only_index.follow()
         assert reader._core.c.index.generation.startswith("private-") is not trusted
         assert [found(space(reader), 1), found(space(reader, "n"), 2), found(space(reader, "n"), 3)] == [
             0,
@@ -69,16 +69,16 @@ def test_a_reader_whose_index_is_given_up_builds_his_own_unless_somebody_else_do
         (path / "index" / "CURRENT").rename(path / "index" / "aside")
         for passed in (0.0, MISSING_SECONDS / 2):
             files.advance(passed)
-            core._guest.follow()
+            core._read_only_index.follow()
             assert core.c.index is shared
         (path / "index" / "aside").rename(path / "index" / "CURRENT")
-        core._guest.follow()
+        core._read_only_index.follow()
         assert found(space(reader), 1) == CHUNKS
         (path / "index" / "CURRENT").unlink()
         for passed in (MISSING_SECONDS, MISSING_SECONDS):
             assert core.c.index is shared
             files.advance(passed)
-            core._guest.follow()
+            core._read_only_index.follow()
         assert core.c.index.generation.startswith("private-")
         assert found(space(reader), 1) == CHUNKS
 
@@ -132,17 +132,17 @@ def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pyt
             assert held.tokens
             subprocess.run([sys.executable, "-c", code, str(path)], check=True)
         (path / "index" / "CURRENT").unlink()  # nor is the one that they left to be trusted
-        private_index = reader._core.work().private_index
+        private_index = reader._core.services().private_index
 
         def fail(cancelled: Callable[[], bool]) -> None:
-            monkeypatch.setattr(reader._core.work(), "private_index", private_index)
+            monkeypatch.setattr(reader._core.services(), "private_index", private_index)
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(reader._core.work(), "private_index", fail)
+        monkeypatch.setattr(reader._core.services(), "private_index", fail)
         with pytest.raises(OSError, match="space"):
-            reader._core._guest.follow()
+            reader._core._read_only_index.follow()
         index = reader._core.c.index
-        reader._core._guest.follow()
+        reader._core._read_only_index.follow()
         assert reader._core.c.index is not index
         assert found(space(reader), 1) == 0
 
@@ -165,9 +165,9 @@ def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
 
         with monkeypatch.context() as patch:
             patch.setattr(files, "open", fail)
-            reader._core._guest.follow()
+            reader._core._read_only_index.follow()
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, 0]
-        reader._core._guest.follow()
+        reader._core._read_only_index.follow()
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, CHUNKS]
 
 
@@ -201,5 +201,5 @@ def test_a_reader_whose_own_index_was_closed_or_given_up_misses(path: Path) -> N
         index._worker.call(index._close_environment, 5.0)  # as between a lookup's first and second step, or by an error
         assert not restored(ns, tokens_of(1, CHUNKS))
         assert reader._core.c.counters.snapshot()["lookup_unavailable_rebuilding"] == 1
-        reader._core._guest.follow()
+        reader._core._read_only_index.follow()
         assert found(ns, 1) == CHUNKS and reader._core.c.index is not index

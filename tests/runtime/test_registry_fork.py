@@ -242,6 +242,6 @@ def test_a_child_of_a_process_that_was_sweeping_sweeps(tmp_path: Path) -> None:
             signal.alarm(20)
             return store.gc(0)
 
-        with store._core.evictor.reclaimer._sweeping:
+        with store._core.services().evictor.reclaimer._sweeping:
             assert run_child(sweep)["bytes_after"] >= 0
         assert store.gc(0)["bytes_after"] >= 0

@@ -106,9 +106,9 @@ def leaks(before: dict[str, str], judge: Judge) -> None:
         judge.found("leaked", f"descriptors: {sorted(left.values())}")
     if threads := kvfs_threads():
         judge.found("leaked", f"threads: {threads}")
-    if registry._CORES:
+    if registry._STORES:
         judge.found("leaked", "a store that is closed is still registered")
-        registry._CORES.clear()
+        registry._STORES.clear()
     for fd in left:
         try:
             os.close(int(fd))
