@@ -299,7 +299,7 @@ def test_an_interrupted_load_has_ended_when_the_interrupt_arrives() -> None:
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        pool.run([partial(fill, at) for at in range(4)], beside=interrupted_caller)
+        pool.run([partial(fill, at) for at in range(4)], meanwhile=interrupted_caller)
     assert buffer == b"\1" * 4
     with pytest.raises(ZeroDivisionError):
         pool.run([lambda: 1, lambda: 1 // 0])
@@ -343,7 +343,7 @@ def test_calls_that_have_not_begun_are_skipped_after_an_interrupt() -> None:
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        pool.run([first, *[partial(ran.append, n) for n in range(1, 5)]], beside=interrupted_caller)
+        pool.run([first, *[partial(ran.append, n) for n in range(1, 5)]], meanwhile=interrupted_caller)
     assert pool.run([lambda: "alive"]) == ["alive"]
     assert ran in ([], [0])
     pool.close()
