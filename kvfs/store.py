@@ -1,6 +1,6 @@
-"""The store's public face.
+"""The public face of a store.
 
-A call imports what it needs beyond the index: a command that only looks takes as long as its imports.
+A call imports what it needs beyond the index: a command that only inspects a store takes as long as its imports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvfs.maintenance.warm import Warmed
     from kvfs.namespace import Namespace
 
-PIN_SECONDS = 30.0  # for an eviction or a purge that goes on
+PIN_SECONDS = 30.0  # how long a pin waits for an eviction or a purge in progress
 
 
 def open_store(
@@ -51,15 +51,16 @@ def open_store(
 ) -> Store:  # fmt: skip
     """Open the store at ``path``, creating it if it is missing.
 
-    ``capacity`` and the settings beside it are used when the store is created; afterwards kvfs.toml decides, for
-    every process alike. ``path`` defaults to ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off".
-    ``threads``: parallel reads of one ``get`` from the page cache. ``counted=False`` is for those who look at a store:
-    what they do stays out of the counters that all processes share, and they take part in its upkeep (eviction, TTLs)
-    only once they load, store or evict something themselves. Raises StoreNotFoundError, FormatError,
-    StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each message names the remedy.
+    ``capacity``, ``segment_bytes``, ``index_bytes`` (bytes, or a text like "200GiB"), ``sync``, ``mode``, ``codec`` and
+    ``quotas`` are used when the store is created; afterwards kvfs.toml decides, for every process. ``path`` defaults to
+    ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off". ``threads``: parallel reads of one ``get`` from the
+    page cache. ``counted=False`` is for processes that only inspect a store: their calls stay out of the counters that
+    all processes share, and they take part in the upkeep (eviction, TTLs) only once they load, store or evict.
+    Raises StoreNotFoundError, FormatError, StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each
+    message names the remedy.
 
-    Operators may set ``KVFS_DISABLE=1`` (every match misses, every put declines, nothing is touched) and
-    ``KVFS_READONLY=1`` (as ``read_only=True``, but puts decline in place of raising).
+    Operators may set ``KVFS_DISABLE=1`` (every match misses, every put declines, no file is touched) and
+    ``KVFS_READONLY=1`` (as ``read_only=True``, but puts decline instead of raising).
     """
     disabled = config.switch("KVFS_DISABLE", os.environ.get("KVFS_DISABLE"))
     forced = config.switch("KVFS_READONLY", os.environ.get("KVFS_READONLY")) and not read_only
@@ -98,14 +99,14 @@ def open_store(
 class Store:
     """An open store. Usable from any thread, and in children after a fork. Close it, or use ``with``.
 
-    One that is forgotten is closed in the background, once its namespaces are forgotten too.
+    Without a ``close`` it is closed in the background, once it and its namespaces are garbage-collected.
     """
 
     def __init__(self, shared: OpenStore) -> None:
         self._core = shared
         self._closed = False
         self._finalizer = weakref.finalize(self, registry.release_later, shared)
-        self._finalizer.atexit = False  # then all cores are closed
+        self._finalizer.atexit = False  # at exit the registry closes every open store
 
     @property
     def path(self) -> str:
@@ -124,21 +125,22 @@ class Store:
         self, name: str, layout: PageLayout, revision: str, salt: str = "", *, codec: str | None = None,
         **identity: Any,
     ) -> Namespace:  # fmt: skip
-        """The pages of one model: see ``kvfs.Identity`` for what else may be part of who they are.
+        """The pages of one model. ``identity``: further fields of ``kvfs.Identity``.
 
         ``revision`` is a commit or a digest of the weights, never a name that moves; ``salt`` a tenant's secret.
-        ``codec``: "raw", "zstd" or "planes", in which this process stores pages of it from now on (default: the store's
-        setting). It is no part of the identity: pages of every codec are read alike.
+        ``codec``: "raw", "zstd" or "planes", in which this process stores new pages (default: the store's setting). It
+        is not part of the identity: pages of every codec are read. Raises ConfigError for a bad argument, NoSpaceError
+        if a page does not fit into a segment.
         """
         from kvfs.namespace import Namespace
 
         self._check_open()
         described = Identity(name, layout, revision, salt, **identity)
         services = self._core.services()
-        return Namespace(self._core.c, services.appender, services.reader, described, codec, keeps=self)
+        return Namespace(self._core.c, services.appender, services.reader, described, codec, keep_alive=self)
 
     def wait_ready(self, timeout: float = 60.0) -> bool:
-        """Wait until the index answers; False if it does not within ``timeout`` seconds."""
+        """Wait until the index answers, which a rebuild delays; False if it does not within ``timeout`` seconds."""
         self._check_open()
         deadline = self._core.c.files.monotonic() + timeout
         while not self._core.is_ready():
@@ -148,7 +150,7 @@ class Store:
         return True
 
     def stats(self) -> dict[str, Any]:
-        """What is in the store, and what this process did with it. Keys are documented in docs/api.md."""
+        """What the store holds, and what this process and all processes did with it. docs/api.md lists the keys."""
         self._check_open()
         shared = self._core
         result: dict[str, Any] = {
@@ -177,9 +179,9 @@ class Store:
         return c.shared_counters.total() | watching
 
     def gc(self, target_bytes: int | None = None, *, seconds: float | None = None) -> dict[str, int]:
-        """Evict until at most ``target_bytes`` of segments are in use (default: only what must go now).
+        """Evict until segments use at most ``target_bytes`` (default: only what exceeds the limits now).
 
-        Ends after ``seconds``, if given, whatever is left to do then.
+        Stops after ``seconds``, if given. Returns ``segments_dropped``, ``bytes_before`` and ``bytes_after``.
         """
         self._check_open()
         self._check_writable()
@@ -189,7 +191,7 @@ class Store:
             return self._core.services().evictor.collect(target_bytes, seconds)
 
     def gc_plan(self, target_bytes: int | None = None) -> GcPlan:
-        """What ``gc`` would do now. Changes nothing."""
+        """What ``gc`` would do now; changes nothing."""
         from kvfs.eviction.dry_run import make_plan
 
         self._check_open()
@@ -198,7 +200,7 @@ class Store:
     def recompress_plan(
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None
     ) -> RecompressPlan:
-        """What ``recompress`` would do now: which segments, and about how many bytes it would save. Changes nothing."""
+        """Which segments ``recompress`` would rewrite now, and about how many bytes it would save; changes nothing."""
         self._check_open()
         self._check_enabled()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
@@ -209,10 +211,10 @@ class Store:
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Recompressed:  # fmt: skip
-        """Write cold sealed segments anew, their pages in ``codec``, and drop the old ones.
+        """Rewrite cold sealed segments with their pages in ``codec``, and drop the old ones.
 
-        Cold: no page of the segment was used for ``idle`` (seconds, or a text like "1h"), and it is not pinned. Ends
-        after ``seconds``, if given. ``progress(done, total)`` in segments.
+        Cold: no page of the segment was used for ``idle`` (seconds, or a text like "1h"), and it is not pinned. Stops
+        after ``seconds``, if given. ``progress(done, total)`` is called with numbers of segments.
         """
         self._check_open()
         self._check_enabled()
@@ -231,13 +233,13 @@ class Store:
         self, namespace: Namespace | str | bytes | None = None, *, salt: str | None = None,
         prefix: TokensLike | None = None, chunks: Iterable[bytes] | None = None, extra: ExtraKeys | None = None,
     ) -> PurgeResult:  # fmt: skip
-        """Remove pages for good: no lookup finds them afterwards, and no rebuild brings them back.
+        """Remove pages permanently: no lookup finds them afterwards, and no rebuild restores them.
 
-        ``namespace``: one as ``namespace()`` gives it, its digest (32 bytes, or in hex), or a name (then all of that
-        name, whatever their revision). ``salt``: a tenant's secret, everything stored under it. ``prefix``: only the
-        full chunks of these token ids, heads that other prompts share included; needs a Namespace. ``chunks``: only
-        chunks of these hashes (see ``Namespace.chunk_hashes``). Pages stored afterwards are served, and so are matches
-        and views that somebody holds already, until he lets go. ConfigError if a pin protects some of the pages.
+        ``namespace``: a Namespace, its digest (32 bytes, or in hex), or a name (then all revisions of that name).
+        ``salt``: a tenant's secret; everything stored under it. ``prefix``: only the full chunks of these token ids,
+        including heads that other prompts share; needs a Namespace. ``chunks``: only chunks with these hashes (see
+        ``Namespace.chunk_hashes``). Pages stored afterwards are served, and matches and views that exist already stay
+        valid until they are released. ConfigError if a pin protects some of the pages.
         """
         from kvfs.maintenance.purge import select
         from kvfs.namespace import Namespace
@@ -265,7 +267,7 @@ class Store:
             return self._core.services().purger.purge(selection)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
-        """Keep the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
+        """Protect the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
         self._check_open()
         self._check_writable()
         if self._core.disabled:
@@ -273,13 +275,13 @@ class Store:
         deadline = self._core.c.files.monotonic() + PIN_SECONDS
         with root.translate_os_errors(self.path), self._core.services().evictor.lock.hold(deadline) as held:
             if not held:
-                raise StoreLockedError(f"{name!r} is not pinned: somebody evicts or purges; try again")
-            # under the lock from the lookup on: nothing that is being purged may be copied
+                raise StoreLockedError(f"{name!r} is not pinned: another process evicts or purges; try again")
+            # the lookup is under the lock, too: nothing that is being purged may be copied
             with namespace.match(token_ids) as match:
                 return self._core.services().pins.pin(name, match)
 
     def unpin(self, name: str) -> bool:
-        """Make a pinned prefix ordinary again; False if there is no such pin."""
+        """Remove a pin; False if there is no such pin."""
         self._check_open()
         self._check_writable()
         if self._core.disabled:
@@ -288,6 +290,7 @@ class Store:
             return self._core.services().pins.unpin(name)
 
     def pins(self) -> list[Pin]:
+        """All pins, by name."""
         self._check_open()
         if self._core.disabled:
             return []
@@ -300,7 +303,7 @@ class Store:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Warmed:  # fmt: skip
         """Read pages into the page cache: of namespaces, of prefixes (ids of ``kvfs ls``), of a match, of all pins,
-        or the ``hottest`` bytes. ``check`` only says how much is there. ``progress(done, total)`` in bytes.
+        or the ``hottest`` bytes. ``check`` only reports how much is there. ``progress(done, total)`` in bytes.
         """
         from kvfs.maintenance.warm import Warmer
 
@@ -319,7 +322,7 @@ class Store:
         self, path: str, namespaces: Sequence[str] = (), *, match: PrefixMatch | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:  # fmt: skip
-        """Write the pages of namespaces, or of a match, to a bundle. ConfigError for neither."""
+        """Write the pages of namespaces, or of a match, to a bundle. ConfigError if neither is given."""
         from kvfs.bundles import exporter
 
         self._check_open()
@@ -330,7 +333,7 @@ class Store:
             return exporter.export(c, chosen, path, progress)
 
     def match_prefix(self, ref: str) -> PrefixMatch:
-        """The pages of a prefix (an id of ``kvfs ls``) from the first token on; ConfigError where they begin later."""
+        """A match of a prefix (an id of ``kvfs ls``); ConfigError if its pages do not begin at the first token."""
         from kvfs.lookup.matcher import Matcher
         from kvfs.lookup.search import Prompt
 
@@ -343,7 +346,7 @@ class Store:
         self, path: str, match: PrefixMatch, token_ids: Sequence[int] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Written:  # fmt: skip
-        """Write the pages of a match as a safetensors file, replacing what ``path`` names."""
+        """Write the pages of a match as a safetensors file, which replaces the file at ``path``."""
         from kvfs.bundles import safetensors_file
 
         self._check_open()
@@ -358,7 +361,7 @@ class Store:
         self, path: str, *, partial: bool = False, digest: str | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Imported:  # fmt: skip
-        """Verify a bundle page by page and take its pages in; nothing of one that was changed, unless ``partial``."""
+        """Verify a bundle page by page and store its pages; none of a bundle that was changed, unless ``partial``."""
         from kvfs.bundles.importer import Importer
 
         self._check_open()
@@ -372,7 +375,10 @@ class Store:
         return Catalog(self._core.c)
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
-        """Check structure, index and the bytes of a share ``sample`` of all pages; see ``kvfs.maintenance.verify``."""
+        """Check structure, index and the bytes of a share ``sample`` (0 to 1) of all pages.
+
+        ``repair``: bad pages leave the index. ``seed`` chooses the sample. See ``kvfs.maintenance.verify``.
+        """
         from kvfs.maintenance.verify import Verifier
 
         self._check_open()
@@ -391,7 +397,7 @@ class Store:
             raise StoreReadOnlyError(f"{self.path} is open read-only")
 
     def _check_enabled(self) -> None:
-        """For calls whose answer would be a lie."""
+        """For calls that cannot be answered while disabled."""
         if self._core.disabled:
             raise ConfigError("kvfs is switched off (KVFS_DISABLE is set): unset it for this command")
 
@@ -400,7 +406,7 @@ class Store:
             raise ConfigError(f"the store {self._core.path} was closed: open it again")
 
     def close(self) -> None:
-        """Leave the store. The last user leaves the index clean, so that the next open is immediate."""
+        """Release the store. The last user closes the index cleanly, so that the next open needs no rebuild."""
         self._closed = True
         if self._finalizer.detach() is not None:
             registry.release(self._core)

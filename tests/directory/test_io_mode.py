@@ -421,7 +421,7 @@ def test_staging_on_tmpfs_and_memory_elsewhere_are_refused(path: Path, memory_pa
         pytest.skip("no tmpfs")
     with pytest.raises(ConfigError, match=r'mode is "staging".*tmpfs.*mode "cache"'):
         opened(memory_path / "store")
-    with pytest.raises(ConfigError, match=rf'mode is "memory".*{path} lies on \w+: .*tmpfs.*mode "cache"'):
+    with pytest.raises(ConfigError, match=rf'mode is "memory".*{path} is on \w+: .*tmpfs.*mode "cache"'):
         opened(path, "memory")
     assert not path.exists() and not (memory_path / "store").exists()
     with opened(path, "cache") as store:

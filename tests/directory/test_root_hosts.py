@@ -79,7 +79,7 @@ def test_a_heartbeat_says_boot_and_time(path: Path) -> None:
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
     assert filesystem_of("/proc") == "proc"
     assert filesystem_of(str(tmp_path / "missing")) is None
-    with pytest.raises(StoreAccessError, match=r"/proc lies on proc.*bind mount"):
+    with pytest.raises(StoreAccessError, match=r"/proc is on proc.*bind mount"):
         check_filesystem("/proc")
     if os.path.isdir("/dev/shm"):
         assert filesystem_of("/dev/shm") in ("tmpfs", "overlay", None)
@@ -93,17 +93,17 @@ def test_an_overlay_is_refused_and_what_lies_below_it_is_not(tmp_path: Path) -> 
     for folder in (lower, upper, work, merged):
         folder.mkdir()
     if filesystem_of(str(tmp_path)) == "overlay":
-        pytest.skip("the tests' own directory lies on an overlay")
+        pytest.skip("the tests' own directory is on an overlay")
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
     done = subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(merged)], capture_output=True)
     if done.returncode:
         pytest.skip(f"no overlays here: {done.stderr.decode().strip()}")
     try:
-        with pytest.raises(StoreAccessError, match="lies on overlay"):
+        with pytest.raises(StoreAccessError, match="is on overlay"):
             kvfs.open(merged / "store", capacity="16MiB")
         with kvfs.open(lower / "store", capacity="16MiB"):
             pass
-        with pytest.raises(StoreAccessError, match="lies on overlay"):
+        with pytest.raises(StoreAccessError, match="is on overlay"):
             kvfs.open(merged / "store", read_only=True)
     finally:
         subprocess.run(["umount", "-l", str(merged)], check=True)
