@@ -27,7 +27,7 @@ def space(store: kvfs.Store, **how: Any) -> kvfs.Namespace:
 
 
 def saved(ns: kvfs.Namespace, chunks: int = 5) -> tuple[kvfs.TransferState, int, str]:
-    """How a save of an engine's blocks of 16 tokens ends."""
+    """Result of a save of an engine's blocks of 16 tokens."""
     blocks = np.zeros((2, chunks, 16, 2, 8), "uint16")
     with ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim")) as io:
         waited: list[bool] = []
@@ -39,7 +39,7 @@ def saved(ns: kvfs.Namespace, chunks: int = 5) -> tuple[kvfs.TransferState, int,
 
 
 def brought_back(ns: kvfs.Namespace, chunks: int = 5) -> tuple[kvfs.TransferState, int, int]:
-    """How a restore into an engine's blocks of 16 tokens ends."""
+    """Result of a restore into an engine's blocks of 16 tokens."""
     blocks = np.zeros((2, chunks, 16, 2, 8), "uint16")
     with ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim")) as io:
         transfer = io.restore(TOKENS, list(range(chunks)))
@@ -122,7 +122,7 @@ def test_closing_a_store_that_is_switched_off_closes_its_transfers(monkeypatch: 
         io.restore(TOKENS, [0])
 
 
-def test_bad_arguments_raise_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_raise_although_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFS_DISABLE", "1")
     with kvfs.open("x") as store, pytest.raises(ConfigError):
         space(store).put(TOKENS, PAGES[1:])
@@ -131,7 +131,7 @@ def test_bad_arguments_raise_all_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["KVFS_DISABLE", "KVFS_READONLY"])
-def test_a_switch_that_says_neither_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_switch_that_is_neither_on_nor_off_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "perhaps")
     with pytest.raises(ConfigError, match=f"{name} is 'perhaps'"):
         kvfs.open(path, capacity="16MiB")
@@ -159,7 +159,7 @@ def test_puts_decline_where_operators_allow_only_reading(path: Path, monkeypatch
         assert space(store).new_epoch().match(TOKENS).tokens == 0
     assert tree(path) == before
     with kvfs.open(path, read_only=True) as store, pytest.raises(StoreReadOnlyError):
-        space(store).put(TOKENS, PAGES)  # who asks for it in his own code shall know
+        space(store).put(TOKENS, PAGES)  # code that asks for read_only itself gets an error
     with kvfs.open(path, read_only=True) as store, pytest.raises(StoreReadOnlyError):
         saved(space(store))
 

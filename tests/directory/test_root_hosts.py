@@ -29,7 +29,7 @@ def path(memory_path: Path) -> Path:
 
 
 def heartbeat(path: Path, boot: str, age_seconds: float) -> Path:
-    """What a process leaves that beat so long ago."""
+    """The file of a process whose last heartbeat is this old."""
     file = path / "run" / f"{os.urandom(16).hex()}.live"
     stamp = int((time.time() - age_seconds) * 1e6)
     file.write_bytes(f"{boot} {stamp:020d}\n".encode().ljust(64))
@@ -38,7 +38,7 @@ def heartbeat(path: Path, boot: str, age_seconds: float) -> Path:
 
 @pytest.mark.parametrize("age", [0.0, 20.0, -20.0])
 def test_a_store_in_use_under_another_kernel_is_refused(path: Path, age: float) -> None:
-    """A clock that differs a little is no excuse."""
+    """A clock may differ a little."""
     file = heartbeat(path, FOREIGN, age)
     with pytest.raises(StoreLockedError, match="another kernel"):
         kvfs.open(path)
@@ -49,7 +49,7 @@ def test_a_store_in_use_under_another_kernel_is_refused(path: Path, age: float) 
 
 
 @pytest.mark.parametrize("content", ["old", "of this boot", "empty", "nonsense", "directory"])
-def test_other_heartbeats_refuse_nobody(path: Path, content: str) -> None:
+def test_other_heartbeats_do_not_refuse_an_open(path: Path, content: str) -> None:
     file = heartbeat(
         path, boot_id(Files()) if content == "of this boot" else FOREIGN, 31.0 if content == "old" else 0.0
     )
@@ -87,7 +87,7 @@ def test_file_systems_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.needs_root("mounting")
 def test_an_overlay_is_refused_and_what_lies_below_it_is_not(tmp_path: Path) -> None:
-    """Locks on an overlay are not seen below it: two containers would each believe to be alone."""
+    """Locks on an overlay are not seen below it: each of two containers would take itself for the only user."""
     lower, work = tmp_path / "lower", tmp_path / "work"
     upper, merged = tmp_path / "upper", tmp_path / "a mount"
     for folder in (lower, upper, work, merged):

@@ -213,18 +213,18 @@ def test_inspecting_in_a_process_that_serves_does_not_silence_it(path: Path, cou
 
 
 def test_a_child_of_a_process_that_only_inspects_is_not_counted(path: Path) -> None:
-    def look() -> dict[str, Any]:
+    def inspect() -> dict[str, Any]:
         store.namespace("alpha", tiny(), "9213176").match(tokens_of(1, 4)).close()
         store.close()
         return {}
 
     with kvfs.open(path, counted=False) as store:
-        run_child(look)
+        run_child(inspect)
     assert total(path) == {}
 
 
 @pytest.mark.parametrize("end", ["close", "forget"])
-def test_what_is_said_after_the_end_reaches_nobodys_file(path: Path, tmp_path: Path, end: str) -> None:
+def test_heartbeats_after_the_close_reach_no_other_file(path: Path, tmp_path: Path, end: str) -> None:
     directory = Directory(str(path), Files(), read_only=False)
     liveness = Liveness(directory)
     getattr(liveness, end)()
