@@ -64,19 +64,19 @@ def test_a_reader_builds_a_private_index_only_if_no_writer_rebuilds_the_shared_o
     with kvfs.open(path, read_only=True, files=files) as reader:
         core = reader._core
         core.background.stop()
-        shared = core.c.index
+        store_index = core.c.index
         assert found(space(reader), 1) == CHUNKS
         (path / "index" / "CURRENT").rename(path / "index" / "aside")
         for passed in (0.0, MISSING_SECONDS / 2):
             files.advance(passed)
             core._read_only_index.follow()
-            assert core.c.index is shared
+            assert core.c.index is store_index
         (path / "index" / "aside").rename(path / "index" / "CURRENT")
         core._read_only_index.follow()
         assert found(space(reader), 1) == CHUNKS
         (path / "index" / "CURRENT").unlink()
         for passed in (MISSING_SECONDS, MISSING_SECONDS):
-            assert core.c.index is shared
+            assert core.c.index is store_index
             files.advance(passed)
             core._read_only_index.follow()
         assert core.c.index.generation.startswith("private-")
