@@ -214,9 +214,9 @@ def _carry(store: kvfs.Store, case: Case) -> None:
     core = store._core
     with case.namespace(store).match(case.tokens) as match:
         carry = SegmentClass(bytes(8) + CARRIED, FLAG_CARRIED, evictor=True)
-        copied = core.evictor.relocator.copy_match(carry, match, set(match.segments))
+        copied = core.services().evictor.relocator.copy_match(carry, match, set(match.segments))
         assert copied == case.chunks
-        core.active.finish(carry)
+        core.services().active.finish(carry)
 
 
 def pack(path: Path) -> bytes:
