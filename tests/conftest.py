@@ -33,7 +33,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
-    """Where a test may create a store; nothing is there yet."""
+    """Where a test may create a store; it does not exist yet."""
     return tmp_path / "store"
 
 
@@ -49,7 +49,7 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk_path(tmp_path: Path) -> Path:
-    """A directory on a file system that takes O_DIRECT."""
+    """A directory on a file system that supports O_DIRECT."""
     from kvfs.directory import io_mode
     from kvfs.directory.config import make_settings
     from kvfs.errors import ConfigError

@@ -214,9 +214,9 @@ def _relocate(store: kvfs.Store, case: Case) -> None:
     core = store._core
     with case.namespace(store).match(case.tokens) as match:
         target = SegmentClass(bytes(8) + RELOCATED, FLAG_CARRIED, evictor=True)
-        copied = core.evictor.relocator.copy_match(target, match, set(match.segments))
+        copied = core.services().evictor.relocator.copy_match(target, match, set(match.segments))
         assert copied == case.chunks
-        core.active.finish(target)
+        core.services().active.finish(target)
 
 
 def pack(path: Path) -> bytes:

@@ -23,7 +23,7 @@ MUTATIONS = (
         "skip the checksum on read", "kvfs/read/fetch.py",
         "            return job.bits(), []\n        good = [self._agrees(root, job.root(i)) for i, root in enumerate(roots)]",
         "            return job.bits(), []\n        good = [True for i, root in enumerate(roots)]",
-        ("tests/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew",),
+        ("tests/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_again",),
     ),
     Mutation(
         "skip the checksum of views", "kvfs/read/reader.py",
@@ -121,12 +121,12 @@ MUTATIONS = (
         "trust a dirty index", "kvfs/index/environment.py",
         "if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):",
         "if not same or state is None:",
-        ("tests/test_store_open.py::test_an_index_that_dead_processes_left_is_built_anew",),
+        ("tests/test_store_open.py::test_an_index_that_dead_processes_left_is_rebuilt",),
     ),
     Mutation(
         "trust an index of another boot", "kvfs/index/environment.py",
         "(not alone and state.boot == self._boot)", "not alone",
-        ("tests/test_store_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_somebody_holds_it",),
+        ("tests/test_store_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_a_process_holds_it",),
     ),
     Mutation(
         "commit before the index is marked dirty", "kvfs/index/environment.py",

@@ -101,7 +101,7 @@ class DropFolder:
     def look(self) -> None:
         """Start the import thread, if there is a bundle to adopt and no other process adopts one."""
         busy = self._thread is not None and self._thread.is_alive()
-        if busy or self._stopping.is_set() or self._c.shared_counters.excluded or not self._ready():
+        if busy or self._stopping.is_set() or self._c.inspect_only or not self._ready():
             return
         lock = self._lock()
         if lock is not None:

@@ -36,7 +36,6 @@ from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.read.reader import Reader
 from kvfs.segments.writer import file_name
 from kvfs.system.memory_limits import memory_limit
-from kvfs.system.sigterm import at_sigterm
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
@@ -79,7 +78,6 @@ class GpuIO(HostIO):
         self._asked_for = transport
         with device.current():
             super().__init__(*args, **{**kwargs, "threads": 1})
-        at_sigterm(self)
 
     def _make_context(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
@@ -246,7 +244,10 @@ class GpuIO(HostIO):
             pool.close(0.0)
 
     def release(self) -> None:
-        """Free the regions that no load copies from, and make no more: before the process ends."""
+        """Free the regions that no load copies from, and make no more: before the process ends.
+
+        May run in a signal handler: the locks inside are reentrant.
+        """
         regions = self._gpu_context.regions
         if regions is not None and self._pid == os.getpid():
             with self._device.current():

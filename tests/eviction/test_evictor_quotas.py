@@ -151,7 +151,7 @@ def test_quotas_survive_a_new_index(memory_path: Path) -> None:
     path = memory_path / "store"
     with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB", quotas=QUOTAS, files=Clock()) as store:
         fill(space(store, "capped"), range(20))
-        store._core.active.finish_all()
+        store._core.services().active.finish_all()
         before = charged(store, "capped")
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, files=Clock()) as store:
@@ -183,12 +183,12 @@ def test_expired_segments_are_dropped_though_their_owner_lives(store: kvfs.Store
     fill(short, range(3))
     fill(space(store, "other"), range(100, 101))
     clock(store).advance(20)
-    store._core.active.tidy()  # idle: sealed, since nothing more belongs to this lifetime
+    store._core.services().active.tidy()  # idle: sealed, since nothing more belongs to this lifetime
     clock(store).advance(580)
-    store._core.evictor.expire()
+    store._core.services().evictor.expire()
     assert len(segment_files(Path(store.path))) == 2 or there(short, range(3)) == []
     clock(store).advance(300)
-    store._core.evictor.expire()
+    store._core.services().evictor.expire()
     assert len(segment_files(Path(store.path))) == 1 and charged(store, "short") == 0
     assert there(space(store, "other"), range(100, 101)) == [100]
 
@@ -198,16 +198,16 @@ def test_pages_that_expire_after_they_were_relocated_are_worth_nothing_to_evicti
     core, ns = store._core, space(store, "other")
     core.background.stop()
     fill(ns, range(1), ttl=3000)
-    core.active.finish_all()
+    core.services().active.finish_all()
     ((number, row),) = core.c.index.read(lambda s: s.segments(), 2.0)
     held = core.c.segments.acquire(number, row.segment_id, core.c.index.generation)
     assert held is not None
     target = SegmentClass(NO_QUOTA + RELOCATED, fmt.FLAG_CARRIED, evictor=True)
-    assert core.evictor.relocator.copy(target, number, held, range(1, 1 + CHUNKS)) == CHUNKS
-    core.evictor.reclaimer.drop(number)
+    assert core.services().evictor.relocator.copy(target, number, held, range(1, 1 + CHUNKS)) == CHUNKS
+    core.services().evictor.reclaimer.drop(number)
 
     def valued() -> int:
-        _, uses, _ = core.evictor.victims.survey()
+        _, uses, _ = core.services().evictor.victims.survey()
         return sum(sum(use.fragments.nbytes) for use in uses)
 
     assert there(ns, range(1)) == [0] and valued() == len(PAGES)
@@ -224,7 +224,7 @@ def test_expired_segments_of_the_dead_are_dropped(store: kvfs.Store) -> None:
 
     assert run_child(die) == CHUNKS
     files.advance(2000)
-    store._core.evictor.expire()
+    store._core.services().evictor.expire()
     assert not segment_files(Path(store.path)) and store.stats()["used_bytes"] == 0
 
 
@@ -233,14 +233,14 @@ def test_many_lifetimes_keep_few_segments_open(store: kvfs.Store) -> None:
     for seed in range(40):
         assert ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * 2**seed if seed < 20 else 100.0 * seed).stored
         clock(store).advance(0.01)
-    store._core.active.tidy()
-    assert len(store._core.active.active_numbers()) <= CLASSES_MAX
+    store._core.services().active.tidy()
+    assert len(store._core.services().active.active_numbers()) <= CLASSES_MAX
     assert all(restored(ns, tokens_of(seed, 1)) == PAGES[:TINY_BYTES] for seed in range(40))
 
 
 def test_a_segment_that_is_made_meanwhile_does_not_break_active_numbers(store: kvfs.Store) -> None:
     """With several of them a put in another thread made background tasks and a rebuild crash."""
-    active = store._core.active
+    active = store._core.services().active
 
     class Growing:
         number = property(lambda _: active._writers.setdefault(SegmentClass(lane=2), Active(last, "")) and 1)
@@ -258,7 +258,7 @@ def test_many_resting_segments_do_not_seal_those_that_are_written(memory_path: P
     path = memory_path / "store"
     with kvfs.open(path, capacity="64MiB", segment_bytes="2MiB", quotas=quotas, files=Clock()) as store:
         store._core.background.stop()
-        active, busy = store._core.active, space(store, "other")
+        active, busy = store._core.services().active, space(store, "other")
         for name in names:
             fill(space(store, name), range(1))
         clock(store).advance(20.0)
@@ -283,7 +283,7 @@ def test_lifetimes_in_a_store_of_few_segments_leave_something_to_evict(memory_pa
         for seed in range(30):
             stored += ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=100.0 * 1.5**seed).stored
             if seed % 4 == 3:
-                store._core.active.tidy()
+                store._core.services().active.tidy()
         assert stored == 30
 
 
@@ -299,7 +299,7 @@ def test_a_segment_that_nothing_was_appended_to_gives_its_blocks_back(
         assert space(store, "other").put(tokens_of(0, CHUNKS), PAGES).declined == CHUNKS
     used = store.stats()["used_bytes"]
     clock(store).advance(20.0)
-    store._core.active.tidy()
+    store._core.services().active.tidy()
     assert 0 < store.stats()["used_bytes"] < used
 
 
@@ -308,8 +308,8 @@ def test_locks_of_closed_classes_take_no_memory(store: kvfs.Store) -> None:
     ns = space(store, "other")
     for seed in range(40):
         ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * (seed + 1))
-    store._core.active.finish_all()
-    assert not store._core.active._used_at and len(store._core.active.class_locks._locks) == 0
+    store._core.services().active.finish_all()
+    assert not store._core.services().active._used_at and len(store._core.services().active.class_locks._locks) == 0
 
 
 def test_a_rebuild_brings_nothing_expired_back(memory_path: Path) -> None:

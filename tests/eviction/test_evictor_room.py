@@ -116,7 +116,7 @@ def test_a_quota_is_filled_and_then_declines_without_waiting(small: kvfs.Store) 
 
 
 def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    active, files = small._core.active, small._core.c.files
+    active, files = small._core.services().active, small._core.c.files
     put(small, "less", 0, 1)
     busy = active.lock(next(iter(active._writers)))
     busy.acquire()
@@ -134,7 +134,7 @@ def test_an_evictor_that_could_not_remove_segments_evicts_again_when_another_pro
 ) -> None:
     with kvfs.open(memory_path / "s", capacity="16MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
         store._core.background.stop()
-        ns, evictor = store.namespace("m", LAYOUT, revision="r1"), store._core.evictor
+        ns, evictor = store.namespace("m", LAYOUT, revision="r1"), store._core.services().evictor
         for n in range(40):
             assert ns.put(tokens_of(n, 4), PAGES).stored == 4
         with monkeypatch.context() as failing:

@@ -42,14 +42,14 @@ def known(store: kvfs.Store) -> int:
 
 
 def seal(store: kvfs.Store) -> None:
-    store._core.active.finish_all()
+    store._core.services().active.finish_all()
 
 
 def drop_all(store: kvfs.Store) -> None:
     """Drop all segments, without the sweep that follows."""
     for number, row in store._core.c.index.read(lambda s: s.segments(), 2.0):
         if row.state == SEALED:
-            assert store._core.evictor.reclaimer.drop(number)
+            assert store._core.services().evictor.reclaimer.drop(number)
 
 
 def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.Store) -> None:
@@ -59,7 +59,7 @@ def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.
     drop_all(store)
     kept = put(store, 7)
     assert known(store) == 150
-    store._core.evictor.reclaimer.sweep_all()
+    store._core.services().evictor.reclaimer.sweep_all()
     assert known(store) == 1 and store.stats()["counters"]["namespaces_forgotten"] == 149
     assert store._core.c.index.read(lambda s: s.txn.stat(s.db.namespaces)["entries"], 2.0) == 2, "and a shape of parts"
     assert restored(kept, tokens_of(0, CHUNKS)) == PAGES
@@ -176,7 +176,7 @@ def test_a_round_of_sweeping_counts_once_when_no_namespace_can_be_forgotten(
         put(store, tenant)
         seal(store)
     first, second = [n for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
-    tested, forget = store._core.evictor.reclaimer, reclaimer.forget_namespaces
+    tested, forget = store._core.services().evictor.reclaimer, reclaimer.forget_namespaces
     tested.drop(first)
 
     def fail(context: Any) -> int:
@@ -239,7 +239,7 @@ def test_a_namespace_is_known_while_it_has_pages(store: kvfs.Store) -> None:
             rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
             sealed = [number for number, row in rows if row.state == SEALED]
             for number in draw.sample(sealed, len(sealed) // 2):
-                store._core.evictor.reclaimer.drop(number)
+                store._core.services().evictor.reclaimer.drop(number)
             before = store.catalog.contents()
             forgotten += reclaimer.forget_namespaces(store._core.c)
             assert {d.digest for d in store.catalog.described()} == {c.digest for c in before}

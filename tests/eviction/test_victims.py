@@ -54,7 +54,7 @@ def store(memory_path: Path, rankings: list[int]) -> Iterator[kvfs.Store]:
         ns = made.namespace("m", tiny(), revision="r1")
         for seed in range(SEGMENTS):
             assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
-            made._core.active.finish_all()
+            made._core.services().active.finish_all()
             clock(made).advance(1.0)
         yield made
 
@@ -72,7 +72,7 @@ def left(store: kvfs.Store) -> list[int]:
 
 def evict(store: kvfs.Store, times: int) -> None:
     for _ in range(times):
-        assert store._core.evictor._evict_one()
+        assert store._core.services().evictor._evict_one()
 
 
 def test_one_ranking_serves_for_a_share_of_the_segments_in_order(store: kvfs.Store, rankings: list[int]) -> None:
@@ -122,7 +122,7 @@ def test_what_was_purged_since_the_ranking_is_no_victim(store: kvfs.Store, ranki
 
 @pytest.mark.parametrize("change", ["pinned", "dropped by another process"])
 def test_a_victim_that_has_changed_is_not_taken(store: kvfs.Store, rankings: list[int], change: str) -> None:
-    evictor = store._core.evictor
+    evictor = store._core.services().evictor
     evict(store, 1)
     number, row = store._core.c.index.read(lambda s: s.segments(), 2.0)[0]
     if change == "pinned":
@@ -143,7 +143,7 @@ def guarantee(store: kvfs.Store, segments: int) -> list[int]:
 
 def test_what_a_quota_is_guaranteed_stays(store: kvfs.Store, rankings: list[int]) -> None:
     guarantee(store, 2)
-    while store._core.evictor._evict_one():
+    while store._core.services().evictor._evict_one():
         pass
     assert left(store) == [SEGMENTS - 2, SEGMENTS - 1]
     assert len(rankings) < SEGMENTS - 2
@@ -157,8 +157,8 @@ def test_dropped_segments_of_a_quota_do_not_count_although_they_are_charged(stor
         numbers = guarantee(store, 8)
         evict(store, 1)
         for number in numbers[-3:]:
-            assert not store._core.evictor.reclaimer.drop(number), "a reader holds it"
-        assert not store._core.evictor._evict_one()
+            assert not store._core.services().evictor.reclaimer.drop(number), "a reader holds it"
+        assert not store._core.services().evictor._evict_one()
         assert left(store) == list(range(1, 9))
 
 

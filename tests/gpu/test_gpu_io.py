@@ -252,7 +252,7 @@ def test_a_save_on_a_full_disk_goes_on_when_room_was_made(store_path: Path) -> N
     with kvfs.open(store_path, capacity="16MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         saved(ns, 3, first=10_000)
-        store._core.active.finish_all()
+        store._core.services().active.finish_all()
         engine = Engine(seed=7)
         with attach(ns, engine.kv) as io:
             files.arm(Fault(1, "pwritev", error=errno.ENOSPC))

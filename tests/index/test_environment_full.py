@@ -60,7 +60,7 @@ def test_a_full_index_can_be_swept(store: kvfs.Store) -> None:
     """LMDB copies each leaf that changes: a commit that changes many finds no free pages."""
     ns = store.namespace("m", tiny(), revision="r1")
     count = fill(ns, store)
-    evictor = store._core.evictor
+    evictor = store._core.services().evictor
     with evictor.lock.hold(store._core.c.files.monotonic() + 10) as got:
         assert got
         for number in sealed(store)[::2]:

@@ -37,7 +37,7 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
         made._core.background.stop()
         for n in range(SEGMENTS):
             assert put(made, n).put(tokens_of(n, CHUNKS), PAGES).skipped == CHUNKS
-            made._core.active.finish_all()
+            made._core.services().active.finish_all()
         yield made
 
 
@@ -96,7 +96,7 @@ def test_a_segment_whose_file_a_rebuild_has_missed_is_removed(
 def test_an_eviction_spares_the_segment_that_has_its_victims_number_now(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evictor = store._core.evictor
+    evictor = store._core.services().evictor
     after(monkeypatch, evictor.victims, "choose", lambda: rebuild(store))
     evictor._evict_one()
     assert there(store) == [True] * SEGMENTS
@@ -109,7 +109,7 @@ def test_reclaiming_a_segment_spares_another_that_has_its_number_now(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A held segment stays charged while one that had its number is reclaimed."""
-    reclaimer, index = store._core.evictor.reclaimer, store._core.c.index
+    reclaimer, index = store._core.services().evictor.reclaimer, store._core.c.index
     number, row = index.read(lambda s: s.segments(), 2.0)[0]
     with space_of(store, SEGMENTS - 1).match(tokens_of(SEGMENTS - 1, CHUNKS)):
         last = index.read(lambda s: s.segments(), 2.0)[-1][0]
@@ -131,7 +131,7 @@ def test_reclaiming_a_segment_spares_another_that_has_its_number_now(
 def test_a_purge_fails_if_an_index_that_was_built_meanwhile_may_name_its_pages(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    purger = store._core.purger
+    purger = store._core.services().purger
     monkeypatch.setattr(purger, "_finish", lambda *args: rebuild(store))
     with pytest.raises(StoreLockedError, match="again"):
         store.purge(namespace="m", salt="tenant 1")
@@ -156,7 +156,7 @@ def test_groups_that_were_looked_up_in_two_generations_are_not_a_match(
         for name in pages:
             other = ({*pages} - {name}).pop()
             ns.put(tokens, {name: pages[name], other: b""}, {name: 0, other: CHUNKS})
-            store._core.active.finish_all()
+            store._core.services().active.finish_all()
         with ns.match(tokens) as match:
             assert match.tokens == len(tokens) and load(ns, match) == pages
         after(monkeypatch, store._core.c.index, "read", lambda: rebuild(store))
@@ -185,17 +185,17 @@ def test_recompressing_moves_a_segment_that_is_held_under_an_earlier_number(
     ns, pages = store.namespace("zeros", layout, revision="r1"), bytes(CHUNKS * layout.page_bytes)
     for n in range(3):
         ns.put(tokens_of(n, CHUNKS), pages)
-    store._core.active.finish_all()
+    store._core.services().active.finish_all()
     match = pickle.loads(pickle.dumps(ns.match(tokens_of(0, CHUNKS))))
     gc.collect()
     rebuild(store)
-    evictor, held = store._core.evictor, []
+    evictor, held = store._core.services().evictor, []
 
     def hold() -> None:
         held.append(store._core.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
 
     after(monkeypatch, Recompressor, "_examine", hold)
-    done = Recompressor(store._core.c, evictor, store._core.active).run(CODEC_PLANES, 0.0)
+    done = Recompressor(store._core.c, evictor, store._core.services().active).run(CODEC_PLANES, 0.0)
     assert done.segments
     assert [restored(ns, tokens_of(n, CHUNKS)) == pages for n in range(3)] == [True] * 3
 
@@ -225,7 +225,7 @@ def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: p
 
 def test_a_sweep_starts_over_in_a_new_index(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaimer, "SWEEP_ROWS", 1)
-    index, tested = store._core.c.index, store._core.evictor.reclaimer
+    index, tested = store._core.c.index, store._core.services().evictor.reclaimer
 
     def first_segment(session: Session) -> int:
         with session.txn.cursor(db=session.db.pages) as cursor:

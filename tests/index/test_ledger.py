@@ -143,8 +143,8 @@ def test_a_sweep_does_not_change_the_count_of_dropped_segments(tmp_path: Path) -
         core, ns = opened._core, opened.namespace("m", tiny(), revision="r1")
         core.background.stop()
         ns.put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
-        core.active.finish_all()
-        index, reclaimer = core.c.index, core.evictor.reclaimer
+        core.services().active.finish_all()
+        index, reclaimer = core.c.index, core.services().evictor.reclaimer
         ((number, row),) = index.read(lambda s: s.segments(), 5.0)
         with ns.match(tokens_of(1, 4)) as match:
             assert match.chunks == 4

@@ -70,7 +70,7 @@ def reopened(path: Path, *, rebuilt: bool = True) -> kvfs.Store:
 
 
 def seal(store: kvfs.Store) -> None:
-    store._core.active.finish_all()
+    store._core.services().active.finish_all()
 
 
 def resume(store: kvfs.Store) -> None:
@@ -78,7 +78,7 @@ def resume(store: kvfs.Store) -> None:
     marks, deadline = store._core.c.marks, time.monotonic() + 10
     while any(mark and mark.pending for mark in map(marks.read, marks.ids())):
         assert time.monotonic() < deadline, "a purge was not finished"
-        store._core.purger.resume()
+        store._core.services().purger.resume()
 
 
 # ---------------------------------------------------------------- what is purged, what stays
@@ -435,7 +435,7 @@ def test_a_mark_that_cannot_be_read_for_lack_of_descriptors_drops_no_segment(
     with monkeypatch.context() as patch:
         patch.setattr(files, "open", fail)
         with pytest.raises((OSError, StoreAccessError), match="open files"):
-            store.purge(spaces[0]) if by == "a purge" else store._core.purger.resume()
+            store.purge(spaces[0]) if by == "a purge" else store._core.services().purger.resume()
     assert found(spaces[1], 1, 8) == 8
     assert store.purge(spaces[0]).pages == 8
     assert [found(ns, number, 8) for number, ns in enumerate(spaces)] == [0, 8, 0]

@@ -141,7 +141,7 @@ def test_gc_does_about_what_its_plan_shows(path: Path) -> None:
     with kvfs.open(path) as store:
         core = store._core
         used = store.stats()["used_bytes"]
-        assert make_plan(core.c, core.evictor, None).steps == ()
+        assert make_plan(core.c, core.services().evictor, None).steps == ()
         plan = store.gc_plan(used // 2)
         before = {row.segment_id for _, row in store.catalog.segment_rows()}
         again = store.gc_plan(used // 2)

@@ -232,7 +232,7 @@ def test_a_segment_whose_open_hangs_is_a_miss_and_blocks_no_other_lookup(store_p
         ns = store.namespace("m", tiny(), "1")
         for seed in (1, 2):
             put(ns, seed)
-            store._core.active.finish_all()
+            store._core.services().active.finish_all()
             files.names |= {path.name for path in segment_files(store_path)} if seed == 1 else set()
 
         def get(seed: int) -> None:
@@ -261,7 +261,7 @@ def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) ->
     store = kvfs.open(store_path, capacity="64MiB", files=files)
     ns = store.namespace("m", tiny(), "1")
     put(ns, 1)
-    store._core.active.finish_all()
+    store._core.services().active.finish_all()
     files.names = {path.name for path in segment_files(store_path)}
     assert not ns.match(tokens_of(1, 4)) and files.hangs.is_set()
     (opener,) = (thread for thread in threading.enumerate() if thread.name == "kvfs-open")

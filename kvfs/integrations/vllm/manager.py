@@ -7,7 +7,6 @@ load fails and the request is computed.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from kvfs.integrations.vllm.model import EngineModel
 from kvfs.integrations.vllm.requests import RequestPages, cacheable
 from kvfs.integrations.vllm.settings import VllmSettings
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.namespace import Namespace
+from kvfs.namespace import Namespace, random_epoch
 from kvfs.store import Store
 from kvfs.types import SavePlan, Tier
 
@@ -231,7 +230,7 @@ class KvfsManager(OffloadingManager):
 
         The pages stay in the store for engines that start with the previous weights.
         """
-        self._epoch = secrets.randbits(62) | 1
+        self._epoch = random_epoch()
         for state in self._requests.values():
             state.release()
             state.pages = RequestPages(state._request, self._ns, self._epoch, self._settings.max_tokens).pages
