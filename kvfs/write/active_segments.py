@@ -26,11 +26,11 @@ from kvfs.write.class_locks import ClassLocks
 
 T = TypeVar("T")
 STEP = 4  # a segment's blocks are allocated in this many steps
-IDLE_SECONDS = 10.0  # after the last append, a segment is sealed or trimmed
+IDLE_SECONDS = 10.0  # without an append, after which a segment is sealed or trimmed
 CLASSES_MAX = 32  # active segments of one process; more of them are sealed
-LANES = 8  # of a class, at most
+LANES = 8  # segments of a class that one process appends to in parallel, at most
 BUSY_SECONDS = 0.005  # between tries to seal a segment that another thread appends to
-CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # that a close, a background sync waits for an append in progress
+CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # how long a close, a background sync waits for an append
 
 
 class SegmentClass(NamedTuple):
@@ -325,7 +325,7 @@ class ActiveSegments:
             if idle and self.class_locks.is_free_within(segment_class):
                 self._used_at.pop(segment_class, None)
                 if spare > 0 or segment_class.expires:
-                    self.finish(segment_class)  # few pages come for an old lifetime; sealed, it can be dropped in time
+                    self.finish(segment_class)  # later pages get a later lifetime, which is another class
                 else:
                     with self.lock(segment_class):
                         self._seal_or_trim(segment_class, release=False)

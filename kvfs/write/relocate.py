@@ -1,4 +1,4 @@
-"""Copying records between segments: eviction relocates hot pages of its victims, pins theirs, recompression all.
+"""Copying records between segments, for eviction (hot pages of a victim), pins and recompression.
 
 Only bytes that verify are copied; the index is changed only where it still names the source.
 """
