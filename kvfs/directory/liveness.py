@@ -20,7 +20,7 @@ from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import boot_id
 
 OWNER_BYTES = 16
-NOBODY = bytes(OWNER_BYTES)  # of no process
+NO_OWNER = bytes(OWNER_BYTES)  # of no process
 HEARTBEAT_SECONDS = 5.0
 FOREIGN_FRESH_SECONDS = 30.0  # age up to which a heartbeat under another kernel means that the store is in use there
 _NAME = re.compile(r"[0-9a-f]{32}\.live\Z")
@@ -89,7 +89,7 @@ class Liveness:
         """Whether the process with id ``owner`` still runs. Death is final, so it is remembered."""
         if owner == self.owner:
             return True
-        if owner == NOBODY or owner in self._dead:
+        if owner == NO_OWNER or owner in self._dead:
             return False
         alive = self._locked(f"{owner.hex()}.live")
         if not alive:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvfs.directory.access_times import STAMP_BYTES
 from kvfs.directory.config import Settings, quota_id
-from kvfs.directory.liveness import NOBODY
+from kvfs.directory.liveness import NO_OWNER
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.index.environment import FULL
@@ -132,7 +132,7 @@ def adopt(session: Session, number: int, seen: SegmentRow, owner: bytes) -> Segm
     if row != seen:
         return None
     if seen.epoch == EPOCH_MAX:  # nobody can go on with it
-        session.set_segment(number, seen, seen._replace(state=SEALED, owner=NOBODY))
+        session.set_segment(number, seen, seen._replace(state=SEALED, owner=NO_OWNER))
         return None
     taken = seen._replace(owner=owner, epoch=seen.epoch + 1)
     session.set_segment(number, seen, taken)
@@ -149,20 +149,20 @@ def close_for_appends(session: Session, number: int, owner: bytes) -> None:
     """No more appends to a segment that failed; its published pages stay, and so does the charge."""
     row = session.segment(number)
     if row is not None and row.owner == owner and row.state == ACTIVE:
-        session.set_segment(number, row, row._replace(state=SEALED, owner=NOBODY))
+        session.set_segment(number, row, row._replace(state=SEALED, owner=NO_OWNER))
 
 
 def release_ownership(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
     """Leave an active segment to whoever wants to go on with it."""
     row = own_segment(session, number, owner, generation)
-    session.set_segment(number, row, row._replace(owner=NOBODY, allocated=charge(file_bytes, row.records)))
+    session.set_segment(number, row, row._replace(owner=NO_OWNER, allocated=charge(file_bytes, row.records)))
 
 
 def seal(session: Session, number: int, owner: bytes, generation: str, file_bytes: int) -> None:
     """The file has its seal page and its final size."""
     row = own_segment(session, number, owner, generation)
     session.set_segment(
-        number, row, row._replace(state=SEALED, owner=NOBODY, allocated=charge(file_bytes, row.records))
+        number, row, row._replace(state=SEALED, owner=NO_OWNER, allocated=charge(file_bytes, row.records))
     )
 
 

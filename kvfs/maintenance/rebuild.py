@@ -20,7 +20,7 @@ import lmdb
 
 from kvfs.directory import io_mode
 from kvfs.directory.config import Settings
-from kvfs.directory.liveness import NOBODY
+from kvfs.directory.liveness import NO_OWNER
 from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
 from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
@@ -282,7 +282,7 @@ class _SegmentBuilder:
             size = self._settings.segment_bytes
         if scan is None:
             return SegmentRow(
-                segment_id, NOBODY, ledger.ANY_CLASS, DROPPED if dead else SEALED, 0, 1, 0,
+                segment_id, NO_OWNER, ledger.ANY_CLASS, DROPPED if dead else SEALED, 0, 1, 0,
                 ledger.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
             )  # fmt: skip
         tail = None
@@ -290,7 +290,7 @@ class _SegmentBuilder:
             tail = covered_end(scan, self._namespaces.get)  # None: what is appended might go over a leaf table
         expiries = [e.expires for e in scan.parts()]
         return SegmentRow(
-            segment_id, NOBODY, scan.header.class_id, DROPPED if dead else SEALED if tail is None else ACTIVE,
+            segment_id, NO_OWNER, scan.header.class_id, DROPPED if dead else SEALED if tail is None else ACTIVE,
             scan.header.flags, scan.entries[-1].epoch if scan.entries else 1, len(scan.entries),
             ledger.charge(size, len(scan.entries)), tail or scan.end, scan.table,
             max(expiries) if expiries and all(expiries) else 0,
