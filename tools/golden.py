@@ -211,12 +211,12 @@ def make_codec_store(path: Path) -> None:
 
 def _carry(store: kvfs.Store, case: Case) -> None:
     """Copy a case's pages as eviction does."""
-    core = store._core
+    shared = store._shared
     with case.namespace(store).match(case.tokens) as match:
         carry = SegmentClass(bytes(8) + CARRIED, FLAG_CARRIED, evictor=True)
-        copied = core.services().evictor.relocator.copy_match(carry, match, set(match.segments))
+        copied = shared.services().evictor.relocator.copy_match(carry, match, set(match.segments))
         assert copied == case.chunks
-        core.services().active.finish(carry)
+        shared.services().active.finish(carry)
 
 
 def pack(path: Path) -> bytes:

@@ -54,7 +54,7 @@ def files() -> Stubborn:
 def store(memory_path: Path, files: Stubborn) -> Iterator[kvfs.Store]:
     """One that carries nothing, so that all of it can be dropped."""
     with kvfs.open(memory_path / "store", capacity="24MiB", segment_bytes="1MiB", files=files) as opened:
-        opened._core.services().evictor._carry = lambda *_: None  # type: ignore[method-assign]
+        opened._shared.services().evictor._carry = lambda *_: None  # type: ignore[method-assign]
         yield opened
 
 
@@ -72,7 +72,7 @@ def test_one_segment_that_cannot_be_removed_keeps_no_others(store: kvfs.Store, f
     names = fill(store, 8)
     assert len(names) > 4
     files.refused = lambda what, name: (what, name) == (call, names[0])
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     states = store.stats()["segments"]
     assert states["dropped"] == 1 and states["sealed"] + states["active"] == 0
@@ -87,8 +87,8 @@ def test_one_segment_that_cannot_be_removed_keeps_no_others(store: kvfs.Store, f
 def test_a_store_goes_on_although_a_segment_cannot_be_removed(store: kvfs.Store, files: Stubborn) -> None:
     names = fill(store, 8)
     files.refused = lambda what, name: (what, name) == ("unlink", names[0])
-    store._core.services().active.finish_all()
-    store._core.services().evictor.reclaimer.drop(store._core.c.index.read(lambda s: s.segments()[0][0], 5.0))
+    store._shared.services().active.finish_all()
+    store._shared.services().evictor.reclaimer.drop(store._shared.c.index.read(lambda s: s.segments()[0][0], 5.0))
     fill(store, 40)
     assert store.namespace("m", LAYOUT, "r1").match(tokens_of(39, CHUNKS, 64)).chunks == CHUNKS
     assert counters(store)["segments_reclaimed"] > 2
@@ -98,7 +98,7 @@ def test_a_directory_in_the_way_is_moved_aside(store: kvfs.Store) -> None:
     names, path = fill(store, 8), Path(store.path)
     (path / "doomed" / names[0]).mkdir()
     (path / "doomed" / names[0] / "notes").write_text("mine")
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     assert store.stats()["used_bytes"] == 0 and segment_files(path) == []
     [aside] = (path / "quarantine").iterdir()
@@ -110,7 +110,7 @@ def test_where_nothing_can_be_removed_no_more_is_dropped(store: kvfs.Store, file
     names = fill(store, 8)
     assert len(names) > FAILURES_MAX
     files.refused = lambda what, name: what == "unlink" and name.endswith(".kvs")
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     for _ in range(3):
         store.gc(0)
     assert store.stats()["segments"]["dropped"] == FAILURES_MAX
@@ -123,7 +123,7 @@ def test_a_purge_says_that_a_dropped_segment_is_still_to_be_found(store: kvfs.St
     """A rebuild would name its pages again."""
     names = fill(store, 8)
     files.refused = lambda what, name: (what, name) == ("rename", names[0])
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     with pytest.raises(kvfs.StoreAccessError, match="refused"):
         store.purge("m")
@@ -133,7 +133,7 @@ def test_a_purge_says_that_a_dropped_segment_is_still_to_be_found(store: kvfs.St
 
 
 def rows(store: kvfs.Store) -> list[tuple[int, SegmentRow]]:
-    return store._core.c.index.read(lambda s: s.segments(), 5.0)
+    return store._shared.c.index.read(lambda s: s.segments(), 5.0)
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -141,7 +141,7 @@ def test_pages_of_segments_that_vanish_are_stored_anew(store: kvfs.Store, sealed
     """The index called them stored: each match came to nothing, and no put stored them again."""
     fill(store, 3)
     if sealed:
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
     for file in segment_files(Path(store.path)):
         file.unlink()
     ns = store.namespace("m", LAYOUT, "r1")
@@ -161,7 +161,7 @@ def test_a_segment_that_cannot_be_opened_now_is_not_given_up(store: kvfs.Store, 
     files.refused = lambda what, name: what == "open" and name in names
     ns = store.namespace("m", LAYOUT, "r1")
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [0] * 3
-    store._core.services().evictor.drop_missing()
+    store._shared.services().evictor.drop_missing()
     files.refused = lambda what, name: False
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [CHUNKS] * 3
     assert "segments_missing" not in counters(store)
@@ -171,15 +171,15 @@ def test_a_segment_that_cannot_be_opened_now_is_not_given_up(store: kvfs.Store, 
 def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
     store: kvfs.Store, files: Stubborn, error: int
 ) -> None:
-    names, core = fill(store, 3), store._core
-    core.background.stop()
-    core.services().active.finish_all()
-    core.c.index.retire()
+    names, shared = fill(store, 3), store._shared
+    shared.background.stop()
+    shared.services().active.finish_all()
+    shared.c.index.retire()
     files.error, files.refused = error, lambda what, name: (what, name) == ("open", names[0])
     with pytest.raises(OSError, match="refused"):
-        core.rebuild_if_needed()
+        shared.rebuild_if_needed()
     files.refused = lambda what, name: False
-    core.rebuild_if_needed()
+    shared.rebuild_if_needed()
     ns = store.namespace("m", LAYOUT, "r1")
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [CHUNKS] * 3
 
@@ -187,11 +187,11 @@ def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
 def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
     """Not a segment whose file is there, nor one that another generation knew, nor one that is being made."""
     fill(store, 3)
-    core, path = store._core, Path(store.path)
-    generation = core.c.index.generation
+    shared, path = store._shared, Path(store.path)
+    generation = shared.c.index.generation
 
     def dropped(number: int, row: SegmentRow, generation: str) -> bool:
-        return core.services().evictor.reclaimer.drop_missing(row.segment_id, number, generation)
+        return shared.services().evictor.reclaimer.drop_missing(row.segment_id, number, generation)
 
     assert not any(dropped(number, row, generation) for number, row in rows(store))
     for file in segment_files(path):
@@ -201,11 +201,11 @@ def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
     assert not dropped(first, another, generation)
 
     def make(session: Session) -> int:
-        limits = ledger.budget(core.settings)
-        return ledger.new_segment(session, bytes(16), core.c.owner, ledger.ANY_CLASS, 0, 4096, limits)
+        limits = ledger.budget(shared.settings)
+        return ledger.new_segment(session, bytes(16), shared.c.owner, ledger.ANY_CLASS, 0, 4096, limits)
 
-    with core.services().active.lock(next(iter(core.services().active._writers))):  # the upkeep gives up lost rows
-        number = core.c.index.write(make, 5.0)
+    with shared.services().active.lock(next(iter(shared.services().active._writers))):  # the upkeep gives up lost rows
+        number = shared.c.index.write(make, 5.0)
         assert not dropped(number, dict(rows(store))[number], generation)
     assert dropped(first, one, generation) and dropped(second, another, generation)
     assert not dropped(first, one, generation)
@@ -213,7 +213,7 @@ def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
 
 def test_a_table_that_could_not_be_read_once_is_judged_anew(store: kvfs.Store, files: Stubborn) -> None:
     """It counted as a segment without pages for as long as nobody used it, and was dropped first."""
-    names, evictor = fill(store, 3), store._core.services().evictor
+    names, evictor = fill(store, 3), store._shared.services().evictor
     files.refused = lambda what, name: what == "open" and name in names
     _, blind, _ = evictor.victims.survey()
     files.refused = lambda what, name: False

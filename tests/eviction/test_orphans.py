@@ -127,7 +127,7 @@ def test_records_without_a_cohort_are_never_orphans() -> None:
 
 
 def seal(store: kvfs.Store) -> None:
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
 
 
 def evict_one(store: kvfs.Store) -> None:
@@ -135,7 +135,7 @@ def evict_one(store: kvfs.Store) -> None:
 
 
 def test_what_a_dead_rank_left_goes_before_older_pages(store: kvfs.Store) -> None:
-    clock = store._core.c.files
+    clock = store._shared.c.files
     assert isinstance(clock, Clock)
     ns = store.namespace("m", LAYOUT, revision="r1")
     first, second = ranks_of(4, 2, 1)
@@ -152,7 +152,7 @@ def test_what_a_dead_rank_left_goes_before_older_pages(store: kvfs.Store) -> Non
 
 def test_what_loses_a_part_is_dropped_with_it(store: kvfs.Store) -> None:
     """The segment of one rank goes: the other rank's records go next, though they are the newest."""
-    clock = store._core.c.files
+    clock = store._shared.c.files
     assert isinstance(clock, Clock)
     ns = store.namespace("m", LAYOUT, revision="r1")
     first, second = ranks_of(4, 2, 1)
@@ -167,8 +167,8 @@ def test_what_loses_a_part_is_dropped_with_it(store: kvfs.Store) -> None:
     seal(store)
     assert is_whole(ns, 1, 40) and is_whole(ns, 2, 40)
     clock.advance(400.0)
-    rows = store._core.c.index.read(lambda s: s.segments(), 1.0)
-    store._core.services().evictor.reclaimer.drop(next(n for n, row in rows if row.segment_id.hex() == lost.stem))
+    rows = store._shared.c.index.read(lambda s: s.segments(), 1.0)
+    store._shared.services().evictor.reclaimer.drop(next(n for n, row in rows if row.segment_id.hex() == lost.stem))
     evict_one(store)
     assert is_whole(ns, 1, 40)
     assert ns.match(tokens_of(2, 40), part=second).tokens == 0
@@ -180,10 +180,10 @@ def test_carried_records_keep_their_cohort(store: kvfs.Store) -> None:
     save(ns, 1, parts, b"cohort 1", 5)
     for part in parts:
         with ns.match(tokens_of(1, 5), part=part) as match:
-            store._core.services().pins.pin(f"pin {part.head}", match)
+            store._shared.services().pins.pin(f"pin {part.head}", match)
     seal(store)
-    evictor = store._core.services().evictor
-    rows = store._core.c.index.read(lambda s: s.segments(), 1.0)
+    evictor = store._shared.services().evictor
+    rows = store._shared.c.index.read(lambda s: s.segments(), 1.0)
     found = [evictor.victims._survey.table(Candidate(n, row), False).cohorts.shapes for n, row in rows]
     assert [[s.attempt for s in shapes] for shapes in found] == [[b"cohort 1"] * 2, [b"cohort 1"], [b"cohort 1"]]
     assert LAYERS * GROUP.heads == found[0][0].whole

@@ -101,7 +101,7 @@ def test_what_has_expired_is_not_served_and_goes(path: Path) -> None:
     with kvfs.open(path) as store:
         assert store.wait_ready(20)
         assert expired.namespace(store).match(expired.tokens).tokens == 0
-        store._core.services().evictor.expire()
+        store._shared.services().evictor.expire()
         everything(store)
 
 

@@ -123,7 +123,7 @@ def generation(path: Path) -> Path:
 def active(path: Path) -> Path:
     """The segment that is not sealed."""
     with kvfs.open(path) as store:
-        rows = store._core.c.index.read(lambda s: s.segments_in(ACTIVE), 5.0)
+        rows = store._shared.c.index.read(lambda s: s.segments_in(ACTIVE), 5.0)
     (row,) = [row for _, row in rows]
     return path / "segments" / f"{row.segment_id.hex()}.kvs"
 
@@ -223,7 +223,7 @@ def test_two_stores_do_not_share_an_index_by_hard_links(path: Path, victim: Path
             assert put.stored + put.skipped == 4
             assert restored(namespace(store), tokens) == pages
             assert restored(namespace(store), TOKENS) == PAGES
-            assert store._core.c.index.read(lambda s: s.check_ledger(), 5.0)
+            assert store._shared.c.index.read(lambda s: s.check_ledger(), 5.0)
             assert store.verify().ok
     assert not os.path.samefile(generation(path) / "data.mdb", generation(copy) / "data.mdb")
 
