@@ -103,23 +103,23 @@ class Store:
     """
 
     def __init__(self, shared: OpenStore) -> None:
-        self._core = shared
+        self._shared = shared
         self._closed = False
         self._finalizer = weakref.finalize(self, registry.release_later, shared)
         self._finalizer.atexit = False  # at exit the registry closes every open store
 
     @property
     def path(self) -> str:
-        return self._core.path
+        return self._shared.path
 
     @property
     def settings(self) -> Settings:
         """The limits in force, from kvfs.toml."""
-        return self._core.settings
+        return self._shared.settings
 
     @property
     def read_only(self) -> bool:
-        return self._core.read_only
+        return self._shared.read_only
 
     def namespace(
         self, name: str, layout: PageLayout, revision: str, salt: str = "", *, codec: str | None = None,
@@ -136,23 +136,23 @@ class Store:
 
         self._check_open()
         described = Identity(name, layout, revision, salt, **identity)
-        services = self._core.services()
-        return Namespace(self._core.c, services.appender, services.reader, described, codec, keep_alive=self)
+        services = self._shared.services()
+        return Namespace(self._shared.c, services.appender, services.reader, described, codec, keep_alive=self)
 
     def wait_ready(self, timeout: float = 60.0) -> bool:
         """Wait until the index answers, which a rebuild delays; False if it does not within ``timeout`` seconds."""
         self._check_open()
-        deadline = self._core.c.files.monotonic() + timeout
-        while not self._core.is_ready():
-            if self._core.c.files.monotonic() >= deadline:
+        deadline = self._shared.c.files.monotonic() + timeout
+        while not self._shared.is_ready():
+            if self._shared.c.files.monotonic() >= deadline:
                 return False
-            self._core.c.files.sleep(0.02)
+            self._shared.c.files.sleep(0.02)
         return True
 
     def stats(self) -> dict[str, Any]:
         """What the store holds, and what this process and all processes did with it. docs/api.md lists the keys."""
         self._check_open()
-        shared = self._core
+        shared = self._shared
         result: dict[str, Any] = {
             "path": shared.path,
             "format": FORMAT,
@@ -174,7 +174,7 @@ class Store:
 
     def _totals(self) -> dict[str, int]:
         """Counts of all processes, and how many of the live ones learn of changes by inotify or by polling."""
-        c = self._core.c
+        c = self._shared.c
         watching = {f"now_{how}": n for how, n in count_watching(c.directory).items()}
         return c.shared_counters.total() | watching
 
@@ -185,17 +185,17 @@ class Store:
         """
         self._check_open()
         self._check_writable()
-        if self._core.disabled:
+        if self._shared.disabled:
             return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
         with root.translate_os_errors(self.path):
-            return self._core.services().evictor.collect(target_bytes, seconds)
+            return self._shared.services().evictor.collect(target_bytes, seconds)
 
     def gc_plan(self, target_bytes: int | None = None) -> GcPlan:
         """What ``gc`` would do now; changes nothing."""
         from kvfs.eviction.dry_run import make_plan
 
         self._check_open()
-        return make_plan(self._core.c, self._core.services().evictor, target_bytes)
+        return make_plan(self._shared.c, self._shared.services().evictor, target_bytes)
 
     def recompress_plan(
         self, codec: str = "planes", *, idle: float | str = "1h", seconds: float | None = None
@@ -226,8 +226,8 @@ class Store:
     def _recompressor(self) -> Recompressor:
         from kvfs.maintenance.recompress import Recompressor
 
-        services = self._core.services()
-        return Recompressor(self._core.c, services.evictor, services.active)
+        services = self._shared.services()
+        return Recompressor(self._shared.c, services.evictor, services.active)
 
     def purge(
         self, namespace: Namespace | str | bytes | None = None, *, salt: str | None = None,
@@ -264,38 +264,38 @@ class Store:
         self._check_enabled()
         self._check_writable()
         with root.translate_os_errors(self.path):
-            return self._core.services().purger.purge(selection)
+            return self._shared.services().purger.purge(selection)
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Protect the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
         self._check_open()
         self._check_writable()
-        if self._core.disabled:
+        if self._shared.disabled:
             return 0
-        deadline = self._core.c.files.monotonic() + PIN_SECONDS
-        with root.translate_os_errors(self.path), self._core.services().evictor.lock.hold(deadline) as held:
+        deadline = self._shared.c.files.monotonic() + PIN_SECONDS
+        with root.translate_os_errors(self.path), self._shared.services().evictor.lock.hold(deadline) as held:
             if not held:
                 raise StoreLockedError(f"{name!r} is not pinned: another process evicts or purges; try again")
             # the lookup is under the lock, too: nothing that is being purged may be copied
             with namespace.match(token_ids) as match:
-                return self._core.services().pins.pin(name, match)
+                return self._shared.services().pins.pin(name, match)
 
     def unpin(self, name: str) -> bool:
         """Remove a pin; False if there is no such pin."""
         self._check_open()
         self._check_writable()
-        if self._core.disabled:
+        if self._shared.disabled:
             return False
         with root.translate_os_errors(self.path):
-            return self._core.services().pins.unpin(name)
+            return self._shared.services().pins.unpin(name)
 
     def pins(self) -> list[Pin]:
         """All pins, by name."""
         self._check_open()
-        if self._core.disabled:
+        if self._shared.disabled:
             return []
         with root.translate_os_errors(self.path):
-            return list_pins(self._core.c.directory)
+            return list_pins(self._shared.c.directory)
 
     def warm(
         self, namespaces: Sequence[str] = (), *, prefixes: Sequence[str] = (), match: PrefixMatch | None = None,
@@ -308,8 +308,8 @@ class Store:
         from kvfs.maintenance.warm import Warmer
 
         self._check_open()
-        self._core.c.mode.check_maps("warm", "do without it")
-        warmer = Warmer(self._core.c)
+        self._shared.c.mode.check_maps("warm", "do without it")
+        warmer = Warmer(self._shared.c)
         with root.translate_os_errors(self.path):
             ranges = warmer.of_namespaces([self.catalog.find(name) for name in namespaces]) if namespaces else []
             ranges += warmer.of_prefixes(prefixes) if prefixes else []
@@ -326,7 +326,7 @@ class Store:
         from kvfs.bundles import exporter
 
         self._check_open()
-        c = self._core.c
+        c = self._shared.c
         check_output(path)
         with root.translate_os_errors(path):
             chosen = exporter.choose(c, [self.catalog.find(n) for n in namespaces], match)
@@ -339,7 +339,7 @@ class Store:
 
         self._check_open()
         described, hashes = self.catalog.hashes_of_prefix(ref)
-        matcher = Matcher(self._core.c, described.digest, described.layout, self._core.services().reader.tiers)
+        matcher = Matcher(self._shared.c, described.digest, described.layout, self._shared.services().reader.tiers)
         return matcher.match(Prompt(described.digest, hashes), [g.full for g in described.layout.groups])
 
     def export_tensors(
@@ -355,7 +355,7 @@ class Store:
             raise ConfigError("nothing to export: this match has no pages")
         check_output(path)
         with root.translate_os_errors(path):
-            return safetensors_file.write(self._core.c, described, match, path, token_ids, progress)
+            return safetensors_file.write(self._shared.c, described, match, path, token_ids, progress)
 
     def import_bundle(
         self, path: str, *, partial: bool = False, digest: str | None = None,
@@ -366,13 +366,15 @@ class Store:
 
         self._check_open()
         self._check_writable()
-        return Importer(self._core.c, self._core.services().active, partial_=partial).run(path, progress, digest=digest)
+        return Importer(self._shared.c, self._shared.services().active, partial_=partial).run(
+            path, progress, digest=digest
+        )
 
     @property
     def catalog(self) -> Catalog:
         """What is in the store: namespaces, segments, prefixes."""
         self._check_open()
-        return Catalog(self._core.c)
+        return Catalog(self._shared.c)
 
     def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
         """Check structure, index and the bytes of a share ``sample`` (0 to 1) of all pages.
@@ -383,33 +385,33 @@ class Store:
 
         self._check_open()
         self._check_enabled()
-        verifier = Verifier(self._core.c, sample, seed)
+        verifier = Verifier(self._shared.c, sample, seed)
         with root.translate_os_errors(self.path):
             report = verifier.run()
             if repair and not report.ok:
                 self._check_writable()
                 verifier.repair()
-                self._core.background.wake("rebuild")
+                self._shared.background.wake("rebuild")
         return report
 
     def _check_writable(self) -> None:
-        if self._core.read_only:
+        if self._shared.read_only:
             raise StoreReadOnlyError(f"{self.path} is open read-only")
 
     def _check_enabled(self) -> None:
         """For calls that cannot be answered while disabled."""
-        if self._core.disabled:
+        if self._shared.disabled:
             raise ConfigError("kvfs is switched off (KVFS_DISABLE is set): unset it for this command")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError(f"the store {self._core.path} was closed: open it again")
+            raise ConfigError(f"the store {self._shared.path} was closed: open it again")
 
     def close(self) -> None:
         """Release the store. The last user closes the index cleanly, so that the next open needs no rebuild."""
         self._closed = True
         if self._finalizer.detach() is not None:
-            registry.release(self._core)
+            registry.release(self._shared)
 
     def __enter__(self) -> Store:
         return self

@@ -510,7 +510,7 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
     elif how == "expired":
         assert match.hold is not None
         match.hold.expires_at = 0.0
-        shared._core._expire_holds()
+        shared._shared._expire_holds()
         assert not match.hold.acquire()
     else:
         match = pickle.loads(pickle.dumps(match))
@@ -519,7 +519,7 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
 
 
 def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(store: kvfs.Store) -> None:
-    store._core.background.stop()
+    store._shared.background.stop()
     ns = store.namespace("m", tiny(), "1")
     tokens, _ = fill(ns, 1, 4)
 
@@ -533,9 +533,9 @@ def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(stor
                     made.append(ns.match(tokens))
                 yield one
 
-    store._core.c.holds = holds = Growing()
+    store._shared.c.holds = holds = Growing()
     made = [ns.match(tokens) for _ in range(4)]
-    for call in (store._core._expire_holds, store.close):
+    for call in (store._shared._expire_holds, store.close):
         holds.left = 2
         call()
     assert len(made) == 8 and not any(match.hold and match.hold.acquire() for match in made)
@@ -568,11 +568,11 @@ def test_nothing_stays_open_when_matches_end(store: kvfs.Store) -> None:
     ns = store.namespace("m", tiny(), revision="r1")
     tokens, _ = fill(ns, 1, 4)
     matches = [ns.match(tokens) for _ in range(3)]
-    assert store._core.c.segments.count() == 1
+    assert store._shared.c.segments.count() == 1
     matches[0].close()
     matches[0].close()
     del matches
-    assert store._core.c.segments.count() == 0
+    assert store._shared.c.segments.count() == 0
 
 
 def test_calls_after_close_are_quick_misses(memory_path: Path) -> None:

@@ -45,7 +45,7 @@ from kvfs.runtime.background import TICK_SECONDS
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
-NOBODY = 65534
+NO_OWNER = 65534
 CHUNKS = 4
 #: stores of children that are not to be closed
 KEPT: list[kvfs.Store] = []
@@ -256,7 +256,7 @@ def test_two_opens_of_one_process_share(path: Path) -> None:
     link = path.parent / "link"
     link.symlink_to(path)
     first, second = kvfs.open(path), kvfs.open(link)
-    assert first._core is second._core
+    assert first._shared is second._shared
     first.close()
     first.close()
     assert serves(second)
@@ -270,7 +270,7 @@ def test_two_opens_of_one_process_share(path: Path) -> None:
 def test_a_store_without_a_close_is_closed_with_its_last_reference(path: Path) -> None:
     store = kvfs.open(path)
     assert len(list((path / "run").glob("*.live"))) == 1
-    background = store._core.background
+    background = store._shared.background
     del store
     background._thread.join(20.0)
     assert not list((path / "run").glob("*.live"))
@@ -591,7 +591,7 @@ def refusal(path: Path, **how: Any) -> tuple[str, str]:
             return type(exc).__name__, str(exc)
         return "", ""
 
-    result: tuple[str, str] = run_child(attempt, uid=NOBODY)
+    result: tuple[str, str] = run_child(attempt, uid=NO_OWNER)
     return result
 
 
@@ -627,7 +627,7 @@ def test_permissions_that_others_got_later_are_removed(path: Path) -> None:
 def test_a_member_of_the_group_may_use_a_shared_store(open_path: Path) -> None:
     path = open_path / "store"
     path.mkdir()
-    os.chown(path, 0, NOBODY)
+    os.chown(path, 0, NO_OWNER)
     path.chmod(0o2770)
     with kvfs.open(path, capacity="16MiB") as store:
         assert store.namespace("m", tiny(), revision="r1").put(TOKENS, PAGES).stored == CHUNKS
@@ -637,7 +637,7 @@ def test_a_member_of_the_group_may_use_a_shared_store(open_path: Path) -> None:
                 ns = theirs.namespace("m", tiny(), revision="r1")
                 return serves(theirs), ns.put(tokens_of(2, 1), seeded(2, TINY_BYTES)).stored
 
-        assert run_child(member, uid=NOBODY) == (True, 1)
+        assert run_child(member, uid=NO_OWNER) == (True, 1)
         assert restored(store.namespace("m", tiny(), revision="r1"), tokens_of(2, 1)) == seeded(2, TINY_BYTES)
 
 
@@ -742,7 +742,7 @@ def test_a_reader_creates_and_removes_no_file_of_access_times(path: Path, linked
         os.link(times, path.parent / "other name")
     before = tree(path)
     with kvfs.open(path, read_only=True) as store:
-        access_times, segment_id = store._core.c.access_times, bytes.fromhex(times.name)
+        access_times, segment_id = store._shared.c.access_times, bytes.fromhex(times.name)
         assert [access_times.was_used(segment_id, seq) for seq in (1, 3, 4)] == [linked, linked, False]
         assert serves(store)
     assert tree(path) == before
@@ -795,18 +795,18 @@ def test_threads_that_list_one_directory_miss_nothing(tmp_path: Path) -> None:
 def test_a_store_that_is_forgotten_is_closed_by_its_own_thread(tmp_path: Path) -> None:
     """The collector may run in another store's index thread: a close there made that store miss its deadlines."""
     forgotten = kvfs.open(tmp_path / "forgotten", capacity="16MiB")
-    core, cycle = forgotten._core, [forgotten]
+    core, cycle = forgotten._shared, [forgotten]
     cycle.append(cycle)  # type: ignore[arg-type]  # only the collector finds it
     closed_by: list[threading.Thread] = []
     close = core.close
     core.close = lambda: (closed_by.append(threading.current_thread()), close())[1]  # type: ignore[func-returns-value,method-assign]
     with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
         del forgotten, cycle
-        assert store._core.c.index.read(lambda session: gc.collect(), 2.0) > 0
+        assert store._shared.c.index.read(lambda session: gc.collect(), 2.0) > 0
         core.background._thread.join(20.0)
     assert closed_by == [core.background._thread]
     with kvfs.open(tmp_path / "forgotten", create=False) as again:
-        assert again._core is not core and again._core.rebuilt is None, "it was not left clean"
+        assert again._shared is not core and again._shared.rebuilt is None, "it was not left clean"
 
 
 def test_a_namespace_keeps_its_store_open(tmp_path: Path) -> None:
@@ -821,7 +821,7 @@ def test_a_store_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
     store = kvfs.open(tmp_path / "store", capacity="16MiB")
     ns = store.namespace("model", tiny(), "1")
     assert ns.put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES)).stored == 3
-    core, closing, go_on = store._core, threading.Event(), threading.Event()
+    core, closing, go_on = store._shared, threading.Event(), threading.Event()
     reader = core.services().reader
     reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
     leaving = threading.Thread(target=store.close)
@@ -836,13 +836,13 @@ def test_a_store_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
     leaving.join(20.0)
     opening.join(20.0)
     with opened[0] as again:
-        assert again._core is not core and again._core.rebuilt is None
+        assert again._shared is not core and again._shared.rebuilt is None
         assert again.namespace("model", tiny(), "1").match(tokens_of(1, 3)).chunks == 3
 
 
 def test_a_child_forked_while_a_store_is_closed_keeps_none_of_its_locks(tmp_path: Path) -> None:
     store = kvfs.open(tmp_path / "store", capacity="16MiB")
-    core, closing, go_on = store._core, threading.Event(), threading.Event()
+    core, closing, go_on = store._shared, threading.Event(), threading.Event()
     reader = core.services().reader
     reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
     leaving = threading.Thread(target=store.close)
@@ -856,7 +856,7 @@ def test_a_child_forked_while_a_store_is_closed_keeps_none_of_its_locks(tmp_path
         go_on.set()
         leaving.join(20.0)
         with kvfs.open(tmp_path / "store") as again:
-            assert again._core.rebuilt is None, "the child held the lock that tells a clean index from a dirty one"
+            assert again._shared.rebuilt is None, "the child held the lock that tells a clean index from a dirty one"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

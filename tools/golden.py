@@ -211,7 +211,7 @@ def make_codec_store(path: Path) -> None:
 
 def _relocate(store: kvfs.Store, case: Case) -> None:
     """Copy a case's pages as eviction does."""
-    core = store._core
+    core = store._shared
     with case.namespace(store).match(case.tokens) as match:
         target = SegmentClass(bytes(8) + RELOCATED, FLAG_CARRIED, evictor=True)
         copied = core.services().evictor.relocator.copy_match(target, match, set(match.segments))

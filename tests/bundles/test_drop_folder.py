@@ -59,7 +59,7 @@ def store(store_path: Path, clock: Clock) -> Iterator[kvfs.Store]:
 
 
 def by_hand(store: kvfs.Store) -> None:
-    background = store._core.background
+    background = store._shared.background
     background._tasks = [c for c in background._tasks if c.name != DROPS]
 
 
@@ -76,7 +76,7 @@ def refused(store: kvfs.Store) -> dict[str, str]:
 
 def look(store: kvfs.Store) -> None:
     """One call of ``look``, and the import that it starts."""
-    drops: DropFolder = store._core.services().drops
+    drops: DropFolder = store._shared.services().drops
     drops.look()
     drops.join()
     assert drops._thread is None or not drops._thread.is_alive()
@@ -92,7 +92,7 @@ def drop(store: kvfs.Store, bundle: Path, name: str = "b.tar") -> Path:
     """Rename a bundle into the folder, as `mv` and `kvfs export` do: it is complete."""
     there = folder(store) / name
     os.rename(bundle, there)
-    store._core.services().drops.arrived(name)
+    store._shared.services().drops.arrived(name)
     return there
 
 
@@ -251,7 +251,7 @@ def test_a_refused_bundle_that_is_too_large_to_be_kept_is_not_destroyed(
     assert "chmod o-w" in reason.read_text() and "stays in import/" in reason.read_text()
     assert counters(store)["bundles_refused"] == 1
     settle(store, clock)
-    other = DropFolder(store._core.c, store._core.services().active)  # another process, and a later one
+    other = DropFolder(store._shared.c, store._shared.services().active)  # another process, and a later one
     tried: list[str] = []
     monkeypatch.setattr(DropFolder, "_take", lambda self, name, *rest: tried.append(name))
     other.arrived("b.tar")
@@ -326,7 +326,7 @@ def test_four_processes_adopt_a_bundle_once(store_path: Path, bundle: Path) -> N
     def worker() -> int:
         with kvfs.open(store_path) as mine:
             by_hand(mine)
-            mine._core.services().drops.arrived("b.tar")
+            mine._shared.services().drops.arrived("b.tar")
             os.read(begin, 1)
             look(mine)
             return counters(mine).get("pages_imported", 0)
@@ -342,7 +342,7 @@ def test_four_processes_adopt_a_bundle_once(store_path: Path, bundle: Path) -> N
     assert sum(found) == SEEDS * CHUNKS
     with kvfs.open(store_path) as store:
         by_hand(store)
-        store._core.services().drops.arrived("b.tar")
+        store._shared.services().drops.arrived("b.tar")
         look(store)
         assert serves(store) and os.listdir(folder(store)) == []
 
@@ -370,14 +370,14 @@ def test_after_a_kill_the_next_process_completes_it(
         DropFolder._step = count  # type: ignore[method-assign]
         mine = kvfs.open(store_path)
         by_hand(mine)
-        mine._core.services().drops.arrived("b.tar")
+        mine._shared.services().drops.arrived("b.tar")
         look(mine)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert (store_path / "import" / "b.tar").exists()
     with kvfs.open(store_path) as store:
         by_hand(store)
-        store._core.services().drops.arrived("b.tar")
+        store._shared.services().drops.arrived("b.tar")
         look(store)
         assert serves(store) and store.verify().ok and os.listdir(folder(store)) == []
         assert store.catalog.namespaces()[0].pages == SEEDS * CHUNKS
@@ -397,8 +397,8 @@ def test_closing_the_store_ends_an_import_and_the_bundle_stays(
         original(self)
 
     monkeypatch.setattr(DropFolder, "_step", count)
-    store._core.services().drops.look()
-    thread = store._core.services().drops._thread
+    store._shared.services().drops.look()
+    thread = store._shared.services().drops._thread
     assert thread is not None and reached.wait(60.0)
     store.close()
     assert not thread.is_alive() and there.exists()
@@ -409,11 +409,11 @@ def test_read_only_and_uncounted_stores_adopt_nothing(store_path: Path, bundle: 
         pass
     os.rename(bundle, store_path / "import" / "b.tar")
     with kvfs.open(store_path, counted=False) as store:
-        store._core.services().drops.arrived("b.tar")
+        store._shared.services().drops.arrived("b.tar")
         look(store)
         assert empty(store)
     with kvfs.open(store_path, read_only=True) as store:
-        assert DROPS not in {c.name for c in store._core.background._tasks}
+        assert DROPS not in {c.name for c in store._shared.background._tasks}
     assert os.listdir(store_path / "import") == ["b.tar"]
 
 
@@ -439,7 +439,7 @@ def test_without_room_it_is_tried_again_and_not_forever(
     with monkeypatch.context() as patch:
         patch.setattr(Importer, "take", full)
         (folder(store) / "c.tar").write_bytes(b"x")
-        store._core.services().drops.arrived("c.tar")
+        store._shared.services().drops.arrived("c.tar")
         for _ in range(drop_folder.TRIES_MAX):
             look(store)
             clock.ahead += drop_folder.AGAIN_SECONDS
@@ -474,7 +474,7 @@ def test_a_bug_refuses_the_file_and_not_the_next(
     monkeypatch.setattr(Importer, "take", crash)
     (folder(store) / "a.tar").write_bytes(b"x")
     drop(store, bundle)
-    store._core.services().drops.arrived("a.tar")
+    store._shared.services().drops.arrived("a.tar")
     look(store)
     assert "kvfs failed on it" in refused(store)["a.tar"] and serves(store)
 
@@ -519,7 +519,7 @@ def test_what_would_be_worked_on_without_a_pause_is_refused(
 def test_reading_a_bundle_pauses_between_its_files_and_tables(store: kvfs.Store, bundle: Path) -> None:
     steps: list[int] = []
     pace = Pace(step=lambda: steps.append(1))
-    importer = Importer(store._core.c, store._core.services().active, partial_=False, pace=pace)
+    importer = Importer(store._shared.c, store._shared.services().active, partial_=False, pace=pace)
     with open(bundle, "rb") as file:
         members = importer.members(file.fileno(), bundle.stat().st_size)
         assert len(steps) == len(members) + 1  # and the manifest

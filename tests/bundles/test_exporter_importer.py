@@ -234,7 +234,7 @@ def test_an_import_keeps_within_the_limit(source: kvfs.Store, tmp_path: Path) ->
 
 
 def active_rows(store: kvfs.Store) -> int:
-    return len(store._core.c.index.read(lambda s: s.segments_in(ACTIVE), 2.0))
+    return len(store._shared.c.index.read(lambda s: s.segments_in(ACTIVE), 2.0))
 
 
 def test_an_index_that_is_replaced_during_an_import_is_an_error_of_kvfs(
@@ -249,7 +249,7 @@ def test_an_index_that_is_replaced_during_an_import_is_an_error_of_kvfs(
         patch.setattr(ledger, "own_segment", stale)
         with pytest.raises(kvfs.KvfsError, match="import again"):
             target.import_bundle(str(tmp_path / "b"))
-    assert not target._core.services().active.active_numbers() and not active_rows(target)
+    assert not target._shared.services().active.active_numbers() and not active_rows(target)
     assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok
 
 
@@ -265,5 +265,5 @@ def test_a_write_error_of_an_import_leaves_no_segment_that_cannot_be_reclaimed(
         patch.setattr(SegmentWriter, "append", full)
         with pytest.raises(kvfs.KvfsError):
             target.import_bundle(str(tmp_path / "b"))
-    assert not target._core.services().active.active_numbers() and not active_rows(target)
+    assert not target._shared.services().active.active_numbers() and not active_rows(target)
     assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok

@@ -31,7 +31,7 @@ def walked(store: kvfs.Store) -> dict[str, int]:
     """Live pages by namespace, counted one by one."""
     names = {d.digest: d.name for d in store.catalog.described()}
     found: dict[str, int] = {}
-    for s in Walk(store._core.c).stretches():
+    for s in Walk(store._shared.c).stretches():
         found[names[s.digest]] = found.get(names[s.digest], 0) + s.pages
     return found
 
@@ -167,7 +167,7 @@ def test_entries_are_found_across_chained_tables_and_damage_is_none(store_path: 
     store.close()
     with kvfs.open(store_path) as again:
         infos = again.catalog.segments()
-        with Records(again._core.c) as records:
+        with Records(again._shared.c) as records:
             for info in infos:
                 seqs = [s for s in range(info.row.records) if records.entry(info.row.segment_id, s) is not None]
                 assert seqs == list(range(info.row.records))
@@ -177,7 +177,7 @@ def test_entries_are_found_across_chained_tables_and_damage_is_none(store_path: 
         data = bytearray(file.read_bytes())
         data[4096 + 160 * 75 + 32] ^= 1  # the entry that leads to the second table
         file.write_bytes(data)
-        with Records(again._core.c) as records:
+        with Records(again._shared.c) as records:
             assert records.entry(bytes.fromhex(file.stem), 70) is not None
             assert records.entry(bytes.fromhex(file.stem), 80) is None
 
@@ -208,10 +208,10 @@ def test_reading_during_the_writes_of_four_processes_disturbs_none(store_path: P
             assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
         before = 0
         while any(writer.poll() is None for writer in writers):
-            pages = sum(i.pages for i in Catalog(store._core.c).namespaces())
+            pages = sum(i.pages for i in Catalog(store._shared.c).namespaces())
             assert before <= pages <= 3200
             before = pages
-            list(Walk(store._core.c).stretches())
+            list(Walk(store._shared.c).stretches())
             assert store.verify(0.1).ok
         assert all(writer.wait() == 0 for writer in writers)
         assert spaces(store)["alpha"].pages == 3200 == walked(store)["alpha"]

@@ -54,7 +54,7 @@ def files() -> Stubborn:
 def store(memory_path: Path, files: Stubborn) -> Iterator[kvfs.Store]:
     """A store that relocates nothing, so that all of it can be dropped."""
     with kvfs.open(memory_path / "store", capacity="24MiB", segment_bytes="1MiB", files=files) as opened:
-        opened._core.services().evictor._relocate = lambda *_: None  # type: ignore[method-assign]
+        opened._shared.services().evictor._relocate = lambda *_: None  # type: ignore[method-assign]
         yield opened
 
 
@@ -74,7 +74,7 @@ def test_one_segment_that_cannot_be_removed_does_not_keep_the_others(
     names = fill(store, 8)
     assert len(names) > 4
     files.refused = lambda what, name: (what, name) == (call, names[0])
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     states = store.stats()["segments"]
     assert states["dropped"] == 1 and states["sealed"] + states["active"] == 0
@@ -89,8 +89,8 @@ def test_one_segment_that_cannot_be_removed_does_not_keep_the_others(
 def test_a_store_goes_on_although_a_segment_cannot_be_removed(store: kvfs.Store, files: Stubborn) -> None:
     names = fill(store, 8)
     files.refused = lambda what, name: (what, name) == ("unlink", names[0])
-    store._core.services().active.finish_all()
-    store._core.services().evictor.reclaimer.drop(store._core.c.index.read(lambda s: s.segments()[0][0], 5.0))
+    store._shared.services().active.finish_all()
+    store._shared.services().evictor.reclaimer.drop(store._shared.c.index.read(lambda s: s.segments()[0][0], 5.0))
     fill(store, 40)
     assert store.namespace("m", LAYOUT, "r1").match(tokens_of(39, CHUNKS, 64)).chunks == CHUNKS
     assert counters(store)["segments_reclaimed"] > 2
@@ -100,7 +100,7 @@ def test_a_directory_in_the_way_is_moved_aside(store: kvfs.Store) -> None:
     names, path = fill(store, 8), Path(store.path)
     (path / "doomed" / names[0]).mkdir()
     (path / "doomed" / names[0] / "notes").write_text("mine")
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     assert store.stats()["used_bytes"] == 0 and segment_files(path) == []
     [aside] = (path / "quarantine").iterdir()
@@ -112,7 +112,7 @@ def test_if_nothing_can_be_removed_nothing_more_is_dropped(store: kvfs.Store, fi
     names = fill(store, 8)
     assert len(names) > FAILURES_MAX
     files.refused = lambda what, name: what == "unlink" and name.endswith(".kvs")
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     for _ in range(3):
         store.gc(0)
     assert store.stats()["segments"]["dropped"] == FAILURES_MAX
@@ -125,7 +125,7 @@ def test_a_purge_reports_a_dropped_segment_that_could_not_be_removed(store: kvfs
     """A rebuild would name its pages again."""
     names = fill(store, 8)
     files.refused = lambda what, name: (what, name) == ("rename", names[0])
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     with pytest.raises(kvfs.StoreAccessError, match="refused"):
         store.purge("m")
@@ -135,7 +135,7 @@ def test_a_purge_reports_a_dropped_segment_that_could_not_be_removed(store: kvfs
 
 
 def rows(store: kvfs.Store) -> list[tuple[int, SegmentRow]]:
-    return store._core.c.index.read(lambda s: s.segments(), 5.0)
+    return store._shared.c.index.read(lambda s: s.segments(), 5.0)
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -143,7 +143,7 @@ def test_pages_of_segments_that_vanish_are_stored_again(store: kvfs.Store, seale
     """The index called them stored: each match restored nothing, and no put stored them again."""
     fill(store, 3)
     if sealed:
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
     for file in segment_files(Path(store.path)):
         file.unlink()
     ns = store.namespace("m", LAYOUT, "r1")
@@ -163,7 +163,7 @@ def test_a_segment_that_cannot_be_opened_now_is_not_dropped(store: kvfs.Store, f
     files.refused = lambda what, name: what == "open" and name in names
     ns = store.namespace("m", LAYOUT, "r1")
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [0] * 3
-    store._core.services().evictor.drop_missing()
+    store._shared.services().evictor.drop_missing()
     files.refused = lambda what, name: False
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [CHUNKS] * 3
     assert "segments_missing" not in counters(store)
@@ -173,7 +173,7 @@ def test_a_segment_that_cannot_be_opened_now_is_not_dropped(store: kvfs.Store, f
 def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
     store: kvfs.Store, files: Stubborn, error: int
 ) -> None:
-    names, core = fill(store, 3), store._core
+    names, core = fill(store, 3), store._shared
     core.background.stop()
     core.services().active.finish_all()
     core.c.index.retire()
@@ -189,7 +189,7 @@ def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
 def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
     """Neither a segment that has its file, nor one of another generation, nor one that is being created."""
     fill(store, 3)
-    core, path = store._core, Path(store.path)
+    core, path = store._shared, Path(store.path)
     generation = core.c.index.generation
 
     def dropped(number: int, row: SegmentRow, generation: str) -> bool:
@@ -218,7 +218,7 @@ def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
 
 def test_a_table_that_could_not_be_read_once_is_read_again(store: kvfs.Store, files: Stubborn) -> None:
     """It counted as a segment without pages until its next use, and was dropped first."""
-    names, evictor = fill(store, 3), store._core.services().evictor
+    names, evictor = fill(store, 3), store._shared.services().evictor
     files.refused = lambda what, name: what == "open" and name in names
     _, blind, _ = evictor.victims.survey()
     files.refused = lambda what, name: False

@@ -45,7 +45,7 @@ def test_a_rebuild_counts_dropped_segments(tmp_path: Path, judge: Judge) -> None
         store.wait_ready()
         assert not list((path / "doomed").iterdir())
         assert store.stats()["segments"]["dropped"] == 0
-        assert store._core.c.index.read(lambda s: s.check_ledger(), 5.0)
+        assert store._shared.c.index.read(lambda s: s.check_ledger(), 5.0)
 
 
 def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> None:
@@ -63,7 +63,7 @@ def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> 
     try:
         with open_store(path) as store:
             assert store.wait_ready()
-            assert store._core.rebuilt is not None and store._core.rebuilt.unreadable_segments == 0
+            assert store._shared.rebuilt is not None and store._shared.rebuilt.unreadable_segments == 0
             assert store.stats()["used_bytes"] >= used * 0.9
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             assert all(get(namespace(store), PROMPTS.tokens(f, 25), judge) == 25 for f in range(FAMILIES))
@@ -143,7 +143,7 @@ def test_pages_that_another_writer_has_claimed_are_in_flight_and_not_skipped(tmp
     with open_store(tmp_path / "store") as store:
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 4), judge)
-        publish = store._core.services().appender._publish
+        publish = store._shared.services().appender._publish
         during: list[kvfs.PutResult | None] = []
 
         def look_first(*args: Any) -> int:
@@ -152,7 +152,7 @@ def test_pages_that_another_writer_has_claimed_are_in_flight_and_not_skipped(tmp
                 during[0] = put(namespace(store), PROMPTS.tokens(1, 8), judge)
             return publish(*args)
 
-        store._core.services().appender._publish = look_first  # type: ignore[method-assign]
+        store._shared.services().appender._publish = look_first  # type: ignore[method-assign]
         result = put(ns, PROMPTS.tokens(1, 8), judge)
         assert result is not None and (result.stored, result.skipped) == (4, 4)
         assert during[0] is not None
@@ -179,7 +179,7 @@ def test_a_page_that_a_power_cut_has_torn_is_not_skipped(tmp_path: Path, judge: 
         result = put(namespace(store), PROMPTS.tokens(1, 6), judge)
         assert result is not None and result.stored >= 1 and result.declined == 0
         assert get(namespace(store), PROMPTS.tokens(1, 6), judge) == 6
-        assert store._core.rebuilt is not None and store._core.rebuilt.torn >= 1
+        assert store._shared.rebuilt is not None and store._shared.rebuilt.torn >= 1
 
 
 def test_a_segment_with_a_torn_page_is_not_sealed_over_it(tmp_path: Path, judge: Judge) -> None:

@@ -33,7 +33,7 @@ def test_a_store_opens_and_evicts_while_not_one_block_is_free(small_disk: Path) 
     path = small_disk / "store"
     tokens, pages = [7] * 64 * 16, random.Random(7).randbytes(16 * LAYOUT.page_bytes)
     with kvfs.open(path, capacity="20MiB") as store:
-        store._core.c.index.keep_slack()
+        store._shared.c.index.keep_slack()
         assert store.namespace("m", LAYOUT, revision="r1").put(tokens, pages).stored == 16
     with open(small_disk / "other data", "wb") as file, contextlib.suppress(OSError):
         while True:

@@ -32,7 +32,7 @@ def freeze(session):
     time.sleep(0.3)  # another thread may be the one that stops the process
     return session.generation
 print("ready", flush=True)
-print(store._core.c.index.write(freeze, 60.0), flush=True)
+print(store._shared.c.index.write(freeze, 60.0), flush=True)
 assert get(namespace(store), PROMPTS.tokens(1, 4), Judge()) == 4
 store.close()
 """

@@ -75,7 +75,7 @@ class Log(Files):
 
 
 def log_commits(store: kvfs.Store, files: Log) -> None:
-    index, write = store._core.c.index, store._core.c.index.write
+    index, write = store._shared.c.index, store._shared.c.index.write
 
     def logged(function: Callable[[Session], Any], timeout: float) -> Any:
         result = write(function, timeout)
@@ -138,7 +138,7 @@ def test_what_a_seal_covers_is_on_the_disk_before_the_seal(
     with open_store(tmp_path / "store", files, sync=sync) as store:
         put(namespace(store), PROMPTS.tokens(1, 3), judge)
         files.events.clear()
-        store._core.services().appender._active.finish_all()
+        store._shared.services().appender._active.finish_all()
     events = [(kind, at) for kind, name, at in files.events if name.endswith(".kvs")]
     [seal] = [i for i, (kind, at) in enumerate(events) if kind == "write" and at >= fmt.FIRST_PAYLOAD]
     for around in (events[:seal], events[seal + 1 :]):  # at level batch, a background task may sync in addition

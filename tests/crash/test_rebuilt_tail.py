@@ -57,7 +57,7 @@ def checks(store: kvfs.Store, codec: str, names: tuple[str, ...]) -> bool:
 def test_an_append_after_a_rebuild_spares_the_leaf_tables(tmp_path: Path, codec: str, names: tuple[str, ...]) -> None:
     fill(tmp_path / "store", codec, names)
     with kvfs.open(tmp_path / "store") as store:
-        assert store._core.rebuilt is not None and store._core.rebuilt.pages == PAGES * len(names)
+        assert store._shared.rebuilt is not None and store._shared.rebuilt.pages == PAGES * len(names)
         assert store.namespace(names[0], LAYOUT, "r1").put(tokens_of(9, PAGES, TOKENS), content(9, codec)).stored
         assert len(segment_files(tmp_path / "store")) == 1, "the segment was adopted"
         assert checks(store, codec, names)
@@ -88,7 +88,7 @@ def test_a_segment_with_a_short_tail_is_not_adopted(tmp_path: Path) -> None:
             session.set_segment(number, row, row._replace(tail=row.tail - BLOCK))
             return row
 
-        store._core.c.index.write(shorten, 2.0)
+        store._shared.c.index.write(shorten, 2.0)
         assert store.namespace("m", LAYOUT, "r1").put(tokens_of(9, PAGES, TOKENS), seeded(9, BYTES)).stored == PAGES
         assert counters(store)["adopt_errors"] == 1
         assert len(segment_files(tmp_path / "store")) == 2 and checks(store, "raw", ("m",))

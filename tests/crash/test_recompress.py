@@ -33,7 +33,7 @@ def fill(path: Path, files: FaultyFiles | None = None, sync: str = "cache") -> k
     ns = store.namespace("model", LAYOUT, "1")
     for prompt in PROMPTS:
         assert ns.put(tokens_of(prompt, 6), PAGES).stored == 6
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     return store
 
 

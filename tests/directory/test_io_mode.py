@@ -156,7 +156,7 @@ def test_staging_stores_and_loads_and_leaves_the_page_cache_alone(path: Path, na
         assert store.verify().ok
         assert was_spared(path)
         assert set(flags_of(path)) == {fmt.FLAG_DIRECT}
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         assert all(found(ns, seed) for seed in range(12)) and was_spared(path)
         assert store.stats()["mode"] == "staging"
 
@@ -233,7 +233,7 @@ def test_eviction_recompression_bundles_and_rebuilds(path: Path, tmp_path: Path)
                 other.put(tokens_of(seed, CHUNKS, 32), bytes(CHUNKS * ODD.page_bytes))
                 assert seed % 8 or (found(ns) and found(ns, 2))
             assert moved("segments_evicted") and moved("pages_carried")
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         assert store.recompress("zstd", idle=0).pages > 0
         assert found(ns) and found(ns, 2)
         store.export(str(tmp_path / "bundle"), ["model"])
@@ -254,7 +254,7 @@ def test_a_match_outlives_its_segments(path: Path) -> None:
     """A dropped segment has no name any more, and is still read with O_DIRECT."""
     with opened(path) as store:
         ns = put(store)
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         with ns.match(tokens_of(1, CHUNKS, 32)) as match:
             store.gc(target_bytes=0)
             assert segment_files(path) == []
@@ -289,7 +289,7 @@ def test_segments_of_both_modes_are_read_side_by_side(path: Path) -> None:
 def test_the_mode_is_that_of_the_open(path: Path) -> None:
     with opened(path, "cache") as store:
         set_mode(path, "staging")
-        store._core._follow_settings()
+        store._shared._follow_settings()
         assert store.settings.mode == "cache" and store.stats()["mode"] == "cache"
         put(store)
         assert flags_of(path) == [0]
@@ -317,7 +317,7 @@ def test_a_segment_written_with_o_direct_is_mapped_when_sealed(path: Path) -> No
             assert b"".join(ns.view(match)) == bytes_of(ODD, 1) and files.maps == 0
     with opened(path) as store:
         put(store, seeds=[2])
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
     with opened(path, "cache", files) as store:
         ns = store.namespace("model", ODD, "1")
         with ns.match(tokens) as match:
@@ -461,7 +461,7 @@ def test_a_store_on_tmpfs(tmpfs: Path, mode: str) -> None:
     files = Direct()
     with opened(tmpfs, mode, files) as store:
         ns = put(store, seeds=range(12))
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         with ns.match(tokens_of(1, CHUNKS, 32)) as match:
             assert {ref.tier for ref in match.pages} == {Tier.HOST}
             assert b"".join(ns.view(match)) == bytes_of(ODD, 1)
@@ -488,7 +488,7 @@ def test_levels_belong_to_modes_while_a_store_is_open(tmpfs: Path) -> None:
         set_mode(tmpfs, "cache")
         config_file.change(str(tmpfs), "sync", "sync", Files())
         config_file.change(str(tmpfs), "capacity", "48MiB", Files())
-        store._core._follow_settings()
+        store._shared._follow_settings()
         now = store.settings
         assert (now.mode, now.sync, now.capacity_bytes) == ("memory", "cache", 48 << 20)
 

@@ -66,7 +66,7 @@ def test_other_heartbeats_do_not_refuse_an_open(path: Path, content: str) -> Non
 
 def test_a_heartbeat_says_boot_and_time(path: Path) -> None:
     with kvfs.open(path) as store:
-        liveness = store._core.c.liveness
+        liveness = store._shared.c.liveness
         assert liveness is not None
         file = path / "run" / f"{liveness.owner.hex()}.live"
         for _ in range(2):

@@ -190,7 +190,7 @@ def test_totals_survive_restarts_and_a_kill(path: Path) -> None:
     if not child:
         store = kvfs.open(path)
         store.namespace("alpha", tiny(), "9213176").put(tokens_of(3, 4), seeded(3, 4 * TINY_BYTES))
-        store._core._publish()
+        store._shared._publish()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     with kvfs.open(path, counted=False) as store:

@@ -47,7 +47,7 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
 
 
 def clock(store: kvfs.Store) -> Clock:
-    files = store._core.c.files
+    files = store._shared.c.files
     assert isinstance(files, Clock)
     return files
 
@@ -80,7 +80,7 @@ def there(ns: kvfs.Namespace, seeds: range) -> list[int]:
 def charged(store: kvfs.Store, name: str) -> int:
     from kvfs.directory.config import quota_id
 
-    used: int = store._core.c.index.read(lambda s: s.quota_used(quota_id(name)), 2.0)
+    used: int = store._shared.c.index.read(lambda s: s.quota_used(quota_id(name)), 2.0)
     return used
 
 
@@ -125,7 +125,7 @@ def test_a_quota_whose_cap_is_its_guarantee_still_takes_new_pages(store: kvfs.St
 
 
 def test_pages_that_are_used_are_relocated_when_a_quota_evicts_at_its_cap(store: kvfs.Store) -> None:
-    store._core.background.stop()
+    store._shared.background.stop()
     capped, hot = space(store, "capped"), tokens_of(1000, 4)
     assert capped.put(hot, PAGES[: 4 * TINY_BYTES]).stored == 4
     highest = 0
@@ -151,7 +151,7 @@ def test_quotas_survive_a_new_index(memory_path: Path) -> None:
     path = memory_path / "store"
     with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB", quotas=QUOTAS, files=Clock()) as store:
         fill(space(store, "capped"), range(20))
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         before = charged(store, "capped")
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, files=Clock()) as store:
@@ -183,19 +183,19 @@ def test_expired_segments_are_dropped_though_their_owner_lives(store: kvfs.Store
     fill(short, range(3))
     fill(space(store, "other"), range(100, 101))
     clock(store).advance(20)
-    store._core.services().active.tidy()  # idle: sealed, since nothing more belongs to this lifetime
+    store._shared.services().active.tidy()  # idle: sealed, since nothing more belongs to this lifetime
     clock(store).advance(580)
-    store._core.services().evictor.expire()
+    store._shared.services().evictor.expire()
     assert len(segment_files(Path(store.path))) == 2 or there(short, range(3)) == []
     clock(store).advance(300)
-    store._core.services().evictor.expire()
+    store._shared.services().evictor.expire()
     assert len(segment_files(Path(store.path))) == 1 and charged(store, "short") == 0
     assert there(space(store, "other"), range(100, 101)) == [100]
 
 
 def test_pages_that_expire_after_they_were_relocated_are_worth_nothing_to_eviction(store: kvfs.Store) -> None:
     """They were relocated again and again, and better pages were evicted for them: their segments do not expire."""
-    core, ns = store._core, space(store, "other")
+    core, ns = store._shared, space(store, "other")
     core.background.stop()
     fill(ns, range(1), ttl=3000)
     core.services().active.finish_all()
@@ -224,7 +224,7 @@ def test_expired_segments_of_the_dead_are_dropped(store: kvfs.Store) -> None:
 
     assert run_child(die) == CHUNKS
     files.advance(2000)
-    store._core.services().evictor.expire()
+    store._shared.services().evictor.expire()
     assert not segment_files(Path(store.path)) and store.stats()["used_bytes"] == 0
 
 
@@ -233,14 +233,14 @@ def test_many_lifetimes_keep_few_segments_open(store: kvfs.Store) -> None:
     for seed in range(40):
         assert ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * 2**seed if seed < 20 else 100.0 * seed).stored
         clock(store).advance(0.01)
-    store._core.services().active.tidy()
-    assert len(store._core.services().active.active_numbers()) <= CLASSES_MAX
+    store._shared.services().active.tidy()
+    assert len(store._shared.services().active.active_numbers()) <= CLASSES_MAX
     assert all(restored(ns, tokens_of(seed, 1)) == PAGES[:TINY_BYTES] for seed in range(40))
 
 
 def test_a_segment_that_is_made_meanwhile_does_not_break_active_numbers(store: kvfs.Store) -> None:
     """With several of them a put in another thread made background tasks and a rebuild crash."""
-    active = store._core.services().active
+    active = store._shared.services().active
 
     class Growing:
         number = property(lambda _: active._writers.setdefault(SegmentClass(lane=2), Active(last, "")) and 1)
@@ -257,8 +257,8 @@ def test_many_resting_segments_do_not_seal_those_that_are_written(memory_path: P
     quotas = dict.fromkeys(names, Quota(cap_bytes=8 * MIB))
     path = memory_path / "store"
     with kvfs.open(path, capacity="64MiB", segment_bytes="2MiB", quotas=quotas, files=Clock()) as store:
-        store._core.background.stop()
-        active, busy = store._core.services().active, space(store, "other")
+        store._shared.background.stop()
+        active, busy = store._shared.services().active, space(store, "other")
         for name in names:
             fill(space(store, name), range(1))
         clock(store).advance(20.0)
@@ -278,12 +278,12 @@ def test_many_resting_segments_do_not_seal_those_that_are_written(memory_path: P
 def test_lifetimes_in_a_store_of_few_segments_leave_something_to_evict(memory_path: Path) -> None:
     """32 segments that were open took all of it, and further puts were declined after five seconds each."""
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="1600KiB", files=Clock()) as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns, stored = space(store, "other"), 0
         for seed in range(30):
             stored += ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=100.0 * 1.5**seed).stored
             if seed % 4 == 3:
-                store._core.services().active.tidy()
+                store._shared.services().active.tidy()
         assert stored == 30
 
 
@@ -293,23 +293,23 @@ def test_a_segment_that_nothing_was_appended_to_gives_its_blocks_back(
     def declines(*args: Any) -> Any:
         raise Declined("space")
 
-    store._core.background.stop()
+    store._shared.background.stop()
     with monkeypatch.context() as patch:
         patch.setattr(Appender, "_claim", declines)
         assert space(store, "other").put(tokens_of(0, CHUNKS), PAGES).declined == CHUNKS
     used = store.stats()["used_bytes"]
     clock(store).advance(20.0)
-    store._core.services().active.tidy()
+    store._shared.services().active.tidy()
     assert 0 < store.stats()["used_bytes"] < used
 
 
 def test_locks_of_closed_classes_take_no_memory(store: kvfs.Store) -> None:
-    store._core.background.stop()
+    store._shared.background.stop()
     ns = space(store, "other")
     for seed in range(40):
         ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * (seed + 1))
-    store._core.services().active.finish_all()
-    assert not store._core.services().active._used_at and len(store._core.services().active.class_locks._locks) == 0
+    store._shared.services().active.finish_all()
+    assert not store._shared.services().active._used_at and len(store._shared.services().active.class_locks._locks) == 0
 
 
 def test_a_rebuild_brings_nothing_expired_back(memory_path: Path) -> None:

@@ -77,13 +77,13 @@ def evict_one(store: kvfs.Store) -> None:
 
 def test_what_a_dead_rank_left_ages_out_and_can_be_saved_again(store: kvfs.Store) -> None:
     """Lookups for whole pages never touch incomplete ones, so these go before older pages that are used."""
-    clock = store._core.c.files
+    clock = store._shared.c.files
     assert isinstance(clock, Clock)
     ns = store.namespace("m", LAYOUT, revision="r1")
     first, second = ranks_of(4, 2, 1)
     for seed, parts in ((1, [first, second]), (2, [first]), (3, [first, second])):
         assert save(ns, seed, parts, seed.to_bytes(8, "big"), 40) == 40 * len(parts)
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         clock.advance(60.0)
     clock.advance(300.0)
     assert is_whole(ns, 1, 40) and not is_whole(ns, 2, 40)
@@ -99,7 +99,7 @@ def test_relocated_records_keep_their_save_id(store: kvfs.Store) -> None:
     save(ns, 1, parts, b"save no1", 5)
     for part in parts:
         with ns.match(tokens_of(1, 5), part=part) as match:
-            store._core.services().pins.pin(f"pin {part.head}", match)
-    store._core.services().active.finish_all()
+            store._shared.services().pins.pin(f"pin {part.head}", match)
+    store._shared.services().active.finish_all()
     found = [{entry.attempt for entry in scanned(path).parts()} for path in segment_files(Path(store.path))]
     assert found == [{b"save no1"}] * 3

@@ -50,17 +50,17 @@ def store(memory_path: Path, rankings: list[int]) -> Iterator[kvfs.Store]:
     quotas = {"m": Quota(guaranteed_bytes=4096)}
     path = memory_path / "store"
     with kvfs.open(path, capacity="32MiB", segment_bytes="256KiB", quotas=quotas, files=Clock()) as made:
-        made._core.background.stop()
+        made._shared.background.stop()
         ns = made.namespace("m", tiny(), revision="r1")
         for seed in range(SEGMENTS):
             assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
-            made._core.services().active.finish_all()
+            made._shared.services().active.finish_all()
             clock(made).advance(1.0)
         yield made
 
 
 def clock(store: kvfs.Store) -> Clock:
-    files = store._core.c.files
+    files = store._shared.c.files
     assert isinstance(files, Clock)
     return files
 
@@ -72,7 +72,7 @@ def left(store: kvfs.Store) -> list[int]:
 
 def evict(store: kvfs.Store, times: int) -> None:
     for _ in range(times):
-        assert store._core.services().evictor._evict_one()
+        assert store._shared.services().evictor._evict_one()
 
 
 def test_one_ranking_serves_for_a_share_of_the_segments_in_order(store: kvfs.Store, rankings: list[int]) -> None:
@@ -122,9 +122,9 @@ def test_what_was_purged_since_the_ranking_is_no_victim(store: kvfs.Store, ranki
 
 @pytest.mark.parametrize("change", ["pinned", "dropped by another process"])
 def test_a_victim_that_has_changed_is_not_taken(store: kvfs.Store, rankings: list[int], change: str) -> None:
-    evictor = store._core.services().evictor
+    evictor = store._shared.services().evictor
     evict(store, 1)
-    number, row = store._core.c.index.read(lambda s: s.segments(), 2.0)[0]
+    number, row = store._shared.c.index.read(lambda s: s.segments(), 2.0)[0]
     if change == "pinned":
         evictor.victims.pinned = lambda: {row.segment_id}
     else:
@@ -136,14 +136,14 @@ def test_a_victim_that_has_changed_is_not_taken(store: kvfs.Store, rankings: lis
 
 def guarantee(store: kvfs.Store, segments: int) -> list[int]:
     """Guarantee the quota so many segments; the numbers of all that are not dropped."""
-    rows = [(n, row) for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
-    store._core.c.settings.quotas["m"] = Quota(guaranteed_bytes=segments * rows[0][1].allocated)  # type: ignore[index]
+    rows = [(n, row) for n, row in store._shared.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
+    store._shared.c.settings.quotas["m"] = Quota(guaranteed_bytes=segments * rows[0][1].allocated)  # type: ignore[index]
     return [number for number, _ in rows]
 
 
 def test_what_a_quota_is_guaranteed_stays(store: kvfs.Store, rankings: list[int]) -> None:
     guarantee(store, 2)
-    while store._core.services().evictor._evict_one():
+    while store._shared.services().evictor._evict_one():
         pass
     assert left(store) == [SEGMENTS - 2, SEGMENTS - 1]
     assert len(rankings) < SEGMENTS - 2
@@ -157,8 +157,8 @@ def test_dropped_segments_of_a_quota_do_not_count_although_they_are_charged(stor
         numbers = guarantee(store, 8)
         evict(store, 1)
         for number in numbers[-3:]:
-            assert not store._core.services().evictor.reclaimer.drop(number), "a reader holds it"
-        assert not store._core.services().evictor._evict_one()
+            assert not store._shared.services().evictor.reclaimer.drop(number), "a reader holds it"
+        assert not store._shared.services().evictor._evict_one()
         assert left(store) == list(range(1, 9))
 
 
@@ -167,7 +167,7 @@ def test_what_was_used_before_a_restart_outlives_what_was_not(memory_path: Path)
     files, hot = Clock(), range(0, 40, 8)
 
     def fill(store: kvfs.Store, seeds: range) -> kvfs.Namespace:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns = store.namespace("m", LAYOUT, revision="r1")
         for seed in seeds:
             assert ns.put(tokens_of(seed, CHUNKS), LARGE).stored == CHUNKS

@@ -55,7 +55,7 @@ def entries_of(store: kvfs.Store) -> list[fmt.Entry]:
     found: list[fmt.Entry] = []
     for path in segment_files(Path(store.path)):
         with path.open("rb") as file:
-            scan = scan_segment(file.fileno(), store._core.c.files)
+            scan = scan_segment(file.fileno(), store._shared.c.files)
             assert scan is not None
             found += scan.parts()
     return found

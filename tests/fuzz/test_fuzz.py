@@ -117,12 +117,12 @@ def test_a_damaged_ledger_is_rebuilt(tmp_path: Path) -> None:
     judge = Judge()
     with open_store(tmp_path / "store") as store:
         put(namespace(store), PROMPTS.tokens(1, 20), judge)
-        index = store._core.c.index
+        index = store._shared.c.index
         index.write(lambda s: s.txn.put(tables.LEDGER_KEY, b"damaged", db=s.db.meta), 5.0)
         generation = index.generation
         result = put(namespace(store), PROMPTS.tokens(2, 60), judge)
         assert result is not None and result.declined == 60
-        store._core.background.wake("rebuild")
+        store._shared.background.wake("rebuild")
         assert store.wait_ready(20.0) and index.generation != generation
         assert get(namespace(store), PROMPTS.tokens(1, 20), judge) == 20
         assert index.read(lambda s: s.check_ledger(), 5.0)
@@ -147,7 +147,7 @@ def test_a_rebuild_removes_access_times_of_missing_segments(tmp_path: Path) -> N
     lose_index(path)
     with open_store(path) as store:
         assert store.wait_ready(20.0)
-        store._core._rebuilder.join(20.0)  # type: ignore[union-attr]
+        store._shared._rebuilder.join(20.0)  # type: ignore[union-attr]
         assert list((path / "run" / "use").iterdir()) == [kept]
     assert not judge.failed, judge.notes
 

@@ -101,7 +101,7 @@ def test_expired_pages_are_not_served_and_are_dropped(path: Path) -> None:
     with kvfs.open(path) as store:
         assert store.wait_ready(20)
         assert expired.namespace(store).match(expired.tokens).tokens == 0
-        store._core.services().evictor.expire()
+        store._shared.services().evictor.expire()
         everything(store)
 
 

@@ -252,7 +252,7 @@ def test_a_save_on_a_full_disk_goes_on_when_room_was_made(store_path: Path) -> N
     with kvfs.open(store_path, capacity="16MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         saved(ns, 3, first=10_000)
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         engine = Engine(seed=7)
         with attach(ns, engine.kv) as io:
             files.arm(Fault(1, "pwritev", error=errno.ENOSPC))
@@ -350,7 +350,7 @@ def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_
     store: kvfs.Store, tmp_path: Path
 ) -> None:
     files, device = ClockFiles(), SimulatedDevice()
-    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._shared.c.pinned, files, 1 << 40))
     (tmp_path / "file").write_bytes(b"")
     os.truncate(tmp_path / "file", REGION_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)

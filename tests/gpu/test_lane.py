@@ -217,7 +217,7 @@ def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
 ) -> None:
     files, device = SparseFiles(), SimulatedDevice()
     files.code = code
-    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._shared.c.pinned, files, 1 << 40))
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
@@ -232,7 +232,7 @@ def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
             maps.free(made)
     finally:
         os.close(fd)
-    assert not device.registered and store._core.c.pinned.mine == 0 and maps.failed == 0
+    assert not device.registered and store._shared.c.pinned.mine == 0 and maps.failed == 0
 
 
 class HalfCachedFiles(Files):
@@ -245,7 +245,7 @@ class HalfCachedFiles(Files):
 def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path) -> None:
     """A process may have 65530, and the engine wants some."""
     files, device, size = HalfCachedFiles(), SimulatedDevice(), 16 * HUGE_BYTES
-    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._shared.c.pinned, files, 1 << 40))
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, size)
@@ -264,7 +264,7 @@ def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path)
 def test_nothing_is_read_for_a_piece_that_the_budget_does_not_allow(store: kvfs.Store, tmp_path: Path) -> None:
     """A rank that begins when others have spent it would read for its whole deadline, for nothing."""
     files = SparseFiles()
-    maps = RegisteredMaps(SimulatedDevice(), files, PinnedBudget(store._core.c.pinned, files, HUGE_BYTES))
+    maps = RegisteredMaps(SimulatedDevice(), files, PinnedBudget(store._shared.c.pinned, files, HUGE_BYTES))
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
@@ -276,4 +276,4 @@ def test_nothing_is_read_for_a_piece_that_the_budget_does_not_allow(store: kvfs.
         assert maps.make(held, 4 * HUGE_BYTES, HUGE_BYTES, ahead=True) is None, "behind the end of the file"
     finally:
         os.close(fd)
-    assert store._core.c.pinned.mine == 0
+    assert store._shared.c.pinned.mine == 0

@@ -26,11 +26,11 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
 
 def is_full(store: kvfs.Store) -> bool:
     """Full, apart from the last commit or two."""
-    return store._core.c.index.read(lambda s: s.used_bytes(), COMMIT_SECONDS) > 0.845 * store.settings.index_bytes
+    return store._shared.c.index.read(lambda s: s.used_bytes(), COMMIT_SECONDS) > 0.845 * store.settings.index_bytes
 
 
 def sealed(store: kvfs.Store) -> list[int]:
-    rows = store._core.c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
+    rows = store._shared.c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
     return [number for number, row in rows if row.state == SEALED]
 
 
@@ -60,8 +60,8 @@ def test_a_full_index_can_be_swept(store: kvfs.Store) -> None:
     """LMDB copies each leaf that changes: a commit that changes many finds no free pages."""
     ns = store.namespace("m", tiny(), revision="r1")
     count = fill(ns, store)
-    evictor = store._core.services().evictor
-    with evictor.lock.hold(store._core.c.files.monotonic() + 10) as got:
+    evictor = store._shared.services().evictor
+    with evictor.lock.hold(store._shared.c.files.monotonic() + 10) as got:
         assert got
         for number in sealed(store)[::2]:
             assert evictor.reclaimer.drop(number)
@@ -72,7 +72,7 @@ def test_a_full_index_can_be_swept(store: kvfs.Store) -> None:
 
 
 def test_packing_keeps_every_row_and_frees_pages(store: kvfs.Store) -> None:
-    index = store._core.c.index
+    index = store._shared.c.index
     ns = store.namespace("m", tiny(), revision="r1")
     for n in range(300):
         ns.put(tokens_of(n, 1), PAGES[:TINY_BYTES])
@@ -107,9 +107,9 @@ def test_a_full_index_can_be_rebuilt(memory_path: Path) -> None:
             count += 1
         latest = range(count - count // 4, count)
         there = sum(ns.match(tokens_of(n, 1)).tokens for n in latest)
-        store._core.background.stop()
-        store._core.c.index.retire()
-        store._core.rebuild_if_needed()
+        store._shared.background.stop()
+        store._shared.c.index.retire()
+        store._shared.rebuild_if_needed()
         assert sum(ns.match(tokens_of(n, 1)).tokens for n in latest) == there > 0
         assert ns.put(tokens_of(count, 1), PAGES[:TINY_BYTES]).stored == 1
         assert store.verify().ok
@@ -124,7 +124,7 @@ def test_an_index_that_has_become_too_small_names_the_latest_pages(memory_path: 
     (memory_path / "s" / "state").unlink()
     with kvfs.open(memory_path / "s") as store:
         assert store.settings.index_bytes == 2 << 20
-        report, ns = store._core.rebuilt, store.namespace("m", tiny(), revision="r1")
+        report, ns = store._shared.rebuilt, store.namespace("m", tiny(), revision="r1")
         assert report is not None and report.unnamed
         stored = [ns.match(tokens_of(n, CHUNKS)).tokens > 0 for n in range(count)]
         assert stored == sorted(stored) and 0.3 * count < sum(stored) < 0.7 * count, "the oldest are left out"
@@ -133,7 +133,7 @@ def test_an_index_that_has_become_too_small_names_the_latest_pages(memory_path: 
 
 def test_a_process_with_a_smaller_map_follows_an_index_that_another_process_grew(store: kvfs.Store) -> None:
     """Settings apply from the next open on. It took the larger file for damaged, and removed it each time."""
-    store._core.background.stop()
+    store._shared.background.stop()
     ns, tokens = store.namespace("m", tiny(), revision="r1"), tokens_of(1, CHUNKS)
     assert ns.put(tokens, PAGES).stored == CHUNKS
     settings = Path(store.path) / "kvfs.toml"
@@ -142,8 +142,8 @@ def test_a_process_with_a_smaller_map_follows_an_index_that_another_process_grew
 
     def another_process() -> int:
         with kvfs.open(store.path) as other:
-            other._core.background.stop()
-            index, size = other._core.c.index, 8 << 10
+            other._shared.background.stop()
+            index, size = other._shared.c.index, 8 << 10
             for first in range(0, 512, 64):
                 rows = [f"{n:040}".encode() for n in range(first, first + 64)]
                 index.write(lambda s, rows=rows: [s.put_row(key, bytes(size)) for key in rows], 5.0)
@@ -152,5 +152,5 @@ def test_a_process_with_a_smaller_map_follows_an_index_that_another_process_grew
     generation = store.stats()["index"]["generation"]
     assert run_child(another_process) > 4 << 20
     assert restored(ns, tokens) == PAGES
-    store._core.c.index.write(lambda s: s.delete_row(f"{0:040}".encode()), COMMIT_SECONDS)
+    store._shared.c.index.write(lambda s: s.delete_row(f"{0:040}".encode()), COMMIT_SECONDS)
     assert store.stats()["index"]["generation"] == generation

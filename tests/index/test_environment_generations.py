@@ -34,10 +34,10 @@ SEGMENTS = 4
 @pytest.fixture
 def store(memory_path: Path) -> Iterator[kvfs.Store]:
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as made:
-        made._core.background.stop()
+        made._shared.background.stop()
         for n in range(SEGMENTS):
             assert put(made, n).put(tokens_of(n, CHUNKS), PAGES).skipped == CHUNKS
-            made._core.services().active.finish_all()
+            made._shared.services().active.finish_all()
         yield made
 
 
@@ -53,8 +53,8 @@ def put(store: kvfs.Store, n: int) -> kvfs.Namespace:
 
 def rebuild(store: kvfs.Store) -> None:
     """Replace the index, as ``verify --repair`` of another process does. The newest segment gets the first number."""
-    store._core.c.index.retire()
-    store._core.rebuild_if_needed()
+    store._shared.c.index.retire()
+    store._shared.rebuild_if_needed()
 
 
 def there(store: kvfs.Store) -> list[bool]:
@@ -96,7 +96,7 @@ def test_a_segment_whose_file_a_rebuild_has_missed_is_removed(
 def test_an_eviction_spares_the_segment_that_has_its_victims_number_now(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evictor = store._core.services().evictor
+    evictor = store._shared.services().evictor
     after(monkeypatch, evictor.victims, "choose", lambda: rebuild(store))
     evictor._evict_one()
     assert there(store) == [True] * SEGMENTS
@@ -109,7 +109,7 @@ def test_reclaiming_a_segment_spares_another_that_has_its_number_now(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A held segment stays charged while one that had its number is reclaimed."""
-    reclaimer, index = store._core.services().evictor.reclaimer, store._core.c.index
+    reclaimer, index = store._shared.services().evictor.reclaimer, store._shared.c.index
     number, row = index.read(lambda s: s.segments(), 2.0)[0]
     with space_of(store, SEGMENTS - 1).match(tokens_of(SEGMENTS - 1, CHUNKS)):
         last = index.read(lambda s: s.segments(), 2.0)[-1][0]
@@ -120,7 +120,7 @@ def test_reclaiming_a_segment_spares_another_that_has_its_number_now(
             assert index.read(lambda s: s.segment(number), 2.0).segment_id != row.segment_id
 
         used = index.read(lambda s: s.ledger().used, 2.0)
-        after(monkeypatch, store._core.c.access_times, "forget", meanwhile)
+        after(monkeypatch, store._shared.c.access_times, "forget", meanwhile)
         reclaimer.drop(number)
         rows = index.read(lambda s: s.segments(), 2.0)
         assert sum(r.allocated for _, r in rows) == index.read(lambda s: s.ledger().used, 2.0) <= used
@@ -131,7 +131,7 @@ def test_reclaiming_a_segment_spares_another_that_has_its_number_now(
 def test_a_purge_fails_if_an_index_that_was_built_meanwhile_may_name_its_pages(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    purger = store._core.services().purger
+    purger = store._shared.services().purger
     monkeypatch.setattr(purger, "_finish", lambda *args: rebuild(store))
     with pytest.raises(StoreLockedError, match="again"):
         store.purge(namespace="m", salt="tenant 1")
@@ -151,15 +151,15 @@ def test_groups_that_were_looked_up_in_two_generations_are_not_a_match(
     size, tokens = layout.groups[0].page_bytes, tokens_of(0, CHUNKS)
     pages = {name: seeded(n, CHUNKS * size) for n, name in enumerate(("a", "b"))}
     with kvfs.open(memory_path / "two", capacity="16MiB", segment_bytes="256KiB", verify="first") as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns = store.namespace("m", layout, revision="r1")
         for name in pages:
             other = ({*pages} - {name}).pop()
             ns.put(tokens, {name: pages[name], other: b""}, {name: 0, other: CHUNKS})
-            store._core.services().active.finish_all()
+            store._shared.services().active.finish_all()
         with ns.match(tokens) as match:
             assert match.tokens == len(tokens) and load(ns, match) == pages
-        after(monkeypatch, store._core.c.index, "read", lambda: rebuild(store))
+        after(monkeypatch, store._shared.c.index, "read", lambda: rebuild(store))
         prompt = Prompt(ns.identity.digest, ns.chunk_hashes(tokens))
         found = ns.match(tokens) if how == "match" else ns._matcher.select(prompt, {"a": 0, "b": 0})
         with found:
@@ -185,24 +185,24 @@ def test_recompressing_moves_a_segment_that_is_held_under_an_earlier_number(
     ns, pages = store.namespace("zeros", layout, revision="r1"), bytes(CHUNKS * layout.page_bytes)
     for n in range(3):
         ns.put(tokens_of(n, CHUNKS), pages)
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     match = pickle.loads(pickle.dumps(ns.match(tokens_of(0, CHUNKS))))
     gc.collect()
     rebuild(store)
-    evictor, held = store._core.services().evictor, []
+    evictor, held = store._shared.services().evictor, []
 
     def hold() -> None:
-        held.append(store._core.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
+        held.append(store._shared.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
 
     after(monkeypatch, Recompressor, "_examine", hold)
-    done = Recompressor(store._core.c, evictor, store._core.services().active).run(CODEC_PLANES, 0.0)
+    done = Recompressor(store._shared.c, evictor, store._shared.services().active).run(CODEC_PLANES, 0.0)
     assert done.segments
     assert [restored(ns, tokens_of(n, CHUNKS)) == pages for n in range(3)] == [True] * 3
 
 
 def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk syncs slowly: the caller times out, and the generation becomes current all the same."""
-    core, write_state, index = store._core, environment.write_state, store._core.c.index
+    core, write_state, index = store._shared, environment.write_state, store._shared.c.index
     index.retire()
     installed = threading.Event()
 
@@ -225,7 +225,7 @@ def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: p
 
 def test_a_sweep_starts_over_in_a_new_index(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaimer, "SWEEP_ROWS", 1)
-    index, tested = store._core.c.index, store._core.services().evictor.reclaimer
+    index, tested = store._shared.c.index, store._shared.services().evictor.reclaimer
 
     def first_segment(session: Session) -> int:
         with session.txn.cursor(db=session.db.pages) as cursor:

@@ -140,7 +140,7 @@ def test_a_reservation_that_is_refused_changes_nothing(store: Store) -> None:
 def test_a_sweep_does_not_change_the_count_of_dropped_segments(tmp_path: Path) -> None:
     """It lowered that count in place of the count of unswept segments: reclaiming the segment then raised."""
     with kvfs.open(tmp_path / "store", capacity="16MiB") as opened:
-        core, ns = opened._core, opened.namespace("m", tiny(), revision="r1")
+        core, ns = opened._shared, opened.namespace("m", tiny(), revision="r1")
         core.background.stop()
         ns.put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
         core.services().active.finish_all()

@@ -32,7 +32,7 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
 
 
 def advance(store: kvfs.Store, seconds: float) -> None:
-    files = store._core.c.files
+    files = store._shared.c.files
     assert isinstance(files, Clock)
     files.advance(seconds)
 
@@ -74,7 +74,7 @@ def test_a_pin_of_many_segments_evicts_neither_what_it_copies_nor_its_copies(sto
 
 def test_others_may_take_some_of_the_room_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     ns = fill(store, range(80))
-    pins = store._core.services().pins
+    pins = store._shared.services().pins
     make_room, seeds = pins._make_room, iter(range(300, 400))
 
     def made_and_taken(*args: Any) -> None:
@@ -102,8 +102,8 @@ def test_a_pin_keeps_its_pages_and_none_after_them(store: kvfs.Store) -> None:
     ns = fill(store, range(40))
     for seed in range(20):
         assert store.pin(str(seed), ns, tokens_of(seed, CHUNKS)[:16]) == 16
-    rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
-    kept = [row for _, row in rows if row.segment_id in store._core.services().pins.segments()]
+    rows = store._shared.c.index.read(lambda s: s.segments(), 2.0)
+    kept = [row for _, row in rows if row.segment_id in store._shared.services().pins.segments()]
     assert len(kept) == 20 and all(row.flags & fmt.FLAG_PINNED for row in kept)
     fill(store, range(100, 250))
     for seed in range(20):

@@ -70,15 +70,15 @@ def reopened(path: Path, *, rebuilt: bool = True) -> kvfs.Store:
 
 
 def seal(store: kvfs.Store) -> None:
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
 
 
 def resume(store: kvfs.Store) -> None:
     """Let the background tasks finish what is pending; they may be running already."""
-    marks, deadline = store._core.c.marks, time.monotonic() + 10
+    marks, deadline = store._shared.c.marks, time.monotonic() + 10
     while any(mark and mark.pending for mark in map(marks.read, marks.ids())):
         assert time.monotonic() < deadline, "a purge was not finished"
-        store._core.services().purger.resume()
+        store._shared.services().purger.resume()
 
 
 # ---------------------------------------------------------------- what is purged, what stays
@@ -247,7 +247,7 @@ def test_pages_of_a_living_writer_are_purged_and_what_it_stores_later_stays(path
         if not child:
             try:
                 mine = kvfs.open(path)
-                mine._core.background.stop()  # a background task seals what was purged
+                mine._shared.background.stop()  # a background task seals what was purged
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)
@@ -269,7 +269,7 @@ def test_pages_of_a_living_writer_are_purged_and_what_it_stores_later_stays(path
             os.waitpid(child, 0)
     with reopened(path) as store:
         assert found(space(store), 1) == CHUNKS
-        assert store._core.rebuilt is not None and store._core.rebuilt.purged == CHUNKS
+        assert store._shared.rebuilt is not None and store._shared.rebuilt.purged == CHUNKS
 
 
 def test_a_purged_active_segment_is_sealed_and_dropped_by_its_owner(path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_purged_active_segment_is_sealed_and_dropped_by_its_owner(path: Path) 
         put(space(store), 1)
         assert run_child(lambda: kvfs.open(path).purge("m").pages) == CHUNKS
         assert found(space(store), 1) == 0
-        store._core.background.wake("purge")
+        store._shared.background.wake("purge")
         deadline = time.monotonic() + 10
         left = lambda: [*segment_files(path), *(path / "purged").iterdir()]  # noqa: E731 - the mark is removed last
         while left() and time.monotonic() < deadline:
@@ -370,7 +370,7 @@ def test_killed_at_any_step_of_a_purge(memory_path: Path, index: str) -> None:
             assert store.wait_ready()
             if ended:
                 assert (found(space(store, salt=SECRET), 1), found(space(store, salt=SECRET), 3)) == (0, 0)
-            marked = store._core.c.marks.ids()
+            marked = store._shared.c.marks.ids()
             resume(store)
             if marked:
                 assert found(space(store, salt=SECRET), 1) == 0 or found(space(store, salt=SECRET), 3) == 0
@@ -392,7 +392,7 @@ def test_a_purge_while_the_index_is_rebuilt_is_finished_later(path: Path) -> Non
         put(space(store), 1)
         put(space(store, "n"), 2)
         seal(store)
-        store._core.c.index.retire()
+        store._shared.c.index.retire()
         with pytest.raises(kvfs.StoreLockedError, match="again"):
             store.purge("m")
         assert store.wait_ready()
@@ -418,14 +418,14 @@ def test_a_damaged_mark_means_the_whole_segment(path: Path, content: bytes) -> N
 def test_a_mark_that_cannot_be_read_for_lack_of_descriptors_drops_no_segment(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    store._core.background.stop()
+    store._shared.background.stop()
     spaces = [space(store, name) for name in "abc"]
     for number, ns in enumerate(spaces):
         put(ns, number, 8)
     seal(store)
     (segment,) = segment_files(Path(store.path))
     assert store.purge(spaces[2]).pages == 8
-    files = store._core.c.files
+    files = store._shared.c.files
 
     def fail(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
         if name == segment.stem:
@@ -435,7 +435,7 @@ def test_a_mark_that_cannot_be_read_for_lack_of_descriptors_drops_no_segment(
     with monkeypatch.context() as patch:
         patch.setattr(files, "open", fail)
         with pytest.raises((OSError, StoreAccessError), match="open files"):
-            store.purge(spaces[0]) if by == "a purge" else store._core.services().purger.resume()
+            store.purge(spaces[0]) if by == "a purge" else store._shared.services().purger.resume()
     assert found(spaces[1], 1, 8) == 8
     assert store.purge(spaces[0]).pages == 8
     assert [found(ns, number, 8) for number, ns in enumerate(spaces)] == [0, 8, 0]
@@ -461,7 +461,7 @@ def test_a_damaged_segment_of_a_living_writer_is_taken_over(path: Path) -> None:
         if not child:
             try:
                 mine = kvfs.open(path)
-                mine._core.background.stop()  # a background task would notice before the put does
+                mine._shared.background.stop()  # a background task would notice before the put does
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)

@@ -30,7 +30,7 @@ def fill(store: kvfs.Store, *, pages: bytes = PAGES, ttl: float | None = None) -
     ns = store.namespace("model", LAYOUT, "1")
     for prompt in PROMPTS:
         assert ns.put(tokens_of(prompt, 6), pages, ttl=ttl).stored == 6
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     return ns
 
 
@@ -94,7 +94,7 @@ def test_what_is_used_pinned_held_or_dense_is_left_alone(store: kvfs.Store) -> N
     noise = store.namespace("noise", LAYOUT, "1")
     for prompt in range(3):
         noise.put(tokens_of(prompt, 6), seeded(prompt, 6 * PAGE))
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     assert store.recompress_plan(idle=0).left["would not shrink"] >= 1
     store.recompress(idle=0)
     assert found(ns) == 48
@@ -110,7 +110,7 @@ def test_it_ends_when_its_time_is_over(store: kvfs.Store) -> None:
 
 def test_uses_and_lifetimes_go_with_the_pages(store: kvfs.Store) -> None:
     ns = fill(store, ttl=3600)
-    now = store._core.c.files.now_us()
+    now = store._shared.c.files.now_us()
     rows = {r.segment_id: r for _, r in store.catalog.segment_rows()}
     before = {c.chunk_hash: c.expires for c in entries_of(store)}
     stamps = {
@@ -128,7 +128,7 @@ def test_uses_and_lifetimes_go_with_the_pages(store: kvfs.Store) -> None:
 
 
 def _access_times(store: kvfs.Store, segment_id: bytes) -> list[tuple[fmt.Entry, int]]:
-    c = store._core.c
+    c = store._shared.c
     number = next(n for n, r in store.catalog.segment_rows() if r.segment_id == segment_id)
     held = c.segments.acquire(number, segment_id, c.index.generation)
     assert held is not None
@@ -141,7 +141,7 @@ def _access_times(store: kvfs.Store, segment_id: bytes) -> list[tuple[fmt.Entry,
 def test_damaged_pages_are_not_copied(store: kvfs.Store) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     ns.put(tokens_of(0, 6), PAGES)
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     flip(store, 3, lambda data: data.__setitem__(100, data[100] ^ 1))
     done = store.recompress(idle=0)
     assert (done.segments, done.pages) == (1, 5)
@@ -169,7 +169,7 @@ def test_a_segment_whose_table_is_damaged_is_not_dropped_with_its_good_pages(
 ) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     ns.put(tokens_of(0, 6), PAGES)
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     if late:  # after it was examined
         rewrite = recompress.Recompressor._rewrite
 
@@ -194,7 +194,7 @@ def test_forks_move_with_their_rows(store: kvfs.Store) -> None:
     prompts = [head + tokens_of(i, 3) for i in range(2, 8)]
     for prompt in prompts:
         ns.put(prompt, PAGES)
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     store.recompress(idle=0)
     for prompt in prompts:
         assert restored(ns, prompt) == PAGES
@@ -205,7 +205,7 @@ def test_opaque_namespaces_are_recompressed(store: kvfs.Store) -> None:
     ns = store.namespace("engine", PageLayout.opaque(PAGE, 16), "1")
     keys = [b"a", b"b", b"c"]
     ns.put_keys(keys, PAGES[: 3 * PAGE])
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     assert store.recompress(idle=0).pages == 3
     with ns.match_keys(keys) as match:
         out = bytearray(match.nbytes)
@@ -214,11 +214,11 @@ def test_opaque_namespaces_are_recompressed(store: kvfs.Store) -> None:
 
 def test_a_store_that_is_nearly_full_is_recompressed_within_its_limit(tmp_path: Path) -> None:
     with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
-        store._core.background.stop()  # it may evict a segment while the copies use the reserve
+        store._shared.background.stop()  # it may evict a segment while the copies use the reserve
         ns = store.namespace("model", LAYOUT, "1")
         for prompt in range(100):
             ns.put(tokens_of(prompt, 6), PAGES)
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         before = sum(ns.match(tokens_of(p, 6)).chunks for p in range(100))
         used = store.stats()["used_bytes"]
         done = store.recompress(idle=0)
@@ -250,7 +250,7 @@ def test_a_segment_that_cannot_be_read_stays_and_the_others_are_rewritten(memory
 def test_an_eviction_goes_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store)
     monkeypatch.setattr(recompress, "LOCK_SECONDS", 0.05)
-    with store._core.services().evictor.lock.hold(0.0) as held:
+    with store._shared.services().evictor.lock.hold(0.0) as held:
         assert held
         with pytest.raises(kvfs.StoreLockedError, match="try again"):
             store.recompress(idle=0)
@@ -297,7 +297,7 @@ def test_a_quota_at_its_cap_does_not_end_recompressing_of_the_whole_store(tmp_pa
         ns = fill(store)
         before = sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24))
         if lowered:  # there is no room for the copies any more, not even with the reserve
-            c = store._core.c
+            c = store._shared.c
             c.settings = replace(c.settings, quotas={"capped": kvfs.Quota(cap_bytes=4096)}, segment_bytes=256 << 10)
         done = store.recompress(idle=0)
         assert (done.segments, done.failed, done.stopped) == ((4, 1, "") if lowered else (6, 0, ""))
@@ -312,7 +312,7 @@ def test_one_large_page_among_small_ones_does_not_decline_them_all_for_space(tmp
     with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="1MiB", codec="zstd") as store:
         ns = store.namespace("model", layout, "1")
         assert ns.put(tokens_of(0, 100), pages).stored == 100
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         assert store.pin("prompt", ns, tokens_of(0, 100)) == 1600
         assert restored(ns, tokens_of(0, 100)) == pages
 
@@ -330,7 +330,7 @@ def test_tiny_pages_do_not_hold_the_index_for_long(tmp_path: Path, monkeypatch: 
     with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:
         ns = store.namespace("tiny", tiny(), "1")
         assert ns.put(tokens_of(0, 600), pages).stored == 600
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
         assert store.pin("prompt", ns, tokens_of(0, 600)) == 9600
         assert sum(moved) == 600 and max(moved) <= 256
         assert restored(ns, tokens_of(0, 600)) == pages

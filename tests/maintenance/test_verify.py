@@ -98,12 +98,12 @@ def test_repair_removes_nothing_from_an_index_that_it_did_not_check(path: Path) 
     """In another index, numbers mean other segments."""
     flip_payload(path)
     with kvfs.open(path) as store:
-        verifier = Verifier(store._core.c, 1.0, 0)
+        verifier = Verifier(store._shared.c, 1.0, 0)
         assert verifier.run().bad_pages == 1
         (number,) = verifier._bad
-        store._core.c.index.retire()
-        store._core.rebuild_if_needed()
-        rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
+        store._shared.c.index.retire()
+        store._shared.rebuild_if_needed()
+        rows = store._shared.c.index.read(lambda s: s.segments(), 2.0)
         verifier._bad = {n: set(range(1000)) for n, _ in rows} | {number: set(range(1000))}
         verifier.repair()
         assert verifier.report.repaired == 0 and "check again" in verifier.report.problems[-1]
@@ -139,7 +139,7 @@ def test_a_deleted_index_is_rebuilt_by_opening(path: Path) -> None:
 
 def test_gc_does_about_what_its_plan_shows(path: Path) -> None:
     with kvfs.open(path) as store:
-        core = store._core
+        core = store._shared
         used = store.stats()["used_bytes"]
         assert make_plan(core.c, core.services().evictor, None).steps == ()
         plan = store.gc_plan(used // 2)
@@ -163,7 +163,7 @@ def test_gc_ends_when_its_time_is_over(path: Path) -> None:
 
 def test_verify_does_not_hang_where_there_is_no_index(path: Path) -> None:
     with kvfs.open(path) as store:
-        store._core.c.index.retire()
+        store._shared.c.index.retire()
         with contextlib.suppress(IndexUnavailableError):
             store.catalog.namespaces()
         assert store.wait_ready() and store.catalog.namespaces()[0].pages == 60 * PROMPTS
@@ -183,7 +183,7 @@ def test_a_row_that_misreads_good_bytes_is_reported(path: Path, wrong: dict[str,
             places = {j: place._replace(**wrong) if not j else place for j, place in row.places()}
             session.put_row(key, pack_row(key, places, row.leaves))
 
-        store._core.c.index.write(damage, 2.0)
+        store._shared.c.index.write(damage, 2.0)
         assert store.verify(0.0).index_errors == 1
         store.verify(repair=True)
         assert store.wait_ready() and store.verify().ok

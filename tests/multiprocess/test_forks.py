@@ -54,7 +54,7 @@ def test_a_child_keeps_no_lock_of_an_eviction_or_a_rebuild(tmp_path: Path, judge
         held, release = threading.Event(), threading.Event()
 
         def evict() -> None:
-            with store._core.services().evictor.lock.hold(store._core.c.files.monotonic() + 5.0) as got:
+            with store._shared.services().evictor.lock.hold(store._shared.c.files.monotonic() + 5.0) as got:
                 assert got
                 held.set()
                 release.wait(30.0)

@@ -101,8 +101,8 @@ def test_equal_pids_in_two_containers(tmp_path: Path, judge: Judge) -> None:
         while time.monotonic() < end:
             time.sleep(0.2)
             crew.check(judge)
-            assert store._core.c.liveness is not None
-            owners |= set(store._core.c.liveness.others())
+            assert store._shared.c.liveness is not None
+            owners |= set(store._shared.c.liveness.others())
         assert len(owners) >= len(names)
         for name in names[:2]:
             crew.kill(name)

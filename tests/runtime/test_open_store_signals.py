@@ -179,13 +179,13 @@ def open_files() -> Counter[str]:
 def settled(store: kvfs.Store) -> None:
     """Run the upkeep that a store does every second or two."""
     gc.collect()
-    store._core._expire_holds()
-    store._core.services().active.tidy()
+    store._shared._expire_holds()
+    store._shared.services().active.tidy()
 
 
 def rows_of(store: kvfs.Store) -> set[int]:
     """Active segments that the ledger charges to this process."""
-    c = store._core.c
+    c = store._shared.c
     return {n for n, row in c.index.read(lambda s: s.segments_in(ACTIVE), 2.0) if row.owner == c.owner}
 
 
@@ -196,7 +196,7 @@ def test_interrupted_matches_and_loads_hold_nothing(store: kvfs.Store, storm: An
     tokens, pages = tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES)
     for chunk in range(0, 40, 5):
         ns.put(tokens, pages[chunk * TINY_BYTES :][: 5 * TINY_BYTES], start=chunk)
-        store._core.services().active.finish_all()
+        store._shared.services().active.finish_all()
     out = bytearray(40 * TINY_BYTES)
     ns.get(ns.match(tokens), out)  # files of access times are open from here on
     settled(store)
@@ -212,7 +212,7 @@ def test_interrupted_matches_and_loads_hold_nothing(store: kvfs.Store, storm: An
     assert interrupted > 20, "the storm missed"
     settled(store)
     assert open_files() - before == Counter()
-    assert store._core.c.segments.count() == 0
+    assert store._shared.c.segments.count() == 0
     assert all(is_free(file) for file in segment_files(Path(store.path)))
     works(store, 5000)
 
@@ -234,8 +234,8 @@ def test_interrupted_puts_keep_no_file_no_lock_and_no_charge(memory_path: Path, 
         assert interrupted > 20, "the storm missed"
         settled(store)
         store.gc()
-        c = store._core.c
-        active = store._core.services().active
+        c = store._shared.c
+        active = store._shared.services().active
         assert rows_of(store) == active.active_numbers()
         assert c.index.read(lambda s: s.check_ledger(), 2.0)
         held = [
@@ -244,7 +244,7 @@ def test_interrupted_puts_keep_no_file_no_lock_and_no_charge(memory_path: Path, 
         assert len([name for name in held if "/store/" in name]) == len(active.active_numbers()), held
         works(store, 100_000)
         for _ in range(5):  # eviction relocates a little to a segment of its own
-            store._core.services().active.finish_all()
+            store._shared.services().active.finish_all()
             assert all(is_free(file) for file in segment_files(Path(store.path)))
             left = store.gc(0)["bytes_after"]
         assert left == 0, "something is charged that no process can reclaim"
@@ -371,7 +371,7 @@ def test_threads_that_wait_for_a_disk_share_one_timeout_at_close(monkeypatch: py
 def test_a_segment_that_was_sealed_meanwhile_is_not_dropped(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upkeep saw a new segment before its writer was registered, waited for the put, and dropped what it stored."""
     with kvfs.open(store_path, capacity="16MiB") as store:
-        active, index = store._core.services().active, store._core.c.index
+        active, index = store._shared.services().active, store._shared.c.index
         ns = store.namespace("model", tiny(), "1")
         read = index.read
         early: list[Any] = []

@@ -39,17 +39,17 @@ def test_a_reader_with_a_private_index_follows(path: Path, trusted: bool) -> Non
         put(space(store, "n"), 2)
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.background.stop()
+        reader._shared.background.stop()
         assert found(space(reader), 1) == CHUNKS
-        reader._core._read_only_index.follow()
-        assert reader._core.c.index.generation.startswith("private-")
+        reader._shared._read_only_index.follow()
+        assert reader._shared.c.index.generation.startswith("private-")
         with another_process(path) as writer:
             assert writer('store.purge("m").pages') == str(CHUNKS)
             assert writer('put(space(store, "n"), 3)') == "None"
         if not trusted:
             (path / "index" / "CURRENT").unlink()
-        reader._core._read_only_index.follow()
-        assert reader._core.c.index.generation.startswith("private-") is not trusted
+        reader._shared._read_only_index.follow()
+        assert reader._shared.c.index.generation.startswith("private-") is not trusted
         assert [found(space(reader), 1), found(space(reader, "n"), 2), found(space(reader, "n"), 3)] == [
             0,
             CHUNKS,
@@ -62,7 +62,7 @@ def test_a_reader_builds_a_private_index_only_if_no_writer_rebuilds_the_shared_o
         put(space(store), 1)
     files = Clock()
     with kvfs.open(path, read_only=True, files=files) as reader:
-        core = reader._core
+        core = reader._shared
         core.background.stop()
         store_index = core.c.index
         assert found(space(reader), 1) == CHUNKS
@@ -126,24 +126,24 @@ def test_a_reader_returns_to_the_index_of_an_active_writer(path: Path) -> None:
 def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_and_distrust(path)
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.background.stop()
+        reader._shared.background.stop()
         code = "import sys, kvfs; kvfs.open(sys.argv[1]).purge('m')"
         with space(reader).match(tokens_of(1, CHUNKS)) as held:  # so that its segment stays
             assert held.tokens
             subprocess.run([sys.executable, "-c", code, str(path)], check=True)
         (path / "index" / "CURRENT").unlink()  # the index that the other process left may not be trusted either
-        private_index = reader._core.services().private_index
+        private_index = reader._shared.services().private_index
 
         def fail(cancelled: Callable[[], bool]) -> None:
-            monkeypatch.setattr(reader._core.services(), "private_index", private_index)
+            monkeypatch.setattr(reader._shared.services(), "private_index", private_index)
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(reader._core.services(), "private_index", fail)
+        monkeypatch.setattr(reader._shared.services(), "private_index", fail)
         with pytest.raises(OSError, match="space"):
-            reader._core._read_only_index.follow()
-        index = reader._core.c.index
-        reader._core._read_only_index.follow()
-        assert reader._core.c.index is not index
+            reader._shared._read_only_index.follow()
+        index = reader._shared.c.index
+        reader._shared._read_only_index.follow()
+        assert reader._shared.c.index is not index
         assert found(space(reader), 1) == 0
 
 
@@ -154,7 +154,7 @@ def test_a_reader_that_lacks_a_descriptor_returns_to_the_shared_index_later(
     put_and_distrust(path)
     files = Files()
     with kvfs.open(path, read_only=True, files=files) as reader:
-        reader._core.background.stop()
+        reader._shared.background.stop()
         with another_process(path) as writer:
             assert writer("put(space(store), 2)") == "None"
 
@@ -165,9 +165,9 @@ def test_a_reader_that_lacks_a_descriptor_returns_to_the_shared_index_later(
 
         with monkeypatch.context() as patch:
             patch.setattr(files, "open", fail)
-            reader._core._read_only_index.follow()
+            reader._shared._read_only_index.follow()
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, 0]
-        reader._core._read_only_index.follow()
+        reader._shared._read_only_index.follow()
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, CHUNKS]
 
 
@@ -175,7 +175,7 @@ def test_a_close_cancels_the_build_of_a_private_index(path: Path, monkeypatch: p
     put_and_distrust(path)
     files, begun = Files(), threading.Event()
     reader = kvfs.open(path, read_only=True, files=files)
-    core, index = reader._core, reader._core.c.index
+    core, index = reader._shared, reader._shared.c.index
     monkeypatch.setattr(core.c.marks, "version", lambda: (1,))  # as after a purge: the index is rebuilt
 
     def slow(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
@@ -194,10 +194,10 @@ def test_a_close_cancels_the_build_of_a_private_index(path: Path, monkeypatch: p
 def test_lookups_miss_while_a_private_index_is_closed(path: Path) -> None:
     put_and_distrust(path)
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.background.stop()
-        ns, index = space(reader), reader._core.c.index
+        reader._shared.background.stop()
+        ns, index = space(reader), reader._shared.c.index
         index._worker.call(index._close_environment, 5.0)  # as between two steps of a lookup, or after an error
         assert not restored(ns, tokens_of(1, CHUNKS))
-        assert reader._core.c.counters.snapshot()["lookup_unavailable_rebuilding"] == 1
-        reader._core._read_only_index.follow()
-        assert found(ns, 1) == CHUNKS and reader._core.c.index is not index
+        assert reader._shared.c.counters.snapshot()["lookup_unavailable_rebuilding"] == 1
+        reader._shared._read_only_index.follow()
+        assert found(ns, 1) == CHUNKS and reader._shared.c.index is not index

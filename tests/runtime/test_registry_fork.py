@@ -42,7 +42,7 @@ def serves(ns: kvfs.Namespace, *seeds: int) -> bool:
 
 
 def owner(store: kvfs.Store) -> bytes:
-    return store._core.c.owner
+    return store._shared.c.owner
 
 
 def test_parent_and_child_both_go_on(store: kvfs.Store, ns: kvfs.Namespace) -> None:
@@ -100,7 +100,7 @@ class observer:
     """The live processes, as another process sees them."""
 
     def __init__(self, store: kvfs.Store) -> None:
-        self.directory = store._core.directory
+        self.directory = store._shared.directory
 
     def __enter__(self) -> list[bytes]:
         self.liveness = Liveness(self.directory)
@@ -242,6 +242,6 @@ def test_a_child_of_a_process_that_was_sweeping_sweeps(tmp_path: Path) -> None:
             signal.alarm(20)
             return store.gc(0)
 
-        with store._core.services().evictor.reclaimer._sweeping:
+        with store._shared.services().evictor.reclaimer._sweeping:
             assert run_child(sweep)["bytes_after"] >= 0
         assert store.gc(0)["bytes_after"] >= 0

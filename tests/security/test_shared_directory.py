@@ -28,7 +28,7 @@ from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files,
 CHUNKS = 6
 TOKENS, PAGES = tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES)
 SECRET = b"another program's data, 4 KiB of it. " * 111
-NOBODY = 65534
+NO_OWNER = 65534
 
 
 def namespace(store: kvfs.Store, **identity: str) -> kvfs.Namespace:
@@ -123,7 +123,7 @@ def generation(path: Path) -> Path:
 def active(path: Path) -> Path:
     """The segment that is not sealed."""
     with kvfs.open(path) as store:
-        rows = store._core.c.index.read(lambda s: s.segments_in(ACTIVE), 5.0)
+        rows = store._shared.c.index.read(lambda s: s.segments_in(ACTIVE), 5.0)
     (row,) = [row for _, row in rows]
     return path / "segments" / f"{row.segment_id.hex()}.kvs"
 
@@ -223,7 +223,7 @@ def test_two_stores_do_not_share_an_index_by_hard_links(path: Path, victim: Path
             assert put.stored + put.skipped == 4
             assert restored(namespace(store), tokens) == pages
             assert restored(namespace(store), TOKENS) == PAGES
-            assert store._core.c.index.read(lambda s: s.check_ledger(), 5.0)
+            assert store._shared.c.index.read(lambda s: s.check_ledger(), 5.0)
             assert store.verify().ok
     assert not os.path.samefile(generation(path) / "data.mdb", generation(copy) / "data.mdb")
 
@@ -340,7 +340,7 @@ def test_odd_names_are_left_alone_or_moved_aside(path: Path, name: str) -> None:
 @pytest.mark.needs_root("files of another user")
 def test_files_of_another_user_are_refused_or_served(path: Path) -> None:
     for file in [path, *path.rglob("*")]:
-        os.chown(file, NOBODY, NOBODY)
+        os.chown(file, NO_OWNER, NO_OWNER)
     assert use(path)  # root may do everything
     for file in [path, *path.rglob("*")]:
         os.chown(file, 0, 0)
@@ -353,7 +353,7 @@ def test_files_of_another_user_are_refused_or_served(path: Path) -> None:
             return type(exc).__name__
         return "opened"
 
-    assert run_child(as_nobody, uid=NOBODY) == "StoreAccessError"
+    assert run_child(as_nobody, uid=NO_OWNER) == "StoreAccessError"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o707, 0o755, 0o775])

@@ -712,7 +712,7 @@ def test_the_match_may_be_closed_while_it_loads(ns: kvfs.Namespace, store: kvfs.
         match = ns.match(prompt(3))
         t = io.load(match, blocks(3), after=event, deadline=LATE)
         match.close()
-        held = store._core.c.segments
+        held = store._shared.c.segments
         assert held.count() == 1, "the load holds the segment, from before it was started"
         event.set()
         result = t.wait(SECONDS)

@@ -137,7 +137,7 @@ def test_a_put_that_is_overtaken_by_one_that_hangs_declines(
 ) -> None:
     """It had seen the lock free, and then waited for it without a bound."""
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns = store.namespace("m", tiny(), "1")
         assert put(ns, 1).stored == 4
         turn, hanging = ns._appender._active.class_locks.acquire_within, list[Put]()
@@ -232,7 +232,7 @@ def test_a_segment_whose_open_hangs_is_a_miss_and_blocks_no_other_lookup(store_p
         ns = store.namespace("m", tiny(), "1")
         for seed in (1, 2):
             put(ns, seed)
-            store._core.services().active.finish_all()
+            store._shared.services().active.finish_all()
             files.names |= {path.name for path in segment_files(store_path)} if seed == 1 else set()
 
         def get(seed: int) -> None:
@@ -250,10 +250,10 @@ def test_a_segment_whose_open_hangs_is_a_miss_and_blocks_no_other_lookup(store_p
                 assert files.hangs.is_set() and found == [0, 0, 4] and moved("lookup_segments_missing") == 2
             finally:
                 files.goes_on.set()
-        while store._core.c.segments.hangs:
+        while store._shared.c.segments.hangs:
             time.sleep(0.001)
         get(1)
-        assert found[-1] == 4 and not store._core.c.segments.count()
+        assert found[-1] == 4 and not store._shared.c.segments.count()
 
 
 def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) ->
     store = kvfs.open(store_path, capacity="64MiB", files=files)
     ns = store.namespace("m", tiny(), "1")
     put(ns, 1)
-    store._core.services().active.finish_all()
+    store._shared.services().active.finish_all()
     files.names = {path.name for path in segment_files(store_path)}
     assert not ns.match(tokens_of(1, 4)) and files.hangs.is_set()
     (opener,) = (thread for thread in threading.enumerate() if thread.name == "kvfs-open")
@@ -286,5 +286,5 @@ def test_segments_are_opened_where_the_process_may_have_no_more_threads(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             assert ns.match(tokens_of(1, 4)).chunks == 4
-        segments = store._core.c.segments
+        segments = store._shared.c.segments
     assert segments._worker() is None, "a thread that is started after the close would never end"

@@ -20,7 +20,7 @@ def test_segments_that_shrink_during_a_put_raise_nothing_into_the_engine(
     with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:
         ns = store.namespace("model", tiny(), "1")
         assert ns.put(tokens_of(0, 20), pages[: 20 * TINY_BYTES]).stored == 20
-        c, claim, shrunk = store._core.c, Appender._claim, list[int]()
+        c, claim, shrunk = store._shared.c, Appender._claim, list[int]()
 
         def shrinks(self: Appender, job: Any, chunks: Any, active: Any, *rest: Any) -> Any:
             writer = active.writer

@@ -215,7 +215,7 @@ def _stores(table: Table, pages: Pages, dtype: str, folder: Path, plan: Plan) ->
             ns = store.namespace("model", pages.layout, REVISION)
             first = _tokens(0, count * pages.layout.page_tokens)
             ns.put(first, pages.data)
-            store._core.services().active.finish_all()
+            store._shared.services().active.finish_all()
             files = sorted((folder / f"codec-{name}" / "segments").iterdir())
             numbers = iter(range(1, 1 << 20))
             contenders += [

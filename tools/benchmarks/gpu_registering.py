@@ -226,7 +226,7 @@ def _hold(path: str, nbytes: int, files: Sequence[Path]) -> None:
             print("holding", flush=True)
             time.sleep(600.0)
 
-        store._core.c.index.write(hold, 600.0)
+        store._shared.c.index.write(hold, 600.0)
         held.let_go()
 
 

@@ -77,7 +77,7 @@ def _lookup_rows(table: Table, plan: Plan, library: Library) -> None:
         contenders = [
             Contender("hash list", lambda: _hash(library, numbers)),
             Contender("hash", lambda: _hash(library, ids)),
-            Contender("match", lambda: match_once(namespace, ids), store._core.c.chains.forget),
+            Contender("match", lambda: match_once(namespace, ids), store._shared.c.chains.forget),
             Contender("again", lambda: match_once(namespace, ids)),
         ]
         for busy in (False, True):

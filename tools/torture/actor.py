@@ -217,7 +217,7 @@ def checker(actor: Actor) -> None:
         ):
             actor.judge.found("unopenable", f"no new pages: {store.stats()}")
         store.wait_ready(60.0)  # a starved machine may have opened the breaker
-        if not store._core.c.index.read(lambda s: s.check_ledger(), 5.0):
+        if not store._shared.c.index.read(lambda s: s.check_ledger(), 5.0):
             actor.judge.found("raised", "the ledger does not add up")
     actor.report()
 

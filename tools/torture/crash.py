@@ -208,5 +208,5 @@ def check(image: Path, acknowledged: Sequence[str], judge: Judge) -> None:
         if get(ns, PROMPTS.tokens(1000, 5), judge) != 5:
             judge.found("unopenable", f"no new pages: {store.stats()}")
         store.wait_ready(READY_SECONDS)  # a starved machine may have opened the breaker
-        if not store._core.c.index.read(lambda s: s.check_ledger(), 5.0):
+        if not store._shared.c.index.read(lambda s: s.check_ledger(), 5.0):
             judge.found("raised", "the ledger does not add up")

@@ -46,7 +46,7 @@ def _session(
         if collect:
             judge.call("gc", lambda: store.gc(target_bytes=0), may_raise=True)
             get(ns, PROMPTS.tokens(families[0], 6), judge)
-        crashed = {k: n for k, n in store._core.c.counters.snapshot().items() if k.endswith("_crashed")}
+        crashed = {k: n for k, n in store._shared.c.counters.snapshot().items() if k.endswith("_crashed")}
         if crashed:
             judge.found("raised", f"upkeep: {crashed}")
     finally:
