@@ -1,4 +1,4 @@
-"""What the parts of one open store share."""
+"""What the parts of an open store share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from kvfs.system.files import Files
 from kvfs.types import Verify
 
 T = TypeVar("T")
-#: Index calls of lookups and of writers give up after this long; the engine recomputes.
-LOOKUP_SECONDS = 0.25
-COMMIT_SECONDS = 2.0
+LOOKUP_SECONDS = 0.25  # deadline of index calls of lookups: after it the engine recomputes
+COMMIT_SECONDS = 2.0  # deadline of index calls of writers and upkeep
 
 
 class Counters:
@@ -43,7 +42,7 @@ class Counters:
                 self._counts[name] += n
 
     def took(self, what: str, seconds: float) -> None:
-        """Count a latency in a bucket of its own: ``<what>_us_<n>`` holds those below 2**n microseconds."""
+        """Count a latency: ``<what>_us_<n>`` counts those below 2**n, and not below 2**(n-1), microseconds."""
         self.add(f"{what}_us_{min(40, int(seconds * 1e6).bit_length())}")
 
     def snapshot(self) -> dict[str, int]:
@@ -53,7 +52,7 @@ class Counters:
 
 @dataclass
 class Context:
-    """One open store of one process, below its public face."""
+    """The parts of one open store of this process, which every layer below its public face uses."""
 
     directory: Directory
     files: Files
@@ -68,11 +67,12 @@ class Context:
     threads: int
     shared_counters: SharedCounters
     declines: str = ""  # why no page is stored, if none is: "disabled" or "read-only"
+    inspect_only: bool = False  # counts of this process stay out of the shared ones, and it adopts no bundles
     counters: Counters = field(default_factory=Counters)
     chains: ChunkHashCache = field(default_factory=ChunkHashCache)
     pinned: PinnedBytes = field(init=False)
-    holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of matches in use
-    attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # transports: closed before all else
+    holds: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # holds of matches in use
+    attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # HostIO and GpuIO objects: closed first
 
     def __post_init__(self) -> None:
         self.pinned = PinnedBytes(self.liveness)
@@ -88,7 +88,7 @@ class Context:
 
 
 def living(objects: weakref.WeakSet[T]) -> list[T]:
-    """What is in the set now. Other threads may add to it meanwhile, and iterating fails then."""
+    """The objects in the set now. Retried, since iterating fails while another thread adds an object."""
     while True:
         with contextlib.suppress(RuntimeError):
             return list(objects)

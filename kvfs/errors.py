@@ -6,13 +6,13 @@
     |- StoreNotFoundError                   the path holds no store
     |- StoreLockedError                     another process holds what is needed
     |- FormatError                          written by another version, or not a store at all
-    |- StoreReadOnlyError                   a write asked of a read-only store
+    |- StoreReadOnlyError                   a write to a store that is open read-only
     |- StoreAccessError                     no permission, or a file system that cannot host a store
     |- NoSpaceError                         a limit too small for the request
     '- CorruptError                         the store's own files contradict each other
 
-Nothing in the inference path (``put``, ``match``, ``get``, ``view``) raises for a disk that misbehaves:
-there a fault is a miss or a decline, and counted. Bad arguments raise everywhere, before anything is written.
+The inference path (``put``, ``match``, ``get``, ``view``) never raises for a disk that fails: a fault is a miss or a
+decline, and counted. Bad arguments raise everywhere, before anything is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ConfigError(KvfsError, ValueError):
 
 
 class UnsupportedModelError(ConfigError):
-    """A model whose KV is no function of the token prefix, or whose cache kvfs does not understand."""
+    """A model whose KV is not a function of the token prefix, or whose cache kvfs cannot describe."""
 
 
 class StoreNotFoundError(KvfsError):
@@ -53,7 +53,7 @@ class FormatError(KvfsError):
 
 
 class StoreReadOnlyError(KvfsError):
-    """A write was asked of a store that is open read-only."""
+    """A write to a store that is open read-only."""
 
 
 class StoreAccessError(KvfsError):

@@ -1,15 +1,14 @@
-"""Namespace: the public face for one model's pages. Thin: lookups, puts and loads live below."""
+"""Namespace: the public face of one model's pages. It checks arguments; lookups, puts and loads are done below."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs.context import Context
 from kvfs.directory.config import Quota, parse_duration, quota_id
-from kvfs.directory.root import translate_os_errors
-from kvfs.directory.weight_epochs import next_epoch
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.format.codec import NAMES as codec_names
 from kvfs.format.codec import parse as parse_codec
@@ -33,6 +32,11 @@ if TYPE_CHECKING:
     from kvfs.transfer.host_io import HostIO
 
 
+def random_epoch() -> int:
+    """A number for ``Identity.epoch`` that no other change of weights has, in any process: 62 random bits, never 0."""
+    return secrets.randbits(62) | 1
+
+
 class _Put(NamedTuple):
     number: int
     group: Group
@@ -47,10 +51,10 @@ class Namespace:
 
     def __init__(
         self, context: Context, appender: Appender, reader: Reader, identity: Identity, codec: str | None = None,
-        keeps: object = None,
+        keep_alive: object = None,
     ) -> None:  # fmt: skip
         self._c = context
-        self._keeps = keeps  # the store stays open as long as somebody has one of its namespaces
+        self._keep_alive = keep_alive  # the Store, which must not be garbage-collected before its namespaces
         self._codec = parse_codec(context.settings.codec if codec is None else codec)
         self._appender = appender
         self._reader = reader
@@ -66,22 +70,17 @@ class Namespace:
 
     @property
     def codec(self) -> str:
-        """What new pages are stored in; pages of every codec are read alike."""
+        """The codec of new pages; pages of every codec are read."""
         return codec_names[self._codec]
 
     def new_epoch(self) -> Namespace:
-        """The namespace of the same model after its weights were changed in place: nothing stored before is found.
-        The number is one that the store never gave before, to nobody and in no process. Of several ranks one calls
-        this; the others open the namespace with ``epoch=`` its ``identity.epoch``. This object stays as it is.
+        """The namespace of the same model after its weights changed in place: nothing stored before is found.
+
+        Its ``identity.epoch`` is random. Of several ranks one calls this; the others open the namespace with ``epoch=``
+        that number. This object stays as it is.
         """
-        if self._c.liveness is None:
-            raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to raise the epoch")
-        epoch = self.identity.epoch + 1
-        if self._c.declines != "disabled":
-            with translate_os_errors(self._c.directory.path):
-                epoch = next_epoch(self._c.directory, replace(self.identity, epoch=0).digest, self.identity.epoch)
-        raised = replace(self.identity, epoch=epoch)
-        return Namespace(self._c, self._appender, self._reader, raised, self.codec, self._keeps)
+        identity = replace(self.identity, epoch=random_epoch())
+        return Namespace(self._c, self._appender, self._reader, identity, self.codec, self._keep_alive)
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -91,14 +90,15 @@ class Namespace:
     ) -> PrefixMatch:  # fmt: skip
         """Longest prefix of ``token_ids`` that can be restored, leaving at least ``leave`` tokens to compute.
 
-        ``extra`` gives extra key bytes for single chunks, ``part`` the rectangle that this reader wants (a TP or
-        PP rank; default: whole pages). A store that cannot answer in time answers 0 tokens.
+        ``token_ids``: a sequence or 1-D integer array. ``extra``: extra key bytes of single chunks. ``part``: the
+        rectangle of layers and heads that this reader needs (a TP or PP rank; default: whole pages). If the index does
+        not answer in time, the match has 0 tokens. Close the match, or use ``with``.
         """
         hashes = self._chain(token_ids, extra, leave)
         return self._matcher.match(Prompt(self.identity.digest, hashes), self._parts(part))
 
     def match_keys(self, keys: Sequence[bytes], *, part: Part | None = None) -> PrefixMatch:
-        """Leading keys that are present; for engines that have opaque keys in place of tokens."""
+        """Match the leading keys that are present; for engines with opaque keys instead of tokens."""
         return self._matcher.match(self._key_prompt(keys), self._parts(part))
 
     def present_keys(self, keys: Sequence[bytes]) -> list[bool]:
@@ -106,7 +106,7 @@ class Namespace:
         return self._matcher.stored(self._key_prompt(keys))
 
     def prompt(self, token_ids: TokensLike = (), *, extra: ExtraKeys | None = None) -> PromptPages:
-        """A prompt that may grow, for engines that ask and decide page by page; see :class:`PromptPages`."""
+        """A prompt that may grow, for engines that look up and decide page by page; see :class:`PromptPages`."""
         return PromptPages(self._c, self._matcher, self.identity, token_ids, extra)
 
     # -- loads -------------------------------------------------------------------------------
@@ -114,10 +114,11 @@ class Namespace:
     def get(self, match: PrefixMatch, out: BufferLike | Mapping[str, BufferLike]) -> int:
         """Load the pages of ``match``; returns how many leading chunks are verified and now in ``out``.
 
-        ``out``: a writable buffer of ``match.group(name).nbytes`` bytes or more; for layouts of several groups
-        a mapping from group name to buffer. What lies behind the returned length is undefined.
+        ``out``: a writable buffer of at least ``match.group(name).nbytes`` bytes, which receives pages in canonical
+        order; for layouts of several groups a mapping from group name to buffer. Its content beyond the returned length
+        is undefined. Raises ConfigError for a bad argument, never for a disk that fails.
         """
-        self._own(match)
+        self._check_match(match)
         outs = []
         for gm in match.groups:
             buffer = out.get(gm.name) if isinstance(out, Mapping) else out
@@ -139,18 +140,18 @@ class Namespace:
     def view(self, match: PrefixMatch, group: str | None = None) -> list[memoryview]:
         """Read-only buffers over the page cache, one per leading page that verifies; no copy.
 
-        A view stays valid as long as the caller keeps it, also after eviction. Pages that were written in other
-        parts than the match asks for end the list.
+        A view stays valid as long as the caller keeps it, also after eviction. The list ends at the first page that
+        was written in other parts than the match asks for. ConfigError in mode "staging".
         """
-        self._own(match)
+        self._check_match(match)
         self._c.mode.check_maps("view", "use get")
         names = [g.name for g in match.groups]
         if (group is None and len(names) > 1) or group not in (None, *names):
-            raise ConfigError(f"group is {group!r}: name one of {names}")
+            raise ConfigError(f"group is {group!r}: pass one of {names}")
         gm = match.groups[0] if group is None else match.group(group)
         return self._reader.view(match, gm, self.layout.groups[gm.number]) if match.tokens else []
 
-    def _own(self, match: PrefixMatch) -> None:
+    def _check_match(self, match: PrefixMatch) -> None:
         if not isinstance(match, PrefixMatch) or match.namespace != self.identity.digest:
             raise ConfigError("this match is of another namespace: use the one that made it")
 
@@ -163,10 +164,11 @@ class Namespace:
     ) -> PutResult:  # fmt: skip
         """Store whole pages of a prompt, in canonical order, from chunk ``start`` on.
 
-        ``pages``: one buffer, or a mapping from group name to buffer; ``start`` likewise. Pages that are there
-        already are skipped, pages that somebody else is writing are counted ``in_flight``. In a group of full
-        attention nothing is stored whose predecessor is missing, and the first decline ends the put.
-        Disks that misbehave decline; only bad arguments raise.
+        ``pages``: one buffer, or a mapping from group name to buffer; ``start`` likewise. ``ttl``: lifetime in seconds,
+        or a text like "12h" (default: the quota's). ``attempt``: 8 bytes that all ranks of one save share. Pages that
+        are stored already are skipped, pages that another writer is storing count as ``in_flight``. In a group of full
+        attention no page is stored whose predecessor is missing, and the first decline ends the put. A disk that fails
+        is a decline; ConfigError and StoreReadOnlyError are raised before anything is written.
         """
         hashes = self._chain(token_ids, extra)
         return self._put(Prompt(self.identity.digest, hashes), pages, start, part, ttl, attempt)
@@ -176,15 +178,15 @@ class Namespace:
         return self._put(self._key_prompt(keys), pages, 0, None, ttl, bytes(8))
 
     def chunk_hashes(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None) -> list[bytes]:
-        """Names of the full chunks of a prompt: each stands for the whole prefix up to its end."""
+        """Hashes (32 bytes) of the full chunks of a prompt: each identifies the whole prefix up to its end."""
         return list(self._chain(token_ids, extra))
 
     def plan_save(
         self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
     ) -> SavePlan:
-        """Which full chunks of a prompt are not stored (nor being written) yet, per group.
+        """Which full chunks of a prompt are neither stored nor being written, per group.
 
-        Forks that are there although little of what led to them is may be among these: their save skips them.
+        Chunks that are stored behind a long gap may be listed, too: their save skips them.
         """
         hashes = self._chain(token_ids, extra)
         prompt = Prompt(self.identity.digest, hashes)
@@ -205,16 +207,16 @@ class Namespace:
         registered_bytes: int | str | None = None, transport: str | None = None,
     ) -> HostIO:  # fmt: skip
         """Attach the engine's buffers, one descriptor per group; saves and loads then go through ``HostIO``, or
-        ``GpuIO`` if they lie on a GPU.
+        ``GpuIO`` for buffers on a GPU.
 
-        A rank attaches what it holds: groups without a layer on this rank are left out. ``ring_bytes``: staging
-        memory, at least one page. ``threads``: of copies, and again of loads. ``dirty_bytes``: how much may be
-        copied out of the engine and not be published yet (default: three quarters of the ring). ``queue_max``:
-        unfinished transfers. On a GPU ``scratch_bytes`` of its memory serve loads, and as much, but at most 128 MiB,
-        saves; ``registered_bytes`` of host memory (default: a quarter of what there is) may be pinned by all processes
-        of the host together, beside their rings (0: all goes through the ring). ``transport``: one of
-        ``gpuio.TRANSPORTS``; default: what the device can do.
-        ConfigError for a descriptor that does not fit the layout, or a device that is not there.
+        A rank attaches what it holds, without the groups that have no layer on it. ``ring_bytes``: staging memory, at
+        least one page. ``threads``: that copy, and as many that load. ``dirty_bytes``: how much may be copied out of
+        the engine and not published yet (default: three quarters of the ring). ``queue_max``: unfinished transfers. On
+        a GPU, loads use ``scratch_bytes`` of its memory, and saves as much, but at most 128 MiB;
+        ``registered_bytes`` of host memory (default: a quarter of it) may be pinned by all processes of the host
+        together, in addition to their rings (0: all loads use the ring). ``transport``: one of
+        ``kvfs.gpu.gpu_io.TRANSPORTS``; default: the fastest that the device supports.
+        Raises ConfigError for a descriptor that does not fit the layout, or a device that does not exist.
         """
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
         args = (self._c, self._appender, self._reader, self._matcher, self.identity, self._retention, kvs)
@@ -241,7 +243,7 @@ class Namespace:
         puts = [self._check_put(prompt, n, g, pages, start, part) for n, g in enumerate(self.layout.groups)]
         expires, segment_class = self._retention(ttl)
         if not isinstance(attempt, bytes) or len(attempt) != 8:
-            raise ConfigError(f"attempt is {attempt!r}: pass 8 bytes that all ranks of a cohort share")
+            raise ConfigError(f"attempt is {attempt!r}: pass 8 bytes that all ranks of one save share")
         if self._c.declines:
             pages_n = sum(put.pages for put in puts if put is not None)
             self._c.counters.add(f"pages_declined_{self._c.declines}", pages_n)
@@ -262,10 +264,10 @@ class Namespace:
     def _store(
         self, prompt: Prompt, put: _Put, limit: int, expires: int, segment_class: SegmentClass, attempt: bytes
     ) -> tuple[Outcome, int]:
-        """Store one group; (outcome, chunks up to which other groups' pages can be of use)."""
+        """Store one group. Returns the outcome, and the chunk up to which pages of other groups are of use."""
         number, group, part, start, data, pages = put
         end = min(start + pages, limit)
-        if end <= start:  # behind what another group declined: of no use
+        if end <= start:  # after what another group declined: of no use
             return Outcome(declined=pages), limit
         size = group.part_bytes(part)
         chain = group.need.kind == "all" and prompt.run_length > 1
@@ -298,7 +300,7 @@ class Namespace:
         return outcome, limit
 
     def _begin_request(self, prompt: Prompt, lookup: GroupLookup, done: int) -> int:
-        """One stamp for all pages of a request: its lookup's, else now; present pages are stamped with it."""
+        """The access time of all pages of a request: of its lookup, else now. Present pages are marked with it."""
         at_us = self._c.access_times.request_of(prompt.hashes[done - 1]) if done else None
         if at_us is None:
             at_us = self._c.files.now_us()
@@ -382,5 +384,5 @@ class Namespace:
             return group.full
         if not isinstance(mine, Part):
             raise ConfigError(f"part is {type(mine).__name__}: pass a kvfs.Part or a mapping from group name to one")
-        group.leaves(mine)  # refuses a rectangle outside the group
+        group.leaves(mine)  # raises ConfigError for a rectangle outside the group
         return mine

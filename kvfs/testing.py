@@ -1,12 +1,12 @@
-"""For tests of kvfs and of what is built on it: a file system that fails on purpose, a clock that is set by hand,
-and bytes that any process can check.
+"""For tests of kvfs and of code that uses it: a file system with injected faults, a clock that the test sets, and bytes
+that every process can check.
 
 >>> files = FaultyFiles(Fault(nth=3, kind="pwritev", error=errno.ENOSPC))   # the third write finds a full disk
 >>> store = kvfs.open(path, capacity="16MiB", files=files)                  # doctest: +SKIP
 
 Every :class:`~kvfs.system.files.Files` method that is one system call is counted (``KINDS``); loops such as
-``read_into`` count through the calls that they make. LMDB does its own I/O and is not reached from here:
-see ``tools/torture``.
+``read_into`` count through the calls that they make. LMDB does its own I/O, which is not covered: see
+``tools/torture``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MISDIRECTED_BYTES = 4096
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the ``nth`` (from 1) call of ``kind`` (None: of all), and, if ``persistent``, ever after.
+    """What happens to the ``nth`` (from 1) call of ``kind`` (None: of all), and, if ``persistent``, to all later ones.
 
-    Actions that make no sense for a call (``flip`` of an ``unlink``) fall back to ``error``.
+    Actions that do not apply to a call (``flip`` of an ``unlink``) act as ``error``.
     """
 
     nth: int = 1
@@ -76,7 +76,7 @@ class Call(NamedTuple):
 
 
 class FaultyFiles(Files):
-    """Files whose n-th call goes wrong. Thread-safe; faults may be changed while a store is open."""
+    """Files whose n-th call fails. Thread-safe; faults may be changed while a store is open."""
 
     def __init__(self, *faults: Fault, trace: bool = False, seed: int = 0) -> None:
         self.calls: Counter[str] = Counter()
@@ -93,7 +93,7 @@ class FaultyFiles(Files):
         return sum(self.calls.values())
 
     def arm(self, *faults: Fault) -> None:
-        """Replace the faults (by none: all is well again); counting goes on, see ``total``."""
+        """Replace the faults; without arguments no call fails any more. Counting goes on, see ``total``."""
         with self._lock:
             self._faults = faults
 
@@ -259,16 +259,16 @@ class FaultyFiles(Files):
 
 
 def _half(fd: int, nbytes: int, least: int) -> int:
-    """Half of some bytes, but ``least`` units; with O_DIRECT in whole blocks, in bytes else."""
+    """Half of ``nbytes``, at least ``least`` units: blocks with O_DIRECT, else bytes."""
     block = BLOCK if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else 1
     return min(nbytes, max(least * block, nbytes // 2 // block * block))
 
 
 class FakeClock:
-    """Mixin for a :class:`Files`: time stands still until somebody sleeps or calls ``advance``.
+    """Mixin for a :class:`Files`: time passes only through ``sleep`` and ``advance``.
 
-    Threads that wait on locks and events still wait in real time. So whoever sleeps lets them run for a moment: what
-    they hold would outlast any deadline otherwise.
+    Threads that wait on locks and events still wait in real time. So ``sleep`` lets them run for a moment: what they
+    hold would outlast any deadline otherwise.
     """
 
     _elapsed = 0.0
@@ -288,7 +288,7 @@ class FakeClock:
 
 
 class Prompts:
-    """Prompts and pages that every process can compute, so that any byte in a store can be judged by anybody.
+    """Prompts and pages that every process can compute, so that each can check any byte in a store.
 
     ``tokens(family, chunks)``: prompts of one family begin alike; ``fork`` (a chunk number) makes another
     continuation from there on. A page's bytes are a function of all tokens up to its end.
@@ -317,18 +317,18 @@ class Prompts:
         return found
 
     def wrong(self, tokens: Sequence[int], pages: Iterable[Any]) -> int:
-        """How many of the leading ``pages`` (buffers) are not what belongs to ``tokens``."""
+        """How many of the leading ``pages`` (buffers) differ from the pages of ``tokens``."""
         return sum(bytes(page) != right for page, right in zip(pages, self.pages(tokens), strict=False))
 
 
 @lru_cache(maxsize=4096)
 def page_content(key: bytes, nbytes: int) -> bytes:
-    """``nbytes`` that nobody takes for another key's."""
+    """``nbytes`` that differ from those of every other key."""
     return hashlib.shake_128(key).digest(nbytes)
 
 
 class DictOracle:
-    """What a store should hold: key -> bytes. For tests that make up their own bytes."""
+    """What a store should hold: key -> bytes. For tests that choose their own bytes."""
 
     def __init__(self) -> None:
         self.pages: dict[bytes, bytes] = {}
@@ -338,5 +338,5 @@ class DictOracle:
         self.pages.setdefault(key, bytes(page))
 
     def wrong(self, keys: Sequence[bytes], pages: Iterable[Any]) -> list[bytes]:
-        """Keys of the leading ``pages`` whose bytes are not the right ones (or were never put)."""
+        """Keys of the leading ``pages`` whose bytes are wrong, or were never put."""
         return [key for key, page in zip(keys, pages, strict=False) if self.pages.get(key) != bytes(page)]

@@ -16,7 +16,7 @@ ExtraKeys: TypeAlias = Mapping[int, bytes]
 
 
 class Tier(enum.IntEnum):
-    """Where a page lies, fastest first."""
+    """Where a page is stored, fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -33,27 +33,27 @@ class Verify(enum.Enum):
 
 
 class PutResult(NamedTuple):
-    """What became of the pages offered to one ``put``; the four counts add up to the pages offered."""
+    """Outcome of one ``put``. The four counts add up to the pages offered."""
 
     stored: int
     skipped: int
     declined: int
     in_flight: int = 0
-    #: why pages were declined ("" if none): "space", "index", "io", "gap", "deadline", "disabled", "read-only"
+    #: why pages were declined, "" if none were: "space", "index", "io", "gap", "deadline", "disabled", "read-only"
     reason: str = ""
 
 
 class PurgeResult(NamedTuple):
-    """What a purge did. Space that somebody still maps or reads is freed when he lets go."""
+    """What a purge did. Space that is still mapped or read is freed when its readers release it."""
 
     pages: int  # index entries removed
-    segments_dropped: int  # they held nothing else
+    segments_dropped: int  # segments that held only purged pages
     bytes_freed: int
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which pages of a prompt are worth saving. Picklable: one process plans, others save."""
+    """Which pages of a prompt are to be saved. Picklable: one process plans, others save."""
 
     chunks: int
     hashes: tuple[bytes, ...]
@@ -65,12 +65,12 @@ class SavePlan:
 
 
 class TransferState(enum.Enum):
-    """Where a transfer is; the last five are ends."""
+    """State of a transfer; the last five are final."""
 
     QUEUED = "queued"
-    WAITING = "waiting"  # for the engine's event
+    WAITING = "waiting"  # for the ``after`` event of the engine
     COPYING = "copying"  # save: out of the engine's buffers
-    WRITING = "writing"  # save: the source is free, the store is not done
+    WRITING = "writing"  # save: the source is free, the pages are not published yet
     LOADING = "loading"
     DONE = "done"  # every page was stored or loaded, or was there already
     PARTIAL = "partial"  # some were
@@ -80,18 +80,18 @@ class TransferState(enum.Enum):
 
 
 class PageOutcome(enum.Enum):
-    """What became of a page."""
+    """Outcome of one page."""
 
     STORED = "stored"
-    SKIPPED = "skipped"  # somebody else has stored it, or is writing it
+    SKIPPED = "skipped"  # another writer has stored it, or is writing it
     LOADED = "loaded"  # verified, and now in the engine's buffers
     DECLINED = "declined"
-    UNREADABLE = "unreadable"  # missing, or its bytes do not verify: nothing of it was copied
+    UNREADABLE = "unreadable"  # missing, or its bytes do not verify: none of them was copied
     CANCELLED = "cancelled"
 
 
 class PageDone(NamedTuple):
-    """What ``on_page`` gets."""
+    """Argument of ``on_page``."""
 
     group: str
     chunk: int
@@ -100,13 +100,13 @@ class PageDone(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What a transfer did.
+    """Outcome of a transfer.
 
-    ``tokens``: of a load, the restored length from token 0 on; of a save, the tokens whose pages were stored now.
-    ``tiers`` (loads) adds up to ``tokens``: a token counts for the slowest tier that one of its pages came from,
-    DEVICE if nothing had to move for it. ``pages`` were moved, ``skipped`` were there or in flight, ``declined``
-    were not moved (refused, unreadable, cancelled). ``reason`` of the first of those: "ring", "deadline", "busy",
-    "source", "disabled", "cancelled", "closed", "error", "unreadable" or one of ``PutResult``.
+    ``tokens``: of a load, the restored length from token 0 on; of a save, the tokens whose pages it stored. ``tiers``
+    (loads) adds up to ``tokens``: a token counts for the slowest tier that one of its pages came from, DEVICE if no
+    page was moved for it. ``pages`` were moved, ``skipped`` were stored already or in flight, ``declined`` were not
+    moved (refused, unreadable, cancelled). ``reason`` of the first declined page: "ring", "deadline", "busy", "source",
+    "disabled", "cancelled", "closed", "error", "unreadable" or one of ``PutResult``.
     """
 
     tokens: int = 0

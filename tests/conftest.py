@@ -36,7 +36,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
-    """Where a test may create a store; nothing is there yet."""
+    """Where a test may create a store; it does not exist yet."""
     return tmp_path / "store"
 
 
@@ -62,7 +62,7 @@ def python_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def disk_path(tmp_path: Path) -> Path:
-    """A directory on a file system that takes O_DIRECT."""
+    """A directory on a file system that supports O_DIRECT."""
     from kvfs.directory import io_mode
     from kvfs.directory.config import make_settings
     from kvfs.errors import ConfigError

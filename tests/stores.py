@@ -44,7 +44,7 @@ def tokens_of(seed: int, chunks: int, page_tokens: int = PAGE_TOKENS) -> list[in
 
 
 def load(ns: kvfs.Namespace, match: PrefixMatch) -> dict[str, bytes]:
-    """The pages that ``get`` restores, by group, cut to what it vouches for; the rest of the buffer is guarded."""
+    """The pages that ``get`` restores, by group, cut to the length that it returns. Checks guard bytes behind them."""
     guard = b"\xa5" * 64
     buffers = {g.name: bytearray(b"\xee" * g.nbytes + guard) for g in match.groups}
     outs = {name: memoryview(buffer)[: len(buffer) - len(guard)] for name, buffer in buffers.items()}
@@ -57,7 +57,7 @@ def load(ns: kvfs.Namespace, match: PrefixMatch) -> dict[str, bytes]:
 
 
 def restored(ns: kvfs.Namespace, token_ids: Any, **how: Any) -> bytes:
-    """Bytes that a match and a get give for a prompt of a layout with one group."""
+    """Bytes that a match and a get load for a prompt of a layout with one group."""
     with ns.match(token_ids, **how) as match:
         return next(iter(load(ns, match).values()))
 
@@ -78,7 +78,7 @@ def segment_files(path: Path) -> list[Path]:
 
 
 def scanned(file: Path) -> Scan:
-    """A segment's tables. Looking reads no page of it into the page cache."""
+    """A segment's tables, without reading its pages into the page cache."""
     fd = os.open(file, os.O_RDONLY)
     try:
         Files().random_access(fd)

@@ -31,7 +31,7 @@ ALLOWED: dict[str, str] = {
     ),
     "maintenance": "catalog context directory errors eviction format index lookup pages segments system types write",
     "bundles": ("catalog context directory errors format index lookup pages read segments system types version write"),
-    "eviction": "context directory errors format index pages segments system write",
+    "eviction": "context directory errors format index segments system write",
     "transfer": "context directory errors lookup pages read segments types write",
     "read": "context errors format index lookup native pages segments system types",
     "write": "context directory errors format index lookup pages segments",

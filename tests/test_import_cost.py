@@ -1,6 +1,6 @@
-"""`import kvfs` and the commands that people look with are cheap: a thing is imported when something needs it.
+"""`import kvfs` and the commands that inspect a store are cheap: a module is imported when a call needs it.
 
-A command that looks at a store takes as long as its imports; beside busy writers they wait for a core.
+A command that inspects a store takes as long as its imports, which wait for a CPU while writers are busy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "triton", "numpy", "zstandard", "transformers", "vllm", "watchdog")
-#: What no command needs that only looks at a store: what writes, evicts, rebuilds or reads payloads, and its libraries.
+#: Not needed by commands that only inspect a store: what writes, evicts, rebuilds or reads payloads, and its libraries.
 WORK = (
     "kvfs.runtime.services", "kvfs.write.appender", "kvfs.write.active_segments", "kvfs.eviction.evictor",
     "kvfs.maintenance.purge", "kvfs.maintenance.rebuild", "kvfs.bundles.drop_folder", "kvfs.read.reader",
@@ -27,7 +27,7 @@ WORK = (
     "kvfs.pages.hf_config",
     "tempfile", "shutil", "tarfile", "pathlib", "asyncio",
 )  # fmt: skip
-LOOKS = (("inspect",), ("inspect", "alpha"), ("ls",), ("ls", "alpha"), ("stats",))
+INSPECTING = (("inspect",), ("inspect", "alpha"), ("ls",), ("ls", "alpha"), ("stats",))
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -94,8 +94,8 @@ def test_help_loads_no_store_and_none_of_the_commands() -> None:
     }
 
 
-@pytest.mark.parametrize("arguments", LOOKS, ids=" ".join)
-def test_what_a_command_that_looks_does_not_load(arguments: tuple[str, ...], store: str) -> None:
+@pytest.mark.parametrize("arguments", INSPECTING, ids=" ".join)
+def test_modules_that_an_inspecting_command_does_not_load(arguments: tuple[str, ...], store: str) -> None:
     names = loaded_by("-C", store, *arguments)
     assert "kvfs.runtime.open_store" in names
     found = names & {*HEAVY, *WORK}
@@ -113,12 +113,12 @@ def test_config_opens_no_index(store: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("verify",), ("gc",), ("warm", "alpha"), ("pin", "ls")], ids=" ".join)
-def test_what_the_other_commands_do_not_load(arguments: tuple[str, ...], store: str) -> None:
+def test_modules_that_the_other_commands_do_not_load(arguments: tuple[str, ...], store: str) -> None:
     assert not loaded_by("-C", store, *arguments) & {*HEAVY, "kvfs.maintenance.recompress", "kvfs.pages.hf_config"}
 
 
 def test_an_engine_imports_before_it_serves(store: str) -> None:
-    """Whoever may fork imports nothing in a background thread: the child would find a module half imported."""
+    """A process that may fork imports nothing in a background thread: the child would find a module half imported."""
     at_once = loaded_after(f"import kvfs\nstore = kvfs.open({store!r})")
     assert set(WORK[:8]) <= at_once
     later = loaded_after(f"import kvfs, time\nstore = kvfs.open({store!r})\ntime.sleep(2.5)")

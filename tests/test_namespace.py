@@ -51,7 +51,7 @@ def ns(shared: kvfs.Store, request: pytest.FixtureRequest) -> kvfs.Namespace:
 
 
 def fill(ns: kvfs.Namespace, seed: int, chunks: int) -> tuple[list[int], bytes]:
-    """Store a prompt; its tokens and pages."""
+    """Store a prompt; returns its tokens and pages."""
     tokens, pages = tokens_of(seed, chunks), seeded(seed, chunks * ns.layout.page_bytes)
     assert ns.put(tokens, pages) == (chunks, 0, 0, 0, "")
     return tokens, pages
@@ -157,10 +157,10 @@ def test_opaque_keys_come_back_by_key(shared: kvfs.Store) -> None:
     assert ns.put_keys(keys, pages) == (0, 5, 0, 0, "")
     with ns.match_keys(keys) as match:
         assert match.chunks == 5 and load(ns, match)["opaque"] == pages
-    for wanted in ([keys[3]], keys[::-1], keys[1:3]):  # opaque keys have no order
-        with ns.match_keys(wanted) as match:
-            expected = b"".join(pages[1000 * keys.index(k) :][:1000] for k in wanted)
-            assert match.chunks == len(wanted) and load(ns, match)["opaque"] == expected
+    for chosen in ([keys[3]], keys[::-1], keys[1:3]):  # opaque keys have no order
+        with ns.match_keys(chosen) as match:
+            expected = b"".join(pages[1000 * keys.index(k) :][:1000] for k in chosen)
+            assert match.chunks == len(chosen) and load(ns, match)["opaque"] == expected
     assert ns.match_keys([keys[0], b"other", keys[1]]).chunks == 1
     for keys_of in (b"not a list", ["text"], [b""], [1]):
         with pytest.raises(ConfigError, match="keys"):
@@ -219,7 +219,7 @@ def test_a_second_put_moves_no_bytes(shared: kvfs.Store, ns: kvfs.Namespace) -> 
 def test_a_process_that_may_have_no_more_threads_stores_large_pages(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, started: int
 ) -> None:
-    """The put raised, and the threads that could be started were left behind: more of them with each put."""
+    """The put raised, and left the threads that it had started behind: more of them with each put."""
     monkeypatch.setattr(segment, "WRITERS", writers := segment._Writers())
     monkeypatch.setattr(encode, "WRITERS", writers)
     few, begin = iter(range(started)), threading.Thread.start
@@ -270,15 +270,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_whoever_differs_shares_nothing(store: kvfs.Store, what: str) -> None:
-    who: dict[str, Any] = {"name": "m", "layout": tiny(), "revision": "r1", "salt": "tenant a"}
-    ours = store.namespace(**who)
-    theirs = store.namespace(**{**who, **CHANGES[what]})
+def test_identities_that_differ_share_nothing(store: kvfs.Store, what: str) -> None:
+    identity: dict[str, Any] = {"name": "m", "layout": tiny(), "revision": "r1", "salt": "tenant a"}
+    ours = store.namespace(**identity)
+    theirs = store.namespace(**{**identity, **CHANGES[what]})
     tokens, pages = fill(ours, 1, 2)
     assert theirs.match(tokens).tokens == 0
     assert theirs.put(tokens, seeded(8, len(pages))).stored == 2
     assert restored(ours, tokens) == pages and restored(theirs, tokens) == seeded(8, len(pages))
-    assert store.namespace(**who).match(tokens).tokens == 2 * T
+    assert store.namespace(**identity).match(tokens).tokens == 2 * T
     with pytest.raises(ConfigError, match="another namespace"):
         theirs.get(ours.match(tokens), bytearray(len(pages)))
 
@@ -295,10 +295,10 @@ BAD_IDENTITIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_IDENTITIES)
-def test_an_identity_that_says_nothing_is_refused(shared: kvfs.Store, what: str) -> None:
-    who: dict[str, Any] = {"name": "m", "layout": tiny(), "revision": "r1"}
+def test_an_invalid_identity_is_refused(shared: kvfs.Store, what: str) -> None:
+    identity: dict[str, Any] = {"name": "m", "layout": tiny(), "revision": "r1"}
     with pytest.raises(ConfigError):
-        shared.namespace(**{**who, **BAD_IDENTITIES[what]})
+        shared.namespace(**{**identity, **BAD_IDENTITIES[what]})
 
 
 def test_a_page_larger_than_a_segment_is_refused_at_once(shared: kvfs.Store) -> None:
@@ -309,7 +309,7 @@ def test_a_page_larger_than_a_segment_is_refused_at_once(shared: kvfs.Store) -> 
 # ---------------------------------------------------------------- where a put begins and ends
 
 
-def test_a_put_may_begin_behind_what_is_stored(ns: kvfs.Namespace) -> None:
+def test_a_put_may_begin_after_what_is_stored(ns: kvfs.Namespace) -> None:
     tokens, pages = tokens_of(1, 5), seeded(1, 5 * TINY_BYTES)
     assert ns.put(tokens, pages[: 2 * TINY_BYTES]).stored == 2
     assert ns.plan_save(tokens).missing == {"full": (2, 3, 4)}
@@ -317,8 +317,8 @@ def test_a_put_may_begin_behind_what_is_stored(ns: kvfs.Namespace) -> None:
     assert restored(ns, tokens) == pages
 
 
-def test_a_plan_leaves_out_what_lies_behind_a_gap(ns: kvfs.Namespace) -> None:
-    """The row that led to a continuation may go before the continuation does."""
+def test_a_plan_leaves_out_what_is_stored_behind_a_gap(ns: kvfs.Namespace) -> None:
+    """The row that leads to a continuation may leave the index before the continuation does."""
     first, pages = fill(ns, 1, 40)
     fork = first[: 3 * T] + tokens_of(2, 37)
     assert ns.put(fork, pages).stored == 37
@@ -383,7 +383,7 @@ BAD_PUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_PUTS)
-def test_a_put_that_makes_no_sense_is_refused_before_anything_is_written(
+def test_an_invalid_put_is_refused_before_anything_is_written(
     shared: kvfs.Store, ns: kvfs.Namespace, what: str
 ) -> None:
     arguments: dict[str, Any] = {"token_ids": tokens_of(1, 4), "pages": bytes(4 * TINY_BYTES), **BAD_PUTS[what]}
@@ -441,7 +441,7 @@ BAD_OUTS: dict[str, tuple[Callable[[int], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD_OUTS)
-def test_a_buffer_that_cannot_take_the_pages_is_refused(ns: kvfs.Namespace, what: str) -> None:
+def test_a_buffer_that_cannot_hold_the_pages_is_refused(ns: kvfs.Namespace, what: str) -> None:
     make, message = BAD_OUTS[what]
     tokens, pages = fill(ns, 1, 2)
     with ns.match(tokens) as match, pytest.raises(ConfigError, match=message):
@@ -473,13 +473,13 @@ def test_several_groups_need_names(shared: kvfs.Store) -> None:
             ns.put(tokens_of(1, 2), pages["full"])
 
 
-def test_what_is_no_match_is_refused(ns: kvfs.Namespace) -> None:
+def test_an_object_that_is_no_match_is_refused(ns: kvfs.Namespace) -> None:
     for wrong in (None, 5, "match"):
         with pytest.raises(ConfigError, match="match"):
             ns.get(wrong, bytearray(5))  # type: ignore[arg-type]
 
 
-def test_a_view_holds_after_its_segment_is_gone(store: kvfs.Store) -> None:
+def test_a_view_stays_valid_after_its_segment_is_unlinked(store: kvfs.Store) -> None:
     ns = store.namespace("m", tiny(), revision="r1")
     tokens, pages = fill(ns, 1, 4)
     with ns.match(tokens) as match:
@@ -511,7 +511,7 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
     elif how == "expired":
         assert match.hold is not None
         match.hold.expires_at = 0.0
-        shared._core._expire_holds()
+        shared._shared._expire_holds()
         assert not match.hold.acquire()
     else:
         match = pickle.loads(pickle.dumps(match))
@@ -520,7 +520,7 @@ def test_a_match_loads_after_its_hold_is_over(ns: kvfs.Namespace, shared: kvfs.S
 
 
 def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(store: kvfs.Store) -> None:
-    store._core.background.stop()
+    store._shared.background.stop()
     ns = store.namespace("m", tiny(), "1")
     tokens, _ = fill(ns, 1, 4)
 
@@ -534,11 +534,11 @@ def test_a_match_that_is_made_meanwhile_ends_neither_the_upkeep_nor_a_close(stor
                     made.append(ns.match(tokens))
                 yield one
 
-    store._core.c.holds = holds = Growing()
+    store._shared.c.holds = holds = Growing()
     made = [ns.match(tokens) for _ in range(4)]
-    for look in (store._core._expire_holds, store.close):
+    for call in (store._shared._expire_holds, store.close):
         holds.left = 2
-        look()
+        call()
     assert len(made) == 8 and not any(match.hold and match.hold.acquire() for match in made)
 
 
@@ -569,11 +569,11 @@ def test_nothing_stays_open_when_matches_end(store: kvfs.Store) -> None:
     ns = store.namespace("m", tiny(), revision="r1")
     tokens, _ = fill(ns, 1, 4)
     matches = [ns.match(tokens) for _ in range(3)]
-    assert store._core.c.segments.count() == 1
+    assert store._shared.c.segments.count() == 1
     matches[0].close()
     matches[0].close()
     del matches
-    assert store._core.c.segments.count() == 0
+    assert store._shared.c.segments.count() == 0
 
 
 def test_calls_after_close_are_quick_misses(memory_path: Path) -> None:
@@ -653,7 +653,7 @@ def damaged(store: kvfs.Store) -> tuple[kvfs.Namespace, list[int], bytes, Damage
 
 
 @pytest.mark.parametrize("byte", [0, 511, TINY_BYTES - 1])
-def test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew(
+def test_a_page_with_a_flipped_byte_is_a_miss_and_stored_again(
     store: kvfs.Store, damaged: tuple[kvfs.Namespace, list[int], bytes, Damage], byte: int
 ) -> None:
     ns, tokens, pages, damage = damaged
@@ -679,7 +679,7 @@ def test_a_damaged_page_ends_the_views(damaged: tuple[kvfs.Namespace, list[int],
 def test_two_swapped_records_are_two_misses(
     store: kvfs.Store, damaged: tuple[kvfs.Namespace, list[int], bytes, Damage], tables: bool
 ) -> None:
-    """Each record is sound in itself, with its checksums: the index says which one belongs where."""
+    """Each record is intact, with valid checksums: only the index says which page it is."""
     ns, tokens, pages, damage = damaged
     damage.swap(1, 4, with_tables=tables)
     with counted(store) as moved, ns.match(tokens) as match:
@@ -725,7 +725,7 @@ def test_a_truncated_segment_serves_what_is_left(
 
 
 def test_damaged_states_shorten_to_a_length_that_is_whole(store: kvfs.Store) -> None:
-    """The snapshot at the end is bad: without it nothing of the last chunks is of use."""
+    """The snapshot at the end is bad: without it the last chunks are of no use."""
     layout = hybrid()
     ns = store.namespace("hybrid", layout, revision="r1")
     tokens, pages = tokens_of(1, 4), hybrid_pages(layout, 4)
@@ -765,7 +765,7 @@ def test_the_first_touch_is_checked(memory_path: Path) -> None:
         assert restored(ns, tokens) == pages[:TINY_BYTES]
 
 
-# ---------------------------------------------------------------- much of it
+# ---------------------------------------------------------------- many operations
 
 
 def test_random_operations_equal_a_dict(memory_path: Path) -> None:
@@ -806,7 +806,7 @@ def test_random_operations_equal_a_dict(memory_path: Path) -> None:
 
 
 def test_a_namespace_keeps_its_pages_under_a_new_index(memory_path: Path) -> None:
-    """The index is thrown away: everything is found again, forks included."""
+    """The index is removed and rebuilt: everything is found again, forks included."""
     path = memory_path / "store"
     prompts = [tokens_of(1, 40)]
     prompts += [prompts[0][: cut * T] + tokens_of(cut, 9) for cut in (1, 3, 31, 32, 33)]

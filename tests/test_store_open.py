@@ -45,7 +45,7 @@ from kvfs.runtime.background import TICK_SECONDS
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
-NOBODY = 65534
+NO_OWNER = 65534
 CHUNKS = 4
 #: stores of children that are not to be closed
 KEPT: list[kvfs.Store] = []
@@ -156,7 +156,7 @@ def test_a_path_that_can_hold_no_store_is_refused(tmp_path: Path, what: str, how
     "name", ["with space", "ünï", "-rf", "a'b\"c", "new\nline", "100%", "\U0001f4be", ".hidden", "\udcff"], ids=ascii
 )
 @pytest.mark.parametrize("kind", [str, Path, os.fsencode])
-def test_any_name_that_the_system_takes_will_do(memory_path: Path, name: str, kind: Callable[[Any], Any]) -> None:
+def test_any_name_that_the_system_accepts_will_do(memory_path: Path, name: str, kind: Callable[[Any], Any]) -> None:
     where = kind(str(memory_path / name))
     for _ in range(2):
         with kvfs.open(where, capacity="16MiB") as store:
@@ -187,7 +187,7 @@ def test_an_empty_directory_becomes_a_store_and_a_half_made_one_too(memory_path:
         assert store.settings.capacity_bytes == 16 << 20, "the first creator's settings stay"
 
 
-def test_files_are_private_whatever_the_umask_is(memory_path: Path) -> None:
+def test_files_are_private_under_any_umask(memory_path: Path) -> None:
     old = os.umask(0)
     try:
         with kvfs.open(memory_path / "store", capacity="16MiB") as store:
@@ -256,7 +256,7 @@ def test_two_opens_of_one_process_share(path: Path) -> None:
     link = path.parent / "link"
     link.symlink_to(path)
     first, second = kvfs.open(path), kvfs.open(link)
-    assert first._core is second._core
+    assert first._shared is second._shared
     first.close()
     first.close()
     assert serves(second)
@@ -267,12 +267,12 @@ def test_two_opens_of_one_process_share(path: Path) -> None:
         assert serves(store) and "rebuilds" not in counters(store)
 
 
-def test_a_store_that_nobody_closes_is_closed_with_its_last_reference(path: Path) -> None:
+def test_a_store_without_a_close_is_closed_with_its_last_reference(path: Path) -> None:
     store = kvfs.open(path)
     assert len(list((path / "run").glob("*.live"))) == 1
-    keeper = store._core.background
+    background = store._shared.background
     del store
-    keeper._thread.join(20.0)
+    background._thread.join(20.0)
     assert not list((path / "run").glob("*.live"))
 
 
@@ -297,7 +297,7 @@ def test_no_thread_and_no_descriptor_outlives_a_store(path: Path) -> None:
 
 
 def dirty(path: Path) -> None:
-    """As after the death of the last user: the index was in use, and nobody is there any more."""
+    """The state after the death of the last user: the index is dirty, and no process holds it."""
 
     def use() -> bool:
         KEPT.append(kvfs.open(path))
@@ -307,15 +307,15 @@ def dirty(path: Path) -> None:
     assert json.loads((path / "state").read_bytes())["clean"] is False
 
 
-def test_an_index_that_dead_processes_left_is_built_anew(path: Path) -> None:
+def test_an_index_that_dead_processes_left_is_rebuilt(path: Path) -> None:
     dirty(path)
     with kvfs.open(path) as store:
         assert serves(store) and counters(store)["rebuilds"] == 1
 
 
 @pytest.mark.parametrize("key", ["boot", "device", "inode", "generation"])
-def test_a_clean_index_of_another_place_is_built_anew(path: Path, key: str) -> None:
-    """A copied or restored directory: the state does not speak of this index."""
+def test_a_clean_index_of_another_file_is_rebuilt(path: Path, key: str) -> None:
+    """A copied or restored directory: the state file describes another index."""
     state = json.loads((path / "state").read_bytes())
     state[key] = state[key] + 1 if isinstance(state[key], int) else "0" * len(state[key])
     (path / "state").write_text(json.dumps(state))
@@ -323,7 +323,7 @@ def test_a_clean_index_of_another_place_is_built_anew(path: Path, key: str) -> N
         assert serves(store) and counters(store).get("rebuilds", 0) == (key != "boot")
 
 
-def test_a_dirty_index_of_another_boot_is_not_trusted_though_somebody_holds_it(path: Path) -> None:
+def test_a_dirty_index_of_another_boot_is_not_trusted_though_a_process_holds_it(path: Path) -> None:
     generation = (path / "index" / "CURRENT").read_text()
     state = json.loads((path / "state").read_bytes())
     (path / "state").write_text(json.dumps({**state, "clean": False, "boot": "0" * 36}))
@@ -346,7 +346,7 @@ def test_a_copy_of_a_live_store_serves_right_bytes(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["state", "index/CURRENT"])
 @pytest.mark.parametrize("what", ["absent", "empty", "garbage", "too large", "a fifo", "a symlink"])
-def test_whatever_became_of_the_state_of_the_index_all_pages_are_served(path: Path, name: str, what: str) -> None:
+def test_all_pages_are_served_after_damage_to_the_state_of_the_index(path: Path, name: str, what: str) -> None:
     file = path / name
     content = file.read_bytes()
     file.unlink()
@@ -364,7 +364,7 @@ def test_whatever_became_of_the_state_of_the_index_all_pages_are_served(path: Pa
 
 
 @pytest.mark.parametrize("what", ["data.mdb", "users", "everything"])
-def test_whatever_became_of_the_index_all_pages_are_served(path: Path, what: str) -> None:
+def test_all_pages_are_served_after_damage_to_the_index(path: Path, what: str) -> None:
     generation = path / "index" / (path / "index" / "CURRENT").read_text()
     if what == "everything":
         shutil.rmtree(generation)
@@ -379,7 +379,7 @@ def test_whatever_became_of_the_index_all_pages_are_served(path: Path, what: str
 
 
 @pytest.mark.parametrize("name", ["index", "doomed", "run", "pins", "import", "quarantine"])
-def test_a_missing_directory_is_made_anew(path: Path, name: str) -> None:
+def test_a_missing_directory_is_made_again(path: Path, name: str) -> None:
     shutil.rmtree(path / name)
     with kvfs.open(path) as store:
         assert serves(store)
@@ -391,7 +391,7 @@ def test_a_missing_directory_is_made_anew(path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["segments/" + "a" * 32 + ".kvs", "segments/readme", "run/" + "b" * 32 + ".live", "index/" + "c" * 16]
 )
-def test_a_strange_file_in_the_store_neither_blocks_nor_breaks(
+def test_an_unexpected_file_in_the_store_neither_blocks_nor_breaks(
     path: Path, name: str, make: Callable[[Any], Any]
 ) -> None:
     make(path / name)
@@ -475,7 +475,7 @@ def test_a_damaged_super_file_is_refused_and_kept(path: Path, what: str) -> None
 
 
 def test_every_changed_character_of_the_super_file_is_noticed(path: Path) -> None:
-    """But white space, and what says nothing."""
+    """Except white space, and what has no meaning."""
     data = (path / "super").read_bytes()
     for at in range(0, len(data), 3):
         changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
@@ -506,7 +506,7 @@ BAD_SETTINGS = {
 
 
 @pytest.mark.parametrize("what", BAD_SETTINGS)
-def test_settings_that_make_no_sense_are_named(path: Path, what: str) -> None:
+def test_an_invalid_setting_is_named(path: Path, what: str) -> None:
     (path / "kvfs.toml").write_bytes(BAD_SETTINGS[what])
     before = tree(path)
     with pytest.raises(ConfigError):
@@ -582,7 +582,7 @@ def open_path() -> Iterator[Path]:
 
 
 def refusal(path: Path, **how: Any) -> tuple[str, str]:
-    """What another user gets for opening."""
+    """The error that another user gets."""
 
     def attempt() -> tuple[str, str]:
         try:
@@ -591,7 +591,7 @@ def refusal(path: Path, **how: Any) -> tuple[str, str]:
             return type(exc).__name__, str(exc)
         return "", ""
 
-    result: tuple[str, str] = run_child(attempt, uid=NOBODY)
+    result: tuple[str, str] = run_child(attempt, uid=NO_OWNER)
     return result
 
 
@@ -606,17 +606,17 @@ def test_another_user_may_not_open_a_private_store(open_path: Path) -> None:
 
 
 @pytest.mark.needs_root("another user is needed")
-def test_a_directory_that_everybody_may_write_is_refused_or_closed(open_path: Path) -> None:
+def test_a_world_writable_directory_is_refused_or_made_private(open_path: Path) -> None:
     path = open_path / "store"
     path.mkdir()
     path.chmod(0o777)
     name, text = refusal(path, capacity="16MiB")
     assert name == "StoreAccessError" and "chmod o-rwx" in text
-    kvfs.open(path, capacity="16MiB").close()  # its owner can take the others' rights away
+    kvfs.open(path, capacity="16MiB").close()  # its owner can remove the permissions of others
     assert stat.S_IMODE(path.stat().st_mode) == 0o770
 
 
-def test_rights_that_others_were_given_later_are_taken_away(path: Path) -> None:
+def test_permissions_that_others_got_later_are_removed(path: Path) -> None:
     path.chmod(0o707)
     with kvfs.open(path) as store:
         assert serves(store)
@@ -627,7 +627,7 @@ def test_rights_that_others_were_given_later_are_taken_away(path: Path) -> None:
 def test_a_member_of_the_group_may_use_a_shared_store(open_path: Path) -> None:
     path = open_path / "store"
     path.mkdir()
-    os.chown(path, 0, NOBODY)
+    os.chown(path, 0, NO_OWNER)
     path.chmod(0o2770)
     with kvfs.open(path, capacity="16MiB") as store:
         assert store.namespace("m", tiny(), revision="r1").put(TOKENS, PAGES).stored == CHUNKS
@@ -637,7 +637,7 @@ def test_a_member_of_the_group_may_use_a_shared_store(open_path: Path) -> None:
                 ns = theirs.namespace("m", tiny(), revision="r1")
                 return serves(theirs), ns.put(tokens_of(2, 1), seeded(2, TINY_BYTES)).stored
 
-        assert run_child(member, uid=NOBODY) == (True, 1)
+        assert run_child(member, uid=NO_OWNER) == (True, 1)
         assert restored(store.namespace("m", tiny(), revision="r1"), tokens_of(2, 1)) == seeded(2, TINY_BYTES)
 
 
@@ -672,7 +672,7 @@ def test_a_read_only_file_system_can_be_read(path: Path, how: str) -> None:
 
 
 def test_a_private_index_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A reader of a store whose index is not to be trusted builds its own; it may be killed at any time."""
+    """A reader of a store whose index may not be trusted builds a private one. It may be killed at any time."""
     dirty(path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = tree(path)
@@ -689,7 +689,7 @@ def test_a_private_index_leaves_nothing_behind(path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.needs_root("mounting")
-def test_a_private_index_that_finds_no_room_is_an_error_that_says_so(
+def test_a_private_index_without_disk_space_is_an_error_that_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dirty(path)
@@ -698,7 +698,7 @@ def test_a_private_index_that_finds_no_room_is_an_error_that_says_so(
         pytest.skip("no mounts here")
     try:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        with pytest.raises(StoreAccessError, match=r"no index of one's own.*kvfs-index-"):
+        with pytest.raises(StoreAccessError, match=r"no private index.*kvfs-index-"):
             kvfs.open(path, read_only=True)
         assert not list(tmp_path.iterdir())
     finally:
@@ -708,7 +708,7 @@ def test_a_private_index_that_finds_no_room_is_an_error_that_says_so(
 
 
 def read_elsewhere(path: Path, tokens: list[int]) -> bytes:
-    """What a process that opens the store to read finds."""
+    """What a process that opens the store read-only loads."""
     code = (
         "import sys, json, kvfs; from tests.stores import restored, tiny;"
         "store = kvfs.open(sys.argv[1], read_only=True); ns = store.namespace('m', tiny(), revision='r1');"
@@ -722,7 +722,7 @@ def read_elsewhere(path: Path, tokens: list[int]) -> bytes:
     return done.stdout
 
 
-def test_a_reader_beside_a_writer_sees_what_he_stores(path: Path) -> None:
+def test_a_reader_sees_what_a_writer_stores_meanwhile(path: Path) -> None:
     later, pages = tokens_of(5, 2), seeded(5, 2 * TINY_BYTES)
     with kvfs.open(path) as store:
         assert read_elsewhere(path, TOKENS) == PAGES
@@ -733,22 +733,22 @@ def test_a_reader_beside_a_writer_sees_what_he_stores(path: Path) -> None:
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_reader_makes_no_file_of_stamps_and_takes_none_away(path: Path, linked: bool) -> None:
-    """Cold pages that nobody has used are read past the page cache: a reader asks for stamps that may not be there."""
-    stamps = path / "run" / "use" / segment_files(path)[0].stem
-    stamps.unlink(missing_ok=True)
+def test_a_reader_creates_and_removes_no_file_of_access_times(path: Path, linked: bool) -> None:
+    """Cold unused pages are read with O_DIRECT, so a reader asks for access times that may not exist."""
+    times = path / "run" / "use" / segment_files(path)[0].stem
+    times.unlink(missing_ok=True)
     if linked:  # in a snapshot
-        stamps.write_bytes((5).to_bytes(8, "little") * 4)
-        os.link(stamps, path.parent / "other name")
+        times.write_bytes((5).to_bytes(8, "little") * 4)
+        os.link(times, path.parent / "other name")
     before = tree(path)
     with kvfs.open(path, read_only=True) as store:
-        recency, segment_id = store._core.c.access_times, bytes.fromhex(stamps.name)
-        assert [recency.was_used(segment_id, seq) for seq in (1, 3, 4)] == [linked, linked, False]
+        access_times, segment_id = store._shared.c.access_times, bytes.fromhex(times.name)
+        assert [access_times.was_used(segment_id, seq) for seq in (1, 3, 4)] == [linked, linked, False]
         assert serves(store)
     assert tree(path) == before
 
 
-def test_one_process_does_not_open_a_store_both_ways(path: Path) -> None:
+def test_one_process_does_not_open_a_store_read_only_and_for_writing(path: Path) -> None:
     with kvfs.open(path, read_only=True), pytest.raises(StoreLockedError, match="read-only"):
         kvfs.open(path)
     with kvfs.open(path), kvfs.open(path, read_only=True) as both:
@@ -756,7 +756,7 @@ def test_one_process_does_not_open_a_store_both_ways(path: Path) -> None:
 
 
 def test_a_segment_of_another_store_is_not_served(path: Path) -> None:
-    """Somebody copies a segment file over: its pages belong to the store that wrote them."""
+    """A segment file that was copied from another store: its pages belong to that store."""
     other = path.parent / "other"
     with kvfs.open(other, capacity="16MiB") as store:
         assert store.namespace("m", tiny(), revision="r1").put(tokens_of(9, 1), seeded(9, TINY_BYTES)).stored == 1
@@ -768,7 +768,7 @@ def test_a_segment_of_another_store_is_not_served(path: Path) -> None:
         assert store.namespace("m", tiny(), revision="r1").match(tokens_of(9, 1)).tokens == 0
 
 
-def test_a_corrupt_error_is_raised_where_settings_are_gone(path: Path) -> None:
+def test_missing_settings_are_a_corrupt_error(path: Path) -> None:
     (path / "kvfs.toml").unlink()
     with pytest.raises(CorruptError, match="capacity"):
         kvfs.open(path)
@@ -793,36 +793,37 @@ def test_threads_that_list_one_directory_miss_nothing(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_forgotten_is_closed_by_its_own_thread(tmp_path: Path) -> None:
-    """The collector may run in another store's index thread: closing there made that one miss its deadlines."""
+    """The collector may run in another store's index thread: a close there made that store miss its deadlines."""
     forgotten = kvfs.open(tmp_path / "forgotten", capacity="16MiB")
-    core, cycle = forgotten._core, [forgotten]
+    core, cycle = forgotten._shared, [forgotten]
     cycle.append(cycle)  # type: ignore[arg-type]  # only the collector finds it
     closed_by: list[threading.Thread] = []
     close = core.close
     core.close = lambda: (closed_by.append(threading.current_thread()), close())[1]  # type: ignore[func-returns-value,method-assign]
     with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
         del forgotten, cycle
-        assert store._core.c.index.read(lambda session: gc.collect(), 2.0) > 0
+        assert store._shared.c.index.read(lambda session: gc.collect(), 2.0) > 0
         core.background._thread.join(20.0)
     assert closed_by == [core.background._thread]
     with kvfs.open(tmp_path / "forgotten", create=False) as again:
-        assert again._core is not core and again._core.rebuilt is None, "it was not left clean"
+        assert again._shared is not core and again._shared.rebuilt is None, "it was not left clean"
 
 
 def test_a_namespace_keeps_its_store_open(tmp_path: Path) -> None:
     ns = kvfs.open(tmp_path / "store", capacity="16MiB").namespace("model", tiny(), "1")
     gc.collect()
-    time.sleep(2 * TICK_SECONDS)  # its keeper would close it
+    time.sleep(2 * TICK_SECONDS)  # its background thread would close it
     assert ns.put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES)).stored == 3
 
 
 def test_a_store_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
-    """Opened beside it, LMDB refuses the index of the same process, which was taken for a damaged one."""
+    """LMDB refuses to open the index twice in one process, which was taken for damage."""
     store = kvfs.open(tmp_path / "store", capacity="16MiB")
     ns = store.namespace("model", tiny(), "1")
     assert ns.put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES)).stored == 3
-    core, closing, go_on = store._core, threading.Event(), threading.Event()
-    core.reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
+    core, closing, go_on = store._shared, threading.Event(), threading.Event()
+    reader = core.services().reader
+    reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
     leaving = threading.Thread(target=store.close)
     leaving.start()
     assert closing.wait(20.0)
@@ -835,14 +836,15 @@ def test_a_store_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
     leaving.join(20.0)
     opening.join(20.0)
     with opened[0] as again:
-        assert again._core is not core and again._core.rebuilt is None
+        assert again._shared is not core and again._shared.rebuilt is None
         assert again.namespace("model", tiny(), "1").match(tokens_of(1, 3)).chunks == 3
 
 
 def test_a_child_forked_while_a_store_is_closed_keeps_none_of_its_locks(tmp_path: Path) -> None:
     store = kvfs.open(tmp_path / "store", capacity="16MiB")
-    core, closing, go_on = store._core, threading.Event(), threading.Event()
-    core.reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
+    core, closing, go_on = store._shared, threading.Event(), threading.Event()
+    reader = core.services().reader
+    reader.close = lambda: (closing.set(), go_on.wait(20.0))  # type: ignore[assignment,method-assign,return-value]
     leaving = threading.Thread(target=store.close)
     leaving.start()
     assert closing.wait(20.0)
@@ -854,7 +856,7 @@ def test_a_child_forked_while_a_store_is_closed_keeps_none_of_its_locks(tmp_path
         go_on.set()
         leaving.join(20.0)
         with kvfs.open(tmp_path / "store") as again:
-            assert again._core.rebuilt is None, "the child held the lock that tells a clean index from a dirty one"
+            assert again._shared.rebuilt is None, "the child held the lock that tells a clean index from a dirty one"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -872,15 +874,15 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kvfs.open(tmp_path / "store", capacity="16MiB").close()
-    real, struck = registry.OpenStore.work, list[None]()
+    real, struck = registry.OpenStore.services, list[None]()
 
-    def work(core: registry.OpenStore) -> Any:
-        if core in registry._STORES.values() and not struck:  # it is made, and has no user yet
+    def services(opened: registry.OpenStore) -> Any:
+        if opened in registry._STORES.values() and not struck:  # it is started, and has no user yet
             struck.append(None)
             raise KeyboardInterrupt
-        return real(core)
+        return real(opened)
 
-    monkeypatch.setattr(registry.OpenStore, "work", work)
+    monkeypatch.setattr(registry.OpenStore, "services", services)
     with pytest.raises(KeyboardInterrupt):
         kvfs.open(tmp_path / "store")
     opened: list[kvfs.Store] = []

@@ -1,4 +1,4 @@
-"""kvfs.testing itself: what is counted, what fails, and whose bytes are whose."""
+"""kvfs.testing itself: what is counted, what fails, and which bytes belong to which prompt."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_short_and_torn_writes_write_half(root: int) -> None:
     files.close(fd)
 
 
-def test_flips_and_misdirections_change_bytes_without_a_word(root: int) -> None:
+def test_flips_and_misdirections_change_bytes_silently(root: int) -> None:
     files = FaultyFiles(seed=3)
     fd = files.create("a", 0o600, dir_fd=root)
     files.write_all(fd, [bytes(8192)], 0)
@@ -98,7 +98,7 @@ def test_flips_and_misdirections_change_bytes_without_a_word(root: int) -> None:
     files.close(fd)
 
 
-def test_a_clock_that_is_set_by_hand() -> None:
+def test_a_clock_that_the_test_sets() -> None:
     class Clocked(FakeClock, Files):
         pass
 
@@ -122,7 +122,7 @@ def test_pages_are_a_function_of_all_tokens_before() -> None:
     assert prompts.wrong(plain, reversed(prompts.pages(plain))) == 4
 
 
-def test_an_oracle_of_made_up_bytes() -> None:
+def test_an_oracle_of_chosen_bytes() -> None:
     oracle = DictOracle()
     oracle.put(b"k", b"one")
     oracle.put(b"k", b"two")

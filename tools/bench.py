@@ -1,9 +1,9 @@
 """Benchmarks of a store against the bare system calls, of the GPU path against the link, of codecs and of the command:
 host, match, procs, codecs, cli, gpu, kernels, registering, stalled.
 
-Each runs in a directory of its own below --path (the default is the system's temporary directory), removed
-at the end and on an interrupt. Every figure is taken in turns with its baseline, in the same run. The
-``--help`` of a command says what is measured and how.
+Each runs in a new directory below --path (by default the system's temporary directory), which is removed at the
+end and on an interrupt. Every figure alternates with its baseline in the same run. The ``--help`` of a command
+says what is measured and how.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COUNTS = Many(click.IntRange(min=1))
 def common(command: Command) -> Command:
     """Options that every benchmark has."""
     for option in (
-        click.option("--seed", default=1, show_default=True, help="Of token ids and bytes."),
+        click.option("--seed", default=1, show_default=True, help="For token ids and bytes."),
         click.option(
             "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write this file."
         ),
@@ -75,7 +75,7 @@ def common(command: Command) -> Command:
 def session(
     command: str, path: Path, need_bytes: int, json_path: Path | None, options: dict[str, Value]
 ) -> Iterator[tuple[Report, Path]]:
-    """(report, directory) of one run; what fails is told in one line."""
+    """(report, directory) of one run. An error becomes a message of one line."""
     with workspace(path, need_bytes) as folder:
         report = Report(command, {**options, "file system": file_system(folder)}, json_path)
         try:
@@ -205,7 +205,7 @@ def cli(
 @click.option("--tokens", type=COUNTS, default="1024,4096,32768", show_default=True, help="Prefix lengths.")
 @click.option("--ring", "ring_bytes", type=Size(), default="5GiB", show_default=True, help="Of pinned slots.")
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--beside/--no-beside", default=False, help="Also what a model's kernels lose meanwhile.")
+@click.option("--beside/--no-beside", default=False, help="Also measure how much a model's kernels slow down.")
 @click.option("--parts", type=Many(click.Choice(gpu_bench.PARTS)), default=",".join(gpu_bench.PARTS), show_default=True)
 @common
 def gpu(

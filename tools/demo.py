@@ -1,4 +1,4 @@
-"""The main job, measured: save a prompt's KV cache in one process, restore it in another.
+"""Save a prompt's KV cache in one process, restore it in another, and measure both.
 
     python -m tools.demo [--tokens N] [--path DIR] [--keep]
 
@@ -6,8 +6,8 @@ Three processes build the same Llama (random weights from one seed, so nothing i
 the same prompt, the text of this repository:
 
     A  computes the prompt, generates, and saves the KV cache in a new store
-    B  starts anew, restores the KV cache from the store, and computes the rest only
-    C  computes everything again without a store, as the check
+    B  is a new process, restores the KV cache from the store, and computes only the rest
+    C  computes everything without a store, for comparison
 
 Exits with 1 unless the three outputs are equal and B restored something.
 """
@@ -30,17 +30,17 @@ ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 32
 VOCABULARY = 1024
 CAPACITY = "4GiB"
-CHILD_SECONDS = 900
+CHILD_SECONDS = 900  # longest run of one process
 COLUMNS = ("A cold", "B warm", "C cold, no store")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; the exit status."""
+    """Run the demo. Returns the exit status."""
     args = _arguments(argv)
     if args.role:
         return _child(args.role, Path(args.work), Path(args.path))
     if args.path and Path(args.path).exists():
-        print(f"{args.path} exists: pass a directory that does not exist yet", file=sys.stderr)
+        print(f"{args.path} exists: pass a directory that does not exist", file=sys.stderr)
         return 2
     work = Path(tempfile.mkdtemp(prefix="kvfs-demo-"))
     store = Path(args.path).resolve() if args.path else work / "store"
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools.demo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt (default 4096)")
-    parser.add_argument("--path", help="where to make the store (default: a temporary directory)")
+    parser.add_argument("--path", help="where to create the store (default: a temporary directory)")
     parser.add_argument("--keep", action="store_true", help="do not remove the store afterwards")
     parser.add_argument("--role", choices=COLUMNS, help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -86,7 +86,7 @@ def _compare(tokens: int, work: Path, store: Path) -> int:
 
 
 def _text() -> str:
-    """Documentation first; a bare checkout is filled up with its sources."""
+    """The documentation, followed by the sources."""
     paths = [
         ROOT / "README.md",
         *sorted(ROOT.glob("docs/**/*.md")),
@@ -113,7 +113,7 @@ def _tokenize(text: str, tokens: int) -> list[int]:
 
 
 def _run(role: str, work: Path, store: Path) -> dict[str, Any] | None:
-    """One process from start to end; what it measured, None if it failed."""
+    """Run one process. Returns its measurements; None if it failed."""
     command = [sys.executable, "-m", "tools.demo", "--role", role, "--work", str(work), "--path", str(store)]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
@@ -145,7 +145,7 @@ def _report(results: Sequence[dict[str, Any]], store: Path) -> int:
     print(f"\ntime to first token, cold / warm: {ratio:.1f}")
     print(f"tokens identical: {'yes' if identical else 'NO'} ({len(set(a['output']))} different ones)")
     print(f"store size on disk: {size:.1f} MiB")
-    print("B is a new process; its time includes lookup, reading (page cache, as just written) and checksums.")
+    print("B is a new process; its time includes lookup, reading (from the page cache) and checksums.")
     return 0 if identical and b["restored"] > 0 and a["restored"] == 0 else 1
 
 
@@ -219,7 +219,7 @@ def _timed(watch: Any, output: Any, ids: Any) -> dict[str, Any]:
 
 
 def _watch() -> Any:
-    """A streamer that notes when each token is there, in seconds from now on."""
+    """A streamer that records the seconds from now until each token."""
     from transformers.generation.streamers import BaseStreamer
 
     class Watch(BaseStreamer):

@@ -1,10 +1,10 @@
-"""Golden stores: what a store of a format holds, for ever.
+"""Golden stores: archives of stores, which every later version must be able to read.
 
 ``python -m tools.golden make FILE`` writes the store of the present format to a .tar.xz; the archive of each format is
-committed once, below ``tests/golden``, and never made again. ``CASES`` says what is in it: the bytes of every page
-follow from its name alone. A later version may add cases for its own format; those of format 1 stay as they are.
+committed once, below ``tests/golden``, and never made again. ``CASES`` lists its content; the bytes of a page follow
+from its name alone. A later version may add cases for its own format; those of format 1 never change.
 
-The index is left out: it belongs to one directory on one machine, and every store can do without it.
+The index is left out: it belongs to one directory on one machine, and every store can rebuild it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import click
 
 import kvfs
 from kvfs import Cell, Group, Need, PageLayout, Part
-from kvfs.eviction.evictor import CARRIED
+from kvfs.eviction.evictor import RELOCATED
 from kvfs.format.segment import FLAG_CARRIED
 from kvfs.system.files import Files
 from kvfs.write.active_segments import SegmentClass
@@ -106,7 +106,7 @@ HYBRID = PageLayout.of(
 )
 #: Stored in this order.
 CASES = (
-    Case("gqa", GQA, 80),  # more than a record table holds
+    Case("gqa", GQA, 80),  # more records than one table holds
     Case("gqa", GQA, 12, fork=5),
     Case("mla", PageLayout.mla(layers=3, kv_lora_rank=64, rope_dim=16, dtype="bfloat16", page_tokens=16), 10),
     Case(
@@ -122,7 +122,7 @@ CASES = (
     Case("carried", GQA, 6),
     Case("pinned", GQA, 9),
     Case("expired", GQA, 5, ttl=TTL),
-    Case("last", GQA, 12),  # into the segment that stays active
+    Case("last", GQA, 12),  # in the segment that stays active
 )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ WIDE = PageLayout.kv(
     layers=4, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16
 )  # a page of one block stays raw
 BYTES = PageLayout.kv(layers=4, kv_heads=2, head_dim=64, dtype="float8_e4m3fn", scale_digest="unit", page_tokens=16)
-#: Of the archive with codecs; pages of all of them lie in one namespace, too.
+#: Of the archive with codecs; one namespace has pages of all codecs.
 CODEC_CASES = (
     Case("raw", WIDE, 4, codec="raw"),
     Case("zstd", WIDE, 4, codec="zstd"),
@@ -146,7 +146,7 @@ CODEC_CASES = (
 
 
 class StillFiles(Files):
-    """A clock that moves a microsecond at a time, random numbers that follow from a seed."""
+    """A clock that advances one microsecond per call, and random numbers from a seed."""
 
     def __init__(self) -> None:
         self._random, self._lock, self._now = random.Random(1), threading.Lock(), BORN_US
@@ -188,7 +188,7 @@ def get(store: kvfs.Store, case: Case, part: Part | None = None) -> Iterator[tup
 
 
 def make_store(path: Path) -> None:
-    """All cases, in sealed segments, a pinned, a carried and an active one."""
+    """All cases, in sealed segments, one of pinned pages, one of relocated pages, and an active one."""
     with kvfs.open(path, capacity="16MiB", segment_bytes="512KiB", index_bytes="2MiB", files=StillFiles()) as store:
         assert store.wait_ready()
         for case in CASES:
@@ -196,7 +196,7 @@ def make_store(path: Path) -> None:
             if case.name == "pinned":
                 store.pin(PINNED, case.namespace(store), case.tokens)
             elif case.name == "carried":
-                _carry(store, case)
+                _relocate(store, case)
         states = store.stats()["segments"]
         assert states["sealed"] >= 2 and states["active"] >= 1, states
 
@@ -209,18 +209,18 @@ def make_codec_store(path: Path) -> None:
             put(store, case)
 
 
-def _carry(store: kvfs.Store, case: Case) -> None:
+def _relocate(store: kvfs.Store, case: Case) -> None:
     """Copy a case's pages as eviction does."""
-    core = store._core
+    core = store._shared
     with case.namespace(store).match(case.tokens) as match:
-        carry = SegmentClass(bytes(8) + CARRIED, FLAG_CARRIED, evictor=True)
-        copied = core.evictor.relocator.copy_match(carry, match, set(match.segments))
+        target = SegmentClass(bytes(8) + RELOCATED, FLAG_CARRIED, evictor=True)
+        copied = core.services().evictor.relocator.copy_match(target, match, set(match.segments))
         assert copied == case.chunks
-        core.active.finish(carry)
+        core.services().active.finish(target)
 
 
 def pack(path: Path) -> bytes:
-    """A store as .tar.xz, without what belongs to one machine, in stable order and without owners and times."""
+    """A store as .tar.xz, without machine-specific files, in stable order, without owners and times."""
     buffer = io.BytesIO()
     names = [*FILES, *(f"{d}/{n}" for d in ("segments", "pins") for n in sorted(os.listdir(path / d)))]
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:

@@ -23,7 +23,7 @@ MUTATIONS = (
         "skip the checksum on read", "kvfs/read/fetch.py",
         "            return job.bits(), []\n        good = [self._agrees(root, job.root(i)) for i, root in enumerate(roots)]",
         "            return job.bits(), []\n        good = [True for i, root in enumerate(roots)]",
-        ("tests/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_anew",),
+        ("tests/test_namespace.py::test_a_page_with_a_flipped_byte_is_a_miss_and_stored_again",),
     ),
     Mutation(
         "skip the checksum of views", "kvfs/read/reader.py",
@@ -55,12 +55,12 @@ MUTATIONS = (
     ),
     Mutation(
         "publish before the sync of level sync", "kvfs/write/appender.py",
-        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
-        "                self._active.note_dirty(job.segment_class)\n"
-        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n",
-        "            self._publish(job, targets, records, placed, writer, generation, outcome)\n"
-        '            if self._c.settings.sync == "sync":\n                self._active.sync(writer)\n            else:\n'
-        "                self._active.note_dirty(job.segment_class)\n",
+        '        if self._c.settings.sync == "sync":\n            self._active.sync(writer)\n        else:\n'
+        "            self._active.note_dirty(job.segment_class)\n"
+        "        stored = self._publish(job, named, active)\n",
+        "        stored = self._publish(job, named, active)\n"
+        '        if self._c.settings.sync == "sync":\n            self._active.sync(writer)\n        else:\n'
+        "            self._active.note_dirty(job.segment_class)\n",
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
@@ -121,12 +121,12 @@ MUTATIONS = (
         "trust a dirty index", "kvfs/index/environment.py",
         "if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):",
         "if not same or state is None:",
-        ("tests/test_store_open.py::test_an_index_that_dead_processes_left_is_built_anew",),
+        ("tests/test_store_open.py::test_an_index_that_dead_processes_left_is_rebuilt",),
     ),
     Mutation(
         "trust an index of another boot", "kvfs/index/environment.py",
         "(not alone and state.boot == self._boot)", "not alone",
-        ("tests/test_store_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_somebody_holds_it",),
+        ("tests/test_store_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_a_process_holds_it",),
     ),
     Mutation(
         "commit before the index is marked dirty", "kvfs/index/environment.py",
@@ -141,8 +141,8 @@ MUTATIONS = (
     ),
     Mutation(
         "cut a published page off when trimming", "kvfs/segments/writer.py",
-        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail)',
-        '        """Give back blocks behind the tail, which were never published."""\n        end = align(self.tail) - BLOCK',
+        '        """Free the blocks behind the tail, which were never published; returns the new file size."""\n        end = align(self.tail)',
+        '        """Free the blocks behind the tail, which were never published; returns the new file size."""\n        end = align(self.tail) - BLOCK',
         ("tests/test_store_open.py::test_a_store_opens_as_it_was_closed", "tests/crash/test_order_of_writes.py"),
     ),
     Mutation(
@@ -158,7 +158,7 @@ MUTATIONS = (
         ("tests/pages/test_host_copy.py",),
     ),
     Mutation(
-        "settle a page twice", "kvfs/transfer/handle.py",
+        "settle a page twice", "kvfs/transfer/control.py",
         "            self._open[group] ^= fresh\n", "",
         ("tests/transfer/test_host_io.py::test_save_and_load",),
     ),
@@ -169,12 +169,12 @@ MUTATIONS = (
     ),
     Mutation(
         "keep the ring's slots from the next group", "kvfs/gpu/load.py",
-        "if later and group.source.has_slots:", "if False:",
+        "if pages.later and group.source.has_slots:", "if False:",
         ("tests/gpu/test_load_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpu/load.py",
-        "            launches.all()\n            self.transfer._expect", "            self.transfer._expect",
+        "            launches.all()\n            self._transfer.expect", "            self._transfer.expect",
         ("tests/gpu/test_load_groups.py",),
     ),
     Mutation(
@@ -182,8 +182,8 @@ MUTATIONS = (
         "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
-        "give the sheet of a load to the next one", "kvfs/gpu/lane.py",
-        "            self._free.remove(sheet)\n", "            pass\n", ("tests/gpu/test_load_overlap.py",),
+        "give the command buffer of a load to the next one", "kvfs/gpu/lane.py",
+        "            self._free.remove(buffer)\n", "            pass\n", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "hold none of what is found while the first pages come", "kvfs/lookup/incremental.py",
@@ -198,14 +198,13 @@ MUTATIONS = (
         ("tests/lookup/test_incremental.py",),
     ),
     Mutation(
-        "look all of a prompt up before its first pages come", "kvfs/gpu/restore.py",
-        "        done, pages = 0, FIRST_PAGES\n",
-        "        done, pages = 0, 1 << 30\n",
+        "look all of a prompt up before its first pages come", "kvfs/gpu/page_feed.py",
+        "wanted, later, FIRST_PAGES, ahead)", "wanted, later, 1 << 30, ahead)",
         ("tests/gpu/test_restore.py::test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up",),
     ),
     Mutation(
         "call back where the ends of loads are waited for", "kvfs/gpu/load.py",
-        "if self.transfer.calls_back:", "if False:", ("tests/gpu/test_load_overlap.py",),
+        "if transfer.calls_back:", "if False:", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "enqueue batches without end", "kvfs/gpu/batches.py",
@@ -308,12 +307,12 @@ MUTATIONS = (
     Mutation(
         "ignore the deadline", "kvfs/index/gate.py",
         "            if self._files.monotonic() >= deadline:\n", "            if deadline < 0:\n",
-        ("tests/crash/test_order_of_writes.py::test_a_lock_that_does_not_come_is_given_up_at_the_deadline",),
+        ("tests/crash/test_order_of_writes.py::test_the_wait_for_a_lock_ends_at_the_deadline",),
     ),
     Mutation(
         "no breaker after a timeout", "kvfs/index/environment.py",
         "        self._breaker_open = True\n", "        self._breaker_open = False\n",
-        ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_nobody",),
+        ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_no_other_process",),
     ),
     Mutation(
         "drop the gate's inode check", "kvfs/index/gate.py",
@@ -386,7 +385,7 @@ MUTATIONS = (
     Mutation(
         "give away the slot of a writer that was killed", "kvfs/index/row_updates.py",
         "if place.flags & CLAIM and place.chunk_hash != wanted and", "if place.flags & CLAIM and not wanted and",
-        ("tests/crash/test_found_by_torture.py::test_what_a_killed_writer_has_not_published_hides_nothing_after_a_rebuild",),
+        ("tests/crash/test_found_by_torture.py::test_an_unpublished_record_of_a_killed_writer_hides_nothing_after_a_rebuild",),
     ),
     Mutation(
         "take a damaged ledger for an empty one", "kvfs/index/tables.py",
@@ -411,7 +410,7 @@ MUTATIONS = (
     Mutation(
         "take a decoded page for verified", "kvfs/read/assemble.py",
         "    if root_of(leaf_table(target, leaf_bytes)) != place.root:\n", "    if not target:\n",
-        ("tests/format/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_anew",),
+        ("tests/format/test_codec.py::test_a_damaged_page_is_refused_and_can_be_stored_again",),
     ),
     Mutation(
         "let planes leave bytes over", "kvfs/format/codec.py",
@@ -448,7 +447,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fill in what is asked for and not what is registered", "kvfs/gpu/populate.py",
-        "for first, nbytes in maps.missing(run.held, run.offset, run.span, self._published[run.segment]):",
+        "for first, nbytes in regions.missing(run.held, run.offset, run.span, self._published[run.segment]):",
         "for first, nbytes in [(run.offset, run.span)]:",
         ("tests/gpu/test_gpu_io.py",),
     ),

@@ -32,7 +32,7 @@ import kvfs
 from kvfs.system.files import Files
 
 BLOCK_TOKENS = 512
-SAMPLE = 50  # requests between two looks at what the store uses and holds
+SAMPLE = 50  # requests between two readings of what the store uses and holds
 
 
 class Request(NamedTuple):
@@ -47,7 +47,7 @@ class TraceClock(Files):
         self.trace_us = 1_700_000_000_000_000
 
     def now_us(self) -> int:
-        self.trace_us += 1  # stamps of one request keep their order
+        self.trace_us += 1  # access times of one request keep their order
         return self.trace_us
 
 
@@ -93,7 +93,7 @@ def exact_lru(requests: Sequence[Request], pages: int) -> int:
 class Replayed(NamedTuple):
     hits: int
     written: int  # pages stored
-    carried: int
+    relocated: int
     declined: int
     used_max: int
     held_max: int  # pages
@@ -178,7 +178,7 @@ def main(
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         lru, equal = exact_lru(requests, pages), exact_lru(requests, done.held_max)
-        amplification = (done.written + done.carried) / max(1, done.written)
+        amplification = (done.written + done.relocated) / max(1, done.written)
         click.echo(
             f"{percent:6.1f} %  {pages:8d}  {100 * lru / total:6.2f}  {100 * done.hits / total:6.2f}   "
             f"{done.hits / max(1, lru):5.3f}   {done.held_max:10d}   {done.hits / max(1, equal):12.3f}   "

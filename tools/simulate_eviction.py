@@ -1,10 +1,10 @@
-"""Replay a request trace against ``kvfs.eviction.policy`` and against exact LRU by page; print how they compare.
+"""Replays a request trace against ``kvfs.eviction.policy`` and against exact LRU by page; prints how they compare.
 
 A trace is JSON lines with ``timestamp`` (ms), ``input_length`` and ``hash_ids`` (chained ids of 512-token
 blocks); the id of a partial last block is not storable. Without --trace a synthetic one of growing conversations
 is made. Every page is one unit of space. Eviction runs on demand, when a writer would exceed the capacity less
-the standing reserve; only carrying forward may touch the reserve. Active segments are charged in eighths.
-All pages of a request get one stamp; --loose-stamps gives each segment's pages a stamp of their own.
+the standing reserve; only relocation may use the reserve. Active segments are charged in eighths.
+All pages of a request get one access time; --loose-stamps gives each segment's pages a time of their own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfs.eviction.policy import CARRIED_LIFE_US, Policy, WriteBudget
-from kvfs.eviction.usage import SegmentUse, Summary, summarise
+from kvfs.eviction.policy import RELOCATED_LIFE_US, Policy, WriteBudget
+from kvfs.eviction.usage import Summary, group
 
 Request = tuple[int, list[int]]  # us, block ids
 RESERVE_SEGMENTS = 2
 BLOCK_TOKENS = 512
-#: Bytes of a page: large, so that the budget's fractions of a page are not rounded away.
+#: Bytes of a page: large, so that the write budget's fractions of a page are not rounded away.
 PAGE = 1000
 
 
@@ -63,7 +63,7 @@ class Store:
         self.written: dict[int, int] = {}
         self.copies: set[int] = set()
         self.next = 1
-        self.new = self.carried = self.used_max = self.evictions = 0
+        self.new = self.relocated = self.used_max = self.evictions = 0
         self.choose_s = 0.0
         self.policy = Policy()
 
@@ -113,17 +113,13 @@ class Store:
     def summary(self, segment: _Segment) -> Summary:
         if segment.summary is None:
             pages = segment.pages
-            segment.summary = summarise(
-                SegmentUse(
-                    segment.number,
-                    self.segment_pages * PAGE,
-                    [self.stamp[p] for p in pages],
-                    [PAGE] * len(pages),
-                    [self.chunk[p] for p in pages],
-                    [max(CARRIED_LIFE_US * (p in self.copies), self.stamp[p] - self.written[p]) for p in pages],
-                    evictable=segment.sealed,
-                )
+            fragments = group(
+                [self.stamp[p] for p in pages],
+                [PAGE] * len(pages),
+                [self.chunk[p] for p in pages],
+                [max(RELOCATED_LIFE_US * (p in self.copies), self.stamp[p] - self.written[p]) for p in pages],
             )
+            segment.summary = Summary(segment.number, self.segment_pages * PAGE, segment.sealed, False, fragments)
         return segment.summary
 
     def evict(self, writer: int, now: int) -> None:
@@ -132,25 +128,25 @@ class Store:
         self.choose_s += time.perf_counter() - begin
         assert plan is not None
         victim = self.segments.pop(plan.victim)
-        kept = [victim.pages[i] for i in plan.carry]
+        kept = [victim.pages[i] for i in plan.relocate]
         for page in victim.pages:
             del self.where[page]
         self.copies.update(kept)
         self.written.update(dict.fromkeys(kept, now))
         self.evictions += 1
-        # The victim's file stays until its records are carried: the reserve holds both.
+        # The victim's file stays until its records are copied: the reserve holds both.
         for page in kept:
             self.append(writer, page)
             self.used_max = max(self.used_max, self.used() + self.segment_pages)
-        self.carried += len(kept)
-        self.budget.carried(plan.carry_bytes)
+        self.relocated += len(kept)
+        self.budget.relocated(plan.relocate_bytes)
 
 
 def replay(trace: Iterable[Request], capacity: int, segments: int, writers: int, *, loose: bool = False) -> Result:
     store, hits = Store(capacity, segments, writers, loose), 0
     for number, (now, pages) in enumerate(trace):
         hits += store.request(number % writers, now + number + 1, pages)
-    amplification = (store.new + store.carried) / max(1, store.new)
+    amplification = (store.new + store.relocated) / max(1, store.new)
     choose_ms = 1e3 * store.choose_s / max(1, store.evictions)
     return Result(hits, amplification, store.used_max, store.evictions, choose_ms)
 
@@ -206,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--capacity", type=float, nargs="+", default=[5, 10, 20, 40], help="%% of the unique blocks")
     parser.add_argument("--segments", type=int, nargs="+", default=[512, 256, 128])
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--loose-stamps", action="store_true", help="no common stamp for the pages of a request")
+    parser.add_argument("--loose-stamps", action="store_true", help="no common access time for the pages of a request")
     options = parser.parse_args(arguments)
     trace, blocks = read_trace(options.trace) if options.trace else synthetic_trace()
     unique = len({page for _, pages in trace for page in pages})

@@ -1,21 +1,21 @@
-"""The drop folder ``import/``: a bundle that is put there is adopted by one of the processes that have the store open.
+"""The drop folder ``import/``: one of the processes that have the store open adopts each bundle that is put there.
 
-What lies there is as untrusted as any bundle, and may be anything: it is opened below the folder's descriptor, no
-symlink is followed, and nothing is written, renamed or removed but names in ``import/`` itself.
+Its files are as untrusted as any bundle: they are opened below the folder's descriptor, no symlink is followed, and
+only names in ``import/`` itself are written, renamed or removed.
 
-    import/NAME                    dropped: looked at when it came by a rename, or has not changed for SETTLE_SECONDS
-    import/refused/NAME            moved aside, with why in NAME.reason beside it; the latest REFUSED_MAX, bounded bytes
-    import/NAME, NAME.reason       refused, and too large to lie in refused/: it may be somebody's only copy, so it
-                                   stays, and is judged again when it has changed after its reason was written
-    (gone)                         adopted: every page was verified and is in the store
+    import/NAME                    dropped: examined if it came by a rename, or has not changed for SETTLE_SECONDS
+    import/refused/NAME            refused, with the reason in NAME.reason; the latest REFUSED_MAX, bounded bytes
+    import/NAME, NAME.reason       refused, and too large for refused/: it may be the only copy, so it stays, and is
+                                   examined again when it has changed after its reason was written
+    (removed)                      adopted: every page was verified and is in the store
 
-Adopting is ``Importer`` and idempotent: pages that are there already are skipped. So a process may die at any point,
-and the next one begins anew; a file is removed only when all of it is stored. It is removed rather than kept, since
-what is kept would use space that the store's limit does not know of. One process at a time: the folder itself is
-locked, and the lock dies with its owner.
+``Importer`` does the import, which is idempotent: pages that are stored already are skipped. So a process may die at
+any point and the next one starts over; a file is removed only when all of it is stored. It is not kept, since it would
+use space outside the store's limit. One process imports at a time: it locks the folder itself, and the kernel releases
+the lock when the process dies.
 
-Low priority means small steps with rests in between, not a lower priority of the thread: a thread that the scheduler
-holds back while it holds the interpreter's lock, or a segment's, would hold everybody back.
+Low priority means small steps with pauses in between, not a lower priority of the thread: a thread that the scheduler
+delays while it holds the GIL, or a segment's lock, would delay all others.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from kvfs.write.active_segments import ActiveSegments, Declined
 
 log = logging.getLogger("kvfs")
 FOLDER, REFUSED, REASON = "import", "refused", ".reason"
-IN_TRANSIT = (".tmp", ".part", ".partial", "~")  # endings of names of what is still being written
-NAMES_MAX = 256  # of the folder that are looked at
+IN_TRANSIT = (".tmp", ".part", ".partial", "~")  # endings of names of files that are still being written
+NAMES_MAX = 256  # names of the folder that are examined
 ADOPTED = ".adopted-"  # begins the name of a file that is about to be removed
-REFUSED_MAX = 16
-REFUSED_SHARE = 8  # of the capacity
-SETTLE_SECONDS = 2.0
-STALE_SECONDS = 600.0  # a file that is not complete, and has not changed for so long, will not become complete
-AGAIN_SECONDS, TRIES_MAX = 30.0, 5
-WORK_SECONDS, REST_SHARE, REST_SECONDS_MAX = 0.01, 2.0, 0.5  # rests twice as long as it worked
-#: What is larger would be worked on without a rest, or held in memory beside an engine.
+REFUSED_MAX = 16  # files kept in refused/
+REFUSED_SHARE = 8  # and their bytes: one in so many of the capacity
+SETTLE_SECONDS = 2.0  # a file that has not changed for so long may be complete
+STALE_SECONDS = 600.0  # an incomplete file that has not changed for so long will not become complete
+AGAIN_SECONDS, TRIES_MAX = 30.0, 5  # after an error that may pass
+WORK_SECONDS, REST_SHARE, REST_SECONDS_MAX = 0.01, 2.0, 0.5  # pauses twice as long as it worked
+#: A larger bundle would be worked on without a pause, or held in memory next to an engine.
 PACE = Pace(
     batch_bytes=1 << 20, space_seconds=2.0, manifest_bytes_max=1 << 20, members_max=4096, records_max=1 << 18,
     page_bytes_max=64 << 20,
 )  # fmt: skip
-CHECK_SECONDS_MAX = 60.0  # between two looks at whether a file is complete by now
-NAME_BYTES_MAX = 200
-JOIN_SECONDS = 10.0
-#: What a name that is no readable regular file answers to open; other errors may pass.
+CHECK_SECONDS_MAX = 60.0  # between two checks whether a file is complete by now
+NAME_BYTES_MAX = 200  # of a name in refused/: NAME.reason must fit as well
+JOIN_SECONDS = 10.0  # wait for the import thread when the store is closed
+#: Errors of open for a name that is not a readable regular file; other errors may pass.
 _NEVER = (errno.ELOOP, errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENXIO)
 
 
 class _Seen(NamedTuple):
-    """A name of the folder, as it was last seen."""
+    """A file of the folder, as it was last seen. Times are monotonic seconds."""
 
     version: tuple[int, ...]
     since: float  # it has not changed since then
     not_before: float = 0.0
     tries: int = 0
-    left: bool = False  # adopted or refused, but it could not be taken away
+    left: bool = False  # adopted or refused, but it could not be removed
 
 
 class _Stopped(Exception):
@@ -78,7 +78,10 @@ class _Stopped(Exception):
 
 
 class DropFolder:
-    """Adopts bundles for one process. ``look`` is the keeper's; the work is done in a thread of its own."""
+    """Adopts bundles for one process. The background scheduler calls ``look``; the import runs in a thread of its own.
+
+    Owns what is known of the folder's names, the folder's lock and that thread; ``Importer`` stores the pages.
+    """
 
     def __init__(self, context: Context, active: ActiveSegments) -> None:
         self._c = context
@@ -96,9 +99,9 @@ class DropFolder:
             self._renamed.add(name)
 
     def look(self) -> None:
-        """Begin to adopt, if there is something to adopt and no other process is at it."""
+        """Start the import thread, if there is a bundle to adopt and no other process adopts one."""
         busy = self._thread is not None and self._thread.is_alive()
-        if busy or self._stopping.is_set() or self._c.shared_counters.excluded or not self._ready():
+        if busy or self._stopping.is_set() or self._c.inspect_only or not self._ready():
             return
         lock = self._lock()
         if lock is not None:
@@ -122,7 +125,7 @@ class DropFolder:
         return None
 
     def _ready(self) -> list[str]:
-        """Names whose turn it is."""
+        """Names that can be adopted now."""
         now, folder = self._files.monotonic(), self._c.directory.sub(FOLDER)
         before, self._known = self._known, {}
         names = [n for n in self._files.listdir(folder) if not n.startswith(".") and not n.endswith(IN_TRANSIT)]
@@ -131,7 +134,7 @@ class DropFolder:
                 st = self._files.stat(name, dir_fd=folder)
             except FileNotFoundError:
                 continue
-            if stat.S_ISDIR(st.st_mode):  # ``refused``, and folders that nobody looks into
+            if stat.S_ISDIR(st.st_mode):  # ``refused``; other folders are not examined
                 continue
             seen = before.get(name)
             if seen is None or seen.version != _version(st):
@@ -152,7 +155,7 @@ class DropFolder:
         try:
             folder = self._c.directory.sub(FOLDER)
             for name in [n for n in self._files.listdir(folder) if n.startswith(ADOPTED)]:
-                self._show(folder, name, "")  # whoever hid it was killed; it may be one that nobody has read
+                self._show(folder, name, "")  # the process that hid it was killed; it may not have been read yet
             while not self._stopping.is_set() and (ready := self._ready()):
                 self._adopt(ready[0])
         except _Stopped:
@@ -164,7 +167,7 @@ class DropFolder:
             lock.close()
 
     def _adopt(self, name: str) -> None:
-        """Take in one file, refuse it, or leave it for later."""
+        """Import one file, refuse it, or leave it for later."""
         seen, folder = self._known[name], self._c.directory.sub(FOLDER)
         try:
             file = Descriptor.open(self._files, name, os.O_RDONLY, dir_fd=folder)
@@ -188,9 +191,9 @@ class DropFolder:
                 self._take(name, file.fd, seen)
             except (BundleError, _RefusedError) as exc:
                 if _version(self._files.fstat(file.fd)) == version:
-                    large = ": too much to take beside serving; use kvfs import" * isinstance(exc, TooLargeError)
+                    large = ": too much to import while serving; use kvfs import" * isinstance(exc, TooLargeError)
                     self._refuse(name, f"{exc}{large}")
-                else:  # somebody writes to it
+                else:  # it is still being written
                     self._later(name, SETTLE_SECONDS)
             except _Stopped:
                 raise
@@ -200,14 +203,14 @@ class DropFolder:
                 else:
                     log.info("%s/%r is tried again later: %s", self._where(), name, exc)
                     self._later(name, AGAIN_SECONDS, tries=seen.tries + 1)
-            except Exception:  # a bug: this file must not be tried for ever, and not hold up the others
+            except Exception:  # a bug: this file must not be tried forever, and must not block the others
                 self._c.counters.add("import_crashed")
                 log.exception("adopting %s/%r crashed", self._where(), name)
                 self._refuse(name, "kvfs failed on it; its log says how")
 
     def _take(self, name: str, fd: int, seen: _Seen) -> None:
         st = self._files.fstat(fd)
-        if why := self._distrust(st):
+        if why := self._reason_to_distrust(st):
             raise _RefusedError(why)
         limit = ledger.budget(self._c.settings).limit
         if st.st_size > limit:
@@ -227,15 +230,16 @@ class DropFolder:
         self._c.counters.add("bundles_adopted")
         log.info("adopted %s/%r: %d of %d pages are new", self._where(), name, done.stored, done.pages)
         self._renamed.discard(name)
-        self._forgive(name)
+        self._remove_reason(name)
         try:
             with contextlib.suppress(FileNotFoundError):
-                self._take_away(name, seen.version)
+                self._remove_adopted(name, seen.version)
         except OSError as exc:
             self._leave(name, exc)
 
-    def _take_away(self, name: str, version: tuple[int, ...]) -> None:
-        """Remove what was adopted, and nothing that came under its name meanwhile: what is hidden nobody replaces."""
+    def _remove_adopted(self, name: str, version: tuple[int, ...]) -> None:
+        """Remove an adopted file, but not one that has replaced it meanwhile: it is hidden first, so that no other
+        process can replace it."""
         folder, hidden = self._c.directory.sub(FOLDER), f"{ADOPTED}{self._files.random(8).hex()}"
         if _version(self._files.stat(name, dir_fd=folder)) != version:
             return
@@ -254,18 +258,18 @@ class DropFolder:
         to = hidden[1:] if not name or name in self._files.listdir(folder) else name
         self._files.rename(hidden, to, src_dir_fd=folder, dst_dir_fd=folder)
 
-    def _distrust(self, st: os.stat_result) -> str:
-        """Why a file is not taken from its owner; empty if it is. As with the store itself: no access for others."""
+    def _reason_to_distrust(self, st: os.stat_result) -> str:
+        """Why a file is not trusted; empty if it is. As for the store itself: others must have no access."""
         root = self._files.fstat(self._c.directory.root)
         if st.st_mode & 0o002:
-            return f"anybody may change it (mode {stat.S_IMODE(st.st_mode):04o}); chmod o-w, and drop it again"
-        shared = root.st_mode & 0o070 == 0o070  # then whoever may write to the folder belongs to the store's group
+            return f"any user may change it (mode {stat.S_IMODE(st.st_mode):04o}); chmod o-w, and drop it again"
+        shared = root.st_mode & 0o070 == 0o070  # then all users who may write to the folder are in the store's group
         if not shared and st.st_uid not in (0, os.geteuid(), root.st_uid):
             return f"it belongs to user {st.st_uid}, the store to user {root.st_uid} alone; copy it as that user"
         return ""
 
     def _step(self) -> None:
-        """Between two steps of an import: rest longer than it worked."""
+        """Between two steps of an import: pause longer than it worked."""
         worked = self._files.monotonic() - self._worked_since
         if worked >= WORK_SECONDS:
             self._stopping.wait(min(REST_SHARE * worked, REST_SECONDS_MAX))
@@ -282,9 +286,9 @@ class DropFolder:
                 self._renamed.discard(name)
 
     def _leave(self, name: str, exc: OSError) -> None:
-        """It stays where it is, and is not looked at again as long as it does not change."""
+        """The file stays where it is, and is not examined again until it changes."""
         self._c.counters.add("import_errors")
-        log.warning("%s/%r cannot be taken away: %s", self._where(), name, exc.strerror)
+        log.warning("%s/%r cannot be removed: %s", self._where(), name, exc.strerror)
         self._known[name] = self._known[name]._replace(left=True)
 
     def _where(self) -> str:
@@ -305,7 +309,7 @@ class DropFolder:
                     <= self._c.settings.capacity_bytes // REFUSED_SHARE
                 )
                 stays = (
-                    "" if fits else f" (it stays in {FOLDER}/, too large for {REFUSED}/: change it, or drop it anew)"
+                    "" if fits else f" (it stays in {FOLDER}/, too large for {REFUSED}/: change it, or drop it again)"
                 )
                 self._write_reason(refused.fd, aside, f"{name!r}: {why}{stays}\n")
                 if fits:
@@ -314,12 +318,12 @@ class DropFolder:
                     self._known[name] = self._known[name]._replace(left=True)
                 self._bound(refused.fd)
         except FileNotFoundError:
-            pass  # somebody took it back
+            pass  # it was removed from outside
         except OSError as exc:
             self._leave(name, exc)
 
     def _was_left(self, name: str, st: os.stat_result) -> bool:
-        """Whether a process has refused this very file, and left it where it is."""
+        """Whether a process has refused exactly this file and left it where it is."""
         try:
             with contextlib.closing(self._refused(make=False)) as refused:
                 reason = self._files.stat(_aside(name) + REASON, dir_fd=refused.fd)
@@ -327,8 +331,8 @@ class DropFolder:
             return False
         return reason.st_ctime_ns > st.st_ctime_ns
 
-    def _forgive(self, name: str) -> None:
-        """What was refused and stayed is adopted: its reason goes."""
+    def _remove_reason(self, name: str) -> None:
+        """A file that was refused and stayed is adopted now: remove its reason."""
         with contextlib.suppress(OSError), contextlib.closing(self._refused(make=False)) as refused:
             names = self._files.listdir(refused.fd)
             if _aside(name) not in names and _aside(name) + REASON in names:
@@ -350,12 +354,12 @@ class DropFolder:
         self._files.rename(temporary, aside + REASON, src_dir_fd=refused, dst_dir_fd=refused)
 
     def _kept(self, refused: int, but: str) -> int:
-        """Bytes of what lies in refused/, but for one name."""
+        """Bytes of the files in refused/, except one name."""
         names = [n for n in self._files.listdir(refused) if n != but]
         return sum(512 * self._files.stat(n, dir_fd=refused).st_blocks for n in names)
 
     def _bound(self, refused: int) -> None:
-        """Keep the latest."""
+        """Keep the latest REFUSED_MAX files."""
         ages: dict[str, int] = {}
         names: dict[str, set[str]] = {}
         for name in self._files.listdir(refused):
@@ -375,7 +379,7 @@ class DropFolder:
 
 
 def waiting(directory: Directory) -> tuple[list[str], list[str]]:
-    """(what waits in the folder, what was refused: both names, not checked)."""
+    """(names of files that wait, names of files that were refused); the files are not checked."""
     folder, files = directory.sub(FOLDER), directory.files
     names = [n for n in files.listdir(folder) if n != REFUSED]
     refused: list[str] = []
@@ -385,11 +389,11 @@ def waiting(directory: Directory) -> tuple[list[str], list[str]]:
 
 
 class _RefusedError(Exception):
-    """A file that is not even looked into."""
+    """A file that is refused without being read."""
 
 
 def _aside(name: str) -> str:
-    """The name in refused/: the same, or where it is too long or not printable another one, always the same."""
+    """A file's name in refused/: its own, or a hash of it where that is too long or not printable."""
     if len(os.fsencode(name)) <= NAME_BYTES_MAX and name.isprintable():
         return name
     return hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()

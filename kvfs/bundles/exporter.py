@@ -1,12 +1,12 @@
-"""Bundles: pages in one file, to be carried to another store. ``kvfs.bundles.importer`` reads them.
+"""Bundles: pages in one file, for another store. ``kvfs.bundles.importer`` reads them.
 
-A bundle is a plain tar file (ustar): sealed segments in the format of docs/format.md, ``<id>.kvs``, and, last of
-all, ``kvfs-bundle.json`` with the BLAKE2b-256 of each. Without that last member a bundle is not complete. The
-segments are written anew from the chosen pages, each verified on the way; ``written_us`` is when a page was last
-used. The digest of the manifest names the whole bundle.
+A bundle is a plain tar file (ustar): sealed segments in the format of docs/format.md, ``<id>.kvs``, and as the last
+member ``kvfs-bundle.json`` with the BLAKE2b-256 of each. Without that member a bundle is not complete. The segments
+are new: they hold the chosen pages, each verified as it is copied; ``written_us`` is the time of a page's last use.
+The digest of the manifest names the whole bundle.
 
-Digests tell a bundle from a changed one only to those who know the right digest: a bundle is as trustworthy as
-where it comes from.
+Digests detect a changed bundle only for an importer that knows the right digest: a bundle is as trustworthy as its
+source.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
 MANIFEST = "kvfs-bundle.json"
-SEGMENT_BYTES = 64 << 20  # a segment of a bundle is sealed behind this size
-BATCH_BYTES = 8 << 20
-_TAR = 512
-_COPY_BYTES = 4 << 20
+SEGMENT_BYTES = 64 << 20  # a segment of a bundle is sealed when it has reached this size
+BATCH_BYTES = 8 << 20  # payloads held in memory at once
+_TAR = 512  # block size of the tar format
+_COPY_BYTES = 4 << 20  # of one read and write
 
 
 class Chosen(NamedTuple):
-    """Neighbouring records that go into a bundle. Sorts so that what belongs together lies together."""
+    """Neighbouring records that go into a bundle. They sort so that one request's pages are neighbours."""
 
     digest: bytes
     group: int
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
 
 @dataclass
 class Exported:
-    """What a bundle holds; ``left_out`` records were evicted meanwhile, or did not verify."""
+    """What a bundle holds; ``left_out`` counts records that were evicted meanwhile or did not verify."""
 
     path: str
     digest: str = ""
@@ -70,9 +70,9 @@ class Exported:
 
 
 def choose(context: Context, namespaces: Collection[Described], match: PrefixMatch | None) -> list[Chosen]:
-    """All live records of these namespaces, and those of a match. ConfigError for neither."""
+    """All live records of these namespaces, and those of a match. ConfigError if neither is given."""
     if not namespaces and match is None:
-        raise ConfigError("nothing is chosen to be exported: pass names or ids of namespaces, or match=")
+        raise ConfigError("nothing is chosen for the export: pass names or ids of namespaces, or match=")
     chosen = _of_namespaces(context, namespaces) if namespaces else []
     return chosen + _of_match(match) if match is not None else chosen
 
@@ -97,11 +97,14 @@ def _of_match(match: PrefixMatch) -> list[Chosen]:
 
 
 def export(context: Context, chosen: list[Chosen], path: str, progress: Callable[[int, int], None]) -> Exported:
-    """Write a bundle; it appears under ``path`` when it is complete. OSError as it comes."""
+    """Write a bundle; it appears at ``path`` when it is complete. ``progress``: (records done, all records). Raises
+    OSError unchanged."""
     return _Exporter(context, path).run(chosen, progress)
 
 
 class _Exporter:
+    """One export: owns the temporary file and the list of its members."""
+
     def __init__(self, context: Context, path: str) -> None:
         self._c = context
         self._path = path
@@ -175,9 +178,9 @@ class _Exporter:
             tar.write(_tar_header(writer.name, size))
             digest = hashlib.blake2b(digest_size=32)
             for at in range(0, size, _COPY_BYTES):
-                piece = os.pread(writer.fd, min(_COPY_BYTES, size - at), at)
-                digest.update(piece)
-                tar.write(piece)
+                data = os.pread(writer.fd, min(_COPY_BYTES, size - at), at)
+                digest.update(data)
+                tar.write(data)
             tar.write(bytes(-size % _TAR))
         self._members.append({"name": writer.name, "bytes": size, "blake2b": digest.hexdigest()})
 
@@ -202,7 +205,7 @@ class _Exporter:
 
 
 class _Writer:
-    """One segment of a bundle, in an unnamed file beside it."""
+    """One segment of a bundle, in an unnamed file in the same directory."""
 
     def __init__(self, context: Context, folder: str) -> None:
         files, segment_id = context.files, context.files.random(16)
@@ -260,7 +263,7 @@ class Member(NamedTuple):
 
 
 class ExportWindow(Files):
-    """A segment that lies inside another file."""
+    """Reads a segment that is a member of another file."""
 
     def __init__(self, member: Member, step: Callable[[], None] = lambda: None) -> None:
         self._member = member
@@ -288,7 +291,7 @@ class BundleError(KvfsError):
 
 
 class TooLargeError(BundleError):
-    """More than whoever imports wants to work on."""
+    """A bundle that exceeds the bounds of the import."""
 
 
 def _tar_header(name: str, size: int) -> bytes:
@@ -316,20 +319,20 @@ def read_members(fd: int, size: int, read: Callable[[int, int, int], bytes], mem
             or sum(block[:148]) + sum(block[156:]) + 8 * 32 != check
             or block[156:157] != b"0"
         ):
-            raise BundleError(f"byte {at}: not a bundle of kvfs, or damaged there")
+            raise BundleError(f"byte {at}: not a bundle of kvfs, or damaged at that byte")
         at += _TAR
         count += 1
         if count > members_max:
             raise TooLargeError(f"it has more than {members_max} files")
         if nbytes < 0 or at + nbytes > size:
-            raise BundleError(f"{name!r}: the file ends before it does; copy the bundle again")
+            raise BundleError(f"{name!r} is cut short; copy the bundle again")
         yield Member(name, at, nbytes)
         at += nbytes + -nbytes % _TAR
     raise BundleError("the end is missing; copy the bundle again")
 
 
 def read_manifest(data: bytes) -> list[tuple[str, int, str]]:
-    """(name, bytes, digest) of the segments that a manifest names; untrusted, not checked further."""
+    """(name, bytes, digest) of the segments that a manifest names. The values are untrusted and not checked."""
     try:
         manifest = json.loads(data)
         if manifest["kvfs"] != "bundle" or manifest["version"] != 1:

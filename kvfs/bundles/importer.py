@@ -1,7 +1,7 @@
-"""Taking the pages of a bundle in. Every page is verified before it is stored; nothing of a changed bundle is.
+"""Imports bundles. Every page is verified before it is stored; no page of a changed bundle is stored.
 
 The pages are appended to this store's own segments and published like any others, so identity, limits, quotas and
-evictions are those of this store. What is there already is skipped.
+evictions are those of this store. Pages that are stored already are skipped.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from kvfs.segments.writer import Record, SegmentWriter
 from kvfs.system.files import Files
 from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
 
-MEMBERS_MAX = 100_000
+MEMBERS_MAX = 100_000  # files in a bundle
 MANIFEST_BYTES_MAX = 64 << 20
-PROBLEMS_MAX = 100
-BATCH_PAGES, BATCH_BYTES = 256, 16 << 20
-SPACE_SECONDS = 30.0
+PROBLEMS_MAX = 100  # lines of a report
+BATCH_PAGES, BATCH_BYTES = 256, 16 << 20  # of one append
+SPACE_SECONDS = 30.0  # longest wait for room, per append
 EXPIRY_SECONDS = 3600  # records that expire in the same hour share segments
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 
 
 @dataclass
 class Imported:
-    """What became of a bundle's pages."""
+    """How many pages of a bundle were stored, skipped and refused."""
 
     digest: str = ""
     pages: int = 0  # in the bundle
     stored: int = 0
-    skipped: int = 0  # were there already
+    skipped: int = 0  # stored already
     expired: int = 0
     bad: int = 0  # did not verify; only of a partial import
     nbytes: int = 0
@@ -75,7 +75,7 @@ class Imported:
 
 
 class _Page(NamedTuple):
-    """A record of a bundle that has verified."""
+    """A verified record of a bundle."""
 
     entry: Entry
     payload: bytes  # as it is stored
@@ -87,7 +87,7 @@ class _Page(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How greedy an import is: what it appends at once, how long it waits for room, what it does between two steps."""
+    """Bounds of an import: what it appends at once, how long it waits for room, what runs between two steps."""
 
     batch_bytes: int = BATCH_BYTES
     space_seconds: float = SPACE_SECONDS
@@ -99,7 +99,7 @@ class Pace(NamedTuple):
 
 
 class Importer:
-    """One import. ``partial``: pages that verify are taken from a bundle that is damaged."""
+    """One import: verifies a bundle, then appends its pages. ``partial_``: takes what verifies of a damaged bundle."""
 
     def __init__(self, context: Context, active: ActiveSegments, *, partial_: bool, pace: Pace | None = None) -> None:
         self._c = context
@@ -108,10 +108,11 @@ class Importer:
         self._pace = pace or Pace()
         self.report = Imported()
         self._heads: set[bytes] = set()  # chunk hashes that begin a run
-        self._stamps: dict[int, int] = {}  # as they are in the bundle -> as they will be here
+        self._stamps: dict[int, int] = {}  # access times in the bundle -> access times here
 
     def run(self, path: str, progress: Callable[[int, int], None], *, digest: str | None = None) -> Imported:
-        """Verify all of a bundle, then store its pages. BundleError names what is wrong with it."""
+        """Verify all of a bundle, then store its pages. ``progress``: (bytes done, all bytes). BundleError says what is
+        wrong with the bundle."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as exc:
@@ -128,15 +129,15 @@ class Importer:
     def take(
         self, fd: int, progress: Callable[[int, int], None] = lambda done, total: None, *, digest: str | None = None
     ) -> Imported:
-        """The same for an open file. OSError if it cannot be read."""
+        """``run`` for an open file. OSError if it cannot be read."""
         size = os.fstat(fd).st_size
         members = self.members(fd, size, digest)
         done = 0
-        for member in members:  # first all is looked at: a changed bundle leaves nothing behind
+        for member in members:  # all are verified before any is stored: a changed bundle leaves no pages behind
             self._check(fd, member)
             done += member.nbytes
             progress(done, 2 * size)
-        # a stamp per request, as in the store that they come from, and in its order
+        # one access time per request, as in the store of origin, and in the same order
         now = self._c.files.now_us()
         self._stamps = {stamp: now + i for i, stamp in enumerate(sorted(self._stamps))}
         for member in members:
@@ -145,10 +146,13 @@ class Importer:
             progress(done, 2 * size)
         return self.report
 
-    # -- looking ------------------------------------------------------------------------------
+    # -- verifying ----------------------------------------------------------------------------
 
     def members(self, fd: int, size: int, digest: str | None = None) -> list[Member]:
-        """The segments of a bundle that is complete: it ends with a manifest that names them, sizes included."""
+        """The segments of a complete bundle: its last member is a manifest with their names and sizes.
+
+        BundleError if it is not complete. ``digest``: what the manifest's digest must begin with.
+        """
         found = read_members(fd, size, self._c.files.read, self._pace.members_max)
         members = [member for member in found if self._pace.step() is None]
         if not members or members[-1].name != MANIFEST or members[-1].nbytes > self._pace.manifest_bytes_max:
@@ -168,7 +172,7 @@ class Importer:
         return segments
 
     def _check(self, fd: int, member: Member) -> None:
-        """Digest and every page of a segment."""
+        """Verify the digest and every page of a segment."""
         digest = hashlib.blake2b(digest_size=32)
         for at in range(0, member.nbytes, 4 << 20):
             digest.update(self._c.files.read(fd, min(4 << 20, member.nbytes - at), member.offset + at))
@@ -205,7 +209,7 @@ class Importer:
         self.report.note(text)
 
     def _pages(self, fd: int, member: Member, scan: Scan) -> Iterator[tuple[Entry, _Page | str]]:
-        """Each record with its verified page, or with what is wrong with it."""
+        """Each record with its verified page, or with the reason why it does not verify."""
         files = ExportWindow(member)
         known: dict[int, tuple[Described, bytes] | None] = {}
         for entry in scan.parts():
@@ -251,7 +255,7 @@ class Importer:
     # -- storing ------------------------------------------------------------------------------
 
     def _take(self, fd: int, member: Member) -> None:
-        """Store the pages of a segment. They are verified again as they are read: the file may change meanwhile."""
+        """Store the pages of a segment. They are verified again as they are read: the file may have changed."""
         now = self._c.files.now_us()
         scan = self._scan(fd, member)
         if scan is None:
@@ -288,12 +292,12 @@ class Importer:
                     try:
                         done = self._append(segment_class, missing, key, at_us, deadline)
                     except ledger.StaleWriterError:
-                        self._active.drop(segment_class)
+                        self._active.close_for_appends(segment_class)
                         raise IndexUnavailableError(
                             f"the index was rebuilt meanwhile: {self.report.stored} pages are imported; import again"
                         ) from None
-                    except OSError:  # a segment that nobody can go on with, or give up, would be charged for good
-                        self._active.drop(segment_class)
+                    except OSError:  # a segment that stays active without a writer would be charged permanently
+                        self._active.close_for_appends(segment_class)
                         raise
                     missing = missing[done:]
         except Declined as exc:
@@ -302,9 +306,9 @@ class Importer:
             ) from None
 
     def _place(self, page: _Page, opaque: bool) -> tuple[bytes, int]:
-        """(head, slot) of the row that takes a page: its run's, where that is known to begin the run; else its own.
+        """(head, slot) of the row for a page: its run's, if the bundle holds the run's first chunk; else its own.
 
-        A lookup reads the row of a run's first chunk always, and a chunk's own row whenever it has not seen it.
+        A lookup always reads the row of a run's first chunk, and a chunk's own row where that run lacks the chunk.
         """
         if opaque:
             return page.entry.chunk_hash, 0
@@ -332,7 +336,7 @@ class Importer:
         writer, generation = self._active.writer(
             segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), deadline
         )
-        count, room = len(records), writer.room(ledger.segment_limit(self._c.settings, fresh))
+        count, room = len(records), writer.remaining_bytes(ledger.segment_limit(self._c.settings, fresh))
         while count > 1 and writer.need(digest, descriptor, size, leaf_bytes, count) > room:
             count -= 1
         batch = records[:count]
@@ -388,7 +392,7 @@ _Placed: TypeAlias = tuple[tuple[bytes, int], _Page]
 
 
 def _missing(session: Session, key: Callable[[bytes], bytes], records: list[_Placed]) -> list[_Placed]:
-    """What is not stored where a lookup finds it."""
+    """Records whose pages are not stored where a lookup finds them."""
     rows: dict[bytes, dict[int, Place]] = {}
     missing = []
     for (head, slot), page in records:

@@ -1,11 +1,11 @@
-"""What is stored of a prompt as a safetensors file: tensors that other tools read.
+"""The stored pages of a prompt as a safetensors file: tensors that other tools read.
 
-The format is small: eight bytes with the length of a JSON header (little endian), the header, the tensors one behind
-the other. It is written here without the library and without torch, in stretches of BATCH_BYTES, whatever the length
-of the prompt. Pages are verified as they are loaded; the file appears under its name when all of them were. One page
-that does not verify ends the export: a header says how many tokens there are before the first is read.
+The format is small: eight bytes with the length of a JSON header (little endian), the header, then the tensors. It is
+written here without the library and without torch, in batches of BATCH_BYTES for prompts of any length. Pages are
+verified as they are loaded; the file appears under its name when all of them are. One page that does not verify ends
+the export: the header, which has the number of tokens, is written before the first page is read.
 
-A tensor holds one piece of the cells of one layer, [states, heads, numbers]: ``<group>.layer.<id>.k`` and ``.v``,
+A tensor holds one component of the cells of one layer, [states, heads, numbers]: ``<group>.layer.<id>.k`` and ``.v``,
 ``.latent`` and ``.rope`` (MLA), ``.scale``; cells of other encodings are bytes, ``.cell``. A state is a token, or where
 a page has one state (``exact`` groups, opaque pages) a page.
 """
@@ -34,8 +34,8 @@ from kvfs.system.memory_views import address_of
 from kvfs.types import Verify
 from kvfs.version import __version__
 
-BATCH_BYTES = 8 << 20  # or one page
-HEADER_BYTES_MAX = 100_000_000  # what the library takes
+BATCH_BYTES = 8 << 20  # of pages in memory at once, or one page
+HEADER_BYTES_MAX = 100_000_000  # longest header that the library reads
 _DTYPES = {"bf16": ("BF16", 2), "f16": ("F16", 2), "f32": ("F32", 4), "int8": ("I8", 1),
            "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1)}  # fmt: skip
 _ENCODING = re.compile(
@@ -45,7 +45,7 @@ _ENCODING = re.compile(
 
 
 class TensorSlice(NamedTuple):
-    """Some numbers of each cell: its name, its dtype as safetensors calls it, where it lies in the cell (bytes)."""
+    """One component of each cell: its name, its safetensors dtype, its offset and size in the cell (bytes)."""
 
     name: str
     dtype: str
@@ -59,19 +59,20 @@ class TensorSlice(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file: a piece of one layer (by position in its group), and where it begins behind the header."""
+    """One tensor of a file: a component of one layer (by position in its group); ``offset`` counts from the header's
+    end."""
 
     name: str
     group: GroupMatch
     layer: int
-    piece: TensorSlice
+    component: TensorSlice
     shape: tuple[int, int, int]
     offset: int
 
     @property
     def row_bytes(self) -> int:
         """Of one state."""
-        return self.shape[1] * self.piece.nbytes
+        return self.shape[1] * self.component.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -91,11 +92,11 @@ class Written:
 
 
 class UnverifiedError(KvfsError):
-    """A page that a file was to hold does not verify, or is gone."""
+    """A page of the match does not verify or was evicted."""
 
 
-def pieces(cell: Cell) -> list[TensorSlice]:
-    """What a cell consists of; one piece of bytes if its encoding is not one of kvfs's, or has half bytes."""
+def components(cell: Cell) -> list[TensorSlice]:
+    """The components of a cell; its bytes as one if its encoding is not one of kvfs's, or has half bytes."""
     found = _ENCODING.match(cell.encoding)
     if found is not None and found["dtype"] in _DTYPES:
         dtype, size = _DTYPES[found["dtype"]]
@@ -115,7 +116,8 @@ def write(
     context: Context, described: Described, match: PrefixMatch, path: str,
     token_ids: Sequence[int] | None, progress: Callable[[int, int], None],
 ) -> Written:  # fmt: skip
-    """Write the pages of a match; ``progress`` in bytes. OSError as it comes, UnverifiedError, ConfigError."""
+    """Write the pages of a match; ``progress``: (bytes done, all bytes). UnverifiedError, ConfigError; raises OSError
+    unchanged."""
     groups = described.layout.groups
     for gm in match.groups:
         if gm.want != groups[gm.number].full:
@@ -125,7 +127,7 @@ def write(
     head = _header(described, match, tensors, token_ids)
     done = Written(path, match.tokens, sum(g.count for g in match.groups), len(tensors), total, len(head) + total)
     temporary = f"{path}.{context.files.random(4).hex()}.tmp"
-    reader = Reader(replace(context, verify=Verify.ALWAYS))  # whatever this process asks of its own loads
+    reader = Reader(replace(context, verify=Verify.ALWAYS))  # independent of the policy of this process's own loads
     try:
         with open(temporary, "xb", opener=private) as file, reader.open_segments(match) as held:
             file.truncate(done.file_bytes)
@@ -141,7 +143,7 @@ def write(
                         raise UnverifiedError(
                             f"a page of tokens {first * match.page_tokens} to "
                             f"{(first + cut.count) * match.page_tokens} does not verify, or was evicted: try again, "
-                            "what is left is shorter"
+                            "the prefix that is left is shorter"
                         )
                     for tensor, data in batch.arranged(cut.count):
                         at = len(head) + tensor.offset + (first - gm.first) * batch.states * tensor.row_bytes
@@ -160,19 +162,19 @@ def write(
 
 
 def _tensors(groups: Sequence[Group], match: PrefixMatch) -> Iterator[Tensor]:
-    """Those of the widest numbers first, so that each begins at a multiple of its item's size."""
+    """The tensors with the widest numbers first, so that each begins at a multiple of its item size."""
     found = [
-        (gm, layer, piece)
+        (gm, layer, component)
         for gm in match.groups
         for layer in range(len(groups[gm.number].layers))
-        for piece in pieces(groups[gm.number].cell)
+        for component in components(groups[gm.number].cell)
     ]
     at = 0
-    for gm, layer, piece in sorted(found, key=lambda item: -item[2].item_bytes):
+    for gm, layer, component in sorted(found, key=lambda item: -item[2].item_bytes):
         group = groups[gm.number]
-        shape = (gm.count * group.states, group.heads, piece.numbers)
-        name = f"{group.name}.layer.{group.layers[layer]}.{piece.name}"
-        tensor = Tensor(name, gm, layer, piece, shape, at)
+        shape = (gm.count * group.states, group.heads, component.numbers)
+        name = f"{group.name}.layer.{group.layers[layer]}.{component.name}"
+        tensor = Tensor(name, gm, layer, component, shape, at)
         at += tensor.nbytes
         yield tensor
 
@@ -180,7 +182,7 @@ def _tensors(groups: Sequence[Group], match: PrefixMatch) -> Iterator[Tensor]:
 def _header(
     described: Described, match: PrefixMatch, tensors: Sequence[Tensor], token_ids: Sequence[int] | None
 ) -> bytes:
-    """Length and JSON. What describes the file is text by the rules of the format, structures are JSON in it."""
+    """The length and the JSON of a header. By the rules of the format metadata are strings: structures are JSON."""
     about: dict[str, Any] = {
         "kvfs": __version__,
         "namespace": described.digest.hex(),
@@ -196,7 +198,7 @@ def _header(
         about["tokens"] = json.dumps([int(t) for t in token_ids[: match.tokens]], separators=(",", ":"))
     body: dict[str, Any] = {"__metadata__": about}
     for t in tensors:
-        body[t.name] = {"dtype": t.piece.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
+        body[t.name] = {"dtype": t.component.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
     text = json.dumps(body, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:
@@ -216,7 +218,7 @@ def _hashes(match: PrefixMatch) -> dict[str, list[str]]:
 
 
 class _TensorBatch:
-    """Some pages of a group as they are stored, and room for them as the tensors want them."""
+    """Buffers of a batch: pages of a group as they are stored, and the same bytes in the order of the tensors."""
 
     def __init__(self, group: Group, gm: GroupMatch, tensors: Sequence[Tensor]) -> None:
         self._group, self._tensors = group, tensors
@@ -230,10 +232,10 @@ class _TensorBatch:
         for t in tensors:
             self._at[t.name] = at
             at += self.chunks * self.states * t.row_bytes
-        by_piece: dict[TensorSlice, list[Tensor]] = {}
+        by_component: dict[TensorSlice, list[Tensor]] = {}
         for t in tensors:
-            by_piece.setdefault(t.piece, []).append(t)
-        # the tensors are described as an engine's buffers are, so that one piece of code moves cells
+            by_component.setdefault(t.component, []).append(t)
+        # the tensors are described like an engine's buffers, so that the same code moves cells
         self._units = range(self.chunks * self.states)
         self._described = DeviceKV(
             group.name,
@@ -242,9 +244,10 @@ class _TensorBatch:
                     "host", tuple(start + self._at[t.name] for t in some), ((start, size),) * len(some),
                     tuple(group.layers[t.layer] for t in some), (0, group.heads), (0, 1),
                     0 if group.states == 1 else 1, len(self._units),
-                    (some[0].row_bytes, some[0].row_bytes, piece.nbytes), (piece.offset, piece.nbytes), self._out,
+                    (some[0].row_bytes, some[0].row_bytes, component.nbytes), (component.offset, component.nbytes),
+                    self._out,
                 )
-                for piece, some in by_piece.items()
+                for component, some in by_component.items()
             ),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""What is in a store: its namespaces and segments, read from the index in short holds, and names for them.
+"""What is in a store: its namespaces and segments, read from the index in short transactions, and names for them.
 
-Counts come from the ``contents`` rows that every publish updates, so a store of any size answers at once. A page
-that several ranks wrote counts once per part.
+Counts come from the ``contents`` rows that every publish updates, so they cost the same in a store of any size. A
+page that several ranks wrote counts once per part.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from kvfs.index.tables import DROPPED, Contents, SegmentRow
 from kvfs.pages.identity import Described, Identity, parse_descriptor, salt_digest
 from kvfs.segments.writer import file_name
 
-ROWS_PER_HOLD = 256
-HASH_DIGITS_MIN = 6
-CANDIDATES_MAX = 8
-#: Records of one segment that are looked at for the last use of each of its namespaces.
-STAMPS_MAX = 64
+ROWS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
+HASH_DIGITS_MIN = 6  # shorter references to a hash would be guesses
+CANDIDATES_MAX = 8  # names that an error message lists
+STAMPS_MAX = 64  # latest access times of a segment that are searched for the last use of its namespaces
 _HEX = re.compile(r"[0-9a-f]+\Z")
 
 
 class NotFoundError(KvfsError):
-    """Nothing in the store answers to that name."""
+    """Nothing in the store has that name."""
 
 
 @dataclass
@@ -67,7 +66,7 @@ class SegmentInfo(NamedTuple):
 
 
 class PageInfo(NamedTuple):
-    """One record of a page, wherever it lies."""
+    """One record of a page, and where it is stored."""
 
     chunk_hash: bytes
     place: Place
@@ -77,7 +76,7 @@ class PageInfo(NamedTuple):
 
 
 class Catalog:
-    """Reads what a store holds. Cheap to make; nothing is cached between calls."""
+    """Reads what a store holds, through ``Walk`` and ``Records``. Cheap to make; caches nothing between calls."""
 
     def __init__(self, context: Context) -> None:
         self._c = context
@@ -100,7 +99,7 @@ class Catalog:
         return self._c.index.read(lambda s: s.segments(), PATIENCE_SECONDS)
 
     def described(self) -> list[Described]:
-        """All namespaces that the index knows, by name: those with pages, and some that had."""
+        """All namespaces in the index, by name: those with pages, and some that had pages."""
         pairs = self._c.index.read(lambda s: s.namespaces(), PATIENCE_SECONDS)
         parsed = (parse_descriptor(data) for _, data in pairs)
         return sorted((d for d in parsed if d is not None), key=lambda d: (d.name, d.revision, d.digest))
@@ -126,8 +125,8 @@ class Catalog:
     def _note_use(self, records: Records, segment_id: bytes, within: Sequence[NamespaceInfo]) -> None:
         """Raise ``last_used_us`` of the namespaces of one segment.
 
-        Exact as long as each of them has one of the segment's STAMPS_MAX latest uses; those that have none keep what
-        other segments say, or get the time at which the segment was last written.
+        Exact while each of them has one of the segment's STAMPS_MAX latest access times. The others keep what other
+        segments say, or get the time at which the segment was last written.
         """
         stamps = records.stamps(segment_id)
         now = self._c.files.now_us()
@@ -152,8 +151,8 @@ class Catalog:
                 info.last_used_us = max(info.last_used_us, min(now, st.st_mtime_ns // 1000))
 
     def find(self, ref: str, known: Sequence[Described] | None = None) -> Described:
-        """The namespace that ``ref`` names: name, name@revision (its beginning), or 6 digits of the digest or more.
-        ``known``: all of them, if they have been read."""
+        """The namespace that ``ref`` names: name, name@revision (or its beginning), or 6 or more digits of the digest.
+        ``known``: all namespaces, if they have been read already."""
         name, _, revision = ref.rpartition("@") if "@" in ref else (ref, "", "")
         known = self.described() if known is None else known
         found = [d for d in known if d.name == ref]
@@ -183,7 +182,7 @@ class Catalog:
     # -- pages and prefixes ------------------------------------------------------------------
 
     def find_pages(self, ref: str) -> list[PageInfo]:
-        """Records of the page whose chunk hash begins with ``ref``; ConfigError if that is true of several pages."""
+        """Records of the page whose chunk hash begins with ``ref``; ConfigError if several pages match."""
         return self.find_all_pages([ref])[ref]
 
     def find_all_pages(self, refs: Sequence[str]) -> dict[str, list[PageInfo]]:
@@ -209,10 +208,10 @@ class Catalog:
         return pages
 
     def hashes_of_prefix(self, ref: str) -> tuple[Described, list[bytes]]:
-        """(namespace, chunk hashes from the first on) of what the request used that used page ``ref`` last."""
+        """(namespace, chunk hashes from the first on) of the pages of the request that used page ``ref`` last."""
         pages = [p for p in self.find_pages(ref.lower()) if p.located is not None]
         if not pages or pages[0].located is None:
-            raise NotFoundError(f"nothing here answers to {ref!r}: give an id from kvfs ls NAMESPACE")
+            raise NotFoundError(f"no page has the id {ref!r}: give an id from kvfs ls NAMESPACE")
         digest, stamp = pages[0].located.digest, pages[0].last_used_us
         numbers = {c.segment for c in self.contents() if c.digest == digest}
         found: dict[int, bytes] = {}
@@ -222,7 +221,7 @@ class Catalog:
                 found.update(zip(range(s.chunk, s.chunk + s.pages), hashes, strict=True))
         if 0 not in found:
             raise ConfigError(
-                f"prefix {ref!r} begins at chunk {min(found, default=0)}, since a later request shares its head: "
+                f"prefix {ref!r} begins at chunk {min(found, default=0)}, since a later request used its head: "
                 "give the prompt with --prompt"
             )
         leading = next(i for i in range(len(found) + 1) if i not in found)
@@ -230,7 +229,7 @@ class Catalog:
         return described, [found[i] for i in range(leading)]
 
     def prefixes(self, described: Described, *, seconds: float | None = None) -> tuple[list[Prefix], Walk]:
-        """Prefixes of a namespace as they were last used, and the walk that found them (is it complete?)."""
+        """Prefixes of a namespace as they were last used, and the walk that found them (see ``Walk.complete``)."""
         numbers = {c.segment for c in self.contents() if c.digest == described.digest}
         deadline = None if seconds is None else self._c.files.monotonic() + seconds
         walk = Walk(self._c, deadline=deadline)
@@ -238,7 +237,7 @@ class Catalog:
 
 
 def identity_of(described: Described, salt: str = "") -> dict[str, Any]:
-    """Arguments for ``Store.namespace`` of a namespace that was read back; the salt is known to its tenant only."""
+    """Arguments of ``Store.namespace`` for a namespace that was read back; only its tenant knows the salt."""
     body = described.body
     arguments = {
         "name": described.name, "layout": described.layout, "revision": described.revision, "salt": salt,
@@ -248,10 +247,10 @@ def identity_of(described: Described, salt: str = "") -> dict[str, Any]:
         raise ConfigError(
             f"namespace {described.name} is salted: give its salt in $KVFS_SALT"
             if not salt
-            else f"the salt given is not that of namespace {described.name}"
+            else f"this is not the salt of namespace {described.name}"
         )
     if Identity(**arguments).digest != described.digest:
-        raise KvfsError(f"namespace {described.name} was written in a way that this version cannot name")
+        raise KvfsError(f"namespace {described.name} has a descriptor that this version cannot reproduce")
     return arguments
 
 

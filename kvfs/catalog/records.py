@@ -1,4 +1,4 @@
-"""Single records of segments, found by their number, without reading the table before them."""
+"""Single records of segments, found by their number without reading the table entries before them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvfs.system import direct_io
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
-OPEN_MAX = 128
-TABLES_MAX = 1 << 20  # of one segment: a bound against tables that lead nowhere
+OPEN_MAX = 128  # segments open at once
+TABLES_MAX = 1 << 20  # tables of one segment: bounds a damaged chain of tables
 
 
 class _Open:
@@ -42,10 +42,11 @@ class Located(NamedTuple):
 
 
 class Records:
-    """Reads entries of segments by (segment id, seq). Untrusted bytes: what does not verify is None.
+    """Reads entries of segments by (segment id, seq); owns the descriptors that it keeps open. The bytes are
+    untrusted: what does not verify is None.
 
-    Holds no locks on the segments: their published bytes never change, and one that is dropped meanwhile reads
-    as it was or as nothing.
+    Takes no locks on the segments: their published bytes never change, and one that is dropped meanwhile reads
+    unchanged or as None.
     """
 
     def __init__(self, context: Context) -> None:
@@ -54,7 +55,7 @@ class Records:
         self._mode = context.mode
         self._open: OrderedDict[bytes, _Open] = OrderedDict()
         self._stamps: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._recency = context.access_times
+        self._access_times = context.access_times
 
     def entry(self, segment_id: bytes, seq: int) -> Entry | None:
         """Entry ``seq`` of a segment."""
@@ -90,7 +91,7 @@ class Records:
         return parse_descriptor(data) if data is not None else None
 
     def payload(self, segment_id: bytes, entry: Entry) -> bytes | None:
-        """The stored bytes of a part, unchecked."""
+        """The stored bytes of a part, not verified; None if they cannot be read."""
         segment = self._segment(segment_id)
         if segment is None:
             return None
@@ -98,17 +99,17 @@ class Records:
             if not self._mode.direct:
                 return self._files.read(segment.fd, entry.stored_bytes, entry.payload)
             data = bytearray(entry.stored_bytes)
-            past = Descriptor.reopen(self._files, segment.fd, os.O_RDONLY | os.O_DIRECT)
-            with contextlib.closing(past):
-                direct_io.read(self._files, past.fd, memoryview(data), entry.payload)
+            direct = Descriptor.reopen(self._files, segment.fd, os.O_RDONLY | os.O_DIRECT)
+            with contextlib.closing(direct):
+                direct_io.read(self._files, direct.fd, memoryview(data), entry.payload)
             return bytes(data)
         except OSError:
             return None
 
     def stamps(self, segment_id: bytes) -> array[int]:
-        """When each record was last used, by seq; 0 or too short: not since it was written. Read once."""
+        """Access times of a segment's records in us, by seq; 0 or absent: not used since it was written. Read once."""
         if segment_id not in self._stamps:
-            self._stamps[segment_id] = self._recency.raw(segment_id)
+            self._stamps[segment_id] = self._access_times.raw(segment_id)
             if len(self._stamps) > OPEN_MAX:
                 self._stamps.popitem(last=False)
         return self._stamps[segment_id]
@@ -120,7 +121,7 @@ class Records:
                 fd = self._files.open(file_name(segment_id), os.O_RDONLY, dir_fd=self._directory.sub("segments"))
             except OSError:
                 return None
-            if self._mode.direct:  # entries alone: no payload is to come along
+            if self._mode.direct:  # entries only: no readahead of payloads
                 self._files.random_access(fd)
             found = _Open(fd, segment_id)
             if len(self._open) >= OPEN_MAX:

@@ -1,8 +1,8 @@
-"""Walking what is stored: page rows in slices, as stretches of neighbouring pages; prefixes as they were last used.
+"""Walks what is stored: page rows in slices, as stretches of neighbouring pages; prefixes as they were last used.
 
-Chunk hashes say nothing of their predecessors, so the store cannot tell which pages form a prompt. But all pages
-that one request used bear one stamp: ``prefixes`` groups by it. A head that a later request used, too, belongs
-to that one; what is left of the earlier one then begins at ``first_chunk`` > 0.
+A chunk hash does not name its predecessor, so the store cannot tell which pages form a prompt. But all pages that one
+request used have one access time, and ``prefixes`` groups by it. A head that a later request used as well belongs to
+that request; the rest of the earlier one then begins at ``first_chunk`` > 0.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvfs.format import segment as fmt
 from kvfs.index.rows import CLAIM, parse_row
 from kvfs.index.session import Session
 
-ROWS_PER_HOLD = 256
-PATIENCE_SECONDS = 10.0  # who only looks may wait longer than an engine, unless he has a deadline
-PREFIXES_MAX = 200_000
+ROWS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
+PATIENCE_SECONDS = 10.0  # longest wait for the index: an inspection may wait longer than an engine
+PREFIXES_MAX = 200_000  # of one listing: bounds its memory
 HASH_BYTES = 32
 
 
 class Stretch(NamedTuple):
-    """Neighbouring pages of one namespace, group and part that lie at one stride in a segment and bear one stamp."""
+    """Neighbouring pages of one namespace, group and part, at one stride in a segment and with one access time."""
 
     digest: bytes  # of the namespace
     group: int
@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Prefix:
-    """What one request used last: pages with one stamp in one namespace."""
+    """What one request used last: pages with one access time in one namespace."""
 
     digest: bytes
     stamp_us: int
@@ -68,7 +68,8 @@ class Prefix:
 
 
 class Walk:
-    """One walk over all page rows. ``share`` tells how far it is: keys are hashes, so their order is no order."""
+    """One walk over all page rows. ``share`` is its progress, 0 to 1: row keys are hashes, so they are spread evenly.
+    ``complete`` is False if the walk ended at its deadline or at a bound."""
 
     def __init__(self, context: Context, *, deadline: float | None = None) -> None:
         self._c = context
@@ -77,7 +78,7 @@ class Walk:
         self.complete = True
 
     def stretches(self, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[Stretch]:
-        """Live pages of segments that are ``wanted`` (by number). Ends early, ``complete`` false, at the deadline."""
+        """Live pages of the segments whose number is ``wanted``. Ends early at the deadline: see ``complete``."""
         with Records(self._c) as records:
             for rows, segments in self._slices():
                 now_us = self._c.files.now_us()
@@ -100,7 +101,7 @@ class Walk:
                         yield from _by_stamp(whole, records.stamps(segment_id), now_us)
 
     def hashes(self) -> Iterator[tuple[bytes, bytes, dict[int, bytes]]]:
-        """(row key, row value, ids of live segments), row by row: for those who look for a chunk hash."""
+        """(row key, row value, ids of live segments) of each row: for a search for chunk hashes."""
         for rows, segments in self._slices():
             for key, value in rows:
                 yield key, value, segments
@@ -122,7 +123,7 @@ class Walk:
             start = rows[-1][0] + b"\0"
 
     def _patience(self) -> float:
-        """How long the index may keep it waiting."""
+        """How long a read of the index may wait, in seconds."""
         left = self._deadline - self._c.files.monotonic() if self._deadline is not None else PATIENCE_SECONDS
         return min(PATIENCE_SECONDS, max(LOOKUP_SECONDS, left))
 
@@ -142,7 +143,7 @@ def _slice(session: Session, start: bytes, segments: dict[int, bytes]) -> tuple[
 
 
 def _by_stamp(whole: Stretch, stamps: Sequence[int], now_us: int) -> Iterator[Stretch]:
-    """Cut a stretch where the stamp changes."""
+    """Cut a stretch where the access time changes."""
     used = [s if 0 < s <= now_us else whole.stamp_us for s in stamps[whole.seq : whole.seq + whole.pages]]
     used += [whole.stamp_us] * (whole.pages - len(used))
     begin = 0

@@ -1,1 +1,2 @@
-"""The ``kvfs`` command. Each module holds the commands of one noun; they are imported when they are run."""
+"""The ``kvfs`` command. Each module holds one command, or the commands of one noun, and is imported when
+one of them runs."""

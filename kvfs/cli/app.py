@@ -1,4 +1,4 @@
-"""What all commands share: the options that each of them takes, the store, the namespace, the exit codes."""
+"""What all commands share: common options, opening the store, choosing the namespace, exit codes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # 10 no store, 11 locked, 12 format, 14 no space, 90 corrupt: ``kvfs.errors`` has them.
 EXIT_FAILED, EXIT_USAGE, EXIT_PROBLEMS, EXIT_INTERRUPTED = 1, 2, 3, 130
-REBUILD_SECONDS = 3600.0
-TAB_SECONDS = 0.5
-SILENT_SECONDS = 30.0  # somebody holds it and is stopped, or waits for a disk
+REBUILD_SECONDS = 3600.0  # longest wait for an index that is being rebuilt
+TAB_SECONDS = 0.5  # longest wait of a completion
+SILENT_SECONDS = 30.0  # longest wait for an index that is held by a stopped process, or by one that waits for a disk
 
 
 class App:
-    """One run of the command."""
+    """One run of the command: where the store is, whether it may be changed, and where results go (``Output``)."""
 
     def __init__(self) -> None:
         self.out = Output()
@@ -47,15 +47,18 @@ class App:
         return "-C" if self._path else "$KVFS_DIR" if os.environ.get("KVFS_DIR") else "default"
 
     def open(self, *, write: bool = False, counted: bool = False, hurried: bool = False) -> Store:
-        """The store, with an index that answers. Commands that only look fall back to reading on a read-only mount.
+        """The store, with an index that answers. Commands that only read fall back to a read-only open.
 
-        ``hurried``: somebody has pressed Tab, so no rebuild is waited for.
+        ``counted``: the process counts lookups and runs upkeep, as an engine does. ``hurried``: for a completion, which
+        does not wait for a rebuild.
         """
         from kvfs.errors import StoreLockedError, StoreNotFoundError, StoreReadOnlyError
         from kvfs.store import open_store
 
         if write and self.read_only:
-            raise StoreReadOnlyError("this command changes the store, and KVFS_READONLY or --read-only is set")
+            raise StoreReadOnlyError(
+                "this command changes the store, and KVFS_READONLY or --read-only is set: run it without"
+            )
         try:
             store = self._open(open_store, write, counted)
         except StoreNotFoundError:
@@ -64,7 +67,9 @@ class App:
             if not hurried:
                 self.out.draw("the index is being rebuilt from the segments ...")
             if hurried or not _rebuilt(store):
-                raise StoreLockedError(f"{self.path}: the index does not answer; kvfs doctor says who holds it")
+                raise StoreLockedError(
+                    f"{self.path}: the index does not answer; kvfs doctor says which process holds it"
+                )
             self.out.clear()
         return store
 
@@ -73,7 +78,7 @@ class App:
 
         try:
             return open_store(self.path, create=False, read_only=self.read_only, counted=counted)
-        except (StoreReadOnlyError, StoreAccessError) as exc:  # a read-only mount; files that one may only read
+        except (StoreReadOnlyError, StoreAccessError) as exc:  # a read-only mount, or a user who may only read
             if self.read_only:
                 raise
             if not write:
@@ -85,7 +90,9 @@ class App:
     def mounted_read_only(self) -> Exception:
         from kvfs.errors import StoreReadOnlyError
 
-        return StoreReadOnlyError(f"{self.path}: this command changes the store, and that is mounted read-only")
+        return StoreReadOnlyError(
+            f"{self.path}: this command changes the store, which is mounted read-only: run it where it is writable"
+        )
 
     def no_store(self) -> Exception:
         from kvfs.errors import StoreNotFoundError
@@ -96,7 +103,7 @@ class App:
         )
 
     def namespace(self, store: Store, ref: str | None) -> Namespace:
-        """The namespace that ``ref`` names; the only one of the store if there is no ``ref``."""
+        """The namespace that ``ref`` names; without ``ref``, the only namespace of the store."""
         from kvfs.catalog.catalog import identity_of
         from kvfs.errors import ConfigError
 
@@ -113,7 +120,7 @@ class App:
 
 
 def _rebuilt(store: Store) -> bool:
-    """Wait for an index that is being built; for one that is there and does not answer much shorter."""
+    """Wait up to REBUILD_SECONDS for an index that is being rebuilt, or SILENT_SECONDS for one that does not answer."""
     end, silent = time.monotonic() + REBUILD_SECONDS, time.monotonic() + SILENT_SECONDS
     while not store.wait_ready(1.0):
         now = time.monotonic()
@@ -155,7 +162,7 @@ def _set_read_only(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 def common(function: F) -> F:
-    """The options that every command takes, before or behind its name."""
+    """The options that every command takes, before or after its name."""
     shared: dict[str, Any] = {"expose_value": False, "is_eager": True}
     for option in (
         click.option("--read-only", is_flag=True, callback=_set_read_only, help="Change nothing.", **shared),
@@ -175,7 +182,7 @@ def namespace_option(function: F) -> F:
 
 
 def complete_namespaces(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Names of the namespaces, for the shell. Silent where there is no store."""
+    """Names of the namespaces, for the shell; none where there is no store."""
     try:
         with _app(ctx).open(hurried=True) as store:
             return sorted({d.name for d in store.catalog.described() if d.name.startswith(incomplete)})
@@ -184,7 +191,7 @@ def complete_namespaces(ctx: click.Context, _: click.Parameter, incomplete: str)
 
 
 def complete_pins(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Names of the pins."""
+    """Names of the pins, for the shell; none where there is no store."""
     try:
         with _app(ctx).open(hurried=True) as store:
             return [pin.name for pin in store.pins() if pin.name.startswith(incomplete)]

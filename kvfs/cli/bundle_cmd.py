@@ -12,14 +12,14 @@ from kvfs.cli.app import EXIT_PROBLEMS, App, common, complete_namespaces, namesp
 from kvfs.cli.output import shown
 from kvfs.cli.prompts import FORMATS, need_prompt, read_prompt, tokenizer_option
 
-PROBLEMS_SHOWN = 20
+PROBLEMS_SHOWN = 20  # lines; --json has all
 KINDS = ("bundle", "safetensors")  # of the file that export writes
 
 
 @click.command("export")
 @click.argument("file", metavar="FILE")
 @click.argument("targets", nargs=-1, metavar="[TARGET]...", shell_complete=complete_namespaces)
-@click.option("--prompt", metavar="FILE", help="Only what is stored of this prompt; with -n.")
+@click.option("--prompt", metavar="FILE", help="Only the stored part of this prompt; with -n.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @namespace_option
 @click.option(
@@ -28,7 +28,7 @@ KINDS = ("bundle", "safetensors")  # of the file that export writes
     multiple=True,
     type=click.Choice((*FORMATS, *KINDS)),
     metavar="FORMAT",
-    help="Of FILE: bundle (the default), safetensors. Of the prompt, as for match: auto, ids, json, bin, text.",
+    help="For FILE: bundle (the default), safetensors. For the prompt, as with match: auto, ids, json, bin, text.",
 )
 @tokenizer_option
 @common
@@ -39,17 +39,19 @@ def export_command(
 ) -> None:  # fmt: skip
     """Write namespaces, or the stored part of one prompt, to FILE.
 
-    Every page is verified on the way. A bundle is for `kvfs import`; the digest that is shown names it. A safetensors
-    file is for other tools: tensors of one prompt, or of one prefix (TARGET is then an id of `kvfs ls NAMESPACE`).
+    Every page is verified. A bundle is for `kvfs import`; the digest that is printed identifies it. A safetensors file
+    is for other tools: tensors of one prompt, or of one prefix (TARGET is then an id of `kvfs ls NAMESPACE`).
     """
     from kvfs.errors import ConfigError
 
     kind, how = _sort_out(formats)
     if bool(targets) == (prompt is not None):
-        raise click.UsageError("what shall be exported: give namespaces, or --prompt FILE with -n")
+        raise click.UsageError("nothing to export, or too much at once: give namespaces, or --prompt FILE with -n")
     need_prompt(prompt, ref, how, tokenizer)
     if file == "-":
-        raise click.UsageError("an export is verified and then renamed, so it is no stream: name a file")
+        raise click.UsageError(
+            "an export is renamed into place once it is verified, so it cannot go to a stream: name a file"
+        )
     if os.path.lexists(file) and not force:
         raise ConfigError(f"{file} exists already: choose another name, or pass --force")
     ids = None if prompt is None else read_prompt(prompt, how, tokenizer)
@@ -63,7 +65,9 @@ def _sort_out(formats: tuple[str, ...]) -> tuple[str, str]:
     """(format of the file, format of the prompt)."""
     kinds, prompts = [f for f in formats if f in KINDS], [f for f in formats if f not in KINDS]
     if len(kinds) > 1 or len(prompts) > 1:
-        raise click.UsageError(f"--format is given as {', '.join(formats)}: give one of the file, one of the prompt")
+        raise click.UsageError(
+            f"--format is given as {', '.join(formats)}: give one for the file and one for the prompt"
+        )
     return kinds[0] if kinds else KINDS[0], prompts[0] if prompts else "auto"
 
 
@@ -118,7 +122,7 @@ def _export_bundle(
     def lines() -> Iterable[str]:
         yield f"exported {text.count(done.pages)} pages ({text.size(done.nbytes)}) to {done.path}"
         if done.left_out:
-            yield f"left out {text.count(done.left_out)}: evicted meanwhile, or they did not verify (kvfs verify --all)"
+            yield f"left out {text.count(done.left_out)}: evicted meanwhile, or failed verification (kvfs verify --all)"
         yield f"digest {done.digest}"
 
     app.out.result(data, lines, [done.digest])
@@ -127,13 +131,13 @@ def _export_bundle(
 @click.command("import")
 @click.argument("bundle", metavar="BUNDLE")
 @click.option("--digest", metavar="HEX", help="Refuse any other bundle: 16 digits or more of what export showed.")
-@click.option("--partial", is_flag=True, help="Of a damaged bundle, take the pages that verify. Exit code 3.")
+@click.option("--partial", is_flag=True, help="Store the pages of a damaged bundle that verify. Exit code 3.")
 @common
 @click.pass_obj
 def import_command(app: App, bundle: str, digest: str | None, partial: bool) -> int:
-    """Verify BUNDLE, every page of it, and take its pages in. Nothing of a bundle that was changed is stored.
+    """Verify every page of BUNDLE and store its pages. Of a bundle that was changed nothing is stored.
 
-    A bundle is as trustworthy as where it comes from: --digest makes sure that it is the one that was exported.
+    Trust a bundle as much as its source: --digest makes sure that it is the one that was exported.
     """
     from kvfs.bundles.exporter import BundleError
 
@@ -151,10 +155,10 @@ def import_command(app: App, bundle: str, digest: str | None, partial: bool) -> 
         yield from done.problems[:PROBLEMS_SHOWN]
         yield (
             f"imported {text.count(done.stored)} of {text.count(done.pages)} pages ({text.size(done.nbytes)}), "
-            f"{text.count(done.skipped)} were there already"
+            f"{text.count(done.skipped)} were already stored"
         )
         if done.bad or done.expired:
-            yield f"left out {text.count(done.bad)} that do not verify, {text.count(done.expired)} expired"
+            yield f"left out {text.count(done.bad)} that fail verification, {text.count(done.expired)} expired"
 
     app.out.result(data, lines, [str(done.stored)])
     return EXIT_PROBLEMS if done.bad else 0

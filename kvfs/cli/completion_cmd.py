@@ -1,4 +1,4 @@
-"""``kvfs completion``: the script with which a shell completes commands, namespaces and pins."""
+"""``kvfs completion``: the script by which a shell completes commands, namespaces and pins."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def init_command(
     app: App, capacity: str | None, segment_bytes: str | None, index_bytes: str | None, sync: str, mode: str,
     codec: str, group: bool,
 ) -> None:  # fmt: skip
-    """Create a store at -C PATH. Missing directories above it are made."""
+    """Create a store at -C PATH. Missing parent directories are made."""
     from kvfs.directory import config
     from kvfs.directory import root as directory
     from kvfs.errors import ConfigError
@@ -36,10 +36,10 @@ def init_command(
     if directory.is_store(path):
         raise ConfigError(f"{path} holds a store already: kvfs config shows and changes its settings")
     if app.read_only:
-        raise ConfigError("init creates a store, and KVFS_READONLY or --read-only is set")
+        raise ConfigError("init creates a store, and KVFS_READONLY or --read-only is set: run it without")
     if capacity is None and not os.environ.get("KVFS_CAPACITY"):
         raise ConfigError("no capacity given: pass --capacity 200GiB or set KVFS_CAPACITY")
-    # before anything is made, or shared: a mistake leaves no folders, and a folder that is refused keeps its mode
+    # first: a mistake must leave no directories, and a directory that is refused must keep its mode
     limit = os.environ["KVFS_CAPACITY"] if capacity is None else capacity
     config.make_settings(limit, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, codec=codec)
     with directory.translate_os_errors(path):
@@ -116,14 +116,17 @@ def _value(name: str, value: object) -> str:
 def set_command(app: App, key: str, value: str) -> None:
     """Change a setting, for example: config set capacity 200GiB, config set quota.NAME.cap 10GiB.
 
-    Processes that have the store open take it up within seconds; the mode counts from the next open on.
+    Processes that have the store open apply it within seconds. A mode applies from the next open on, and index_bytes
+    can be changed only while no process has the store open.
     """
     from kvfs.directory import config_file
     from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
     from kvfs.system.files import Files
 
     if app.read_only:
-        raise StoreReadOnlyError("config set changes the store, and KVFS_READONLY or --read-only is set")
+        raise StoreReadOnlyError(
+            "config set changes the store, and KVFS_READONLY or --read-only is set: run it without"
+        )
     try:
         config_file.change(app.path, key, value, Files())
         stored = next(s.value for s in config_file.read(app.path, Files()) if s.name == key)
@@ -133,5 +136,5 @@ def set_command(app: App, key: str, value: str) -> None:
         raise app.mounted_read_only() from None
     data = {"setting": key, "value": stored}
     later = key in ("mode", "index_bytes")
-    whom = "for those who open the store from now on" if later else "for all who have the store open, too"
-    app.out.result(data, lambda: [f"{key} is {_value(key, stored)} now, {whom}"], [key])
+    whom = "for processes that open the store from now on" if later else "also for processes that have the store open"
+    app.out.result(data, lambda: [f"{key} is now {_value(key, stored)}, {whom}"], [key])

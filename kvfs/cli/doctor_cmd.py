@@ -1,4 +1,4 @@
-"""``kvfs doctor``: what is wrong around the store."""
+"""``kvfs doctor``: problems around the store, with remedies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 @common
 @click.pass_obj
 def doctor_command(app: App) -> int:
-    """Check file system, limits, locks and who holds them, dead processes, memory, page cache, GPUs; name remedies.
+    """Check file system, limits, locks and their holders, dead processes, memory, page cache and GPUs; name remedies.
 
     Does not open the index and changes nothing. Exit code 3 if something is bad (warnings do not count).
     """

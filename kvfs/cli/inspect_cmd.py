@@ -26,7 +26,7 @@ KINDS = ("namespace", "segment", "page")
 def inspect_command(app: App, ref: str | None) -> None:
     """Show the store, or what REF names: a namespace (name, name@revision, digest), a segment id or a page's hash.
 
-    Six digits or more of an id are enough. Where several kinds answer: namespace:REF, segment:REF, page:REF.
+    Six digits or more of an id are enough. If they fit several kinds, write namespace:REF, segment:REF or page:REF.
     """
     with app.open() as store:
         if ref is None:
@@ -42,7 +42,7 @@ def inspect_command(app: App, ref: str | None) -> None:
 
 
 def _find(catalog: Catalog, ref: str) -> tuple[str, Any]:
-    """(kind, what) of the one thing that REF names."""
+    """(kind, object) that REF names."""
     from kvfs.catalog.catalog import NotFoundError
     from kvfs.errors import ConfigError
 
@@ -65,7 +65,7 @@ def _find(catalog: Catalog, ref: str) -> tuple[str, Any]:
         found["page"] = pages
     if not found:
         raise NotFoundError(
-            f"nothing here answers to {ref!r}: give a namespace, or 6 digits or more of a namespace, segment or page; "
+            f"this store has no {ref!r}: give a namespace, or 6 digits or more of a namespace, segment or page; "
             "kvfs ls lists them"
         )
     if len(found) > 1:
@@ -74,7 +74,7 @@ def _find(catalog: Catalog, ref: str) -> tuple[str, Any]:
 
 
 def dtype_of(described: Described) -> str:
-    """What the cells of a namespace are called; hybrids have several."""
+    """Names of the cell dtypes of a namespace; hybrids have several."""
     return ",".join(sorted({g.cell.encoding.split()[0] for g in described.layout.groups}))
 
 
@@ -104,12 +104,12 @@ def _store(app: App, store: Store) -> None:
 
     stats, infos, files = store.stats(), store.catalog.namespaces(), Files()
     directory = Directory(store.path, files, read_only=True)
-    try:  # this process does not count: it only looks
+    try:  # without this process, which only inspects
         users = sum(alive for _, alive in census(directory)) - (not store.read_only)
     finally:
         directory.close()
     if "used_bytes" not in stats:
-        raise StoreLockedError(f"{store.path}: the index does not answer; kvfs doctor says who holds it")
+        raise StoreLockedError(f"{store.path}: the index does not answer; kvfs doctor says which process holds it")
     used = stats["used_bytes"] + store.settings.index_bytes
     pins = len(store.pins())
     data = {
@@ -216,7 +216,7 @@ def _segment(app: App, store: Store, info: SegmentInfo) -> None:
             [
                 ("segment", row.segment_id.hex()),
                 ("state", STATE_NAMES[row.state]),
-                ("file", f"{text.size(size)}   {path}" if path else "is not there"),
+                ("file", f"{text.size(size)}   {path}" if path else "missing"),
                 ("charged", text.size(row.allocated)),
                 ("page cache", text.size(cached) if cached is not None else "the kernel does not say"),
                 ("records", text.count(row.records)),

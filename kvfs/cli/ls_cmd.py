@@ -21,7 +21,7 @@ KEYS = ("accessed", "size", "pages", "tokens", "name")
 
 
 class Item(NamedTuple):
-    """One line of the list, and what filters and sorting look at."""
+    """One line of the list, and the values that filters and sorting compare."""
 
     name: str
     pages: int
@@ -40,7 +40,7 @@ class Item(NamedTuple):
     "filters",
     multiple=True,
     metavar="EXPR",
-    help="accessed>30d, size>1MiB, pages>=4, name=x; all must hold.",
+    help="accessed>30d, size>1MiB, pages>=4, name=x; an item must pass all of them.",
 )
 @click.option("--sort", metavar="KEY[:desc]", help=f"One of {', '.join(KEYS)}; accessed: latest first.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N lines.")
@@ -54,8 +54,8 @@ def ls_command(
 ) -> None:
     """List namespaces, or the prefixes of NAMESPACE.
 
-    A prefix is what one request used last: pages of one namespace with the same time of last use. Its id is the
-    hash of its last page. A head that later requests used, too, is listed with them.
+    A prefix is what one request used last: the pages of a namespace with the same access time. Its id is the hash of
+    its last page. A head that a later request also used is listed with that request.
     """
     from kvfs.directory.config import parse_duration
 
@@ -151,7 +151,7 @@ def _test(expression: str) -> Callable[[Item], bool]:
     key, compare, value = match[1], _OPERATORS[match[2]], match[3]
     if key == "name":
         if match[2] != "=":
-            raise ConfigError(f"filter is {expression!r}: names can only be compared with =")
+            raise ConfigError(f"filter is {expression!r}: names are compared with =, as in name=chat")
         return lambda item: item.name == value
     if key == "accessed":
         wanted: float = parse_duration(value, "accessed")
@@ -160,7 +160,7 @@ def _test(expression: str) -> Callable[[Item], bool]:
     elif _NUMBER.match(value):
         wanted = int(value)
     else:
-        raise ConfigError(f"filter is {expression!r}: {key} is a number")
+        raise ConfigError(f"filter is {expression!r}: {key} takes a whole number, as in {key}>4")
     return lambda item: compare(getattr(item, key), wanted)
 
 
@@ -171,5 +171,7 @@ def _sort_key(sort: str | None) -> tuple[str, bool]:
         return "", False
     key, _, order = sort.partition(":")
     if key not in KEYS or order not in ("", "asc", "desc"):
-        raise ConfigError(f"sort is {sort!r}: write one of {', '.join(KEYS)}, with :desc behind it to turn it round")
+        raise ConfigError(
+            f"sort is {sort!r}: write one of {', '.join(KEYS)}, with :desc appended for the reverse order"
+        )
     return key, order == "desc"

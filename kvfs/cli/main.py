@@ -1,4 +1,4 @@
-"""``kvfs``: the group of all commands, and what becomes of their errors.
+"""``kvfs``: the group of all commands, and how their errors become messages and exit codes.
 
 Nothing heavy is imported before a command runs.
 """
@@ -25,28 +25,28 @@ COMMANDS = {
     "config": ("config_cmd", "Show the settings with their origin, or change one."),
     "inspect": ("inspect_cmd", "Show the store, a namespace, a segment or a page."),
     "ls": ("ls_cmd", "List namespaces, or the prefixes of one."),
-    "match": ("match_cmd", "How much of a prompt is stored, and in which tier."),
-    "stats": ("stats_cmd", "Hit rates, bytes and latencies of all processes, past and present."),
-    "gc": ("gc_verify_cmd", "Show what would be evicted, or evict it."),
-    "verify": ("gc_verify_cmd", "Check the store, and repair it."),
+    "match": ("match_cmd", "Show how much of a prompt is stored, and in which tier."),
+    "stats": ("stats_cmd", "Show hit rates, bytes and latencies of all processes, past and present."),
+    "gc": ("gc_cmd", "Show what would be evicted, or evict it."),
+    "verify": ("verify_cmd", "Check the store, and repair it."),
     "pin": ("pin_cmd", "Keep a prefix from eviction, or list such prefixes."),
-    "unpin": ("pin_cmd", "Make a pinned prefix ordinary again."),
-    "rm": ("rm_cmd", "Remove a namespace, a prompt or a tenant for good."),
+    "unpin": ("pin_cmd", "Remove a pin."),
+    "rm": ("rm_cmd", "Remove a namespace, a prompt or a tenant permanently."),
     "warm": ("warm_cmd", "Read pages into the page cache."),
     "export": ("bundle_cmd", "Write pages to a bundle, a file that another store can import."),
-    "import": ("bundle_cmd", "Verify a bundle and take its pages in."),
-    "doctor": ("doctor_cmd", "Look for what is wrong around the store, with remedies."),
+    "import": ("bundle_cmd", "Verify a bundle and store its pages."),
+    "doctor": ("doctor_cmd", "Find problems around the store, with remedies."),
     "completion": ("completion_cmd", "Print the completion script of a shell."),
 }
 
-#: What click raises for a group without a command; from 8.2 on.
+#: click 8.2 and later raise this for a group without a command.
 NO_ARGUMENTS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
-GC_THRESHOLD = 50_000  # objects; Python's own is 700
+GC_THRESHOLD = 50_000  # objects between collections; Python's default is 700
 
 
 class Commands(click.Group):
-    """Commands are imported when they are run; their summaries stand above."""
+    """Imports a command when it runs; the summaries of all are in ``COMMANDS``."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -75,7 +75,7 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="kvfs", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Look after a kvfs store: a persistent cache of the attention KV of LLM prompts.
+    """Manage a kvfs store: a persistent cache of the attention KV of LLM prompts.
 
     The store is -C PATH, else $KVFS_DIR, else kvfs in the user's cache directory.
     """
@@ -89,7 +89,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Entry point: one line for an error, never a traceback, and the published exit codes."""
-    os.environ.pop("KVFS_DISABLE", None)  # switches engines off, not the care of the store
+    os.environ.pop("KVFS_DISABLE", None)  # it switches engines off, not this command
     gc.set_threshold(GC_THRESHOLD)  # imports make many objects and no garbage
     _have_streams()
     _end_in_order()
@@ -97,40 +97,40 @@ def main() -> NoReturn:
     try:
         code = run(app)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader went away, as `head` does
+    except BrokenPipeError:  # the reader has closed its end, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
-    for number in _ENDS:  # nothing is left to be told of it
+    for number in _ENDS:  # nothing is left to interrupt
         if signal.getsignal(number) is _end:
             signal.signal(number, signal.SIG_DFL)
-    gc.freeze()  # the interpreter would look once more at all that was imported, for cycles that end with it
+    gc.freeze()  # else the interpreter collects cycles among all imported objects as it exits
     sys.exit(code)
 
 
 def _have_streams() -> None:
-    """A stream that the caller has closed is one to nowhere; else the next file that is opened would get its number."""
+    """Replace closed streams by /dev/null. Otherwise the next opened file would get the number of one."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have letters that the locale lacks; stderr is like that
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths may have letters that the locale lacks; stderr escapes them
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _end_in_order() -> None:
-    """SIGTERM ends a command as Ctrl-C does: it leaves nothing half-written, and no index that must be built anew."""
+    """SIGTERM ends a command as Ctrl-C does: it leaves no half-written file, and no index that must be rebuilt."""
     for number in _ENDS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup stays nohup
             signal.signal(number, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    for other in _ENDS:  # `timeout` sends it twice: what is under way to the end is not to be interrupted
+    for other in _ENDS:  # `timeout` sends it twice: the second must not interrupt the cleanup
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def run(app: App, arguments: list[str] | None = None) -> int:
-    """Run a command line; its exit code."""
+    """Run a command line. Returns its exit code."""
     try:
         result = cli.main(arguments, prog_name="kvfs", standalone_mode=False, obj=app)
         return result if isinstance(result, int) else 0
@@ -143,7 +143,7 @@ def run(app: App, arguments: list[str] | None = None) -> int:
         where = exc.ctx.command_path if exc.ctx is not None else "kvfs"
         message = "Missing command" if isinstance(exc, NO_ARGUMENTS) else exc.format_message().rstrip(".")
         if isinstance(exc, NO_ARGUMENTS) and not (app.out.json or app.out.quiet):
-            click.echo(exc.format_message(), err=True)  # it is the help
+            click.echo(exc.format_message(), err=True)  # the message is the help
         else:
             app.out.error(f"{message}; see `{where} --help`", EXIT_USAGE)
         return EXIT_USAGE
@@ -161,7 +161,7 @@ def _explain(app: App, exc: Exception) -> int:
 
     code = getattr(exc, "exit_code", EXIT_FAILED)
     if isinstance(exc, IndexUnavailableError):
-        app.out.error(f"{app.path}: the index does not answer ({exc}); kvfs doctor says who holds it", code)
+        app.out.error(f"{app.path}: the index does not answer ({exc}); kvfs doctor says which process holds it", code)
     elif isinstance(exc, KvfsError):
         app.out.error(str(exc), code)
     elif isinstance(exc, OSError):

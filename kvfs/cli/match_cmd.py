@@ -1,4 +1,4 @@
-"""``kvfs match``: how much of a prompt is stored, where the first gap is, and which tier the pages lie in."""
+"""``kvfs match``: how much of a prompt is stored, where the first gap is, and in which tier the pages are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIERS = {"HOST": "page cache", "DISK": "disk", "REMOTE": "remote", "DEVICE": "d
 def match_command(app: App, prompt: str, ref: str | None, kind: str, tokenizer: str | None) -> None:
     """Show how many tokens of PROMPT (a file, or - for stdin) can be restored.
 
-    Looks as an engine would and counts nothing. The salt of a salted namespace is taken from $KVFS_SALT.
+    Walks the index as an engine does, but counts no lookup. The salt of a salted namespace is taken from $KVFS_SALT.
     """
     ids = read_prompt(prompt, kind, tokenizer)
     with app.open() as store:
@@ -51,7 +51,7 @@ def match_command(app: App, prompt: str, ref: str | None, kind: str, tokenizer: 
             f"{text.count(sum(tiers.values()))} pages, {text.size(nbytes)}   {where}".rstrip()
         )
         if not chunks:
-            yield f"shorter than a chunk ({step} tokens): nothing of it can be stored"
+            yield f"shorter than a chunk ({step} tokens): none of it can be stored"
         elif gap is None:
             yield "no gap: every full chunk is stored"
         else:

@@ -1,4 +1,4 @@
-"""The one place that writes: results to stdout as text, JSON or ids; notes and progress to stderr."""
+"""The only module that writes: results to stdout as text, JSON or ids; notes, errors and progress to stderr."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import click
 
 from kvfs.cli import text
 
-PROGRESS_SECONDS = 0.2
+PROGRESS_SECONDS = 0.2  # between two draws of a progress bar
 _HEADING = re.compile(r"[A-Z]{3,}(?: +[A-Z ]+)+\Z")
 
 
 class Output:
-    """What a command has to say. ``result`` is called once, at the end."""
+    """Where a command writes. ``result`` is called once, at the end."""
 
     def __init__(self) -> None:
         self.json = False
@@ -28,11 +28,11 @@ class Output:
 
     @property
     def color(self) -> bool:
-        """Only for people: a terminal, and no NO_COLOR (any value but the empty one)."""
+        """Whether stdout is a terminal and NO_COLOR is unset or empty."""
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def result(self, data: dict[str, Any], lines: Callable[[], Iterable[str]], ids: Iterable[str] = ()) -> None:
-        """Show a result: ``data`` with --json, ``ids`` with -q, else the lines."""
+        """Print a result: ``data`` with --json, ``ids`` with -q, else the lines."""
         self.clear()
         if self.json:
             click.echo(json.dumps(data, indent=2))
@@ -41,11 +41,11 @@ class Output:
                 click.echo(self._styled(text.printable(line)))
 
     def _styled(self, line: str) -> str:
-        """Headings of tables are bold; nothing else has a style."""
+        """Headings of tables in bold; nothing else has a style."""
         return click.style(line, bold=True) if self.color and _HEADING.match(line) else line
 
     def note(self, message: str) -> None:
-        """Something a person should know and a script need not."""
+        """Information for people that scripts do not need."""
         if not self.quiet:
             self.clear()
             click.echo(f"kvfs: {text.printable(message)}", err=True)
@@ -58,11 +58,11 @@ class Output:
             click.echo(f"kvfs: {text.printable(' '.join(message.split()))}", err=True)
 
     def confirm(self, question: str, *, yes: bool) -> None:
-        """Ask before something is destroyed; without a terminal --yes is needed."""
+        """Ask before data is destroyed. UsageError without a terminal, unless ``yes``."""
         if yes:
             return
         if not sys.stdin.isatty():
-            raise click.UsageError("this destroys data and nobody can be asked: pass --yes")
+            raise click.UsageError("this destroys data, and without a terminal no question can be asked: pass --yes")
         self.clear()
         if not click.confirm(question, err=True):
             raise click.ClickException("nothing was changed")
@@ -73,7 +73,7 @@ class Output:
         return Progress(self, what, total)
 
     def draw(self, line: str) -> None:
-        """A line that the next one replaces; only where a person is looking."""
+        """A line that the next one replaces; only on a terminal."""
         if sys.stderr.isatty() and not self.quiet:
             sys.stderr.write(f"\r\033[K{line[:200]}")
             sys.stderr.flush()
@@ -87,7 +87,7 @@ class Output:
 
 
 class Progress:
-    """Bytes done of bytes to do, with rate and time left."""
+    """A progress bar: amount done of ``total``, rate and time left. ``unit`` formats an amount."""
 
     def __init__(self, output: Output, what: str, total: int, unit: Callable[[float], str] = text.size) -> None:
         self._output = output
@@ -108,7 +108,7 @@ class Progress:
 
 
 def shown(output: Output, what: str, unit: Callable[[float], str] = text.size) -> Callable[[int, int], None]:
-    """A callback (done, total) that makes its bar when the total is known."""
+    """A callback (done, total) that creates its bar at the first call, when the total is known."""
     bars: list[Progress] = []
 
     def show(done: int, total: int) -> None:

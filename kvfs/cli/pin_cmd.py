@@ -25,7 +25,7 @@ class _PinGroup(click.Group):
 def pin_command() -> None:
     """Keep the stored part of a prompt from eviction: `pin NAME PROMPT`; `pin ls` lists the pins.
 
-    `pin add NAME PROMPT` is the same in full, for a pin that is to be called ls or add.
+    `pin add NAME PROMPT` is the long form, for a pin named ls or add.
     """
 
 
@@ -37,7 +37,7 @@ def pin_command() -> None:
 @common
 @click.pass_obj
 def add_command(app: App, name: str, prompt: str, ref: str | None, kind: str, tokenizer: str | None) -> None:
-    """Pin what is stored of PROMPT as NAME. Pins may take half of the capacity."""
+    """Pin the stored part of PROMPT as NAME. Pins may take half of the capacity."""
     ids = read_prompt(prompt, kind, tokenizer)
     with app.open(write=True) as store:
         tokens = store.pin(name, app.namespace(store, ref), ids)
@@ -79,7 +79,7 @@ def list_command(app: App) -> None:
 @common
 @click.pass_obj
 def unpin_command(app: App, name: str) -> None:
-    """Make the prefix pinned as NAME ordinary again. Its pages stay until they are evicted."""
+    """Remove the pin NAME. Its pages stay until they are evicted."""
     from kvfs.catalog.catalog import NotFoundError
 
     with app.open(write=True) as store:

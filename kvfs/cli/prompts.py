@@ -1,4 +1,4 @@
-"""Prompts from files: token ids as text, JSON or u32 words, or text with a tokenizer. Untrusted and bounded."""
+"""Prompts from files: token ids as text, JSON or u32 words, or text with a tokenizer. Reads are bounded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import click
 from kvfs.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: 16 Mi tokens with some blanks between them.
+#: bytes of a prompt file: 16 Mi token ids as text, with separators
 PROMPT_BYTES_MAX = 256 << 20
 FORMATS = ("auto", "ids", "json", "bin", "text")
 _KEYS = ("token_ids", "input_ids", "prompt_token_ids", "tokens", "ids")
 
 
 def prompt_options(function: F) -> F:
-    """How a prompt file is to be read."""
+    """The options that say how to read a prompt file."""
     return click.option(
         "--format", "kind", type=click.Choice(FORMATS), default="auto", show_default=True,
         help="ids: numbers as text; json: a list, or an object with token_ids; bin: u32 little endian; text.",
@@ -35,19 +35,21 @@ def tokenizer_option(function: F) -> F:
 
 
 def need_prompt(prompt: str | None, ref: str | None, kind: str, tokenizer: str | None) -> None:
-    """Refuse options that say something of a prompt where none is given: `rm chat -n code` is not about code."""
+    """UsageError for options of a prompt where none is given: `rm chat -n code` does not concern code."""
     if prompt is None and (ref is not None or kind != FORMATS[0] or tokenizer is not None):
         raise click.UsageError("-n, --format and --tokenizer belong to --prompt: add it, or leave them out")
 
 
 def read_prompt(file: str, kind: str, tokenizer: str | None) -> array[int]:
-    """Token ids of a prompt file (- is stdin); ConfigError that names the file for anything else."""
+    """Token ids of a prompt file (- is stdin). ConfigError that names the file if it holds anything else."""
     data = _read(file)
     if kind == "auto":
         kind = _guess(file, data, tokenizer)
     if kind == "bin":
         if len(data) % 4:
-            raise ConfigError(f"{file} has {len(data)} bytes: token ids as u32 take a multiple of 4")
+            raise ConfigError(
+                f"{file} has {len(data)} bytes: token ids as u32 take a multiple of 4; name another --format"
+            )
         ids = array("I", data)
         if sys.byteorder == "big":
             ids.byteswap()
@@ -55,7 +57,7 @@ def read_prompt(file: str, kind: str, tokenizer: str | None) -> array[int]:
     try:
         words = data.decode("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{file} is no UTF-8 text: pass --format bin if it holds token ids as u32") from None
+        raise ConfigError(f"{file} is not UTF-8 text: pass --format bin if it holds token ids as u32") from None
     if kind == "text":
         return _checked(file, _tokenize(words, tokenizer))
     if kind == "json":
@@ -64,7 +66,7 @@ def read_prompt(file: str, kind: str, tokenizer: str | None) -> array[int]:
         numbers = [int(word) for word in words.replace(",", " ").split()]
     except ValueError:
         raise ConfigError(
-            f"{file} holds something that is no number: give token ids, or pass --tokenizer tokenizer.json for text"
+            f"{file} holds something that is not a number: give token ids, or pass --tokenizer tokenizer.json for text"
         ) from None
     return _checked(file, numbers)
 
@@ -79,7 +81,9 @@ def _read(file: str) -> bytes:
         except OSError as exc:
             raise ConfigError(f"{file}: {exc.strerror}; give a file with a prompt, or - for stdin") from None
     if len(data) > PROMPT_BYTES_MAX:
-        raise ConfigError(f"{file} has more than {PROMPT_BYTES_MAX} bytes: that is no prompt")
+        raise ConfigError(
+            f"{file} has more than {PROMPT_BYTES_MAX} bytes, more than any prompt: give a file of token ids"
+        )
     return data
 
 
@@ -96,7 +100,7 @@ def _from_json(file: str, words: str) -> Any:
     try:
         body = json.loads(words)
     except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{file} is not JSON ({exc})") from None
+        raise ConfigError(f"{file} is not JSON ({exc}): name another --format, or write a list of token ids") from None
     if isinstance(body, dict):
         body = next((body[key] for key in _KEYS if key in body), None)
     if not isinstance(body, list):
@@ -108,16 +112,16 @@ def _from_json(file: str, words: str) -> Any:
 
 def _checked(file: str, ids: Any) -> array[int]:
     if any(type(i) is not int for i in ids):
-        raise ConfigError(f"{file} holds something that is no integer: give a flat list of token ids")
+        raise ConfigError(f"{file} holds something that is not an integer: give a flat list of token ids")
     try:
         return array("I", ids)
     except OverflowError:
-        raise ConfigError(f"{file} holds a number outside [0, 2**32): that is no token id") from None
+        raise ConfigError(f"{file} holds a number outside [0, 2**32): give token ids") from None
 
 
 def _tokenize(words: str, tokenizer: str | None) -> list[int]:
     if tokenizer is None:
-        raise ConfigError("a prompt that is text needs --tokenizer tokenizer.json of its model")
+        raise ConfigError("a text prompt needs the tokenizer of its model: pass --tokenizer tokenizer.json")
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -127,5 +131,7 @@ def _tokenize(words: str, tokenizer: str | None) -> list[int]:
     try:
         encoder = Tokenizer.from_file(tokenizer)
     except Exception as exc:  # the package raises bare Exception
-        raise ConfigError(f"{tokenizer} cannot be read as a tokenizer.json ({exc})") from None
+        raise ConfigError(
+            f"{tokenizer} cannot be read as a tokenizer.json ({exc}): name the tokenizer.json of the model"
+        ) from None
     return list(encoder.encode(words).ids)

@@ -11,7 +11,7 @@ from kvfs.cli.app import App
 if TYPE_CHECKING:
     from kvfs.store import Store
 
-STEPS_SHOWN = 10
+STEPS_SHOWN = 10  # lines of a plan; --json has all
 
 
 def run(app: App, codec: str, idle: str, seconds: float | None, *, apply: bool) -> None:
@@ -47,11 +47,11 @@ def _show(app: App, store: Store, codec: str, idle_seconds: float, seconds: floa
     def lines() -> Iterable[str]:
         left = ", ".join(f"{n} {why}" for why, n in sorted(plan.left.items()))
         if not plan.steps:
-            yield "plan    nothing to do" + (f": sealed segments are left alone ({left})" if left else "")
+            yield "plan    nothing to do" + (f": sealed segments are left as they are ({left})" if left else "")
             return
         raw = sum(s.raw_bytes for s in plan.steps)
         yield (
-            f"plan    write {len(plan.steps)} segments ({text.size(raw)} of raw pages) anew as {codec}, saving about "
+            f"plan    rewrite {len(plan.steps)} segments ({text.size(raw)} of raw pages) as {codec}, saving about "
             f"{text.size(plan.saves_bytes)}"
         )
         if left:
@@ -74,17 +74,17 @@ def _apply(app: App, store: Store, codec: str, idle_seconds: float, seconds: flo
         codec, idle=idle_seconds, seconds=seconds,
         progress=lambda n, total: app.out.draw(f"recompressing {n} of {total} segments ..."),
     )  # fmt: skip
-    freed = max(0, done.bytes_before - done.bytes_after)  # others store meanwhile
+    freed = max(0, done.bytes_before - done.bytes_after)  # other processes may have stored pages meanwhile
     data = {
         "applied": True, "codec": codec, "segments": done.segments, "pages": done.pages, "failed": done.failed,
         "bytes_before": done.bytes_before, "bytes_after": done.bytes_after, "bytes_freed": freed,
         "stopped": done.stopped,
     }  # fmt: skip
     failed = f"; {done.failed} segments could not be copied and stay" if done.failed else ""
-    why = f"; stopped for want of {done.stopped}" if done.stopped in ("time", "space") else ""
+    why = f"; stopped: not enough {done.stopped}" if done.stopped in ("time", "space") else ""
     why = why or (f"; stopped: {done.stopped}" if done.stopped else "")
     line = (
-        f"wrote {text.count(done.pages)} pages of {done.segments} segments anew, freed {text.size(freed)}; "
+        f"rewrote {text.count(done.pages)} pages of {done.segments} segments, freed {text.size(freed)}; "
         f"in use {text.size(done.bytes_after)}{failed}{why}"
     )
     app.out.result(data, lambda: [line], [str(freed)])

@@ -1,4 +1,4 @@
-"""``kvfs rm``: pages removed for good."""
+"""``kvfs rm``: removes pages permanently."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
 @click.command("rm")
 @click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...", shell_complete=complete_namespaces)
 @click.option(
-    "--prompt", metavar="FILE", help="Only the chunks of this prompt; with -n. Heads shared by others go, too."
+    "--prompt", metavar="FILE", help="Only the chunks of this prompt; with -n. Includes heads that other prompts share."
 )
-@click.option("--tenant", is_flag=True, help="Everything that is stored under the salt in $KVFS_SALT.")
+@click.option("--tenant", is_flag=True, help="Everything stored under the salt in $KVFS_SALT.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @namespace_option
@@ -28,26 +28,28 @@ def rm_command(
     app: App, namespaces: tuple[str, ...], prompt: str | None, tenant: bool, dry_run: bool, yes: bool, ref: str | None,
     kind: str, tokenizer: str | None,
 ) -> None:  # fmt: skip
-    """Remove NAMESPACEs, a prompt or a tenant: no lookup finds them afterwards, no rebuild brings them back.
+    """Remove NAMESPACEs, a prompt or a tenant: no lookup finds them afterwards, and no rebuild restores them.
 
-    Refused while a pin protects some of it. Bytes leave the disk with their segments.
+    Refused while a pin protects some of it. The bytes stay on disk until their segments are reclaimed.
     """
     from kvfs.catalog.catalog import NamespaceInfo
     from kvfs.errors import ConfigError
     from kvfs.pages.identity import salt_digest
 
     if bool(namespaces) + (prompt is not None) + tenant != 1:
-        raise click.UsageError("what shall be removed: give namespaces, or --prompt FILE with -n, or --tenant")
+        raise click.UsageError(
+            "nothing to remove, or too much at once: give namespaces, or --prompt FILE with -n, or --tenant"
+        )
     need_prompt(prompt, ref, kind, tokenizer)
     salt = os.environ.get("KVFS_SALT", "")
     if tenant and not salt:
-        raise ConfigError("--tenant removes what is stored under a salt: give it in $KVFS_SALT")
+        raise ConfigError("--tenant removes what is stored under a salt: set it in $KVFS_SALT")
     ids = None if prompt is None else read_prompt(prompt, kind, tokenizer)
     with app.open(write=not dry_run, counted=not dry_run) as store:
         infos = {i.digest: i for i in store.catalog.namespaces()}
         if ids is not None:
             ns = app.namespace(store, ref)
-            prompt_pages = ns.prompt(ids)  # not a match: that ends at a gap, and of windows has the last pages only
+            prompt_pages = ns.prompt(ids)  # a match would end at a gap, and of windows hold the last pages only
             prompt_pages.look()
             stored = {name: bits.bit_count() for name, bits in prompt_pages.stored.items()}
             pages = sum(stored.values())
@@ -57,7 +59,7 @@ def rm_command(
             if tenant:
                 chosen = [i for i in infos.values() if i.described.salt == salt_digest(salt)]
             else:
-                found = {d.digest: d for d in map(store.catalog.find, namespaces)}  # one may have been named twice
+                found = {d.digest: d for d in map(store.catalog.find, namespaces)}  # one may be named twice
                 chosen = [infos.get(digest) or NamespaceInfo(d) for digest, d in found.items()]
             chosen = [i for i in chosen if i.pages or not tenant]
             pages, nbytes = sum(i.pages for i in chosen), sum(i.nbytes for i in chosen)

@@ -1,4 +1,4 @@
-"""``kvfs stats``: what all processes did with the store, now and before."""
+"""``kvfs stats``: the counters of all processes, past and present."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import click
 from kvfs.cli import text
 from kvfs.cli.app import App, common
 
-PAUSE_MIN, PAUSE_MAX = 0.1, 1e9  # the kernel's clock takes no more than some 290 years
+PAUSE_MIN, PAUSE_MAX = 0.1, 1e9  # seconds between two samples; the kernel's clock ends at some 290 years
 _BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
 
 
 @click.command("stats")
-@click.option("--watch", is_flag=True, help="Show again until interrupted; rates are of the time in between.")
-@click.option("--interval", metavar="TIME", help="Time between two looks of --watch.  [default: 2s]")
-@click.option("--times", type=click.IntRange(1), metavar="N", help="Stop --watch after N looks.")
+@click.option("--watch", is_flag=True, help="Repeat until interrupted; rates are those since the last sample.")
+@click.option("--interval", metavar="TIME", help="Time between two samples of --watch.  [default: 2s]")
+@click.option("--times", type=click.IntRange(1), metavar="N", help="Stop --watch after N samples.")
 @common
 @click.pass_obj
 def stats_command(app: App, watch: bool, interval: str | None, times: int | None) -> None:
-    """Show hit rates in tokens, bytes and latencies, summed over all processes since the store was made.
+    """Show hit rates in tokens, bytes and latencies, summed over all processes since the store was created.
 
-    Live processes publish their counts every 5 seconds; what one counted in the seconds before it was killed is lost.
+    Live processes publish their counts every 5 seconds; a killed process loses what it counted since.
     """
     from kvfs.directory.config import parse_duration
 
@@ -34,7 +34,7 @@ def stats_command(app: App, watch: bool, interval: str | None, times: int | None
     pause = min(max(PAUSE_MIN, parse_duration(interval or "2s", "--interval")), PAUSE_MAX)
     with app.open() as store:
         previous: dict[str, int] | None = None
-        looks = 0
+        samples = 0
         while True:
             stats = store.stats()
             totals = stats["totals"]
@@ -42,8 +42,8 @@ def stats_command(app: App, watch: bool, interval: str | None, times: int | None
             if watch:
                 data["per_second"] = _rates(totals, previous, pause)
             app.out.result(data, lambda data=data: _lines(data), [_rate(data)])  # type: ignore[misc]
-            looks += 1
-            if not watch or looks == times:
+            samples += 1
+            if not watch or samples == times:
                 return
             previous = totals
             time.sleep(pause)
@@ -54,7 +54,7 @@ def _rate(data: Mapping[str, Any]) -> str:
 
 
 def summary(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that people ask for, of the totals of a store."""
+    """The figures of ``Store.stats()`` that people ask for."""
     t: Mapping[str, int] = stats["totals"]
     queried, matched = t.get("tokens_queried", 0), t.get("tokens_matched", 0)
     return {
@@ -90,7 +90,7 @@ def summary(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latencies(totals: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Percentiles per call, as upper bounds of buckets that double."""
+    """p50 and p99 per call in microseconds, as upper bounds of buckets that double."""
     buckets: dict[str, dict[int, int]] = {}
     for name, n in totals.items():
         if match := _BUCKET.match(name):
@@ -143,15 +143,15 @@ def _lines(data: Mapping[str, Any]) -> Iterable[str]:
     )
     yield (
         f"changes   noticed by {text.count(data['processes_inotify'])} processes at once (inotify), by "
-        f"{text.count(data['processes_polling'])} polling   settings taken up {text.count(data['settings_taken_up'])}, "
+        f"{text.count(data['processes_polling'])} polling   settings applied {text.count(data['settings_taken_up'])}, "
         f"refused {text.count(data['settings_refused'])}"
     )
     adopted, refused = data["bundles_adopted"], data["bundles_refused"]
     yield f"drops     bundles adopted {text.count(adopted)}, refused {text.count(refused)}"
     for call, entry in data["latency_us"].items():
         yield (
-            f"{call:<9} {text.count(entry['calls'])} calls, half below {_micros(entry['p50_below'])}, "
-            f"99 % below {_micros(entry['p99_below'])}"
+            f"{call:<9} {text.count(entry['calls'])} calls, p50 below {_micros(entry['p50_below'])}, "
+            f"p99 below {_micros(entry['p99_below'])}"
         )
     if "per_second" in data:
         p = data["per_second"]

@@ -1,4 +1,4 @@
-"""Numbers, times and tables as people read them."""
+"""Numbers, times and tables for people."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def size(nbytes: float) -> str:
 
 
 def count(n: int) -> str:
-    """``53 000``."""
-    return f"{n:,}".replace(",", " ")
+    """``53,000``."""
+    return f"{n:,}"
 
 
 def seconds(value: float) -> str:
-    """``3 d``, ``2 s``: the largest unit that fits."""
+    """``3 d``, ``2 s``: in the largest unit of which there is at least one."""
     for length, unit in _AGES:
         if value >= length:
             return f"{value / length:.0f} {unit}"
@@ -44,12 +44,12 @@ def bar(part: float, whole: float, width: int = 20) -> str:
 
 
 def printable(text: str) -> str:
-    """Names come from untrusted files: nothing in them reaches a terminal as a control sequence."""
+    """Without control sequences: names come from untrusted files, and the result may go to a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
-    """Aligned columns; ``right`` has an r for each column that is aligned to the right."""
+    """Aligned columns; ``right`` has an r at the position of each column that is aligned to the right."""
     cells = [list(heads), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
     lines = []
@@ -63,7 +63,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") 
 
 
 def pairs(items: Iterable[tuple[str, str]]) -> list[str]:
-    """A name and a value per line."""
+    """A name and a value per line, the values aligned."""
     listed = list(items)
     width = max((len(name) for name, _ in listed), default=0)
     return [f"{name.ljust(width)}  {value}".rstrip() for name, value in listed]

@@ -1,4 +1,4 @@
-"""``kvfs warm``: pages into the page cache, ahead of traffic."""
+"""``kvfs warm``: reads pages into the page cache ahead of traffic."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
 if TYPE_CHECKING:
     from kvfs.store import Store
 
-LIST_BYTES_MAX = 16 << 20
+LIST_BYTES_MAX = 16 << 20  # characters of --list: some 200,000 ids
 
 
 @click.command("warm")
 @click.argument("targets", nargs=-1, metavar="[TARGET]...", shell_complete=complete_namespaces)
-@click.option("--prompt", metavar="FILE", help="Warm what is stored of this prompt; with -n.")
+@click.option("--prompt", metavar="FILE", help="Warm the stored part of this prompt; with -n.")
 @click.option("--pinned", is_flag=True, help="Warm all that is pinned.")
 @click.option("--hottest", metavar="SIZE", help="Warm the pages that were used last, up to SIZE.")
 @click.option("--list", "listed", metavar="FILE", help="Targets, one per line; - is stdin.")
-@click.option("--check", is_flag=True, help="Only say how much is in the page cache.")
+@click.option("--check", is_flag=True, help="Only show how much is in the page cache.")
 @namespace_option
 @prompt_options
 @common
@@ -51,8 +51,8 @@ def warm_command(
             room = memory_available()
             if not check and room is not None and total > room:
                 app.out.note(
-                    f"{text.size(total)} to read and {text.size(room)} of memory available: the first pages will be "
-                    "dropped again for the last ones"
+                    f"{text.size(total)} to read and {text.size(room)} of memory available: the last pages will push "
+                    "the first ones out of the page cache"
                 )
         bars[0](done)
 
@@ -77,12 +77,12 @@ def warm_command(
     def lines() -> Iterable[str]:
         if check:
             if resident is None:
-                yield f"{text.size(done.nbytes)} asked for; kernels before 6.5 do not say what is in the page cache"
+                yield f"{text.size(done.nbytes)} asked for; kernels before 6.5 do not tell what is in the page cache"
             else:
                 share = text.percent(resident, done.nbytes)
                 yield f"{text.size(resident)} of {text.size(done.nbytes)} in the page cache ({share})"
             return
-        there = "" if not resident else f", {text.size(resident)} was there"
+        there = "" if not resident else f", {text.size(resident)} already there"
         yield (
             f"warmed {text.size(done.nbytes)}: {text.size(done.read_bytes)} read in {done.seconds:.1f} s "
             f"({text.size(rate)}/s){there}"
@@ -117,9 +117,9 @@ def _read_list(file: str) -> list[str]:
         with click.open_file(file, encoding="utf-8") as stream:
             content = stream.read(LIST_BYTES_MAX + 1)
     except (OSError, UnicodeDecodeError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "no UTF-8 text"
+        why = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
         raise ConfigError(f"{file}: {why}; give a list of targets, or - for stdin") from None
     if len(content) > LIST_BYTES_MAX:
-        raise ConfigError(f"{file} has more than {LIST_BYTES_MAX} characters: that is no list of targets")
+        raise ConfigError(f"{file} has more than {LIST_BYTES_MAX} characters: split it into several lists")
     lines = (line.strip() for line in content.splitlines())
     return [line for line in lines if line and not line.startswith("#")]

@@ -1,9 +1,8 @@
-"""When records were last used: one small file of stamps per segment, shared by all processes.
+"""When records were last used: one small file of access times per segment, shared by all processes.
 
-``run/use/<segment id>`` holds a u64 (microseconds since 1970) per record, by its seq. A reader stamps with a
-pwrite and touches no index; two who race write nearly the same number. The file is advice: absent, short or
-damaged stamps fall back to the time of writing, and times in the future are clamped. It is never mapped
-(a full disk would be SIGBUS).
+``run/use/<segment id>`` holds a u64 (microseconds since 1970) per record, by its seq. A reader writes one with a pwrite
+and does not touch the index; readers that race write nearly the same number. The file is advice: where an access time
+is absent, damaged or in the future, the time of writing counts. The file is never mapped (a full disk would be SIGBUS).
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from kvfs.directory.root import Directory
 from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import pack_u64
 
-STAMP_BYTES = 8
-_OPEN_MAX = 64
-RECORDS_MAX = 1 << 23  # of one segment: what is behind them is nobody's stamp
-REQUESTS_MAX = 4096
-REQUEST_US = 600_000_000  # a prompt saved this long after its lookup still belongs to the same request
+STAMP_BYTES = 8  # of one access time
+_OPEN_MAX = 64  # files that are kept open
+RECORDS_MAX = 1 << 23  # of one segment: longer files are cut there
+REQUESTS_MAX = 4096  # requests that are remembered
+REQUEST_US = 600_000_000  # a prompt that is saved within this time of its lookup belongs to the same request
 
 
 class AccessTimes:
-    """Stamps uses, reads stamps. Never raises for a file system that misbehaves: recency is advice."""
+    """Writes and reads access times. No call raises for a file system that fails: they are advice."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._files = directory.files
-        self._lock = threading.Lock()  # lookups want it: no call to the disk is made inside
+        self._lock = threading.Lock()  # lookups wait for it: no call to the disk inside
         self._open: OrderedDict[bytes, Descriptor] = OrderedDict()
         self._requests: OrderedDict[bytes, int] = OrderedDict()
 
@@ -45,14 +44,14 @@ class AccessTimes:
                 self._requests.popitem(last=False)
 
     def request_of(self, chunk_hash: bytes) -> int | None:
-        """When the request that now goes on behind ``chunk_hash`` was looked up, if that was a moment ago."""
+        """When the request that ends in ``chunk_hash`` was looked up, if that was less than REQUEST_US ago."""
         with self._lock:
             at_us = self._requests.get(chunk_hash)
         return at_us if at_us is not None and self._files.now_us() - at_us < REQUEST_US else None
 
     def stamp(self, segment_id: bytes, first: int, stamps: Sequence[int]) -> None:
-        """Records from ``first`` on were used at these times. What one request uses gets one and the same time:
-        eviction takes equal stamps for pages of one prompt."""
+        """Records from ``first`` on were used at these times. All that one request uses gets the same time:
+        eviction takes records with equal access times for pages of one prompt."""
         if self._directory.read_only or not stamps:
             return
         with contextlib.suppress(OSError):
@@ -60,8 +59,8 @@ class AccessTimes:
             self._files.write_all(file.fd, [pack_u64(stamps)], first * STAMP_BYTES)
 
     def _file(self, segment_id: bytes) -> Descriptor:
-        """A segment's stamps. Open as long as the caller refers to it, whoever lets go of it meanwhile: so nobody waits
-        for the disk of another."""
+        """The file of a segment. It stays open as long as the caller refers to it, even if it leaves the cache: so the
+        lock is not held while the disk is busy."""
         with self._lock:
             file = self._open.get(segment_id)
             if file is not None:
@@ -78,7 +77,7 @@ class AccessTimes:
         run, name, files = self._directory.sub("run/use"), segment_id.hex(), self._files
         try:
             file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
-            if files.fstat(file.fd).st_nlink > 1:  # a snapshot's, or no file of kvfs's at all
+            if files.fstat(file.fd).st_nlink > 1:  # of a snapshot, or no file of kvfs
                 file.close()
                 files.unlink(name, dir_fd=run)
                 raise FileNotFoundError
@@ -90,7 +89,7 @@ class AccessTimes:
         return file
 
     def stamps(self, segment_id: bytes, written_us: Iterable[int]) -> list[int]:
-        """Last use of each record; where there is no stamp, the time at which it was written."""
+        """Access time of each record; where there is none, the time at which it was written."""
         now, used = self._files.now_us(), list(written_us)
         stamps = self.raw(segment_id, len(used))
         for i, stamp in enumerate(stamps):
@@ -99,7 +98,7 @@ class AccessTimes:
         return used
 
     def raw(self, segment_id: bytes, records_max: int = RECORDS_MAX) -> array[int]:
-        """The stamps as they lie in the file, by seq; empty if there are none."""
+        """The access times in the file, by seq; empty if there is no file."""
         stamps = array("Q")
         with contextlib.suppress(OSError):
             file = Descriptor.open(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
@@ -110,7 +109,7 @@ class AccessTimes:
     def was_used(self, segment_id: bytes, seq: int) -> bool:
         """Whether a record was used since it was written."""
         with contextlib.suppress(OSError):
-            if self._directory.read_only:  # nothing is made, or taken away, for a reader
+            if self._directory.read_only:  # a reader creates and removes nothing
                 run = self._directory.sub("run/use")
                 with opened(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=run) as fd:
                     return any(self._files.read(fd, STAMP_BYTES, seq * STAMP_BYTES))
@@ -119,7 +118,7 @@ class AccessTimes:
         return False
 
     def version(self, segment_id: bytes) -> tuple[int, int]:
-        """Changes when stamps change."""
+        """Changes when an access time does."""
         try:
             st = self._files.stat(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
         except OSError:
@@ -127,20 +126,20 @@ class AccessTimes:
         return st.st_mtime_ns, st.st_size
 
     def forget(self, segment_id: bytes) -> None:
-        """The segment is gone."""
+        """The segment is reclaimed."""
         with self._lock:
             self._open.pop(segment_id, None)
         with contextlib.suppress(OSError):
             self._files.unlink(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
 
     def sweep(self, known: set[bytes]) -> None:
-        """Remove the stamps of segments that no longer exist."""
+        """Remove the access times of segments that no longer exist."""
         with contextlib.suppress(OSError):
             run = self._directory.sub("run/use")
             names = {segment_id.hex() for segment_id in known}
             for name in self._files.listdir(run):
                 if name not in names:
-                    with contextlib.suppress(OSError):  # a directory, say: none of kvfs's
+                    with contextlib.suppress(OSError):  # a directory, for example: not made by kvfs
                         self._files.unlink(name, dir_fd=run)
 
     def close(self) -> None:

@@ -22,13 +22,12 @@ else:
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CAPACITY_MIN = 16 * MIB
 SEGMENT_MIN, SEGMENT_MAX = 256 * KIB, 4 * GIB
-SEGMENTS_MIN = 8  # that fit into a store
+SEGMENTS_MIN = 8  # segments that must fit into the capacity
 INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
-#: Small files of the directory: super, settings, stamps, liveness, LMDB's second file.
-OVERHEAD_BYTES = 1 * MIB
-DURATION_MAX = 1e12
-TOML_BYTES_MAX = 256 * KIB
-DOTS_MAX = 100  # of a line: the time that tomllib takes for a dotted key grows with the square of its parts
+OVERHEAD_BYTES = 1 * MIB  # reserved for small files: super, settings, access times, liveness, LMDB's second file
+DURATION_MAX = 1e12  # seconds
+TOML_BYTES_MAX = 256 * KIB  # of kvfs.toml
+DOTS_MAX = 100  # of a line: tomllib's time for a dotted key grows with the square of its parts
 SYNC_LEVELS = ("cache", "batch", "sync")
 MODES = ("cache", "staging", "memory")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
@@ -38,7 +37,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def _show(value: object) -> str:
-    """A bounded repr, since messages quote untrusted values."""
+    """A short repr, since messages quote untrusted values."""
     try:
         return "a huge integer" if type(value) is int and value.bit_length() > 64 else reprlib.repr(value)
     except ValueError:  # a list with an integer of thousands of digits
@@ -72,7 +71,7 @@ def parse_duration(value: float | str, what: str = "duration") -> float:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of one class of pages. A namespace belongs to the class that bears its name, or its salt's."""
+    """Limits of one class of pages: those of a namespace, by its name, or of a tenant, by its salt."""
 
     guaranteed_bytes: int = 0
     cap_bytes: int | None = None
@@ -81,7 +80,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What kvfs.toml says. Sizes in bytes."""
+    """The settings in kvfs.toml. Sizes in bytes."""
 
     capacity_bytes: int
     segment_bytes: int
@@ -89,21 +88,21 @@ class Settings:
     sync: str = "cache"
     mode: str = "cache"
     quotas: Mapping[str, Quota] = field(default_factory=dict)
-    codec: str = "raw"  # of namespaces that ask for no other
+    codec: str = "raw"  # default of namespaces
 
     @property
     def segments_bytes_max(self) -> int:
-        """What segments may have allocated in sum: the capacity less index and small files."""
+        """What all segments may have allocated: the capacity minus the index and small files."""
         return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES
 
     @property
     def reserve_bytes(self) -> int:
-        """Standing reserve that only eviction may use, to carry pages forward."""
+        """Standing reserve that only eviction may use, to relocate hot pages."""
         return 2 * self.segment_bytes
 
 
 def store_path(path: object) -> str:
-    """The directory that ``open`` was given, as text."""
+    """The ``path`` argument of ``open`` as text."""
     try:
         where = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
@@ -111,12 +110,12 @@ def store_path(path: object) -> str:
     if not where:
         raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
     if "\0" in where:
-        raise ConfigError(f"path is {where!r}: no file system takes a name with a zero in it")
+        raise ConfigError(f"path is {where!r}: no file system accepts a name with a zero byte")
     return where
 
 
 def switch(name: str, value: str | None) -> bool:
-    """Whether an environment variable is set to yes."""
+    """Whether an environment variable is switched on."""
     text = (value or "").strip().lower()
     if text in ("1", "true", "yes", "on"):
         return True
@@ -126,7 +125,7 @@ def switch(name: str, value: str | None) -> bool:
 
 
 def quota_id(name: str) -> bytes:
-    """First 8 bytes of the class of segments that a quota's pages go to."""
+    """First 8 bytes of the class of the segments that hold a quota's pages."""
     return checksum(name.encode()).to_bytes(8, "little")
 
 
@@ -156,8 +155,8 @@ def make_settings(
     segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
     if total - index_bytes - OVERHEAD_BYTES < SEGMENTS_MIN * segment_bytes:
         raise NoSpaceError(
-            f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight must fit beside the "
-            f"index ({index_bytes}); raise capacity or lower segment_bytes"
+            f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight of them and "
+            f"the index ({index_bytes}) must fit; raise capacity or lower segment_bytes"
         )
     if sync not in SYNC_LEVELS:
         raise ConfigError(f"sync is {sync!r}: choose one of {', '.join(SYNC_LEVELS)}")
@@ -165,7 +164,7 @@ def make_settings(
         raise ConfigError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
     if mode == "memory" and sync != "cache":
         raise ConfigError(
-            f'sync is "{sync}", and in mode "memory" nothing outlives a loss of power: write sync = "cache", or choose '
+            f'sync is "{sync}", and in mode "memory" nothing survives a loss of power: write sync = "cache", or choose '
             "another mode"
         )
     parse_codec(codec)
@@ -182,7 +181,7 @@ def make_settings(
 
 
 def parse_document(data: bytes, path: str) -> dict[str, Any]:
-    """A TOML file as it is, unchecked."""
+    """The content of a TOML file; its values are not checked."""
     if any(line.count(b".") > DOTS_MAX for line in data.splitlines()):
         raise ConfigError(f"{path}: a line has more than {DOTS_MAX} dots; correct the file")
     try:
@@ -236,7 +235,7 @@ def _parse_quotas(table: Any, path: str) -> dict[str, Quota]:
 
 def to_toml(settings: Settings) -> bytes:
     """The settings as the text of a kvfs.toml."""
-    modes = "cache: the page cache is the host tier; staging: past it, always; memory: on tmpfs"
+    modes = "cache: the page cache is the host tier; staging: bypass it, always; memory: on tmpfs"
     lines = [
         '# Settings of this kvfs store; every process that opens it obeys them. Sizes in bytes or like "200GiB".',
         f"capacity = {settings.capacity_bytes}",

@@ -1,4 +1,4 @@
-"""``kvfs.toml``: where a setting comes from, changing one without touching the rest, following what others change."""
+"""``kvfs.toml``: reading it, changing one setting without touching the rest, following changes of other processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvfs.system.files import Files
 
 log = logging.getLogger("kvfs")
 NAME = "kvfs.toml"
-LOCK_SECONDS = 2.0
-SAME, NEW, REFUSED = "same", "new", "refused"
+LOCK_SECONDS = 2.0  # how long a change waits for another one
+SAME, NEW, REFUSED = "same", "new", "refused"  # what ``Follower.look`` found
 KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec")
 QUOTA_KEYS = ("guaranteed", "cap", "ttl")
 _QUOTA = re.compile(r"quota\.(?P<name>.+)\.(?P<key>[a-z]+)\Z")
@@ -43,16 +43,16 @@ def load(directory: Directory) -> Settings:
 
 
 class Follower:
-    """Takes up what changes in ``kvfs.toml`` while a store is open. A file that does not hold changes nothing."""
+    """Takes up changes of ``kvfs.toml`` while a store is open. A file with an error changes nothing."""
 
     def __init__(self, directory: Directory, settings: Settings) -> None:
         self._directory = directory
         self.settings = settings
-        self.problem = ""  # why the file as it is now is not obeyed
-        self._seen: tuple[int, ...] | None = None  # which file was looked at; None: look again
+        self.problem = ""  # why the present file is not obeyed
+        self._seen: tuple[int, ...] | None = None  # version of the file that was read; None: read it again
 
     def look(self) -> str:
-        """``SAME``, ``NEW`` if ``settings`` are other ones now, ``REFUSED`` if the file has become one that fails."""
+        """``NEW`` if ``settings`` have changed, ``REFUSED`` if the file now has an error, else ``SAME``."""
         seen = self._version()
         if seen == self._seen:
             return SAME
@@ -65,7 +65,7 @@ class Follower:
         except OSError as exc:  # a symlink, no permission, a bad disk: it may pass
             self._seen, self.problem = None, f"{self._directory.path}/{NAME}: {exc.strerror}"
         if self.problem and self.problem != known:
-            log.warning("kvfs goes on with the settings that it has: %s", self.problem)
+            log.warning("kvfs keeps its present settings: %s", self.problem)
             return REFUSED
         return NEW if self.settings != before else SAME
 
@@ -77,13 +77,13 @@ class Follower:
         return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
 
     def _fitting(self, new: Settings) -> Settings:
-        """The size of an index, and the mode, are fixed while the store is open: others count from the next open on."""
+        """The settings to use now. Size of the index, and mode, are fixed while the store is open."""
         kept = replace(new, index_bytes=self.settings.index_bytes, mode=self.settings.mode)
         if new.mode != self.settings.mode:
             kept = replace(kept, sync=self.settings.sync)  # levels belong to modes
         if kept.segments_bytes_max < config.SEGMENTS_MIN * kept.segment_bytes:
             raise NoSpaceError(
-                f"capacity {kept.capacity_bytes} is too small beside the index that is open ({kept.index_bytes}): "
+                f"capacity {kept.capacity_bytes} is too small for the index that is open ({kept.index_bytes}): "
                 "stop the store's users first"
             )
         return kept
@@ -114,7 +114,7 @@ def read(path: str, files: Files) -> list[Setting]:
 
 
 def change(path: str, key: str, value: str, files: Files) -> Settings:
-    """Set one setting and replace the file atomically; ConfigError or NoSpaceError if the result would not hold."""
+    """Set one setting and replace the file atomically; ConfigError or NoSpaceError if the result is invalid."""
     try:
         f"{key}{value}".encode()
     except UnicodeEncodeError:
@@ -150,7 +150,7 @@ def _locate(key: str) -> tuple[str, str]:
 
 
 def _literal(name: str, value: str) -> str:
-    """The value as TOML, checked for its kind."""
+    """The value as TOML, after a check of its kind."""
     if name in ("sync", "mode", "codec"):
         return config.quoted(value)
     if name == "ttl":
@@ -162,14 +162,14 @@ def _literal(name: str, value: str) -> str:
 
 def set_value(text: str, section: str, name: str, literal: str) -> str:
     """``text`` with one value changed or added; comments and everything else stay as they are."""
-    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")  # not splitlines: TOML knows no other ends
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")  # not splitlines: TOML has no other line ends
     header = f"[quota.{config.quoted(section)}]" if section else ""
     begin, end = _span(lines, section)
     if begin < 0:
         return "\n".join([*lines, "", header, f"{name} = {literal}"]) + "\n"
-    wanted = re.compile(rf"\s*{re.escape(name)}\s*=\s*(\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^#\s]+)(?P<rest>.*)\Z")
+    assignment = re.compile(rf"\s*{re.escape(name)}\s*=\s*(\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^#\s]+)(?P<rest>.*)\Z")
     for i in range(begin, end):
-        if match := wanted.match(lines[i]):
+        if match := assignment.match(lines[i]):
             lines[i] = f"{name} = {literal}{match['rest'].rstrip()}"
             return "\n".join(lines) + "\n"
     while end > begin and not lines[end - 1].strip():
@@ -202,10 +202,10 @@ def _read(directory: Directory) -> bytes:
 
 @contextlib.contextmanager
 def _locked(directory: Directory) -> Iterator[None]:
-    """One change at a time: the file itself is locked, and still is the one that the name leads to."""
+    """One change at a time: lock the file that has the name."""
     files = directory.files
     deadline = files.monotonic() + LOCK_SECONDS
-    _read(directory)  # says so if there is none
+    _read(directory)  # raises CorruptError if there is none
     while True:
         with opened(files, NAME, os.O_RDONLY, dir_fd=directory.root) as fd:
             if files.flock(fd, fcntl.LOCK_EX):
@@ -213,5 +213,5 @@ def _locked(directory: Directory) -> Iterator[None]:
                     yield
                     return
             elif files.monotonic() >= deadline:
-                raise StoreLockedError(f"{directory.path}/{NAME} is being changed by somebody else: try again")
+                raise StoreLockedError(f"{directory.path}/{NAME} is being changed by another process: try again")
         files.sleep(0.01)

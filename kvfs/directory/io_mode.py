@@ -1,6 +1,6 @@
-"""What ``mode`` of kvfs.toml means. It is decided here; everybody else asks a :class:`Mode`.
+"""What ``mode`` of kvfs.toml means: all other code asks a :class:`Mode`.
 
-A process keeps the mode that it found when it opened the store.
+A process keeps the mode that the store had when the process opened it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 
 
 class Mode(NamedTuple):
-    """How payload moves between memory and segments. Tables are small, and always go through the page cache."""
+    """How payload is read and written. Tables are small, and always go through the page cache."""
 
     name: str
-    direct: bool = False  # written and read past the page cache, always: it holds nothing of a segment's payload
-    cold_direct: bool = False  # what is not in the page cache, and was never used, is read past it
+    direct: bool = False  # O_DIRECT for all payload: the page cache holds none of it
+    cold_direct: bool = False  # O_DIRECT for pages that are not in the page cache and were never used
     maps: bool = True  # segments are mapped: views, registered maps, reading ahead
 
     @property
     def segment_flags(self) -> int:
-        """Of the header of a new segment. A segment is written in one way from its first byte to its last."""
+        """Flags in the header of a new segment. All of a segment is written in the same way."""
         return fmt.FLAG_DIRECT if self.direct else 0
 
     def check_maps(self, what: str, instead: str) -> None:
-        """ConfigError where segments are not to be mapped, since that reads them into the page cache."""
+        """ConfigError in a mode that maps no segments, since a map reads them into the page cache."""
         if not self.maps:
             raise ConfigError(
                 f'{what} needs pages in the page cache, and mode "{self.name}" of this store keeps them out: '
@@ -57,9 +57,9 @@ def of(settings: Settings) -> Mode:
 
 
 def check(path: str, settings: Settings, files: Files, *, read_only: bool = False) -> None:
-    """ConfigError if the file system below ``path`` cannot do what the mode asks. Leaves nothing behind.
+    """ConfigError if the file system of ``path`` does not support the mode. Leaves no file behind.
 
-    For a directory that does not exist yet, the one that it will be made in is asked.
+    If ``path`` does not exist yet, its parent is checked.
     """
     where = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     mode = of(settings)
@@ -69,16 +69,16 @@ def check(path: str, settings: Settings, files: Files, *, read_only: bool = Fals
     in_memory = kind in MEMORY_FILESYSTEMS
     if mode is MEMORY and not in_memory:
         raise ConfigError(
-            f'mode is "memory", and {path} lies on {kind or "a file system that cannot be told"}: put the store on '
+            f'mode is "memory", and {path} is on {kind or "an unknown file system"}: put the store on '
             'tmpfs (below /dev/shm, or mount one), or choose mode "cache" (kvfs config set mode cache)'
         )
     if mode is STAGING:
         if in_memory:
-            why = f"lies on {kind}, which is memory itself"
+            why = f"is on {kind}, which is memory itself"
         elif mmap.PAGESIZE != fmt.BLOCK:
             why = f"is on a host with memory pages of {mmap.PAGESIZE} bytes, not {fmt.BLOCK}"
         elif not _takes_direct(where, files, read_only):
-            why = f"lies on {kind or 'a file system'} that refuses O_DIRECT or does without it"
+            why = f"is on {kind or 'a file system'} that refuses O_DIRECT or ignores it"
         else:
             return
         raise ConfigError(
@@ -88,7 +88,7 @@ def check(path: str, settings: Settings, files: Files, *, read_only: bool = Fals
 
 
 def _takes_direct(where: str, files: Files, read_only: bool) -> bool:
-    """Whether a block can be written and read with O_DIRECT. Other troubles of the disk are not judged here."""
+    """Whether a block can be written and read with O_DIRECT. Other errors of the disk do not count."""
     root = files.open_root(where)
     try:
         file = _existing(files, root) if read_only else _unnamed(files, root)
@@ -99,7 +99,7 @@ def _takes_direct(where: str, files: Files, read_only: bool) -> bool:
                 direct_io.write(files, file.fd, [block], 0)
             files.preadv(file.fd, [block], 0)
             if not read_only and files.cached_bytes(file.fd, 0, fmt.BLOCK):
-                return False  # it takes the flag, and the page cache all the same
+                return False  # the flag is accepted, and ignored
         finally:
             file.close()
     except OSError as exc:
@@ -115,13 +115,13 @@ def _existing(files: Files, root: int) -> Descriptor:
 
 
 def _unnamed(files: Files, root: int) -> Descriptor:
-    """A new file that nobody sees, with O_DIRECT."""
+    """A new file without a name, opened with O_DIRECT."""
     try:
         return Descriptor.open(files, ".", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, dir_fd=root)
     except OSError as exc:
         if exc.errno not in _NO_TMPFILE:
             raise
-    name = f".super.{files.random(8).hex()}"  # a name that a new store may hold
+    name = f".super.{files.random(8).hex()}"  # a name that is allowed in the directory of a new store
     try:
         return Descriptor.open(files, name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT, dir_fd=root)
     finally:

@@ -1,8 +1,8 @@
-"""Who is alive: one flock'd file with a random name per process and store.
+"""Which processes are alive: one flock'd file with a random name per process and store.
 
-The kernel drops the lock when the process dies, whatever it dies of. Process ids identify nobody: two
-containers that share a store have equal ones. The file is never mapped and its lock never released with
-LOCK_UN, since both would act through a forked child.
+The kernel releases the lock when the process dies, for any reason. Process ids do not identify a process: containers
+that share a store have equal ones. The file is never mapped, and its lock never released with LOCK_UN, since both would
+act through a forked child.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+from collections import Counter
 
 from kvfs.directory.root import Directory
 from kvfs.errors import StoreLockedError
@@ -19,16 +20,18 @@ from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import boot_id
 
 OWNER_BYTES = 16
-NOBODY = bytes(OWNER_BYTES)
+NO_OWNER = bytes(OWNER_BYTES)  # of a segment that no process appends to
 HEARTBEAT_SECONDS = 5.0
-FOREIGN_FRESH_SECONDS = 30.0
+FOREIGN_FRESH_SECONDS = 30.0  # age up to which a heartbeat under another kernel means that the store is in use there
 _NAME = re.compile(r"[0-9a-f]{32}\.live\Z")
-_LINE_BYTES = 64
-_PINNED_BYTES = 8  # behind the line; absent: nothing
+_LINE_BYTES = 64  # boot id and time of the heartbeat, padded
+_PINNED_BYTES = 8  # after the line; absent: nothing
+_WATCHING = _LINE_BYTES + _PINNED_BYTES  # offset of one byte; absent, or another value: unknown
+_WATCHES = {1: "polling", 2: "inotify"}
 
 
 class Liveness:
-    """This process's proof of life in one store, and its view of the others."""
+    """Owns the liveness file of this process in one store, and reads those of the other processes."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -41,13 +44,13 @@ class Liveness:
         self._fd = self._files.create(temporary, directory.file_mode, dir_fd=self._run)
         try:
             if not self._files.flock(self._fd, fcntl.LOCK_EX):
-                raise StoreLockedError(f"{name}: somebody locked a file that was just created")
+                raise StoreLockedError(f"{name}: another process locked a file that was just created")
             try:
                 self.beat()
-            except OSError as exc:  # a full disk: the lock is what counts; the next beats will try again
+            except OSError as exc:  # a full disk: the lock is enough, and the next beats try again
                 if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-            # renamed when locked: nobody can find it unlocked and take it for a dead process's
+            # renamed when locked: no process can find it unlocked and take this one for dead
             self._files.rename(temporary, name, src_dir_fd=self._run, dst_dir_fd=self._run)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -57,17 +60,17 @@ class Liveness:
         self._dead: set[bytes] = set()
 
     def beat(self) -> None:
-        """Write the heartbeat, for readers under another kernel, where flock says nothing."""
+        """Write the heartbeat, for processes under another kernel, where the lock is not seen."""
         line = f"{self.boot} {self._files.now_us():020d}\n".encode().ljust(_LINE_BYTES)
         self._files.write_all(self._fd, [line], 0)
 
     def say_pinned(self, nbytes: int) -> None:
-        """Let others know how much memory this process keeps pinned."""
-        with contextlib.suppress(OSError):  # then they count what was said last
+        """Publish how much memory this process keeps pinned."""
+        with contextlib.suppress(OSError):  # then the others read the last value
             self._files.write_all(self._fd, [nbytes.to_bytes(_PINNED_BYTES, "little")], _LINE_BYTES)
 
     def pinned_by_others(self) -> int:
-        """Bytes that the other live processes keep pinned."""
+        """Bytes that the other live processes keep pinned. OSError if they cannot be listed."""
         total = 0
         for owner in self.others():
             with (
@@ -77,11 +80,16 @@ class Liveness:
                 total += int.from_bytes(self._files.read(fd, _PINNED_BYTES, _LINE_BYTES), "little")
         return total
 
+    def say_watching(self, how: str) -> None:
+        """Publish how this process learns what others change: by "inotify" or by "polling"."""
+        with contextlib.suppress(OSError):
+            self._files.write_all(self._fd, [bytes(n for n, name in _WATCHES.items() if name == how)], _WATCHING)
+
     def is_alive(self, owner: bytes) -> bool:
-        """Whether the process behind ``owner`` still runs. Death is final, so it is remembered."""
+        """Whether the process with id ``owner`` still runs. Death is final, so it is remembered."""
         if owner == self.owner:
             return True
-        if owner == NOBODY or owner in self._dead:
+        if owner == NO_OWNER or owner in self._dead:
             return False
         alive = self._locked(f"{owner.hex()}.live")
         if not alive:
@@ -96,14 +104,14 @@ class Liveness:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # cannot tell: nobody's property is taken on a doubt
+            return True  # unknown: nothing is taken over on a doubt
         try:
             return not self._files.flock(file.fd, fcntl.LOCK_SH)
         finally:
             file.close()
 
     def others(self) -> list[bytes]:
-        """Owners of the other live processes; files of the dead are removed on the way."""
+        """Ids of the other live processes. Removes the files of dead ones."""
         found = []
         for name in self._files.listdir(self._run):
             if not _NAME.match(name):
@@ -139,7 +147,7 @@ class Liveness:
                     )
 
     def forget(self) -> None:
-        """In a forked child: drop the inherited descriptor; the lock stays the parent's."""
+        """In a forked child: close the inherited descriptor; the parent keeps the lock."""
         fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -147,13 +155,13 @@ class Liveness:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._files.unlink(f"{self.owner.hex()}.live", dir_fd=self._run)
-        fd, self._fd = self._fd, -1  # whoever comes late must not write to what has the number next
+        fd, self._fd = self._fd, -1  # a late heartbeat must not go to the next file with this number
         with contextlib.suppress(OSError):
             self._files.close(fd)
 
 
 def census(directory: Directory) -> list[tuple[str, bool]]:
-    """(owner in hex, whether it lives) of every process that has, or had, the store open. Removes nothing."""
+    """(id in hex, whether it is alive) of every process that has, or had, the store open. Removes nothing."""
     files, run = directory.files, directory.sub("run")
     found = []
     for name in sorted(files.listdir(run)):
@@ -167,4 +175,17 @@ def census(directory: Directory) -> list[tuple[str, bool]]:
             found.append((name[: 2 * OWNER_BYTES], not files.flock(fd, fcntl.LOCK_SH)))
         finally:
             files.close(fd)
+    return found
+
+
+def count_watching(directory: Directory) -> Counter[str]:
+    """How many live processes learn of changes by "inotify", and how many by "polling"."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for owner, alive in census(directory):
+            if alive:
+                with contextlib.suppress(OSError):
+                    file = Descriptor.open(directory.files, f"{owner}.live", os.O_RDONLY, dir_fd=directory.sub("run"))
+                    how = _WATCHES.get(directory.files.read(file.fd, 1, _WATCHING)[0])
+                    found.update([how] if how else [])
     return found

@@ -1,4 +1,4 @@
-"""How much memory the processes of a host keep pinned for one store: each says so in its liveness file."""
+"""How much memory the processes of a host keep pinned for one store. Each publishes it in its liveness file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import threading
 
 from kvfs.directory.liveness import Liveness
 
-FRESH_SECONDS = 1.0  # what others have is asked again after this
+FRESH_SECONDS = 1.0  # how long the sum of the other processes is used before it is read again
 
 
 class PinnedBytes:
     """The account of one process. Thread-safe. Two processes that take at once may exceed a limit by what they take.
 
-    Whoever takes waits for the disk; giving back does not, since loads and a handler of SIGTERM do that. Others learn
-    of it by ``say``.
+    ``take`` may wait for the disk. ``give_back`` never does, since loads and signal handlers call it; ``say`` publishes
+    the change later.
     """
 
     def __init__(self, liveness: Liveness | None) -> None:
-        self._liveness = liveness  # None: read-only, and alone for all that is known
-        self._lock = threading.RLock()  # of numbers; the handler may interrupt who holds it
+        self._liveness = liveness  # None: read-only, which publishes nothing and reads nothing
+        self._lock = threading.RLock()  # of the numbers; reentrant, since a signal handler may interrupt its holder
         self._disk = threading.Lock()
         self._asked = float("-inf")
         self._others = self._said = 0
@@ -27,7 +27,7 @@ class PinnedBytes:
     def take(self, nbytes: int, limit: int, now: float) -> bool:
         """Pin ``nbytes`` more, if all processes together then keep at most ``limit``; ``now``: monotonic seconds.
 
-        Not while nobody can tell what the others have: a process that is out of descriptors cannot list them.
+        False also while the others cannot be read: a process that is out of descriptors cannot list them.
         """
         with self._disk:
             if self._liveness is not None and now - self._asked > FRESH_SECONDS:
@@ -49,7 +49,7 @@ class PinnedBytes:
             self.mine -= nbytes
 
     def say(self) -> None:
-        """Tell the other processes, if there is news. Called every second."""
+        """Publish the bytes of this process, if they have changed. Called every second."""
         if self._said != self.mine:
             with self._disk:
                 self._say()

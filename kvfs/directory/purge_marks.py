@@ -1,8 +1,8 @@
-"""Purge marks: ``purged/<segment id>`` names the records of a segment that must never be named again.
+"""Purge marks: ``purged/<segment id>`` names the records of a segment that no index may name again.
 
-A mark is durable before a purge reports anything, is obeyed by every rebuild and goes with its segment, so there
-are never more marks than segments. It names records by ordinal and epoch: no clock decides, a slot that a later
-owner overwrites is not meant, and nothing about tenant or prompt is told.
+A mark is durable before a purge reports success, every rebuild obeys it, and it is removed with its segment: there are
+never more marks than segments. It names records by ordinal and epoch. So no clock decides, a record that a later owner
+writes in the same place is not covered, and the mark says nothing about tenant or prompt.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvfs.format import segment as fmt
 from kvfs.format.segment import PurgeMark
 from kvfs.system.files import SHORT_OF
 
-MARK_BYTES_MAX = 1 << 20
+MARK_BYTES_MAX = 1 << 20  # of one file: a bit per record, of 8 million records
 _FOLDER = "purged"
 _NAME = re.compile(r"[0-9a-f]{32}\Z")
 
 
 class PurgeMarks:
-    """The purge marks of a store. OSError as it comes, unless a method says otherwise."""
+    """The purge marks of a store. Raises OSError unchanged, unless a method says otherwise."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -32,7 +32,7 @@ class PurgeMarks:
         """Segments that have a mark."""
         try:
             names = self._files.listdir(self._directory.sub(_FOLDER))
-        except FileNotFoundError:  # a store that is only read, and was made before there were marks
+        except FileNotFoundError:  # a store of an earlier version, opened read-only
             return set()
         return {bytes.fromhex(name) for name in names if _NAME.match(name)}
 
@@ -50,13 +50,13 @@ class PurgeMarks:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # cannot tell: nothing is served on a doubt
+            return True  # unknown: nothing is served on a doubt
         return True
 
     def read(self, segment_id: bytes) -> PurgeMark | None:
-        """The mark of a segment. One that cannot be understood covers everything: a miss too many does no harm.
+        """The mark of a segment. One that cannot be parsed covers everything: an unneeded miss does no harm.
 
-        OSError if this process lacks what it takes to look: a purge must not take that for a mark, nor drop anything.
+        OSError if this process lacks descriptors or memory: a purge must not take that for a mark, nor drop anything.
         """
         try:
             data = self._directory.read_small(segment_id.hex(), MARK_BYTES_MAX, sub=_FOLDER)
@@ -78,19 +78,19 @@ class PurgeMarks:
         self._directory.write_small(mark.segment_id.hex(), fmt.pack_purge_mark(mark), sub=_FOLDER)
 
     def settle(self, mark: PurgeMark) -> None:
-        """No index row names the purged records any more. Losing this note costs another look."""
+        """No index row names the purged records any more. If this is lost, the index is searched once more."""
         data = fmt.pack_purge_mark(mark._replace(flags=mark.flags & ~fmt.PURGE_PENDING))
         with contextlib.suppress(OSError):
             self._directory.write_small(mark.segment_id.hex(), data, sub=_FOLDER)
 
     def sweep(self) -> None:
-        """Remove what a process left that died while it wrote a mark; nobody else is writing one now."""
+        """Remove what a process left when it died while it wrote a mark. No process may be writing one now."""
         with contextlib.suppress(OSError):
             for name in self._files.listdir(self._directory.sub(_FOLDER)):
                 if name.startswith("."):
                     self._directory.remove(name, sub=_FOLDER)
 
     def forget(self, segment_id: bytes) -> None:
-        """The segment is gone."""
+        """The segment is reclaimed."""
         with contextlib.suppress(OSError):
             self._directory.remove(segment_id.hex(), sub=_FOLDER)

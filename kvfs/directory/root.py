@@ -1,7 +1,7 @@
-"""The directory of a store: its files, their permissions, the super file, what a file system must offer.
+"""The directory of a store: its files, their permissions, the super file, what a file system must support.
 
-Everything below the root is reached through directory descriptors, without following symlinks; names are
-fixed words or generated hex, never user text.
+Everything below the root is opened through directory descriptors, without following symlinks. Names are fixed words or
+generated hex, never user text.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 from kvfs.version import FORMAT
 
-SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged", "epochs")
-#: Younger than format 1: a store that nobody has opened for writing since may lack them.
-OPTIONAL_SUBDIRECTORIES = frozenset({"purged", "epochs"})
-SUPER_BYTES_MAX = 16 * 1024
-#: File systems whose flock, rename and mmap are known to behave for all processes of one host.
+SUBDIRECTORIES = ("index", "segments", "doomed", "run", "run/use", "pins", "import", "quarantine", "purged")
+#: Added after format 1: a store of an earlier version lacks them until it is opened for writing.
+OPTIONAL_SUBDIRECTORIES = frozenset({"purged"})
+SUPER_BYTES_MAX = 16 * 1024  # larger: not a super file
+#: File systems whose flock, rename and mmap are known to work for all processes of one host.
 GOOD_FILESYSTEMS = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "ramfs", "f2fs", "zfs", "bcachefs"})
 _CACHEDIR_TAG = (
     b"Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -81,8 +81,8 @@ class Directory:
             fd = self.root
             for step in name.split("/"):
                 folder = Descriptor.open(self.files, step, os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
-                fd, parent = folder.fd, folder  # the parent is closed when its child is open
-            folder = self._fds.setdefault(name, parent)  # another thread may have been first; it is using its own
+                fd, parent = folder.fd, folder  # the parent is closed once its child is open
+            folder = self._fds.setdefault(name, parent)  # another thread may have been first, and uses its own
         return folder.fd
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Directory:
     # -- small files -------------------------------------------------------------------------
 
     def read_small(self, name: str, limit: int, *, sub: str = "") -> bytes | None:
-        """Content of a small file, or None if there is none. Larger than ``limit`` counts as corrupt."""
+        """Content of a small file, or None if there is none. FormatError if it is larger than ``limit`` bytes."""
         try:
             fd = self.files.open(name, os.O_RDONLY, dir_fd=self.sub(sub) if sub else self.root)
         except FileNotFoundError:
@@ -124,7 +124,7 @@ class Directory:
                 self.files.close(fd)
             try:
                 self.files.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-            except IsADirectoryError:  # whoever made it: it must not stand in the way for ever
+            except IsADirectoryError:  # not made by kvfs: moved out of the way
                 aside = f"{name}.{self.files.random(8).hex()}"
                 self.files.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=self.sub("quarantine"))
                 self.files.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -142,7 +142,7 @@ class Directory:
     # -- super -------------------------------------------------------------------------------
 
     def store_id(self) -> bytes:
-        """Id of the store; raises FormatError for what this version must not touch."""
+        """Id of the store; FormatError if this version must not use the store."""
         data = self.read_small("super", SUPER_BYTES_MAX)
         if data is None:
             raise StoreNotFoundError(
@@ -196,11 +196,11 @@ def _canonical(body: dict[str, Any]) -> bytes:
 
 
 def check_layout(directory: Directory) -> None:
-    """Make what is missing of a store's directories; CorruptError where that cannot be."""
+    """Make missing directories of a store; CorruptError where that is not possible."""
     for name in SUBDIRECTORIES:
         try:
             directory.sub(name)
-        except FileNotFoundError:  # everything but the segments can be made anew
+        except FileNotFoundError:  # its content is lost, the rest of the store is usable
             parent, _, leaf = name.rpartition("/")
             over = directory.sub(parent) if parent else directory.root
             if directory.read_only:
@@ -218,7 +218,7 @@ def check_layout(directory: Directory) -> None:
         run = directory.sub("run")
         try:
             directory.files.stat("gc", dir_fd=run)
-        except FileNotFoundError:  # of a directory that was made anew
+        except FileNotFoundError:  # the directory has just been made
             with contextlib.suppress(FileExistsError):
                 directory.files.close(directory.files.create("gc", directory.file_mode, dir_fd=run))
 
@@ -227,9 +227,9 @@ def check_layout(directory: Directory) -> None:
 
 
 def create(path: str, settings: bytes, files: Files) -> None:
-    """Make a store of an absent or empty directory (of one found half-made, too). Safe against racing creators.
+    """Make a store in an absent, empty or half-made directory. Several processes may do this at once.
 
-    The super file is written last and with a no-overwrite link, so a directory is a store or it is not.
+    The super file is written last, by a link that never overwrites: with it the directory is a store.
     """
     with translate_os_errors(path):
         try:
@@ -238,7 +238,7 @@ def create(path: str, settings: bytes, files: Files) -> None:
             pass
         except FileNotFoundError:
             parent = os.path.dirname(os.path.abspath(path))
-            if os.path.isdir(parent):  # a file system that takes no new directories
+            if os.path.isdir(parent):  # a file system that allows no new directories
                 raise
             raise StoreNotFoundError(f"{parent} does not exist; create it first") from None
         check_filesystem(path)
@@ -250,14 +250,14 @@ def create(path: str, settings: bytes, files: Files) -> None:
 
 
 def check_free(path: str, files: Files) -> None:
-    """Refuse a directory in which no store can be made, as ``create`` does; nothing of it is changed."""
+    """Raise what ``create`` would raise for a directory in which no store can be made. Changes nothing."""
     check_filesystem(path)
     with contextlib.closing(Directory(path, files, read_only=True)) as directory:
         _check_empty(directory)
 
 
 def is_store(path: str) -> bool:
-    """Whether there is a store, or something in its place that is not to be touched."""
+    """Whether the path holds a super file, valid or not."""
     with translate_os_errors(path):
         try:
             os.lstat(os.path.join(path, "super"))
@@ -268,7 +268,7 @@ def is_store(path: str) -> bool:
 
 @contextlib.contextmanager
 def translate_os_errors(path: str) -> Iterator[None]:
-    """What the file system refuses while a store is opened or made, as an error that names the remedy."""
+    """Turn an OSError into an error of kvfs that names the remedy."""
     try:
         yield
     except OSError as exc:
@@ -279,7 +279,7 @@ def translate_os_errors(path: str) -> Iterator[None]:
             raise StoreReadOnlyError(f"{what}: open it with read_only=True, or create it elsewhere") from None
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{what}: make room on its file system") from None
-        raise StoreAccessError(f"{what}; look at the kernel's log, or choose another directory") from None
+        raise StoreAccessError(f"{what}; check the kernel's log, or choose another directory") from None
 
 
 def _check_empty(directory: Directory) -> None:
@@ -310,7 +310,7 @@ def _populate(directory: Directory, settings: bytes, files: Files) -> None:
 
 
 def _publish_once(directory: Directory, name: str, data: bytes) -> None:
-    """Write a file unless it exists: of two racing creators, the first wins."""
+    """Write a file unless it exists: the first of two creators wins."""
     files, root = directory.files, directory.root
     temporary = f".{name}.{files.random(8).hex()}"
     fd = files.create(temporary, directory.file_mode, dir_fd=root)
@@ -328,7 +328,7 @@ def _publish_once(directory: Directory, name: str, data: bytes) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    ours = {"gate", "main", "kvfs.toml", "super", "state", "CACHEDIR.TAG", "README.txt", "lost+found"}
+    ours = {"gate", "main", "kvfs.toml", "super", "state", "CACHEDIR.TAG", "README.txt", "lost+found", "epochs"}
     return (
         name in ours
         or name in SUBDIRECTORIES
@@ -337,7 +337,7 @@ def _is_ours(name: str) -> bool:
 
 
 def tighten(directory: Directory) -> None:
-    """Take away what *others* may do; refuse a directory where that is impossible and they may write."""
+    """Remove all permissions of *others*. StoreAccessError if that fails and they may write."""
     mode = stat.S_IMODE(directory.files.fstat(directory.root).st_mode)
     if not mode & 0o007:
         return
@@ -346,22 +346,22 @@ def tighten(directory: Directory) -> None:
     except OSError:
         if mode & 0o002:
             raise StoreAccessError(
-                f"{directory.path} may be written by everybody (mode {mode:04o}); its owner must run chmod o-rwx"
+                f"{directory.path} is writable by every user (mode {mode:04o}); its owner must run chmod o-rwx"
             ) from None
 
 
 def check_filesystem(path: str) -> None:
-    """Refuse file systems whose locks or maps are not shared by every process that may open the store."""
+    """StoreAccessError for a file system whose locks or maps not every process that opens the store shares."""
     kind = filesystem_of(path)
     if kind is not None and kind not in GOOD_FILESYSTEMS:
         raise StoreAccessError(
-            f"{path} lies on {kind}: locks there are not seen by every process (or host), so a store would be damaged. "
+            f"{path} is on {kind}: locks there are not seen by every process (or host), so a store would be damaged. "
             f"Use a local file system ({', '.join(sorted(GOOD_FILESYSTEMS))}), in a container a bind mount of one"
         )
 
 
 def filesystem_of(path: str) -> str | None:
-    """Type of the file system that holds ``path``, from /proc/self/mountinfo; None if it cannot be told."""
+    """Type of the file system that holds ``path``, from /proc/self/mountinfo; None if unknown."""
     try:
         device = os.stat(path).st_dev
         with open("/proc/self/mountinfo", encoding="utf-8") as lines:
@@ -384,6 +384,6 @@ def filesystem_of(path: str) -> str | None:
 
 
 def private(path: str, flags: int) -> int:
-    """``opener`` for a file with stored pages: its owner's, and its group's to read where the folder is a group's."""
+    """``opener`` for a file with stored pages: private, but readable by the group in a folder of the group."""
     mode = os.stat(os.path.dirname(os.path.abspath(path))).st_mode
     return os.open(path, flags, 0o640 if mode & 0o2070 == 0o2070 else 0o600)

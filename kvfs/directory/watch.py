@@ -1,9 +1,9 @@
 """Hints that something in the store's directory has changed, from inotify through watchdog.
 
-A hint only makes a task of the keeper run earlier than its turn: whatever is missed (inotify's limits reached, its
-queue full, no watchdog) is found when the task polls. So nothing here may be relied on, and nothing here fails.
-Names that events carry are looked at, never opened. One thread, one inotify instance and three watches per store;
-only watchdog's bindings are used, since its observer would start five threads and does not survive a fork.
+A hint only makes a background task run before its turn. What is missed (inotify's limits reached, its queue full, no
+watchdog) is found when the task polls. So nothing may rely on a hint, and nothing here fails. Names in events are
+compared, never opened. One thread, one inotify instance and three watches per store; only watchdog's bindings are used,
+since its observer would start five threads and does not survive a fork.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvfs.directory.root import Directory
 from kvfs.system.descriptors import Descriptor
 
 log = logging.getLogger("kvfs")
-BUFFER_BYTES = 64 * 1024
-REST_SECONDS = 0.01  # between two reads: a storm of events costs little, and overflows into one hint
-STOP_SECONDS = 5.0
-SETTINGS, HOLDS, DROPS = "settings", "holds", "drops"  # tasks
-_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name behind it
+BUFFER_BYTES = 64 * 1024  # of one read of events
+REST_SECONDS = 0.01  # between two reads: a storm of events costs little CPU; an overflow of the queue is one hint
+STOP_SECONDS = 5.0  # how long a stop waits for the thread
+SETTINGS, HOLDS, DROPS = "settings", "holds", "drops"  # names of background tasks
+_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 
 
 class Heard(NamedTuple):
-    """What happened: the task that it concerns, the name ("" if it is not known), whether it came by a rename."""
+    """An event: the task that it concerns, the name ("" if unknown), whether the file arrived by a rename."""
 
     task: str
     name: str = ""
@@ -37,7 +37,7 @@ class Heard(NamedTuple):
 
 
 class Watch:
-    """Watches one store for one process. ``keep`` starts it, and starts it again if it ended."""
+    """Owns the inotify instance and thread of one store. ``keep`` starts them, and restarts them if they ended."""
 
     def __init__(self, directory: Directory, heard: Callable[[Heard], None], *, adopts: bool) -> None:
         self._directory = directory
@@ -45,20 +45,20 @@ class Watch:
         self._adopts = adopts
         self._thread: threading.Thread | None = None
         self._stop: Descriptor | None = None
-        self.why = "not started yet"  # why it does not work
+        self.why = "not started yet"  # reason why it does not work
 
     @property
     def works(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def keep(self) -> None:
-        """Start watching if nothing watches. Where that cannot be had, ``why`` says so, and polling goes on."""
+        """Start the thread unless it runs. Where that fails, ``why`` says the reason, and polling goes on."""
         if self.works:
             return
         try:
             inotify, tasks = self._open()
             self._stop = Descriptor.owning(self._directory.files, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-        except (ImportError, AttributeError, OSError) as exc:  # no watchdog, another one, another kernel, limits
+        except (ImportError, AttributeError, OSError) as exc:  # no watchdog, another version of it, limits
             if self.why != str(exc):
                 log.info("changes are found by polling, not by inotify: %s", exc)
             self.why = str(exc)
@@ -72,8 +72,8 @@ class Watch:
             self._heard(Heard(task))
 
     def _open(self) -> tuple[Descriptor, dict[int, str]]:
-        """An inotify instance, and which task each of its watches concerns."""
-        from watchdog.observers import inotify_c as library  # here, so that nobody pays for it before it is needed
+        """An inotify instance, and the task of each of its watches."""
+        from watchdog.observers import inotify_c as library  # imported only when it is needed
 
         flags: Any = library.InotifyConstants
         fd = library.inotify_init()
@@ -83,15 +83,15 @@ class Watch:
         os.set_inheritable(fd, False)
         os.set_blocking(fd, False)
         arrivals = flags.IN_CLOSE_WRITE | flags.IN_MOVED_TO
-        wanted = [
+        folders = [
             (SETTINGS, self._directory.root, arrivals),
             (HOLDS, self._directory.sub("segments"), flags.IN_DELETE | flags.IN_MOVED_FROM),
         ]
         if self._adopts:
-            wanted.append((DROPS, self._directory.sub("import"), arrivals))
+            folders.append((DROPS, self._directory.sub("import"), arrivals))
         tasks: dict[int, str] = {}
-        for task, folder, mask in wanted:
-            # the directory that is open, whatever its path leads to by now
+        for task, folder, mask in folders:
+            # the directory that is open, even if its path has changed
             number = library.inotify_add_watch(fd, b"/proc/self/fd/%d" % folder, mask | flags.IN_ONLYDIR)
             if number < 0:
                 code = ctypes.get_errno()
@@ -113,7 +113,7 @@ class Watch:
                     return
                 for number, mask, name in _events(os.read(inotify.fd, BUFFER_BYTES)):
                     if mask & lost:
-                        self.why = "a watched directory is gone"  # ``keep`` begins anew
+                        self.why = "a watched directory was removed"  # ``keep`` opens it again
                         return
                     self._tell(tasks.get(number), name, bool(mask & flags.IN_MOVED_TO), tasks)
                 self._directory.files.sleep(REST_SECONDS)

@@ -1,6 +1,6 @@
-"""What is wrong around a store, with remedies.
+"""Checks of a store and its surroundings, with remedies.
 
-Opens no index and changes nothing, so it works where nothing else does.
+They open no index and change nothing, so they work where nothing else does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvfs.system.files import Files, boot_id
 from kvfs.system.memory_limits import cgroup_limit, memory_available
 
 OK, WARN, BAD = "ok", "warn", "bad"
-LOCK_SECONDS = 1.0
-SEGMENTS_MAX = 8192
-HEADROOM_FILES = 256
+LOCK_SECONDS = 1.0  # a lock that is held for longer is reported: its owners need milliseconds
+SEGMENTS_MAX = 8192  # segments whose share in the page cache is read
+HEADROOM_FILES = 256  # descriptors that a process needs in addition to one per segment
 _MIB = 1 << 20
 
 
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def diagnose(path: str, files: Files) -> list[Finding]:
-    """All checks of a store. Raises only where there is no store."""
+    """The findings of all checks. Raises only if there is no store."""
     directory = Directory(path, files, read_only=True)
     try:
         try:
@@ -95,7 +95,7 @@ def _file_system(directory: Directory) -> Iterator[Finding]:
     elif read_only:
         yield Finding("file system", OK, f"{kind}, mounted read-only: this host can only read the store")
     else:
-        yield Finding("file system", OK, kind or "cannot be told")
+        yield Finding("file system", OK, kind or "unknown")
 
 
 def _space(directory: Directory) -> Iterator[Finding]:
@@ -116,7 +116,7 @@ def _space(directory: Directory) -> Iterator[Finding]:
 
 
 def _allocated(directory: Directory) -> int:
-    """Bytes of all files of the store, as far as they can be seen."""
+    """Allocated bytes of all files of the store that can be read."""
     total = 0
     for folder, _, names, fd in os.fwalk(".", dir_fd=directory.root, follow_symlinks=False):
         del folder
@@ -164,7 +164,7 @@ def _limit(value: int) -> str:
 def _memory(directory: Directory) -> Iterator[Finding]:
     limit, available = cgroup_limit(), memory_available()
     data = {"cgroup_limit_bytes": limit, "available_bytes": available}
-    room = f"{available // _MIB} MiB available" if available is not None else "the kernel does not say"
+    room = f"{available // _MIB} MiB available" if available is not None else "available memory unknown"
     if limit is None:
         yield Finding("memory", OK, f"{room}, no cgroup limit", "", data)
     else:
@@ -200,7 +200,7 @@ def lock_holders(directory: Directory) -> dict[tuple[int, int], list[tuple[int, 
         for line in lines:
             fields = line.split()
             with contextlib.suppress(ValueError, IndexError):
-                if fields[1] != "FLOCK":  # also leaves out who only waits
+                if fields[1] != "FLOCK":  # also skips processes that wait for a lock
                     continue
                 major, minor, inode = fields[5].split(":")
                 device = os.makedev(int(major, 16), int(minor, 16))
@@ -221,9 +221,9 @@ def _holder(directory: Directory, name: str, sub: str, holders: dict[tuple[int, 
 
 def _processes(directory: Directory) -> Iterator[Finding]:
     holders = lock_holders(directory)
-    people = census(directory)
-    alive = [owner for owner, lives in people if lives]
-    dead = len(people) - len(alive)
+    owners = census(directory)
+    alive = [owner for owner, lives in owners if lives]
+    dead = len(owners) - len(alive)
     named = [_holder(directory, f"{owner}.live", "run", holders) or "unknown" for owner in alive]
     detail = f"{len(alive)} open the store" + (f" ({', '.join(named[:16])})" if named else "")
     data = {"alive": len(alive), "dead": dead, "holders": named}
@@ -231,7 +231,7 @@ def _processes(directory: Directory) -> Iterator[Finding]:
         "processes", OK, detail + (f"; {dead} died and are cleaned up after by the next user" if dead else ""), "", data
     )
     now, boot = directory.files.now_us(), boot_id(directory.files)
-    for owner, _ in people:
+    for owner, _ in owners:
         body = directory.read_small(f"{owner}.live", 4096, sub="run") or b""
         with contextlib.suppress(ValueError):
             other, stamp = body.decode("ascii").split()
@@ -250,19 +250,19 @@ def _locks(directory: Directory) -> Iterator[Finding]:
     for name, sub in (("gate", ""), ("main", ""), ("gc", "run"), ("rebuild", "run")):
         free = _is_free(directory, name, sub)
         if free is False:
-            who = _holder(directory, name, sub, holders) or "somebody"
+            who = _holder(directory, name, sub, holders) or "an unknown process"
             (busy if name == "rebuild" else stuck).append(f"{name} by {who}")
     if stuck:
         yield Finding(
             "locks", BAD, f"held for more than {LOCK_SECONDS:.0f} s: {'; '.join(stuck)}",
-            "it is stopped, swapping or waits for a disk: let it go on (kill -CONT) or end it; its locks go with it",
+            "it is stopped, swapping or waits for a disk: resume it (kill -CONT) or end it, which releases its locks",
         )  # fmt: skip
     else:
         yield Finding("locks", OK, "free" if not busy else f"free; {'; '.join(busy)} (an index is being built)")
 
 
 def _is_free(directory: Directory, name: str, sub: str) -> bool | None:
-    """Whether a lock can be had within LOCK_SECONDS; None if there is no such file."""
+    """Whether a lock can be acquired within LOCK_SECONDS; None if there is no such file."""
     files = directory.files
     try:
         fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(sub) if sub else directory.root)
@@ -309,7 +309,7 @@ def _leftovers(directory: Directory) -> Iterator[Finding]:
     if counts["quarantine"]:
         yield Finding(
             "quarantine", WARN, f"{counts['quarantine']} files that are not kvfs's were put aside",
-            f"look at {directory.path}/quarantine and remove what nobody misses", data,
+            f"look at {directory.path}/quarantine and remove its files", data,
         )  # fmt: skip
     held = f"{counts['doomed']} dropped segments are still held by readers" if counts["doomed"] else "none"
     yield Finding("dropped segments", OK, held, "", data)
@@ -321,11 +321,11 @@ def _drop_folder(directory: Directory) -> Iterator[Finding]:
     if refused:
         yield Finding(
             "drop folder", WARN, f"{len(names)} files wait, {len(refused)} were refused ({', '.join(refused[:4])})",
-            f"cat {directory.path}/import/refused/*.reason, and remove what lies there", data,
+            f"cat {directory.path}/import/refused/*.reason, and remove these files", data,
         )  # fmt: skip
     elif names and not any(lives for _, lives in census(directory)):
         yield Finding(
-            "drop folder", WARN, f"{len(names)} files wait, and nobody has the store open to adopt them",
+            "drop folder", WARN, f"{len(names)} files wait, and no process has the store open to adopt them",
             "start a worker, or: kvfs import FILE", data,
         )  # fmt: skip
     else:
@@ -341,7 +341,7 @@ def _watch(directory: Directory) -> Iterator[Finding]:
     if why:
         yield Finding(
             "watch", WARN, f"inotify does not work ({why}): workers poll, and notice changes after seconds",
-            "sysctl fs.inotify.max_user_instances=1024 (default 128), or stop what uses them up", data,
+            "sysctl fs.inotify.max_user_instances=1024 (default 128), or stop the processes that use them up", data,
         )  # fmt: skip
     else:
         yield Finding("watch", OK, "inotify works: workers notice changes at once", "", data)

@@ -1,4 +1,5 @@
-"""What ``kvfs doctor`` says of GPUs: whether loads can go to them, and whether they can read the store in place."""
+"""What ``kvfs doctor`` finds out about GPUs: whether loads can use them, and whether they can read the store in
+place."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from kvfs.segments.scan import scan_segment
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
-SECONDS = 30.0  # contexts of several large GPUs take seconds
-KILLED_SECONDS = 2.0  # then it is left alone: a process that hangs in the driver cannot be ended
-SAID_BYTES_MAX = 256 * 1024
-PAGE_BYTES_MAX = 2 << 20
-SEGMENTS_LOOKED_AT = 8
+SECONDS = 30.0  # longest run of the probe: contexts of several large GPUs take seconds
+KILLED_SECONDS = 2.0  # wait for the end of a killed probe: one that hangs in the driver cannot be ended
+OUTPUT_BYTES_MAX = 256 * 1024  # of the probe's output that are parsed
+PAGE_BYTES_MAX = 2 << 20  # bytes that the probe registers
+SEGMENTS_MAX = 8  # segments that are searched for a page
 _PAGE = 4096
 _GIB = 1 << 30
-#: CUresult -> what to do
+#: CUresult -> remedy
 _REMEDIES = {
     1: "the kernel or the driver refuses maps of this file system: loads go through the ring, which needs nothing",
     2: "raise the limits of memory: ulimit -l unlimited, docker --ulimit memlock=-1, the cgroup's memory",
@@ -36,7 +37,7 @@ _REMEDIES = {
     803: "library and kernel module are of different versions: reboot, or mount the host's library",
     999: "look at nvidia-smi and at the kernel's log (dmesg | grep -i -e nvrm -e xid)",
 }
-_LOOK = _REMEDIES[999]
+_UNKNOWN_ERROR = _REMEDIES[999]
 
 
 class _Sample(NamedTuple):
@@ -48,8 +49,8 @@ class _Sample(NamedTuple):
     what: str
 
 
-class Said(NamedTuple):
-    """What the probe has told: the last step that it began, its facts, what it says of each device."""
+class ProbeOutput(NamedTuple):
+    """What the probe reported: the last step that it began, its facts, and the facts of each device."""
 
     step: str
     facts: dict[str, Any]
@@ -58,7 +59,7 @@ class Said(NamedTuple):
 
 
 def diagnose_gpu(path: str, files: Files, seconds: float = SECONDS) -> Finding:
-    """One finding. Takes at most about ``seconds``; raises nothing, whatever the driver does."""
+    """One finding. Takes at most about ``seconds``; raises nothing, even if the driver hangs or crashes."""
     try:
         directory = Directory(path, files, read_only=True)
     except Exception as exc:
@@ -67,23 +68,23 @@ def diagnose_gpu(path: str, files: Files, seconds: float = SECONDS) -> Finding:
         try:
             sample = _sample(directory)
             with contextlib.closing(sample.file):
-                said = ask(sample.file.fd, sample.offset, sample.nbytes, seconds)
+                output = run_probe(sample.file.fd, sample.offset, sample.nbytes, seconds)
         except (OSError, subprocess.SubprocessError) as exc:
             return Finding("gpu", WARN, f"cannot be checked: {exc}", "see the other findings")
-        return judge(said, sample.what, seconds)
+        return finding_of(output, sample.what, seconds)
 
 
 def _sample(directory: Directory) -> _Sample:
-    """A page that is stored, or if there is none, a file of the store."""
+    """A stored page, or if there is none, a file of the store."""
     files, folder = directory.files, directory.sub("segments")
-    for name in files.listdir(folder)[:SEGMENTS_LOOKED_AT]:
+    for name in files.listdir(folder)[:SEGMENTS_MAX]:
         file = Descriptor(files)
         with contextlib.suppress(OSError):
             file = Descriptor.open(files, name, os.O_RDONLY, dir_fd=folder)
             files.random_access(file.fd)
-            # goes to the probe with the descriptor: while a driver may hold the blocks, they stay charged
+            # the probe inherits the descriptor and its lock: while a driver may hold the blocks, they stay charged
             scan = scan_segment(file.fd, files, records_max=4) if files.flock(file.fd, fcntl.LOCK_SH) else None
-            # what goes past the page cache is never mapped by loads in mode staging, so it is not to be mapped here
+            # loads never map segments that bypass the page cache (mode staging), so the probe must not map them
             for entry in scan.parts() if scan is not None and not scan.header.flags & fmt.FLAG_DIRECT else ():
                 nbytes = min(fmt.align(entry.stored_bytes), PAGE_BYTES_MAX)
                 if entry.payload % _PAGE == 0 and entry.payload + nbytes <= files.fstat(file.fd).st_size:
@@ -93,8 +94,8 @@ def _sample(directory: Directory) -> _Sample:
     return _Sample(file, 0, min(files.fstat(file.fd).st_size, _PAGE), "a file of this store")
 
 
-def ask(fd: int, offset: int, nbytes: int, seconds: float) -> Said:
-    """Run the probe; what it said until it ended, was killed, or time was up."""
+def run_probe(fd: int, offset: int, nbytes: int, seconds: float) -> ProbeOutput:
+    """Run the probe; what it reported until it ended, was killed, or ``seconds`` had passed."""
     command = [sys.executable, "-I", "-S", str(gpu_probe.__file__), str(fd), str(offset), str(nbytes)]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(fd,)
@@ -107,43 +108,43 @@ def ask(fd: int, offset: int, nbytes: int, seconds: float) -> Said:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(KILLED_SECONDS)
             if child.returncode is None:
-                child.returncode = -9  # it cannot be waited for: the end of this block would do that
-    return _parse(output[:SAID_BYTES_MAX], timed_out)
+                child.returncode = -9  # it may never end, and the end of this block would wait for it
+    return _parse(output[:OUTPUT_BYTES_MAX], timed_out)
 
 
-def _parse(output: bytes, timed_out: bool) -> Said:
+def _parse(output: bytes, timed_out: bool) -> ProbeOutput:
     step, facts, devices = "start", dict[str, Any](), dict[int, dict[str, Any]]()
     for line in output.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            told = json.loads(line)
-            if "step" in told:
-                step = told["step"]
-            elif "device" in told:
-                devices[told["device"]["ordinal"]] = told["device"]
-            elif "in_place" in told:
-                devices[told["in_place"]] |= told
+            report = json.loads(line)
+            if "step" in report:
+                step = report["step"]
+            elif "device" in report:
+                devices[report["device"]["ordinal"]] = report["device"]
+            elif "in_place" in report:
+                devices[report["in_place"]] |= report
             else:
-                facts |= told
-    return Said(step, facts, devices, timed_out)
+                facts |= report
+    return ProbeOutput(step, facts, devices, timed_out)
 
 
-def judge(said: Said, what: str, seconds: float) -> Finding:
-    """What that means, and what to do."""
-    facts, devices = said.facts, [said.devices[n] for n in sorted(said.devices)]
+def finding_of(output: ProbeOutput, what: str, seconds: float) -> Finding:
+    """The finding that follows from the probe's output. ``what`` it read in place, after at most ``seconds``."""
+    facts, devices = output.facts, [output.devices[n] for n in sorted(output.devices)]
     data = {"driver": facts.get("version"), "devices": devices, "module": _module(), "mig": _mig()}
     for device in devices:
         device["bar1_bytes"] = _bar1(device.get("pci", ""))
     if "missing" in facts:
         return Finding("gpu", OK, "no CUDA driver: host transfers only", "", data)
-    if said.timed_out:
+    if output.timed_out:
         return Finding(
-            "gpu", BAD, f"the driver did not answer within {seconds:.0f} s ({said.step}): engines hang there, too",
-            f"{_LOOK}; reset the GPU or reboot", data,
+            "gpu", BAD, f"the driver did not answer within {seconds:.0f} s ({output.step}): engines hang there as well",
+            f"{_UNKNOWN_ERROR}; reset the GPU or reboot", data,
         )  # fmt: skip
     if "failed" in facts:
-        return Finding("gpu", WARN, facts["failed"], _REMEDIES.get(facts["code"], _LOOK), data)
-    if said.step != "done":
-        return Finding("gpu", BAD, f"the driver ended the process that asked it ({said.step})", _LOOK, data)
+        return Finding("gpu", WARN, facts["failed"], _REMEDIES.get(facts["code"], _UNKNOWN_ERROR), data)
+    if output.step != "done":
+        return Finding("gpu", BAD, f"the driver ended the process that asked it ({output.step})", _UNKNOWN_ERROR, data)
     version = f"CUDA {facts['version'] // 1000}.{facts['version'] % 1000 // 10}"
     version += f", driver {data['module']}" if data["module"] else ""
     if not devices:
@@ -166,7 +167,7 @@ def _counted(devices: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def _module() -> str:
-    """Version of the kernel module, "" if it does not say."""
+    """Version of the kernel module, "" if it is unknown."""
     with contextlib.suppress(OSError, IndexError), open("/sys/module/nvidia/version", encoding="ascii") as file:
         return file.read(64).strip()
     return ""
@@ -178,7 +179,7 @@ def _mig() -> bool:
 
 
 def _bar1(pci: str) -> int | None:
-    """Bytes of a device that the bus shows at once (large with resizable BAR); None if it cannot be told."""
+    """Bytes of a device that the bus maps at once (many with resizable BAR); None if that is unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         if not all(c in "0123456789abcdef:." for c in pci):
             return None

@@ -1,8 +1,8 @@
-"""What the CUDA driver says, asked in a process of its own: a broken driver hangs or kills whoever calls it.
+"""Probes the CUDA driver in a process of its own: a broken driver hangs or kills its caller.
 
-Run as a script (``python gpu_probe.py FD OFFSET NBYTES``) by ``kvfs.doctor.gpu_checks``. Imports nothing of kvfs and no
-torch. Each step is told on stdout, one JSON object per line, before it is taken, so that the last line says where it
-ended. FD is a file of the store, of which NBYTES bytes are registered read-only and read back through each device.
+``kvfs.doctor.gpu_checks`` runs it as a script (``python gpu_probe.py FD OFFSET NBYTES``). It imports neither kvfs nor
+torch. It reports each step on stdout, one JSON object per line, before it takes it, so that the last line says where it
+ended. FD is a file of the store; NBYTES bytes of it are registered read-only and read back through each device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class _Failed(Exception):
         self.code = code
 
 
-def tell(**what: Any) -> None:
+def report(**what: Any) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 class _Driver:
-    """The driver's functions by name; they return codes."""
+    """Calls the driver's functions by name; raises _Failed for their error codes."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -45,8 +45,8 @@ class _Driver:
         if code:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
-            said = (text.value or b"unknown error").decode("ascii", "replace")
-            raise _Failed(code, f"{name}: error {code} ({said})")
+            described = (text.value or b"unknown error").decode("ascii", "replace")
+            raise _Failed(code, f"{name}: error {code} ({described})")
 
     def number(self, name: str, *arguments: Any) -> int:
         value = ctypes.c_int()
@@ -55,31 +55,31 @@ class _Driver:
 
 
 def main(fd: int, offset: int, nbytes: int) -> None:
-    tell(step="load")
+    report(step="load")
     try:
         driver = _Driver()
     except OSError as exc:
-        tell(missing=str(exc))
+        report(missing=str(exc))
         return
     try:
-        tell(step="cuInit")
+        report(step="cuInit")
         driver("cuInit", 0)
-        tell(version=driver.number("cuDriverGetVersion"))
+        report(version=driver.number("cuDriverGetVersion"))
         count = driver.number("cuDeviceGetCount")
-        tell(count=count)
+        report(count=count)
     except (_Failed, AttributeError) as exc:
-        tell(failed=str(exc), code=getattr(exc, "code", 0))
+        report(failed=str(exc), code=getattr(exc, "code", 0))
         return
     for ordinal in range(min(count, DEVICES_MAX)):
-        tell(step=f"device {ordinal}")
+        report(step=f"device {ordinal}")
         try:
-            tell(device=describe(driver, ordinal))
-            tell(step=f"registration on device {ordinal}")
+            report(device=describe(driver, ordinal))
+            report(step=f"registration on device {ordinal}")
             read_in_place(driver, ordinal, fd, offset, nbytes)
-            tell(in_place=ordinal, works=True, reason="")
+            report(in_place=ordinal, works=True, reason="")
         except (_Failed, AttributeError, OSError, ValueError) as exc:
-            tell(in_place=ordinal, works=False, reason=str(exc), code=getattr(exc, "code", 0))
-    tell(step="done")
+            report(in_place=ordinal, works=False, reason=str(exc), code=getattr(exc, "code", 0))
+    report(step="done")
 
 
 def describe(driver: _Driver, ordinal: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def read_in_place(driver: _Driver, ordinal: int, fd: int, offset: int, nbytes: i
     driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     driver("cuCtxSetCurrent", context)
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
-    content = mapping[:]  # reads the pages in; a bad sector ends this process, and no other
+    content = mapping[:]  # reads the pages in; a bad sector ends this process only
     address = ctypes.c_void_p(address_of(mapping))
     size = ctypes.c_size_t(nbytes)
     driver("cuMemHostRegister_v2", address, size, ctypes.c_uint(_PORTABLE | _READ_ONLY))
@@ -123,7 +123,7 @@ def read_in_place(driver: _Driver, ordinal: int, fd: int, offset: int, nbytes: i
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where a read-only map begins: ctypes takes addresses of writable buffers only."""
+    """Address of a read-only map: ctypes gives addresses of writable buffers only."""
 
     class PyBuffer(ctypes.Structure):
         _fields_ = (

@@ -1,28 +1,28 @@
-"""What eviction would do, without doing it: the same policy on the same figures, step by step."""
+"""A dry run of eviction: the same policy on the same figures, step by step; changes nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from kvfs.context import COMMIT_SECONDS, Context
-from kvfs.eviction import policy as eviction
 from kvfs.eviction.evictor import Evictor
+from kvfs.eviction.policy import EvictionPlan, Policy, WriteBudget
 from kvfs.eviction.usage import Summary
 from kvfs.index import ledger
 from kvfs.index.tables import DROPPED, SegmentRow
 
-STEPS_MAX = 100_000
+STEPS_MAX = 100_000  # of one plan: bounds the time and memory of a dry run
 
 
 @dataclass(frozen=True)
 class Step:
-    """One segment that would be dropped."""
+    """One segment that would be evicted."""
 
     segment: int
     segment_id: bytes
     frees_bytes: int
-    pages: int  # live pages that are lost with it
-    carried_pages: int  # hot pages that would be copied forward first
+    pages: int  # live pages that become misses
+    carried_pages: int  # hot pages that would be copied to another segment first
     carried_bytes: int
     reason: str
 
@@ -33,7 +33,7 @@ class GcPlan:
 
     used_bytes: int
     target_bytes: int
-    dropped_bytes: int  # of segments dropped already and still held by a reader
+    dropped_bytes: int  # of segments that are dropped but not reclaimed yet
     steps: tuple[Step, ...] = ()
     pinned: frozenset[bytes] = field(default_factory=frozenset)  # ids of segments that pins protect
 
@@ -45,7 +45,7 @@ class GcPlan:
 def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> GcPlan:
     """The steps until ``target_bytes`` are in use (default: the limit).
 
-    Eviction decides anew before each step, so uses and puts that come meanwhile change what it really does.
+    Eviction itself decides again before each step, so uses and puts in between change what it does.
     """
     rows = dict(context.index.read(lambda s: s.segments(), COMMIT_SECONDS))
     used = context.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)
@@ -53,27 +53,27 @@ def make_plan(context: Context, evictor: Evictor, target_bytes: int | None) -> G
     dropped = sum(row.allocated for row in rows.values() if row.state == DROPPED)
     pinned = frozenset(evictor.victims.pinned())
     if used <= limit:
-        return GcPlan(used, limit, dropped, (), pinned)  # without reading a table
+        return GcPlan(used, limit, dropped, (), pinned)  # no table was read
     evictable, summaries, now = evictor.victims.survey()
-    # one flock each, once: who holds a segment now is who would keep its blocks
+    # one flock each, once: a reader that holds a segment would keep its blocks
     held = {n for n, row in evictable.items() if evictor.victims.is_held(row)}
     alive = {s.number: replace(s, held=s.number in held) for s in summaries}
-    budget = eviction.WriteBudget(context.settings.segment_bytes, evictor.budget.tokens)
-    policy, steps, left = eviction.Policy(), list[Step](), used
+    budget = WriteBudget(context.settings.segment_bytes, evictor.budget.tokens)
+    policy, steps, left = Policy(), list[Step](), used
     while left > limit and len(steps) < STEPS_MAX:
         choice = policy.choose(alive.values(), now, budget.available)
         if choice is None:
             break
-        budget.carried(choice.carry_bytes)
+        budget.relocated(choice.relocate_bytes)
         step = _step(alive.pop(choice.victim), evictable[choice.victim], choice)
         steps.append(step)
         left -= step.frees_bytes - step.carried_bytes
     return GcPlan(used, limit, dropped, tuple(steps), pinned)
 
 
-def _step(summary: Summary, row: SegmentRow, choice: eviction.EvictionPlan) -> Step:
-    pages = len(summary.pieces.ordinals)
+def _step(summary: Summary, row: SegmentRow, choice: EvictionPlan) -> Step:
+    pages = len(summary.fragments.ordinals)
     return Step(
-        summary.number, row.segment_id, row.allocated, pages - len(choice.carry), len(choice.carry),
-        choice.carry_bytes, choice.reason,
+        summary.number, row.segment_id, row.allocated, pages - len(choice.relocate), len(choice.relocate),
+        choice.relocate_bytes, choice.reason,
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Evicting: keeps the store below its limit by dropping whole segments, and carries their hot pages forward.
+"""Eviction: keeps the store below its limit by dropping whole segments; their hot pages are relocated first.
 
-``kvfs.eviction.victims`` chooses; this module says when, and carries it out.
+Evict: pages become misses, in one commit. Reclaim: the blocks of a dropped segment's file become free
+(``kvfs.eviction.reclaimer``). ``kvfs.eviction.victims`` chooses what to evict.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import partial
 
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError, StoreLockedError
-from kvfs.eviction import policy as eviction
+from kvfs.eviction.policy import WriteBudget
 from kvfs.eviction.reclaimer import GcLock, Reclaimer, index_is_full
 from kvfs.eviction.victims import Victim, Victims
 from kvfs.format import segment as fmt
@@ -20,15 +21,15 @@ from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.write.active_segments import STEP, Declined, SegmentClass
 from kvfs.write.relocate import Relocator
 
-CARRIED = b"carried\0"  # second half of the class of segments that take carried pages; the first is the quota
-LOCK_SECONDS = 30.0  # how long ``collect`` waits for an eviction, or a purge, to end
-BRIEF_SECONDS = 0.5  # at least, since the background of any process may have it for a moment
-MISSING_SECONDS = 0.5  # another evictor is waited for; what is still missing is asked for again
-INDEX_SECONDS = 2.0  # that the background cleans a full index at a time
-SPARSE = 0.6  # leaves of an index that only grew are full to 0.69 on average
-INDEX_SHARE = 32  # of the segments are dropped at once where their rows are what is short: one in so many
-PROBE_SECONDS = 0.05  # that a writer waits for the lock where the last one has waited in vain
-HELD_SECONDS = 0.02  # a writer waits this long for somebody to let go of a dropped segment
+RELOCATED = b"carried\0"  # second half of the class id of segments of relocated pages; the first half is the quota
+LOCK_SECONDS = 30.0  # longest wait of ``collect`` for the lock: an eviction or a purge may run
+BRIEF_SECONDS = 0.5  # shortest such wait: any process's background may have the lock for a moment
+MISSING_SECONDS = 0.5  # wait of ``drop_missing`` for the lock; files still missing are reported again
+INDEX_SECONDS = 2.0  # longest time that the background spends on a full index at once
+SPARSE = 0.6  # below this fullness of its leaves an index is packed; one that only grew is full to 0.69 on average
+INDEX_SHARE = 32  # one in so many segments is dropped at once where the index is what is full
+PROBE_SECONDS = 0.05  # a writer's wait for the lock after the last writer's wait timed out
+HELD_SECONDS = 0.02  # a writer's wait for a reader to release a dropped segment
 
 
 def _dropped_bytes(session: Session) -> int:
@@ -36,16 +37,19 @@ def _dropped_bytes(session: Session) -> int:
 
 
 class Evictor:
-    """One per open store. Thread-safe; among processes one evictor works at a time."""
+    """Decides when to evict. Owns the evictors' lock and the write budget; delegates the choice to ``Victims``, the
+    copies to ``Relocator`` and the files to ``Reclaimer``. One per open store. Thread-safe; among processes one
+    evictor works at a time.
+    """
 
     relocator: Relocator
 
     def __init__(self, context: Context) -> None:
         self._c = context
         self.victims = Victims(context)
-        self.budget = eviction.WriteBudget(context.settings.segment_bytes)
+        self.budget = WriteBudget(context.settings.segment_bytes)
         self.lock = GcLock(context)
-        self._waited = False  # in vain, the last time
+        self._timed_out = False  # the last writer's wait for the lock
         self.reclaimer = Reclaimer(context)
 
     # -- entry points ------------------------------------------------------------------------
@@ -53,15 +57,15 @@ class Evictor:
     def make_room(
         self, missing: int, deadline: float, owner: bytes = b"", *, disk_full: bool = False, index_full: bool = False
     ) -> bool:
-        """Free ``missing`` bytes (of a quota, if given) for a writer; whether it is worth that he tries again.
+        """Free ``missing`` bytes (of quota ``owner``, if given) for a writer; whether the writer should try again.
 
-        ``disk_full``: the ledger has room, the file system has not, so only what is evicted now counts.
-        ``index_full``: rows are what there is no room for.
+        ``deadline``: monotonic seconds. ``disk_full``: the ledger has room, the file system has none, so only what is
+        evicted now counts. ``index_full``: the index has no room for more rows.
         """
         try:
             now = self._c.files.monotonic()
-            with self.lock.hold(min(deadline, now + PROBE_SECONDS) if self._waited else deadline) as held:
-                self._waited = not held  # whoever has it stands still: the next writers do not wait as long
+            with self.lock.hold(min(deadline, now + PROBE_SECONDS) if self._timed_out else deadline) as held:
+                self._timed_out = not held  # its owner stands still: the next writers do not wait as long
                 if not held:
                     return False
                 if index_full:
@@ -72,7 +76,7 @@ class Evictor:
                 while freed < missing and self._c.files.monotonic() < deadline:
                     dropped = self._evict_one(owner)
                     if not dropped:
-                        break  # nothing is left, or what is left is held by somebody
+                        break  # nothing is left, or readers hold what is left
                     freed += dropped
             if not freed:
                 if (disk_full or owner) and dropped is None and not self._c.index.read(_dropped_bytes, COMMIT_SECONDS):
@@ -84,8 +88,8 @@ class Evictor:
         return True
 
     def make_room_locked(self, nbytes: int, end: float, spared: Set[bytes]) -> None:
-        """Evict until writers may use ``nbytes`` more, nothing is left or ``end``, for who holds ``lock`` already.
-        ``spared``: ids of segments, and of classes of segments, that stay."""
+        """Evict until writers may use ``nbytes`` more, nothing is left or ``end`` (monotonic seconds) has come. The
+        caller holds ``lock``. ``spared``: ids of segments, and of classes of segments, that stay."""
         limit = ledger.budget(self._c.settings).limit - nbytes
         while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
             if self.reclaimer.reclaim_dropped():
@@ -99,10 +103,10 @@ class Evictor:
                 self._c.files.sleep(HELD_SECONDS)
 
     def background(self) -> None:
-        """Finish what is dropped, and keep room for the next step of a segment, so that writers seldom wait.
+        """Reclaim what is dropped, and keep room for the next step of a segment, so that writers seldom wait.
 
-        No more than that: room that is kept free holds no pages (2 % of the capacity were measured to cost 1 %
-        of the hits).
+        No more than that: room that is kept free holds no pages (2 % of the capacity was measured to cost 1 % of the
+        hits).
         """
         totals, full = self._c.index.read(
             lambda s: (s.ledger(), index_is_full(s, self._c.settings.index_bytes)), COMMIT_SECONDS
@@ -121,9 +125,9 @@ class Evictor:
                     break
 
     def collect(self, target_bytes: int | None, seconds: float | None = None) -> dict[str, int]:
-        """Evict until ``target_bytes`` are in use or so many ``seconds`` have passed; what was done.
+        """Evict until ``target_bytes`` are in use (default: the limit) or ``seconds`` have passed; what was done.
 
-        StoreLockedError if somebody else evicts or purges all the time: then nothing was.
+        StoreLockedError, and nothing is done, if other evictions or purges hold the lock all the time.
         """
         now = self._c.files.monotonic()
         end = None if seconds is None else now + seconds
@@ -133,7 +137,7 @@ class Evictor:
         patience = LOCK_SECONDS if seconds is None else min(LOCK_SECONDS, max(BRIEF_SECONDS, seconds))
         with self.lock.hold(now + patience) as held:
             if not held:
-                raise StoreLockedError(f"{self._c.directory.path}: somebody else evicts or purges: ask again later")
+                raise StoreLockedError(f"{self._c.directory.path}: another process evicts or purges: try again later")
             self.reclaimer.reclaim_dropped()
             while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
                 if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
@@ -144,10 +148,10 @@ class Evictor:
         return {"segments_dropped": dropped, "bytes_before": before, "bytes_after": after}
 
     def expire(self) -> None:
-        """Drop segments all of whose pages have passed their time."""
+        """Drop segments all of whose pages have expired."""
         now_s = self._c.files.now_us() // 1_000_000
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
-        overdue = {n: row for n, row in rows if row.expires and row.expires <= now_s and self._is_left(row)}
+        overdue = {n: row for n, row in rows if row.expires and row.expires <= now_s and self._takes_no_appends(row)}
         if overdue:
             with self.lock.hold(self._c.files.monotonic()) as held:
                 for number, row in overdue.items() if held else ():
@@ -155,8 +159,8 @@ class Evictor:
                     self._c.counters.add("segments_expired")
 
     def _clear_index(self, end: float) -> bool:
-        """Take rows of dropped segments out of a full index, and drop more as long as that is not enough; whether it
-        was before ``end``. Segments go a share at a time, since a round through all rows follows."""
+        """Remove rows of dropped segments from a full index, and evict more segments while that is not enough; whether
+        it was enough before ``end``. Segments are evicted a share at a time, since a round through all rows follows."""
         full = partial(index_is_full, index_bytes=self._c.settings.index_bytes, room=True)
         while self._c.index.read(full, COMMIT_SECONDS):
             if self._c.files.monotonic() >= end:
@@ -169,14 +173,14 @@ class Evictor:
                     return False
         return True
 
-    def _is_left(self, row: SegmentRow) -> bool:
-        """Whether nobody appends to a segment any more."""
+    def _takes_no_appends(self, row: SegmentRow) -> bool:
+        """Whether a segment is sealed, or active with a dead owner."""
         if row.state == ACTIVE:
             return self._c.liveness is not None and not self._c.liveness.is_alive(row.owner)
         return row.state == SEALED
 
     def drop_missing(self) -> None:
-        """Segments whose files somebody has removed: their pages become misses, and are stored anew."""
+        """Drop segments whose files were removed from outside: their pages become misses and can be stored again."""
         missing = self._c.segments.take_missing()
         if not missing:
             return
@@ -197,17 +201,17 @@ class Evictor:
     # -- one victim --------------------------------------------------------------------------
 
     def _evict_one(self, owner: bytes = b"", spared: Set[bytes] = frozenset()) -> int | None:
-        """Drop the best victim; bytes that are free now (0: still held by somebody), None if there is none."""
+        """Evict the best victim; bytes that are free now (0: a reader holds it), None if there is no victim."""
         if self.reclaimer.fails:
             return None
         victim = self.victims.choose(self.budget.available, owner, spared)
         if victim is None:
             return None
-        self.budget.carried(victim.carry_bytes)
+        self.budget.relocated(victim.relocate_bytes)
         if victim.row.state == ACTIVE and not self._take_over(victim):
             return 0
         if victim.seqs:
-            self._carry(victim)
+            self._relocate(victim)
         drop = partial(ledger.mark_dropped, number=victim.number, owner=self._c.owner, segment_id=victim.row.segment_id)
         row = self._c.index.write(drop, COMMIT_SECONDS)
         self.victims.dropped(victim)
@@ -217,18 +221,18 @@ class Evictor:
         return row.allocated
 
     def _take_over(self, victim: Victim) -> bool:
-        """A dead owner's active segment becomes ours, so that nobody goes on with it while it is dropped."""
+        """A dead owner's active segment becomes ours, so that no writer appends to it while it is dropped."""
         take = partial(ledger.adopt, number=victim.number, seen=victim.row, owner=self._c.owner)
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
-    def _carry(self, victim: Victim) -> None:
+    def _relocate(self, victim: Victim) -> None:
         """Copy hot pages to a segment of their own; what does not fit is lost."""
         held = self._c.segments.acquire(victim.number, victim.row.segment_id, self._c.index.generation)
         if held is None:
             return
-        carry = SegmentClass(victim.row.class_id[: ledger.QUOTA_BYTES] + CARRIED, fmt.FLAG_CARRIED, evictor=True)
+        target = SegmentClass(victim.row.class_id[: ledger.QUOTA_BYTES] + RELOCATED, fmt.FLAG_CARRIED, evictor=True)
         try:
-            copied = self.relocator.copy(carry, victim.number, held, victim.seqs)
+            copied = self.relocator.copy(target, victim.number, held, victim.seqs)
             self._c.counters.add("pages_carried", copied)
         except (Declined, OSError, IndexUnavailableError):
             self._c.counters.add("carry_errors")

@@ -1,8 +1,8 @@
-"""Reclaiming space: choosing victims, carrying hot pages forward, and the last steps of a segment's life.
+"""Reclaiming: the last steps of a segment's life, of which ``kvfs.index.ledger`` tells the whole.
 
-One evictor at a time per store (``flock run/gc``). A victim is dropped in one commit, so its pages are misses;
-then its file is renamed into ``doomed/``, and unlinked once an exclusive flock says that nobody holds it. Until
-then it stays charged.
+A segment is dropped in one commit, so its pages are misses. Then its file is renamed into ``doomed/``, and unlinked
+once an exclusive flock shows that no reader holds it: its blocks are free, and it is no longer charged. Rows that still
+point to it are swept out of the index later. ``flock run/gc`` lets one evictor at a time do this.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
 
 T = TypeVar("T")
-_Look: TypeAlias = Callable[[Session, bytes, int], tuple[list[T], bytes | None]]  # what, and where to go on
-SWEEP_ROWS = 256
-ROOM_BYTES_MIN = 128 << 10  # what one commit may add to the index, and some: it is refused if that fills it
-ROOM_SHARE = 64
-FAILURES_MAX = 4
+#: Reads up to so many rows after a key: (what was found, the key to continue after; None at the end).
+_Look: TypeAlias = Callable[[Session, bytes, int], tuple[list[T], bytes | None]]
+SWEEP_ROWS = 256  # index rows per transaction of a sweep
+ROOM_BYTES_MIN = 128 << 10  # more than one commit adds to the index: a commit that would fill it is refused
+ROOM_SHARE = 64  # of the index, one in so many bytes, where that is more
+FAILURES_MAX = 4  # files in a row that could not be removed before eviction stops
 FORGET_MAX = 32  # namespaces that one commit forgets
 
 
 class Reclaimer:
-    """Finishes dropped segments and sweeps rows that point to dropped ones."""
+    """Reclaims dropped segments and sweeps index rows that point to them. Owns the position of the sweep."""
 
     def __init__(self, context: Context) -> None:
         self._c = context
@@ -44,22 +45,22 @@ class Reclaimer:
         self._sweep_at: bytes | None = None
         self._sweep_dropped = 0
         self._sweep_generation = ""
-        self._failures = 0  # segments dropped one after the other that could not be removed
+        self._failures = 0  # dropped segments in a row whose files could not be removed
 
     @property
     def fails(self) -> bool:
-        """Whether it is the file system that fails, not a segment: dooming more would lose pages and free nothing."""
+        """Whether the file system fails, not one segment: dropping more would lose pages and free nothing."""
         return self._failures >= FAILURES_MAX
 
     def drop(self, number: int, segment_id: bytes = b"", *, strict: bool = False) -> bool:
-        """Doom a segment and free its space if nobody holds it; whether it is free. ``segment_id``: see ``space.doom``;
-        ``strict``: OSError as it comes."""
+        """Drop a segment, and reclaim it if no reader holds it; whether it is reclaimed. ``segment_id``: see
+        ``ledger.mark_dropped``. ``strict``: raises OSError unchanged."""
         row = self._c.index.write(lambda s: ledger.mark_dropped(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
         return row is not None and (self._finish if strict else self.finish)(number, row)
 
     def drop_missing(self, segment_id: bytes, number: int, generation: str) -> bool:
-        """Drop a segment whose pages the index names although its file is gone; whether it was so. The caller keeps
-        others from dropping it: a file leaves ``segments`` after the commit that dooms it."""
+        """Drop a segment that the index names although its file is missing; whether that was the case. The caller holds
+        the evictors' lock: a file leaves ``segments`` only after the commit that drops its segment."""
         with contextlib.suppress(FileNotFoundError):
             self._c.files.stat(file_name(segment_id), dir_fd=self._c.directory.sub("segments"))
             return False
@@ -67,7 +68,7 @@ class Reclaimer:
         def drop(session: Session) -> SegmentRow | None:
             row = session.segment(number) if session.generation == generation else None
             if row is None or row.segment_id != segment_id or row.state == DROPPED or not row.records:
-                return None  # one without records may be about to be made
+                return None  # the file of one without records may be about to be made
             return ledger.mark_dropped(session, number, self._c.owner)
 
         row = self._c.index.write(drop, COMMIT_SECONDS)
@@ -76,7 +77,7 @@ class Reclaimer:
         return row is not None
 
     def finish(self, number: int, row: SegmentRow) -> bool:
-        """Unlink a segment that was dropped just now; True if its bytes are free. One that cannot be removed stays
+        """Reclaim a segment that was just dropped; True if its bytes are free. One that cannot be removed stays
         charged, like one that is held, and is tried again."""
         try:
             return self._finish(number, row)
@@ -86,13 +87,13 @@ class Reclaimer:
             return False
 
     def _finish(self, number: int, row: SegmentRow) -> bool:
-        """Unlink a dropped segment; True if its bytes are free now. OSError as it comes."""
+        """Reclaim a dropped segment; True if its bytes are free now. Raises OSError unchanged."""
         name = file_name(row.segment_id)
         files, segments, dropped = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
-        self._remove_stranger(name)  # a directory: nothing could be renamed to it
+        self._remove_unexpected_entry(name)  # a directory: no file could be renamed over it
         with contextlib.suppress(FileNotFoundError):
             files.rename(name, name, src_dir_fd=segments, dst_dir_fd=dropped)
-        self._remove_stranger(name)
+        self._remove_unexpected_entry(name)
         with contextlib.suppress(FileNotFoundError), opened(files, name, os.O_RDONLY, dir_fd=dropped) as fd:
             if not files.flock(fd, fcntl.LOCK_EX):
                 return False
@@ -106,23 +107,23 @@ class Reclaimer:
         self._failures = 0
         return True
 
-    def _remove_stranger(self, name: str) -> None:
-        """What bears a segment's name and is no file: it must not keep the others from going."""
+    def _remove_unexpected_entry(self, name: str) -> None:
+        """Remove what has a segment's name and is no regular file: it must not stop the others from being reclaimed."""
         files, dropped = self._c.files, self._c.directory.sub("doomed")
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(files.stat(name, dir_fd=dropped).st_mode):
                 try:
                     files.unlink(name, dir_fd=dropped)
-                except OSError:  # a directory: somebody may want what is in it
+                except OSError:  # a directory: its contents may be wanted
                     aside = f"{name}.{files.random(8).hex()}"
                     files.rename(name, aside, src_dir_fd=dropped, dst_dir_fd=self._c.directory.sub("quarantine"))
 
     def reclaim_dropped(self, *, strict: bool = False) -> int:
-        """Finish what can be finished, whoever dropped it; bytes freed. One that cannot be removed keeps none of the
-        others; ``strict``: its OSError is raised in the end."""
+        """Reclaim all dropped segments that no reader holds; bytes freed. One that cannot be removed stops none of the
+        others. ``strict``: raises its OSError at the end."""
         freed, failed = 0, None
         rows = self._c.index.read(lambda s: s.segments_in(DROPPED), COMMIT_SECONDS)
-        if not rows:  # what could not be removed here somebody else has removed
+        if not rows:  # another process has removed what could not be removed here
             self._failures = 0
         for number, row in rows:
             try:
@@ -136,18 +137,18 @@ class Reclaimer:
         return freed
 
     def abandon(self) -> None:
-        """In a forked child: a thread that was sweeping is the parent's, and never lets go of the lock here."""
+        """In a forked child: the thread that was sweeping is the parent's, and never releases the lock here."""
         self._sweeping, self._sweep_at = threading.Lock(), None
 
     def sweep_step(self, slices: int = 4, *, pack: bool = False) -> bool:
         """Clean some page rows, if segments were dropped since the last full round; whether there is more to clean.
-        ``pack``: and have the index take no more pages for them than it must."""
+        ``pack``: also pack the rows into as few index pages as they need."""
         with self._sweeping:
             return all(self._sweep_slice(pack) for _ in range(slices))
 
     def _sweep_slice(self, pack: bool) -> bool:
         dropped, generation = self._c.index.read(lambda s: (s.ledger().unswept, s.generation), COMMIT_SECONDS)
-        if self._sweep_at is None or self._sweep_generation != generation:  # of another index nothing was swept here
+        if self._sweep_at is None or self._sweep_generation != generation:  # another index: none of it was swept
             self._sweep_at = None
             if not dropped:
                 return False
@@ -159,7 +160,7 @@ class Reclaimer:
             self._c.index.write(self._swept, COMMIT_SECONDS)
         self._sweep_at = following
         if following is None:
-            with contextlib.suppress(IndexUnavailableError):  # the next round does it; this one has made its room
+            with contextlib.suppress(IndexUnavailableError):  # the next round does it; this one has made room
                 forget_namespaces(self._c)
         return True
 
@@ -168,19 +169,19 @@ class Reclaimer:
             session.swept(self._sweep_dropped)
 
     def _clean(self, session: Session, start: bytes, pack: bool) -> tuple[bytes | None, int]:
-        """LMDB copies each leaf that changes, and has the old ones back two commits later: a small index that is
-        nearly full has no room for many."""
+        """Sweep some rows. LMDB copies each leaf that changes and reuses the old ones two commits later, so a small
+        index that is nearly full has no room for many."""
         free = (self._c.settings.index_bytes - session.used_bytes()) // PAGE
         return sweep(session, start, min(SWEEP_ROWS, max(1, free // 4)), pack=pack)
 
     def sweep_all(self, end: float | None = None) -> None:
-        """Until no row of a dropped segment is left; the upkeep goes on with it where ``end`` cuts it short."""
+        """Sweep until no row of a dropped segment is left, or until ``end``; the background does the rest."""
         while self.sweep_step(1) and (end is None or self._c.files.monotonic() < end):
             pass
 
 
 class _Growing(NamedTuple):
-    """What may gain pages: the segments that are active, and those that are yet to come."""
+    """What may gain pages: the active segments, and those with a number from ``next_segment`` on."""
 
     generation: str
     active: list[int]
@@ -188,12 +189,12 @@ class _Growing(NamedTuple):
 
 
 def forget_namespaces(context: Context) -> int:
-    """Take the namespaces that have no page left out of the index; how many. Nobody is kept from storing meanwhile.
+    """Remove the namespaces that have no page left from the index; how many. Writers are not blocked meanwhile.
 
-    None but an active segment gains pages. So a namespace has none if no segment held one when it was looked at, and
-    none is in those that were active before, or are new: the latter are few, and looked at again when it is removed.
+    Only active segments gain pages. So a namespace has none if no segment held one when it was read, and none is in
+    the segments that were active before, or are new: these are few, and are read again in the removing transaction.
     """
-    growing = context.index.read(_see, COMMIT_SECONDS)
+    growing = context.index.read(_read_growing, COMMIT_SECONDS)
     empty = set(_slices(context, Session.digests))
     for held in _slices(context, Session.contents) if empty else ():
         empty.discard(held.digest)
@@ -216,7 +217,7 @@ def _slice(look: _Look[T], after: bytes, session: Session) -> tuple[list[T], byt
     return look(session, after, SWEEP_ROWS)
 
 
-def _see(session: Session) -> _Growing:
+def _read_growing(session: Session) -> _Growing:
     active = [number for number, _ in session.segments_in(ACTIVE)]
     return _Growing(session.generation, active, session.ledger().next_segment)
 
@@ -239,17 +240,15 @@ class GcLock:
 
     @contextlib.contextmanager
     def hold(self, deadline: float) -> Iterator[bool]:
-        """Yields whether the lock was had before ``deadline`` (monotonic seconds)."""
+        """Yields whether the lock was acquired before ``deadline`` (monotonic seconds)."""
         files = self._c.files
-        with opened(files, "gc", os.O_RDWR, dir_fd=self._c.directory.sub("run")) as fd:  # each hold opens it anew
+        # each hold has an open file of its own: flocks of one open file would not exclude threads
+        with opened(files, "gc", os.O_RDWR, dir_fd=self._c.directory.sub("run")) as fd:
             while not (got := files.flock(fd, fcntl.LOCK_EX)) and files.monotonic() < deadline:
                 files.sleep(0.002)
             yield got
 
 
 def index_is_full(session: Session, index_bytes: int, *, room: bool = False) -> bool:
-    """Whether nothing may be inserted. ``room``: or not much, so that what makes room ends with some."""
+    """Whether no row may be inserted. ``room``: or only a few, so that a caller that makes room leaves some."""
     return session.used_bytes() > FULL * index_bytes - (max(ROOM_BYTES_MIN, index_bytes // ROOM_SHARE) if room else 0)
-
-
-__all__ = ["GcLock", "IndexUnavailableError", "Reclaimer", "forget_namespaces", "index_is_full"]

@@ -1,8 +1,8 @@
-"""Which segment is dropped next: what may go, and what the policy says of it.
+"""Which segment is evicted next: which segments may be, and how the policy ranks them.
 
-A choice looks at all segments: 17 us each on a slow core. A store of terabytes has tens of thousands, so there one look
-serves for several victims, a 512th of the segments, in the order of the ranking. Each is asked for again when its turn
-comes: it may have been pinned, be what its quota was promised, or be held by a reader by then.
+A ranking covers all segments: 17 us each on a slow core. A store of terabytes has tens of thousands, so there one
+ranking serves for several victims, a 512th of the segments, in its order. Each victim is checked again when its turn
+comes: by then it may be pinned, be part of its quota's guarantee, or be held by a reader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory.config import quota_id
-from kvfs.eviction import policy as eviction
+from kvfs.eviction.policy import EvictionPlan, Policy
 from kvfs.eviction.survey import Survey
 from kvfs.eviction.usage import Summary
 from kvfs.index import ledger
@@ -25,63 +25,70 @@ from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import Descriptor
 
-SEGMENTS_PER_VICTIM = 512
-LOOK_SECONDS = 1.0  # that a look is good for
+SEGMENTS_PER_VICTIM = 512  # one ranking yields one victim per so many segments
+RANKING_SECONDS = 1.0  # how long a ranking is used: access times change meanwhile
 
 
 class Victim(NamedTuple):
-    """``seqs``: records to carry, of ``carry_bytes``."""
+    """A segment to evict. ``seqs``: records to relocate first, of ``relocate_bytes`` bytes."""
 
     number: int
     row: SegmentRow
     seqs: Sequence[int] = ()
-    carry_bytes: int = 0
+    relocate_bytes: int = 0
 
 
 class Victims:
-    """One per evictor; whoever asks for victims holds the evictors' lock."""
+    """Chooses victims for one evictor: owns the queue that a ranking leaves; ``Survey`` reads, ``Policy`` ranks.
+
+    The caller holds the evictors' lock.
+    """
 
     def __init__(self, context: Context) -> None:
         self._c = context
         self._survey = Survey(context)
-        self._policy = eviction.Policy()
-        self._next: deque[Victim] = deque()  # of the last look
+        self._policy = Policy()
+        self._next: deque[Victim] = deque()  # of the last ranking
         self._until = 0.0
         self.pinned: Callable[[], set[bytes]] = set  # ids of segments that pins protect
 
     def choose(self, budget_bytes: int, owner: bytes = b"", spared: Set[bytes] = frozenset()) -> Victim | None:
-        """What is to be dropped, with up to ``budget_bytes`` to be carried. What somebody holds comes last."""
+        """The next victim, with at most ``budget_bytes`` to relocate, or None. Held segments come last.
+
+        ``owner``: only segments of this quota. ``spared``: ids of segments and classes that stay.
+        """
         if not owner and not spared and (victim := self._queued(budget_bytes)) is not None:
             return victim
         evictable, uses, now = self.survey(owner, spared)
-        free = self._free(self._policy.ranked(uses, now, budget_bytes), evictable)
-        first = next(free, None)
+        ranked = self._unheld(self._policy.ranked(uses, now, budget_bytes), evictable)
+        first = next(ranked, None)
         if first is not None:
             if not owner and not spared:
                 more = len(uses) // SEGMENTS_PER_VICTIM - 1
-                self._next.extend(v for v in islice(free, max(0, more)) if v.row.state == SEALED)
-                self._until = self._c.files.monotonic() + LOOK_SECONDS
+                self._next.extend(v for v in islice(ranked, max(0, more)) if v.row.state == SEALED)
+                self._until = self._c.files.monotonic() + RANKING_SECONDS
             return first
         if evictable and not self._c.index.read(_dropped_bytes, COMMIT_SECONDS):
-            return Victim(*next(iter(evictable.items())))  # one at a time: it frees nothing yet
+            return Victim(*next(iter(evictable.items())))  # one at a time: it frees no bytes yet
         return None
 
-    def _free(self, plans: Iterator[eviction.EvictionPlan], evictable: dict[int, SegmentRow]) -> Iterator[Victim]:
+    def _unheld(self, plans: Iterator[EvictionPlan], evictable: dict[int, SegmentRow]) -> Iterator[Victim]:
         for plan in plans:
             row = evictable[plan.victim]
             if not self.is_held(row):
-                yield Victim(plan.victim, row, self._survey.seqs(row.segment_id, plan.carry), plan.carry_bytes)
+                seqs = self._survey.seqs(row.segment_id, plan.relocate)
+                yield Victim(plan.victim, row, seqs, plan.relocate_bytes)
 
     def _queued(self, budget_bytes: int) -> Victim | None:
-        """The next victim of the last look, if that is still what it was."""
+        """The next victim of the last ranking, if it is unchanged and may still be evicted."""
         if self._next and self._c.files.monotonic() < self._until:
             victim = self._next.popleft()
-            if victim.carry_bytes <= budget_bytes and self._may_go(victim) and not self.is_held(victim.row):
+            if victim.relocate_bytes <= budget_bytes and self._may_evict(victim) and not self.is_held(victim.row):
                 return victim
         self._next.clear()
         return None
 
-    def _may_go(self, victim: Victim) -> bool:
+    def _may_evict(self, victim: Victim) -> bool:
         mine = victim.row.class_id[: ledger.QUOTA_BYTES]
 
         def look(session: Session) -> tuple[SegmentRow | None, int]:
@@ -91,22 +98,22 @@ class Victims:
         row, used = self._c.index.read(look, COMMIT_SECONDS)
         if row != victim.row or row.segment_id in self.pinned():
             return False
-        promised = self._promised()
-        return mine not in promised or used - promised[mine] >= row.allocated
+        guaranteed = self._guaranteed()
+        return mine not in guaranteed or used - guaranteed[mine] >= row.allocated
 
     def forget(self, segment_id: bytes) -> None:
-        """What is known of a segment is out of date."""
+        """Discard what is cached of a segment: it has changed."""
         self._survey.forget(segment_id)
         self._next.clear()
 
     def dropped(self, victim: Victim) -> None:
-        """It has been dropped, or tried to be."""
+        """The victim was dropped, or the attempt failed."""
         self._survey.forget(victim.row.segment_id)
 
     def survey(
         self, owner: bytes = b"", spared: Set[bytes] = frozenset()
     ) -> tuple[dict[int, SegmentRow], list[Summary], int]:
-        """(segments that may be dropped, what the policy sees of all, the time of that)."""
+        """(evictable segments by number, summaries of all segments, the time that these refer to in us)."""
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
         evictable = {
             n: r for n, r in self._evictable(rows, owner).items() if spared.isdisjoint((r.segment_id, r.class_id))
@@ -127,29 +134,29 @@ class Victims:
             file.close()
 
     def _evictable(self, rows: Iterable[tuple[int, SegmentRow]], owner: bytes) -> dict[int, SegmentRow]:
-        """Segments that may be dropped: sealed, or active without a living owner; not pinned, not guaranteed."""
+        """Segments that may be evicted: sealed, or active without a living owner; not pinned, not guaranteed."""
         pinned, spare = self.pinned(), self._above_guarantee(rows)
-        free = {}
+        evictable = {}
         for number, row in rows:
             mine = row.class_id[: ledger.QUOTA_BYTES]
             if row.state == DROPPED or row.segment_id in pinned:
                 continue
             if mine != owner and mine in spare and row.allocated > spare[mine]:
-                continue  # others would take what was promised; a quota's own pages may make room for new ones
+                continue  # guaranteed against others; a quota's own pages may make room for its new ones
             if row.state == ACTIVE and self._c.liveness is not None and self._c.liveness.is_alive(row.owner):
                 continue
             if row.class_id.startswith(owner):
-                free[number] = row
-        return free
+                evictable[number] = row
+        return evictable
 
-    def _promised(self) -> dict[bytes, int]:
-        """Quotas that have something guaranteed, and how much."""
-        promised = {quota_id(name): q.guaranteed_bytes for name, q in self._c.settings.quotas.items()}
-        return {owner: nbytes for owner, nbytes in promised.items() if nbytes}
+    def _guaranteed(self) -> dict[bytes, int]:
+        """Guaranteed bytes of the quotas that have any."""
+        guaranteed = {quota_id(name): q.guaranteed_bytes for name, q in self._c.settings.quotas.items()}
+        return {owner: nbytes for owner, nbytes in guaranteed.items() if nbytes}
 
     def _above_guarantee(self, rows: Iterable[tuple[int, SegmentRow]]) -> dict[bytes, int]:
-        """Quotas that were promised something -> what they use above it (negative: below)."""
-        above = {owner: -nbytes for owner, nbytes in self._promised().items()}
+        """Bytes that each quota with a guarantee uses above it (negative: below)."""
+        above = {owner: -nbytes for owner, nbytes in self._guaranteed().items()}
         for _, row in rows:
             mine = row.class_id[: ledger.QUOTA_BYTES]
             if mine in above and row.state != DROPPED:

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-LEAF_BYTES = 8
+LEAF_BYTES = 8  # one leaf's checksum in a leaf table
 ROOT_BYTES = 16
 
 checksum = xxhash.xxh3_64_intdigest
@@ -16,7 +16,7 @@ root_of = xxhash.xxh3_128_digest
 
 
 def leaf_table(payload: Any, leaf_bytes: int) -> bytes:
-    """XXH3-64 of each ``leaf_bytes`` long piece of ``payload``, little endian, one behind the other."""
+    """XXH3-64 of each ``leaf_bytes`` bytes of ``payload``: u64, little endian, concatenated."""
     view = memoryview(payload)
     digest = xxhash.xxh3_64_digest
     # xxhash gives digests big endian; the table is little endian like everything else on disk

@@ -1,17 +1,17 @@
-"""Codecs of stored payloads: the only place that knows how a page's bytes are made smaller, and back.
+"""Codecs of stored payloads: the only module that encodes pages into fewer bytes and decodes them.
 
-raw      as they are
+raw      unchanged
 zstd     one zstd frame
-planes   the numbers of a page cut into their bytes: all first bytes, all second bytes, ...; each such plane is a zstd
-         frame of its own, or as it is where that gains nothing. In bf16 the plane of sign and exponent carries
-         2.5 to 3 bits per byte, the plane of the mantissa is noise: mixed, the noise hides the rest from zstd
+planes   the numbers of a page split into byte planes: all first bytes, all second bytes, ...; each plane is a zstd
+         frame of its own, or unchanged where compression gains nothing. In bf16 the plane of sign and exponent has
+         2.5 to 3 bits of entropy per byte, the plane of the mantissa is noise: interleaved, the noise hides the rest
 
-A codec changes what lies on the disk and nothing else: names, checksums and layouts are those of the raw bytes. Stored
-bytes are untrusted: ``decode`` allocates and writes no more than the size of the page, whatever a stream claims, and
-answers CodecError for all that is not exactly one page.
+A codec changes the stored bytes and nothing else: names, checksums and layouts are those of the raw bytes. Stored
+bytes are untrusted: ``decode`` allocates and writes no more than the size of the page, whatever size a stream claims,
+and raises CodecError for anything that is not exactly one page.
 
     planes   u8 number of planes, 3 zero bytes, u32 stored bytes of each plane, the planes; a plane with as many stored
-             bytes as it has bytes is as it is
+             bytes as raw bytes is not compressed
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from typing import Any
 from kvfs.errors import ConfigError
 from kvfs.format import segment as fmt
 
-#: Name of a codec, as settings have it -> its number in records.
+#: Name of a codec in settings -> its number in records.
 CODECS = {"raw": fmt.CODEC_RAW, "zstd": fmt.CODEC_ZSTD, "planes": fmt.CODEC_PLANES}
 NAMES = {number: name for name, number in CODECS.items()}
 PLANES = (1, 2, 4, 8)
 _HEAD = struct.Struct("<B3s")
 _LENGTH = struct.Struct("<I")
-_GAIN = 0.98  # a plane that shrinks less is stored as it is: it need not be decoded
+_GAIN = 0.98  # a plane that does not shrink below this share is stored unchanged: it needs no decoding
 
 
 class CodecError(ValueError):
-    """Stored bytes that are no page. Never leaves the package: such a page is corrupt."""
+    """Stored bytes that are not a page. Never leaves the library: callers treat the page as corrupt."""
 
 
 class CodecMemoryError(CodecError):
-    """There is no memory to tell whether stored bytes are a page."""
+    """Too little memory to tell whether stored bytes are a page."""
 
     def __init__(self) -> None:
         super().__init__("no memory for the page")
 
 
 def parse(name: object, what: str = "codec") -> int:
-    """Number of a codec that a setting names; ConfigError for anything else."""
+    """Number of the codec that a setting names; ConfigError for anything else."""
     if not isinstance(name, str) or name not in CODECS:
         shown = repr(name) if len(repr(name)) <= 60 else type(name).__name__
         raise ConfigError(f"{what} is {shown}: choose one of {', '.join(CODECS)}")
@@ -54,16 +54,16 @@ def parse(name: object, what: str = "codec") -> int:
 
 
 def fits(codec: int, stored_bytes: int, raw_bytes: int) -> bool:
-    """Whether a record of this codec may have ``stored_bytes`` for a page of ``raw_bytes``. False: an unknown codec."""
+    """Whether a page of ``raw_bytes`` may have ``stored_bytes`` in this codec; False for an unknown codec."""
     if codec == fmt.CODEC_RAW:
         return stored_bytes == raw_bytes
     return codec in NAMES and 0 < stored_bytes < raw_bytes
 
 
 def encode(payload: Any, codec: int, element_bytes: int) -> tuple[int, Any]:
-    """(codec, stored bytes) of a page; the page itself, raw, where ``codec`` does not save at least a block.
+    """(codec, stored bytes) of a page; (raw, ``payload`` itself) where ``codec`` does not save at least one block.
 
-    ``element_bytes``: of one number of the page; 0: not known, then there are no planes.
+    ``element_bytes``: size of one number of the page; 0 if unknown, then ``zstd`` replaces ``planes``.
     """
     raw_bytes = len(memoryview(payload))
     if codec == fmt.CODEC_RAW or raw_bytes <= fmt.BLOCK:
@@ -74,7 +74,7 @@ def encode(payload: Any, codec: int, element_bytes: int) -> tuple[int, Any]:
             stored = _encode_planes(payload, element_bytes, tools)
         else:
             codec, stored = fmt.CODEC_ZSTD, tools.whole.compress(payload)
-    except (tools.error, MemoryError):  # no page is declined for want of a smaller one
+    except (tools.error, MemoryError):  # falling back to raw is always allowed
         return fmt.CODEC_RAW, payload
     if fmt.align(len(stored)) >= fmt.align(raw_bytes):
         return fmt.CODEC_RAW, payload
@@ -82,13 +82,13 @@ def encode(payload: Any, codec: int, element_bytes: int) -> tuple[int, Any]:
 
 
 def decode(stored: Any, codec: int, target: memoryview) -> None:
-    """Fill ``target``, the raw bytes of a page; CodecError if ``stored`` is anything but exactly that.
+    """Fill ``target`` with the raw bytes of a page; CodecError if ``stored`` does not decode to exactly its size.
 
-    The bytes are those that were encoded only if their checksums say so: a codec has none.
+    The caller must verify ``target`` against its checksums: a codec has none.
     """
     source = memoryview(stored)
     if not fits(codec, len(source), len(target)):
-        raise CodecError(f"{len(source)} bytes of codec {codec} are no page of {len(target)} bytes")
+        raise CodecError(f"{len(source)} bytes of codec {codec} are not a page of {len(target)} bytes")
     if codec == fmt.CODEC_RAW:
         target[:] = source
     elif codec == fmt.CODEC_ZSTD:
@@ -101,11 +101,11 @@ def decode(stored: Any, codec: int, target: memoryview) -> None:
 
 
 def decoded(stored: Any, codec: int, raw_bytes: int) -> Any:
-    """The raw bytes of a page: ``stored`` itself if it is raw. CodecError as ``decode``."""
+    """The raw bytes of a page: ``stored`` itself if it is raw. Raises CodecError like ``decode``."""
     if codec == fmt.CODEC_RAW and fits(codec, len(stored), raw_bytes):
         return stored
     if not fits(codec, len(stored), raw_bytes):  # before anything is allocated
-        raise CodecError(f"{len(stored)} bytes of codec {codec} are no page of {raw_bytes} bytes")
+        raise CodecError(f"{len(stored)} bytes of codec {codec} are not a page of {raw_bytes} bytes")
     if codec == fmt.CODEC_ZSTD:
         return memoryview(_unzip(memoryview(stored), raw_bytes))
     try:
@@ -120,7 +120,7 @@ def decoded(stored: Any, codec: int, raw_bytes: int) -> Any:
 
 
 class _Tools(threading.local):
-    """Contexts of zstd: one of each per thread, made on first use; the import takes 20 ms."""
+    """Contexts of zstd: one of each per thread, created on first use, since the import takes 20 ms."""
 
     def __init__(self) -> None:
         import zstandard
@@ -128,7 +128,7 @@ class _Tools(threading.local):
         self.error = zstandard.ZstdError
         self.parameters = zstandard.get_frame_parameters
         self.whole = zstandard.ZstdCompressor(level=1, write_checksum=False)
-        # matches in a plane of exponents are chance: looking for few makes it twice as fast, and smaller
+        # matches in a plane of exponents are chance: a short search is twice as fast, and compresses better
         self.plane = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters(
                 strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7,
@@ -149,19 +149,19 @@ def _tools() -> _Tools:
 
 
 def _unzip(source: memoryview, raw_bytes: int) -> bytes:
-    """One frame of exactly ``raw_bytes`` bytes. A frame must say so itself: that is what is allocated for it."""
+    """Decode one frame of ``raw_bytes`` bytes. The frame must claim that size: zstd allocates what it claims."""
     tools = _tools()
     try:
         claimed = tools.parameters(source).content_size
         if claimed != raw_bytes:
-            raise CodecError(f"a frame of {claimed} bytes, where {raw_bytes} are expected")
+            raise CodecError(f"a frame claims {claimed} bytes, expected {raw_bytes}")
         data: bytes = tools.decompressor.decompress(source, max_output_size=raw_bytes, allow_extra_data=False)
     except MemoryError:
         raise CodecMemoryError from None
     except tools.error as exc:
         raise CodecError(str(exc)) from None
     if len(data) != raw_bytes:
-        raise CodecError(f"a frame gave {len(data)} of {raw_bytes} bytes")
+        raise CodecError(f"a frame decoded to {len(data)} of {raw_bytes} bytes")
     return data
 
 
@@ -230,7 +230,7 @@ def _join(planes: Sequence[Any], target: memoryview) -> None:
 
 
 def _numpy() -> Any:
-    """numpy, which is faster and lets other threads run, or None where it is not installed."""
+    """numpy, which is faster and releases the GIL, or None where it is not installed."""
     try:
         import numpy
     except ImportError:

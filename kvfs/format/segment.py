@@ -1,7 +1,7 @@
-"""Bytes on disk, format 1. ``docs/format.md`` is the authority; a test holds this module against it.
+"""Bytes on disk, format 1. ``docs/format.md`` is the authority; a test compares this module with it.
 
-Everything is little endian. Every structure ends in an XXH3-64 of what stands before it, so each can be
-judged by itself. Parsers take untrusted bytes: they return None for what is not valid and never raise.
+Everything is little endian. Every structure ends in an XXH3-64 of the bytes before it, so each can be verified
+alone. Parsers take untrusted bytes: they return None for anything invalid and never raise.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ BLOCK = 4096  # alignment of payloads, header page and seal page
 SEGMENT_MAGIC = b"KVFSEG1\n"
 SEAL_MAGIC = b"KVFSEAL1"
 FIRST_TABLE = BLOCK  # where the first record table begins
-FIRST_TABLE_BYTES = 3 * BLOCK  # payloads begin at 16 KiB: a small segment must not be mostly table
+FIRST_TABLE_BYTES = 3 * BLOCK  # small, and payloads begin at 16 KiB: a small segment must not be mostly table
 TABLE_BYTES = 4 * BLOCK
 FIRST_PAYLOAD = FIRST_TABLE + FIRST_TABLE_BYTES
 DESCRIPTOR_BYTES_MAX = 64 * 1024
 
-# Feature bits that this code knows. Unknown compatible bits are ignored, unknown read-only bits allow
-# reading only, unknown incompatible bits refuse the file.
+# Feature bits that this version knows. Unknown compatible bits are ignored, unknown read-only bits forbid
+# appending, unknown incompatible bits forbid reading.
 COMPATIBLE = READ_ONLY_COMPATIBLE = INCOMPATIBLE = 0
 
 KIND_PART, KIND_NAMESPACE, KIND_CHAIN = 1, 2, 3
-CODEC_RAW, CODEC_ZSTD, CODEC_PLANES = 0, 1, 2  # what they mean: ``kvfs.format.codec``
-KNOWN_CODECS = frozenset((CODEC_RAW, CODEC_ZSTD, CODEC_PLANES))  # a page of any other is as good as absent
+CODEC_RAW, CODEC_ZSTD, CODEC_PLANES = 0, 1, 2  # defined in ``kvfs.format.codec``
+KNOWN_CODECS = frozenset((CODEC_RAW, CODEC_ZSTD, CODEC_PLANES))  # a page of any other codec is a miss
 
 FLAG_PINNED = 1  # holds a pinned prefix while pins/<class> exists
-FLAG_DIRECT = 2  # written with O_DIRECT: mapped only when sealed
-FLAG_CARRIED = 4  # written by eviction, from segments that it dropped
+FLAG_DIRECT = 2  # payloads written with O_DIRECT: mapped only when sealed
+FLAG_CARRIED = 4  # holds hot pages that eviction relocated from segments that it dropped
 
 PURGE_MAGIC = b"KVFSPRG1"
 PURGE_PENDING = 1  # index rows may still name the purged records
-PURGE_ALL = 2  # every record of the segment is purged, whatever it holds
+PURGE_ALL = 2  # every record of the segment is purged
 
 _HEADER = struct.Struct("<8sIIQQQ16s16sQIII16s")
 _ENTRY = struct.Struct("<BBHIIIII8sQIIQQ32s32s16s8s")
@@ -54,20 +54,20 @@ class Header(NamedTuple):
     store_id: bytes  # 16 bytes
     created_us: int
     flags: int = 0
-    class_id: bytes = bytes(16)  # what the segment is reserved for (quota, expiry, pin); zero = anything
+    class_id: bytes = bytes(16)  # what the segment is reserved for (quota, expiry, pin); zero: any page
     format: int = 1
 
 
 class Entry(NamedTuple):
-    """One record of a segment's table. For KIND_CHAIN only seq, epoch and payload (next table) count."""
+    """One record of a segment's table. KIND_CHAIN uses seq, epoch and payload (the next table) only."""
 
     kind: int
     codec: int
-    group: int  # number of the group in the namespace's layout
+    group: int  # ordinal of the group in the namespace's layout
     seq: int  # ordinal in the segment, over all its tables, chain entries included
-    epoch: int  # raised each time another process takes the active segment over
+    epoch: int  # raised each time another process adopts the active segment
     ns_seq: int  # seq of the namespace record in the same segment
-    chunk: int  # number of the chunk in its prompt
+    chunk: int  # ordinal of the chunk in its prompt
     expires: int  # unix seconds, 0 = never
     part: bytes  # Part.pack()
     payload: int  # offset, multiple of BLOCK
@@ -76,9 +76,9 @@ class Entry(NamedTuple):
     leaves: int  # offset of the leaf table (0: none)
     written_us: int
     chunk_hash: bytes  # for KIND_NAMESPACE: the namespace digest
-    run_hash: bytes  # chunk hash that keys the index row of this chunk: the first of its run, or of a fork
+    run_hash: bytes  # chunk hash that keys the index row of this chunk: the first of its run or of a fork
     root: bytes
-    attempt: bytes  # 8 bytes: cohort of ranks that wrote together
+    attempt: bytes  # 8 bytes: the cohort of ranks that wrote together
 
 
 class Seal(NamedTuple):
@@ -86,17 +86,17 @@ class Seal(NamedTuple):
 
     segment_id: bytes
     records: int
-    tail: int  # where this page lies: the end of the payloads
+    tail: int  # offset of this page: the end of the payloads
     sealed_us: int
     table_root: bytes  # XXH3-128 over the check words of all entries
 
 
 class PurgeMark(NamedTuple):
-    """Which records of a segment must never be named again."""
+    """Records of a segment that must never be named again."""
 
     segment_id: bytes
     flags: int  # PURGE_*
-    epoch: int  # the entries meant have at most this one: whoever takes the segment over may use their slots again
+    epoch: int  # entries of a higher epoch are not meant: a process that adopts the segment may reuse their slots
     bits: bytes  # bit seq % 8 of byte seq // 8
 
     @property
@@ -127,7 +127,7 @@ def _body(data: bytes | memoryview, size: int, seed: int = 0) -> bytes | None:
 
 
 def segment_seed(segment_id: bytes) -> int:
-    """Seed of the checks of a segment's entries: an entry copied from another segment is not valid."""
+    """Seed of the checks of a segment's entries: an entry copied from another segment is invalid."""
     return int.from_bytes(segment_id[:8], "little")
 
 
@@ -142,7 +142,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def parse_header(page: bytes | memoryview) -> Header | None:
-    """The header, or None if it is not one that this code may read."""
+    """The header, or None if it is invalid or has a feature that forbids reading."""
     body = _body(page, _HEADER.size)
     if body is None:
         return None
@@ -156,7 +156,7 @@ def parse_header(page: bytes | memoryview) -> Header | None:
 
 
 def may_append(page: bytes | memoryview) -> bool:
-    """Whether this code may append to the segment with this valid header page; unknown features may forbid it."""
+    """Whether the features in a valid header page allow this version to append to the segment."""
     return not _HEADER.unpack(bytes(page[: _HEADER.size]))[4] & ~READ_ONLY_COMPATIBLE
 
 
@@ -207,7 +207,7 @@ def parse_purge_mark(data: bytes) -> PurgeMark | None:
 
 
 def slots_of_table(first: bool) -> int:
-    """Entries that fit a table block; the last one is kept for the chain entry."""
+    """Slots of a table; the last one is reserved for the chain entry."""
     return (FIRST_TABLE_BYTES if first else TABLE_BYTES) // ENTRY_BYTES
 
 

@@ -1,7 +1,7 @@
 """The batches of a load: enqueued for DMA as early as scratch allows, and for the kernels behind it.
 
-The copies of a few batches, of the next band or group too, are enqueued before the kernels of the first one: what the
-host does in between takes longer than the copy of a small batch, and the link would run dry.
+The copies of a few batches, of the next band or group too, are enqueued before the kernels of the first one: the host's
+work in between takes longer than the copy of a small batch, and the link would run dry.
 """
 
 from __future__ import annotations
@@ -23,76 +23,77 @@ from kvfs.transfer.workers import Attached
 
 BATCH_BYTES_MIN = 8 << 20  # of the first and of the last batches: nothing hides their kernels
 RUNS_MAX = 256  # of a batch: each is a copy
-BATCH_CALLS = 10  # that the driver gets for a batch, beside its copies and its small data
+BATCH_CALLS = 10  # of the driver for a batch, in addition to its copies and its small data
 AHEAD = 3  # batches that are prepared behind the one that was sent
-FLAG = 4
+FLAG = 4  # bytes
 UNKNOWN = 2  # whether a leaf table is good
 
 
 @dataclass(frozen=True)
 class Window:
-    """Neighbouring pages of a load: as they lie in segments, and those that do not lie as they are wanted."""
+    """Neighbouring pages of a load: runs of those that segments hold as they are wanted, and the others."""
 
     runs: list[Run]
     others: list[int]
-    left: int  # pages behind it, as far as is known
+    left: int  # pages that are known to follow
 
     def __len__(self) -> int:
         return sum(run.count for run in self.runs) + len(self.others)
 
 
 class LayerBand(NamedTuple):
-    """Layer positions [first, first + rows), when all pages of it are there, and where their flags lie then."""
+    """Layer positions [first, first + rows) of all pages."""
 
     first: int
     rows: int
-    end: Event
-    flags: int
+    end: Event  # all of it has arrived
+    flags: int  # offset in the command buffer where the pages' flags are then
 
 
 class _Copied(NamedTuple):
-    """A batch that DMA brings to a slot: (pages, where the first one lies in it, bytes from page to page)."""
+    """A batch that DMA brings to scratch: (pages, offset of the first one, bytes from page to page)."""
 
-    slot: ScratchSlice
+    scratch: ScratchSlice
     parts: list[tuple[Run, int, int]]
     first: int  # layer position
     rows: int
 
 
 class Batches:
-    """Those of one group, on the lane of loads; nothing here waits for the GPU."""
+    """The batches of one group, on the lane of loads; nothing here waits for the GPU, but for ``due`` batches."""
 
     def __init__(
-        self, desk: GpuTransportContext, launches: LaunchQueue, attached: Attached, source: PageSource,
+        self, context: GpuTransportContext, launches: LaunchQueue, attached: Attached, source: PageSource,
         units: Sequence[int], wanted: Sequence[int], *, bands: int, first_token: int, stop: Callable[[], bool],
         ended: Callable[[LayerBand], None],
     ) -> None:  # fmt: skip
-        self._desk, self._lane, self._attached, self._source, self._stop = desk, desk.loads, attached, source, stop
-        self._launches, self._ended = launches, ended  # to be told of each band whose end is enqueued
-        self._shape, self._granules = desk.shapes[attached.number], attached.group.granules
+        """``ended``: called with each band whose end is enqueued."""
+        self._context, self._lane, self._attached, self._source = context, context.loads, attached, source
+        self._launches, self._stop, self._ended = launches, stop, ended
+        self._shape, self._granules = context.shapes[attached.number], attached.group.granules
         self._unit_ids, self._first_token = units, first_token if attached.group.states > 1 else 0
         self._bands, self._wanted = bands, wanted
-        self._ready = False  # the part of the sheet
+        self._ready = False  # the head of the commands
         self._size = source.table_bytes  # of the leaf table of a page
         # of the wanted pages, for the later bands; and which of them are good
         self._tables, self._good = bytearray(), bytearray()
         if bands > 1:
             self._tables, self._good = bytearray(self._size * len(wanted)), bytearray([UNKNOWN]) * len(wanted)
-        self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in the order of that
+        self.sent: dict[int, None] = {}  # chunks whose kernels were enqueued, in that order
         self.ends = 0  # of bands, that wait to be enqueued
 
     @property
     def page_bytes(self) -> int:
-        """Of a page in scratch, when all of it comes."""
+        """Of a page in scratch, when all of it is copied."""
         return self._source.stride
 
     def _prepare(self) -> None:
         """What all batches share: unit ids, the pages' flags, and where these come back at the end of each band."""
         ids, flags = array("q", self._unit_ids), bytes(FLAG * len(self._wanted))
-        sheet = self._sheet = self._launches.sheet(len(ids) * WORD, *[len(flags)] * (self._bands + 1))
-        self._units, self._flags = sheet.put(ids), sheet.put(flags)
-        sheet.send(self._lane.kernels, self._units)
-        self._rooms = [sheet.room(len(flags)) for _ in range(self._bands)]
+        head = self._head = self._launches.commands(len(ids) * WORD, *[len(flags)] * (self._bands + 1))
+        self._units, self._flags = head.put(ids), head.put(flags)
+        head.send(self._lane.kernels, self._units)
+        self._rooms = [head.room(len(flags)) for _ in range(self._bands)]
         self.index = {chunk: i for i, chunk in enumerate(self._wanted)}
         self._ready = True
 
@@ -101,11 +102,11 @@ class Batches:
     def send(self, window: Window, first: int, rows: int, behind: int = 0) -> bool:
         """Some layers of all pages of a window; False if the load ends before the last one.
 
-        ``behind``: bytes that come after the last window's last layers.
+        ``behind``: bytes that follow the last window's last layers.
         """
         whole = rows == self._shape.layers
         page = self.page_bytes if whole else rows * self._shape.leaf_bytes * self._granules
-        most, least = max(1, self._desk.batch_bytes // page), max(1, BATCH_BYTES_MIN // page)
+        most, least = max(1, self._context.batch_bytes // page), max(1, BATCH_BYTES_MIN // page)
         later = (window.left + len(window)) * (self._shape.layers - first - rows) // rows
         batches = list(_batches(window.runs, most, least, window.left + later + behind // page))
         if whole:
@@ -125,45 +126,45 @@ class Batches:
         while not self._stop():
             if due is None or due.query():
                 return True
-            self._desk.context.files.sleep(POLL_SECONDS)
+            self._context.store.files.sleep(POLL_SECONDS)
         return False
 
-    def _slot(self, nbytes: int) -> ScratchSlice:
+    def _slice(self, nbytes: int) -> ScratchSlice:
         while True:
-            slot = self._lane.slot(nbytes, self._lane.dma)
-            if slot is not None:
-                return slot
+            scratch = self._lane.slice(nbytes, self._lane.dma)
+            if scratch is not None:
+                return scratch
             self._launches.oldest()
 
     def _copy(self, batch: Sequence[Run], first: int, rows: int) -> _Copied:
         whole, leaf = rows == self._shape.layers, self._shape.leaf_bytes
         width = rows * leaf
-        slot = self._slot(sum(run.span if whole else run.count * self._granules * width for run in batch))
+        scratch = self._slice(sum(run.span if whole else run.count * self._granules * width for run in batch))
         at, parts = 0, []
         for run in batch:
-            if whole:  # as they lie in the segment
-                came = self._source.send(run, slot.address + at)
-                parts += [(part, at + (part.chunk - run.chunk) * run.stride, run.stride) for part in came]
+            if whole:  # with the gaps that are in the segment
+                coming = self._source.send(run, scratch.address + at)
+                parts += [(part, at + (part.chunk - run.chunk) * run.stride, run.stride) for part in coming]
                 at += run.span
             else:
-                self._source.send_rows(run, first * leaf, width, self._granules, slot.address + at)
+                self._source.send_rows(run, first * leaf, width, self._granules, scratch.address + at)
                 parts.append((run, at, self._granules * width))
                 at += run.count * self._granules * width
-        self._lane.dma.record(slot.arrived)
-        return _Copied(slot, parts, first, rows)
+        self._lane.dma.record(scratch.arrived)
+        return _Copied(scratch, parts, first, rows)
 
     def _send_assembled(self, chunks: Sequence[int]) -> bool:
         """Pages that were written for other head slots or layers than these, or in a codec; False as ``send``."""
         left, size = list(chunks), self.page_bytes
-        step = max(1, self._desk.batch_bytes // size)
+        step = max(1, self._context.batch_bytes // size)
         while left and self._may_go_on():
             self._launches.all()
-            slot, words = self._slot(min(step, len(left)) * size), array("q")
-            taken, good = self._source.send_assembled(left[:step], slot.address)
-            self._lane.dma.record(slot.arrived)
+            scratch, words = self._slice(min(step, len(left)) * size), array("q")
+            taken, good = self._source.send_assembled(left[:step], scratch.address)
+            self._lane.dma.record(scratch.arrived)
             for i in good:
                 words += self._words(taken[i], b"\1", i * size, size, self._shape.layers * self._shape.leaf_bytes)
-            self._launch(slot, words, b"", 0, self._shape.layers, check=False, copies=len(good))
+            self._launch(scratch, words, b"", 0, self._shape.layers, check=False, copies=len(good))
             if not taken:
                 return False
             left = left[len(taken) :]
@@ -172,18 +173,18 @@ class Batches:
     # -- kernels -----------------------------------------------------------------------------
 
     def _launch_copied(self, copied: _Copied) -> None:
-        slot, parts, first, rows = copied
+        scratch, parts, first, rows = copied
         words, tables = array("q"), list[bytes]()
         for run, at, stride in parts:
-            found, good = self._found(run)
+            found, good = self._find_tables(run)
             words += self._words(run.chunk, good, at, stride, rows * self._shape.leaf_bytes)
             tables += [found[self._size * i : self._size * (i + n)] for i, n in streaks(good)]
         whole = b"".join(tables)
         if whole and rows < self._shape.layers:
             whole = _columns(whole, self._shape.layers, first, rows)
-        self._launch(slot, words, whole, first, rows, check=self._source.sums, copies=len(parts))
+        self._launch(scratch, words, whole, first, rows, check=self._source.sums, copies=len(parts))
 
-    def _found(self, run: Run) -> tuple[bytes, bytes]:
+    def _find_tables(self, run: Run) -> tuple[bytes, bytes]:
         """The leaf tables of a run, and which of them are good; read and checked once."""
         if not self._ready:
             self._prepare()
@@ -196,9 +197,9 @@ class Batches:
         return bytes(self._tables[first * self._size : end * self._size]), bytes(self._good[first:end])
 
     def _words(self, chunk: int, good: bytes, offset: int, stride: int, step: int) -> array[int]:
-        """The granules of pages from ``chunk`` on that lie ``stride`` apart from ``offset`` of a slot on.
+        """The granules of pages from ``chunk`` on that are ``stride`` apart, from ``offset`` of a slice on.
 
-        Pages that are not ``good`` are left out; granules of a page lie ``step`` apart.
+        Pages that are not ``good`` are left out; granules of a page are ``step`` apart.
         """
         if not self._ready:
             self._prepare()
@@ -217,30 +218,31 @@ class Batches:
         return words
 
     def _launch(
-        self, slot: ScratchSlice, words: array[int], tables: bytes, first: int, rows: int, *, check: bool, copies: int
-    ) -> None:
-        """Check and scatter what the DMA stream brings to ``slot``, in so many ``copies``."""
+        self, scratch: ScratchSlice, words: array[int], tables: bytes, first: int, rows: int, *, check: bool,
+        copies: int,
+    ) -> None:  # fmt: skip
+        """Check and scatter what ``copies`` of the DMA stream bring to ``scratch``."""
         calls = copies + BATCH_CALLS
         if words:
             kernels, shape, units = self._lane.kernels, self._shape, len(self._unit_ids)
-            sheet = self._launches.sheet(len(tables), (HEAD_WORDS + len(words)) * WORD)
-            leaves = sheet.put(tables)
-            work = sheet.put(pack(
-                shape, words, scratch=slot.address, unit_ids=self._sheet.address(self._units), units=units,
-                flags=self._sheet.address(self._flags), leaves=sheet.address(leaves),
-                buffers=self._desk.tables[self._attached.number].address, first_token=self._first_token,
+            commands = self._launches.commands(len(tables), (HEAD_WORDS + len(words)) * WORD)
+            leaves = commands.put(tables)
+            work = commands.put(pack(
+                shape, words, scratch=scratch.address, unit_ids=self._head.address(self._units), units=units,
+                flags=self._head.address(self._flags), leaves=commands.address(leaves),
+                buffers=self._context.tables[self._attached.number].address, first_token=self._first_token,
                 first_row=first, rows=rows,
             ))  # fmt: skip
-            calls += sheet.send(kernels, leaves)
-            kernels.after(slot.arrived)
-            launch = sheet.work(work, self._sheet.words(self._units, units))
+            calls += commands.send(kernels, leaves)
+            kernels.after(scratch.arrived)
+            launch = commands.work(work, self._head.words(self._units, units))
             kernels.scatter(launch, shape, check=check)
-        else:  # the end of a band is the end of all copies before it, of pages that are refused too
-            self._lane.kernels.after(slot.arrived)
-        self._lane.finished(slot, self._lane.kernels, calls)
+        else:  # the end of a band is the end of all copies before it, those of refused pages included
+            self._lane.kernels.after(scratch.arrived)
+        self._lane.finished(scratch, self._lane.kernels, calls)
 
     def end_band(self, first: int, rows: int) -> None:
-        """Behind all that was sent so far; ``ended`` is told."""
+        """Enqueue the end of a band, behind all that was sent so far."""
         self.ends += 1
         self._launches.add(partial(self._end_band, first, rows))
 
@@ -248,18 +250,18 @@ class Batches:
         if not self._ready:
             self._prepare()
         room = self._rooms.pop()
-        self._sheet.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
+        self._head.fetch(self._lane.kernels, self._flags, FLAG * len(self._wanted), into=room)
         band = LayerBand(first, rows, self._lane.kernels.record(), room)
         self.ends -= 1  # a group without any would count as verified
         self._ended(band)
 
     def flags(self, band: LayerBand) -> memoryview:
         """One for each wanted page, FLAG bytes apart; not 0: its bytes differ from its checksums."""
-        return self._sheet.back(band.flags, FLAG * len(self._wanted))
+        return self._head.back(band.flags, FLAG * len(self._wanted))
 
 
-def sheet_bytes(shape: Shape, granules: int, *, pages: int, units: int, bands: int) -> int:
-    """Room in the sheet for one group: unit ids, flags, leaf tables and work lists."""
+def commands_bytes(shape: Shape, granules: int, *, pages: int, units: int, bands: int) -> int:
+    """Room in a command buffer for one group: unit ids, flags, leaf tables and work lists."""
     lists = bands * pages * (granules * GRANULE_WORDS + HEAD_WORDS) * WORD
     leaves = pages * granules * shape.layers * WORD
     padding = (3 * pages * bands + bands + 8) * ALIGN  # at most, if each page is a batch of its own
@@ -276,9 +278,9 @@ def _columns(tables: bytes, layers: int, first: int, rows: int) -> bytes:
 
 
 def _batches(runs: Sequence[Run], most: int, least: int, behind: int) -> Iterator[list[Run]]:
-    """Runs, cut where need be, in batches of at most ``most`` pages; towards the end ever fewer, down to ``least``.
+    """Runs, cut where necessary, in batches of at most ``most`` pages; smaller towards the end, down to ``least``.
 
-    ``behind``: pages that will come after them. A batch has up to three quarters of what is left: each costs the host
+    ``behind``: pages that follow them. A batch has up to three quarters of what is left: each costs the host
     something, and the GPU sums and scatters it six times as fast as the link brings it, while the next one comes.
     """
     left = sum(run.count for run in runs) + behind

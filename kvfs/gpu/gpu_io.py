@@ -1,8 +1,8 @@
 """GpuIO: asynchronous saves and loads between an engine's GPU memory and the store.
 
 One thread enqueues saves, one loads, one waits for the ends of loads, one calls back, a few write to the store; others
-read segments into the ring where the GPU cannot read them in place. All kernels are compiled and run once when it is
-made.
+read segments into the ring where the GPU cannot read them in place. All kernels are compiled and run once when a GpuIO
+is made.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from kvfs.errors import ConfigError
 from kvfs.gpu.device import Device, Memory, Pinned
 from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.gpu.load import GpuLoad
-from kvfs.gpu.preregister import pin_hottest, pin_match
+from kvfs.gpu.preregister import register_hottest, register_match
 from kvfs.gpu.registration import Arena, PinnedBudget, Probe, RegisteredMaps, probe
-from kvfs.gpu.registration_cache import MAKING_SECONDS, PIECE_BYTES, RegistrationCache
+from kvfs.gpu.registration_cache import MAKING_SECONDS, REGION_BYTES, RegistrationCache
 from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext
-from kvfs.gpu.restore import GpuRestore
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
 from kvfs.kernels.driver import CudaError
 from kvfs.kernels.work_list import Shape, pack, shape_of
@@ -37,9 +36,8 @@ from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.read.reader import Reader
 from kvfs.segments.writer import file_name
 from kvfs.system.memory_limits import memory_limit
-from kvfs.system.sigterm import at_sigterm
 from kvfs.system.thread_pool import Pool
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
 from kvfs.transfer.workers import JobThreads, Writes, make_ring
 from kvfs.write.active_segments import LANES
@@ -48,7 +46,7 @@ from kvfs.write.appender import Appender
 log = logging.getLogger("kvfs")
 READ_THREADS = 16
 TRANSPORTS = ("in_place", "arena", "ring")
-REGISTERED_SHARE = 4  # of the host's memory, or the cgroup's, that all processes together may register: one in so many
+REGISTERED_SHARE = 4  # all processes together may register one byte in so many of the host's memory, or the cgroup's
 PROBE_BYTES = 64 << 10
 
 
@@ -61,10 +59,9 @@ class GpuIO(HostIO):
 
     _save = GpuSave
     _load = GpuLoad
-    _restore = GpuRestore
     _write_lanes = LANES
     kernels = "triton"  # or "torch", where Triton does not work
-    _shut = _unpinned = False
+    _has_closed = _unpinned = False
 
     def __init__(
         self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str | None,
@@ -81,16 +78,15 @@ class GpuIO(HostIO):
         self._asked_for = transport
         with device.current():
             super().__init__(*args, **{**kwargs, "threads": 1})
-        at_sigterm(self)
 
-    def _make_desk(
+    def _make_context(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
     ) -> GpuTransportContext:
         device, attached = self._device, self._attached.values()
         for a in attached:
             if not device.owns(a.device.memory):
                 raise ConfigError(
-                    f"group {a.group.name} lies in {a.device.memory}, others on {device.name}: attach one device"
+                    f"group {a.group.name} is in {a.device.memory}, others on {device.name}: attach one device"
                 )
         page = max(aligned(a.page_bytes + 4096) for a in attached)
         load_bytes = max(self._scratch_bytes, BATCHES * page)
@@ -112,40 +108,40 @@ class GpuIO(HostIO):
             undo.callback(saves.close)
             loads = DmaLane(device, load_bytes)
             undo.callback(loads.close)
-            sheets = [loads.sheet(1) for _ in range(UNDER_WAY)]  # now: that takes as long as to load a short prompt
-            for sheet in sheets:
-                loads.give_back(sheet)
-            shapes = self._that_work(loads, shapes, tables)
+            buffers = [loads.commands(1) for _ in range(UNDER_WAY)]  # now: making one takes as long as a short load
+            for buffer in buffers:
+                loads.give_back(buffer)
+            shapes = self._working_shapes(loads, shapes, tables)
             readers = Pool(READ_THREADS, "kvfs-ring")
             undo.callback(readers.close)
-            in_place = self._pieces(readers) if any(shape.sums for shape in shapes.values()) else None
-            if in_place is not None:
-                undo.callback(in_place.close)
-            self.transport = "ring" if in_place is None else in_place.backing.name
+            regions = self._make_regions(readers) if any(shape.sums for shape in shapes.values()) else None
+            if regions is not None:
+                undo.callback(regions.close)
+            self.transport = "ring" if regions is None else regions.source.name
             callbacks, later = JobThreads("tell", 1), deque[Callable[[], None]]()
-            desk = GpuTransportContext(
+            context = GpuTransportContext(
                 self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
-                self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, in_place, readers,
+                self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, regions, readers,
                 self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(), later,
-                JobThreads("end", 1, partial(_finish_up, later, callbacks)), callbacks,
+                JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
             )  # fmt: skip
             undo.pop_all()
-        self._forgotten = weakref.finalize(self, _forgotten, desk, self._pinned, os.getpid())
-        self._forgotten.atexit = False
-        return desk
+        self._finalizer = weakref.finalize(self, _collected, context, self._pinned, os.getpid())
+        self._finalizer.atexit = False
+        return context
 
-    def _that_work(self, lane: DmaLane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
-        """The shapes, for Triton's kernels if all of them compile and run, or else for torch's."""
+    def _working_shapes(self, lane: DmaLane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
+        """The shapes, for Triton's kernels if all of them compile and run, else for torch."""
         try:
             for number, shape in shapes.items():
                 _warm_up(lane, shape, tables[number])
         except CudaError:
             raise
-        except Exception as exc:  # whatever a compiler or a missing package comes up with
+        except Exception as exc:  # of a compiler, or of a missing package
             if self._asked_for not in (None, "ring"):
                 raise ConfigError(
                     f"transport is {self._asked_for!r}, which needs Triton's kernels, and they do not work here "
-                    f"({type(exc).__name__}: {exc}): mend Triton, or pass None"
+                    f"({type(exc).__name__}: {exc}): repair Triton, or pass None"
                 ) from exc
             log.warning(
                 "Triton's kernels do not work on %s (%s: %s): torch moves the cells, and the CPU verifies pages in the "
@@ -165,8 +161,8 @@ class GpuIO(HostIO):
             pinned.close()
         return memory
 
-    def _pieces(self, readers: Pool) -> RegistrationCache | None:
-        """What loads read segments from, other than the ring."""
+    def _make_regions(self, readers: Pool) -> RegistrationCache | None:
+        """The regions that loads copy from; None: they use the ring alone."""
         off = self._c.declines == "disabled"
         if off or not self._registered_bytes or self._asked_for == "ring" or not self._c.mode.maps:
             return None
@@ -179,13 +175,13 @@ class GpuIO(HostIO):
             if self._asked_for == "in_place":
                 raise ConfigError(f"transport is 'in_place': {self._device.name} cannot: {result.reason}; pass None")
             log.warning("%s does not read segments in place: %s", self._device.name, result.reason)
-        return RegistrationCache(Arena(self._device, files, budget, readers, PIECE_BYTES), files)
+        return RegistrationCache(Arena(self._device, files, budget, readers, REGION_BYTES), files)
 
     def _probe(self) -> Probe:
-        """Whether the device reads a map of a file in this store right."""
+        """Whether the device reads a map of a file in this store correctly."""
         files, directory = self._c.files, self._c.directory
         if self._c.liveness is None:
-            return Probe(True)  # nothing may be written: the first load shows
+            return Probe(True)  # nothing may be written: the first load will tell
         name = f"probe-{os.urandom(8).hex()}"
         try:
             run = directory.sub("run")
@@ -202,44 +198,45 @@ class GpuIO(HostIO):
             files.close(fd)
 
     def _load_threads(self, threads: int) -> JobThreads:
-        return JobThreads("read", threads, self._gpu_desk.ends.dismiss)
+        return JobThreads("read", threads, self._gpu_context.ends.dismiss)
 
-    # -- for everybody -----------------------------------------------------------------------
+    # -- for callers -------------------------------------------------------------------------
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         super().warm(match, deadline)
-        maps, end = self._gpu_desk.in_place, self._c.files.monotonic() + deadline
-        if maps is None:
+        regions, end = self._gpu_context.regions, self._c.files.monotonic() + deadline
+        if regions is None:
             return 0
         ready = list[int]()
-        self._pin(partial(pin_match, maps, self._gpu_desk.reader, match, ready), end)
+        self._register(partial(register_match, regions, self._gpu_context.reader, match, ready), end)
         return sum(ready)
 
     def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
         super().warm_hottest(nbytes, deadline)
-        maps, end = self._gpu_desk.in_place, self._c.files.monotonic() + deadline
-        if maps is None:
+        regions, end = self._gpu_context.regions, self._c.files.monotonic() + deadline
+        if regions is None:
             return 0
         limit, attached = parse_size(nbytes, "nbytes"), self._attached.values()
-        self._pin(partial(pin_hottest, self._c, maps, self._identity.digest, attached, limit, end), end)
-        return maps.nbytes
+        self._register(partial(register_hottest, self._c, regions, self._identity.digest, attached, limit, end), end)
+        return regions.nbytes
 
-    def _pin(self, pins: Callable[[Callable[[], bool]], None], end: float) -> None:
-        """In a thread of its own, told when to stop: what an interrupt leaves half made would stay pinned for good.
+    def _register(self, work: Callable[[Callable[[], bool]], None], end: float) -> None:
+        """Call ``work`` in a thread of its own: an interrupt would leave a half-made region pinned permanently.
 
-        ``end``: monotonic. A little after that it is left to itself, since a disk may hang.
+        ``work`` is passed a call that says whether to stop. ``end``: monotonic; MAKING_SECONDS later the thread is no
+        longer waited for, since a disk may hang.
         """
         pool, stop, over, clock = Pool(1, "kvfs-pin"), threading.Event(), threading.Event(), self._c.files.monotonic
 
-        def pin() -> None:
+        def register() -> None:
             try:
                 self._device.enter()
-                pins(lambda: stop.is_set() or clock() >= end)
+                work(lambda: stop.is_set() or clock() >= end)
             finally:
                 over.set()
 
         try:
-            begun = pool.begin([pin])
+            begun = pool.begin([register])
             if over.wait(max(0.0, end - clock()) + MAKING_SECONDS):
                 begun.wait()
         finally:
@@ -247,34 +244,36 @@ class GpuIO(HostIO):
             pool.close(0.0)
 
     def release(self) -> None:
-        """Unpin what loads read from, as far as none does: before the process dies."""
-        maps = self._gpu_desk.in_place
-        if maps is not None and self._pid == os.getpid():
+        """Free the regions that no load copies from, and make no more: before the process ends.
+
+        May run in a signal handler: the locks inside are reentrant.
+        """
+        regions = self._gpu_context.regions
+        if regions is not None and self._pid == os.getpid():
             with self._device.current():
-                maps.close()
+                regions.close()
 
     @property
-    def _gpu_desk(self) -> GpuTransportContext:
-        assert isinstance(self._desk, GpuTransportContext)
-        return self._desk
+    def _gpu_context(self) -> GpuTransportContext:
+        assert isinstance(self._context, GpuTransportContext)
+        return self._context
 
     def sweep(self) -> None:
-        """Let go of maps whose segments were dropped, and of what is late. Called every second.
+        """Also free the regions of dropped segments, and pin blocks that loads have lacked.
 
-        The driver is asked nothing while there is nothing to do: it may refuse that while a graph is captured in
-        another thread, and end the capture.
+        Makes no call of the driver while there is nothing to do: while another thread captures a graph, a call may be
+        refused, and may end the capture.
         """
         super().sweep()
-        maps = self._gpu_desk.in_place
-        if maps is None:
+        regions = self._gpu_context.regions
+        if regions is None:
             return
-        gone = maps.gone(self._gone)
-        if gone or maps.wished:
+        dropped = regions.dropped(self._is_dropped)
+        if dropped or regions.short:
             with self._device.current():
-                maps.sweep(gone)
-                maps.work()
+                regions.sweep(dropped)
 
-    def _gone(self, segment_id: bytes) -> bool:
+    def _is_dropped(self, segment_id: bytes) -> bool:
         try:
             self._c.files.stat(file_name(segment_id), dir_fd=self._c.directory.sub("segments"))
         except FileNotFoundError:
@@ -296,32 +295,32 @@ class GpuIO(HostIO):
         end = time.monotonic() + timeout
         super().close(timeout)
         if self._pid == os.getpid():
-            for threads in (self._gpu_desk.ends, self._gpu_desk.callbacks):
+            for threads in (self._gpu_context.ends, self._gpu_context.callbacks):
                 threads.join(max(0.1, end - time.monotonic()))
-            self._shut = True
+            self._has_closed = True
             self._unpin()
 
-    def _forget(self, transfer: Transfer) -> None:
+    def _forget(self, transfer: TransferControl) -> None:
         super()._forget(transfer)
-        if self._shut:  # it has outlived the close
+        if self._has_closed:  # before this transfer ended
             self._unpin()
 
     def _unpin(self) -> None:
-        """Let go of lanes, ring and readers when the last transfer has ended; of what none copies from at once."""
-        desk = self._gpu_desk
+        """Release lanes, ring and readers when the last transfer has ended; regions that none copies from at once."""
+        context = self._gpu_context
         with self._changed:
             over = not self._unfinished and not self._unpinned
             self._unpinned = self._unpinned or over
         if over:
-            self._forgotten.detach()
-            _let_go_of(desk, self._pinned)
-        elif desk.in_place is not None:
+            self._finalizer.detach()
+            _release_all(context, self._pinned)
+        elif context.regions is not None:
             with self._device.current():
-                desk.in_place.close()
+                context.regions.close()
 
 
-def _finish_up(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
-    """At the end of the thread that waits for the ends of loads."""
+def _clean_up_rest(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
+    """Last call of the end thread."""
     try:
         while later:
             later.popleft()()
@@ -329,37 +328,37 @@ def _finish_up(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
         callbacks.dismiss()
 
 
-def _forgotten(desk: GpuTransportContext, pinned: Pinned, pid: int) -> None:
-    """Nobody closed it. No transfer is under way: each keeps its GpuIO. Not in whatever thread collects garbage."""
+def _collected(context: GpuTransportContext, pinned: Pinned, pid: int) -> None:
+    """A GpuIO was not closed. No transfer is under way: each keeps its GpuIO. The collector may run in any thread."""
     if pid == os.getpid():
         with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
-            threading.Thread(target=_let_go_of, args=(desk, pinned), name="kvfs-unpin", daemon=True).start()
+            threading.Thread(target=_release_all, args=(context, pinned), name="kvfs-unpin", daemon=True).start()
 
 
-def _let_go_of(desk: GpuTransportContext, pinned: Pinned) -> None:
-    steps = [desk.saves.quiet, desk.saves.close, desk.loads.quiet, desk.loads.close, pinned.close]
-    if desk.in_place is not None:
-        steps.insert(-1, desk.in_place.close)
+def _release_all(context: GpuTransportContext, pinned: Pinned) -> None:
+    steps = [context.saves.quiet, context.saves.close, context.loads.quiet, context.loads.close, pinned.close]
+    if context.regions is not None:
+        steps.insert(-1, context.regions.close)
     try:
-        with desk.device.current(), contextlib.ExitStack() as each:  # whatever becomes of the others
+        with context.device.current(), contextlib.ExitStack() as each:  # even if others fail
             for step in reversed(steps):
                 each.callback(step)
-    except Exception:  # whatever it was that broke the GPU: the store is to be closed in any case
-        log.exception("%s could not be let go of", desk.device.name)
-    desk.readers.close()
+    except Exception:  # a broken GPU must not keep the store open
+        log.exception("%s could not be released", context.device.name)
+    context.readers.close()
 
 
 def _warm_up(lane: DmaLane, shape: Shape, table: Memory) -> None:
     """Compile and run every kernel once, on no granules."""
-    sheet = lane.sheet(1 << 16)
-    work = sheet.put(pack(
+    commands = lane.commands(1 << 16)
+    work = commands.put(pack(
         shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
     ))  # fmt: skip
-    sheet.send(lane.kernels, work)
+    commands.send(lane.kernels, work)
     with lane.kernels.use():
-        launch = sheet.work(work, sheet.words(0, 0))
+        launch = commands.work(work, commands.words(0, 0))
         lane.kernels.gather(launch, shape)
         for check in {False, shape.sums}:
             lane.kernels.scatter(launch, shape, check=check)
     lane.quiet()
-    lane.give_back(sheet)
+    lane.give_back(commands)

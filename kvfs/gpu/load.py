@@ -1,9 +1,26 @@
 """A load to a GPU: runs of pages by DMA into scratch, checked there, and only then scattered to the engine's units.
 
-Leaf tables are read and held against the index's roots by the host; the GPU holds the sums of the bytes that really
-came against them, and leaves out pages that differ. Everything is enqueued ahead by the load thread; another one looks
-at the outcome at the end, or, layer-wise, at the end of each band of layers. So the next load is on its way when this
-one ends, and what that may have to wait for holds up no other's end.
+The host reads the leaf tables and checks them against the roots of the index; the GPU checks the sums of the bytes that
+arrived against the tables, and leaves out pages that differ.
+
+How loads overlap, so that the link does not run dry between two of them:
+
+- The load thread runs ``run``: it enqueues all copies, kernels and ends of bands of one load, then begins the next one.
+  A load needs one of UNDER_WAY permits from its first copy to its end.
+- The end thread runs ``finish`` of one load after the other: it waits for the bands, settles the pages and ends the
+  transfer. A load is handed over to it when the end of its first band is enqueued, at the latest when ``run`` returns.
+  What a load has to wait for while it is enqueued, such as a disk, delays the end of no earlier load.
+- Layers are announced by whichever of the two threads sees a band first. Calls of the driver hold the GIL, so the end
+  thread may see it milliseconds later than the load thread, which looks before each batch.
+- When the load thread sees that the oldest load of ``arriving`` has arrived, it sleeps for SWITCH_SECONDS, which hands
+  the GIL to the end thread.
+- Loads with callbacks end on a third thread, since a callback may cancel the next load and wait for it.
+- What is left of a load then (access times, releasing segments) is deferred by CLEAN_UP_SECONDS, so that it does not
+  hold the GIL while the waiter wakes up. It gives way to ends that are due, unless LATER_MAX loads wait for it. Its
+  calls sleep for SWITCH_SECONDS in between. A save likewise sleeps for YIELD_SECONDS between ``source_free`` and its
+  writes.
+- After an error of the driver it is unknown which copies are under way: nothing of the load is released before the lane
+  is quiet.
 """
 
 from __future__ import annotations
@@ -11,204 +28,175 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from queue import SimpleQueue
-from typing import TypeAlias
 
-from kvfs.gpu.batches import FLAG, Batches, LayerBand, Window, sheet_bytes
+from kvfs.gpu.batches import FLAG, Batches, LayerBand, Window, commands_bytes
 from kvfs.gpu.device import Device
 from kvfs.gpu.lane import LaunchQueue
+from kvfs.gpu.page_feed import GroupPages, MatchFeed, PageFeed, RestoreFeed
 from kvfs.gpu.page_source import PageSource, streaks
 from kvfs.gpu.resources import POLL_SECONDS, SWITCH_SECONDS, GpuTransportContext, wait_for_event
 from kvfs.kernels.work_list import Shape
-from kvfs.lookup.prefix_match import GroupMatch
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.read.plan import Run, plan_runs
-from kvfs.segments.open_segments import OpenSegment
-from kvfs.transfer.handle import Transfer
-from kvfs.transfer.load import Load
+from kvfs.transfer.control import TransferControl
+from kvfs.transfer.load import LoadRequest
 from kvfs.transfer.workers import Attached, fail
 from kvfs.types import PageOutcome, TransferState
 
 BANDS = 8  # of a layer-wise load, at most
-#: What smaller ones cost the host is more than what their copies take: of a band, and of a page's share in it.
+#: Of a band, and of a page's share in it: what smaller ones cost the host exceeds the time of their copies.
 BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
-#: Whoever has waited for a load may need 200 microseconds to run again, and what is left to do of it would keep the
-#: interpreter from him: it begins after so long. And of how many loads it may wait until others have ended.
+#: The waiter of a load needs about 200 us to wake up. LATER_MAX bounds the loads with deferred cleanup.
 CLEAN_UP_SECONDS, LATER_MAX = 1e-3, 4
-WINDOW_PAGES = 32  # that are planned before the first copy; then twice as many, while those are on their way
-
-
-#: The chunks of each group.
-Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
 
 
 @dataclass
 class GroupLoad:
     """The load of one group."""
 
-    attached: Attached
-    gm: GroupMatch
+    pages: GroupPages
     shape: Shape
     source: PageSource
     batches: Batches
-    wanted: list[int]
     runs: list[Run] = field(default_factory=list)  # of the windows so far
-    covered: int = 0  # chunks that should lie in them
+    covered: int = 0  # chunks that should be in them
     cut: bool = False  # it ended before the last page
     torn: bool = False  # it ended between two bands: no page has all of its layers
     sent: bool = False  # up to the end of the last band that there will be
-    flagged: memoryview = field(default_factory=lambda: memoryview(b""))  # as the last band left them
-    whole: bool = True  # nothing is known to be missing
+    flags: memoryview = field(default_factory=lambda: memoryview(b""))  # as the last band left them
+    whole: bool = True  # no page is known to be missing
+
+    @property
+    def number(self) -> int:
+        return self.pages.attached.number
 
 
-@dataclass
-class GpuLoad(Load):
-    """A load in progress: one thread calls ``run``, another ``finish``."""
+class GpuLoad:
+    """A load in progress: the load thread calls ``run``, the end thread ``finish``."""
 
-    _groups: list[GroupLoad] = field(default_factory=list)
-    #: (group, band) in the order in which they arrive, from when their ends are enqueued until somebody sees them
-    _coming: deque[tuple[GroupLoad, LayerBand]] = field(default_factory=deque)
-    _looking: threading.Lock = field(default_factory=threading.Lock)
-    _bands: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # True for each band, at last False
-    _moving: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the transfer's step
-    _holding: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # the match's segments
-    _handed_over: bool = False
-    _launches: LaunchQueue | None = None
-    _unknown: bool = False  # what of it has come
-    _afterwards: list[Callable[[], None]] = field(default_factory=list)
-
-    @cached_property
-    def gpu(self) -> GpuTransportContext:
-        assert isinstance(self.desk, GpuTransportContext)
-        return self.desk
+    def __init__(self, request: LoadRequest) -> None:
+        assert isinstance(request.context, GpuTransportContext)
+        self._gpu = request.context
+        self._request, self._transfer = request, request.transfer
+        ahead = request.lookahead
+        self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
+        self._groups: list[GroupLoad] = []
+        #: (group, band) in order of arrival, from when its end is enqueued until one of the threads sees it
+        self._coming: deque[tuple[GroupLoad, LayerBand]] = deque()
+        self._announcing = threading.Lock()
+        self._bands: SimpleQueue[bool] = SimpleQueue()  # True for each band, at last False
+        self._moving = contextlib.ExitStack()  # the transfer's step
+        self._handed_over = False
+        self._launches: LaunchQueue | None = None
+        self._unknown = False  # whether copies are under way
+        self._afterwards: list[Callable[[], None]] = []
 
     def run(self) -> None:
         """On the load thread: enqueue all of it."""
-        self.gpu.under_way.acquire()
+        gpu, transfer = self._gpu, self._transfer
+        gpu.under_way.acquire()
         try:
-            self.gpu.device.enter()
-            self._look_ahead()
-            if wait_for_event(self.gpu, self.transfer, self.after):
-                self.transfer._enter(TransferState.LOADING)
-                held = self._hold()
-                if self._moving.enter_context(self.transfer._step(tell=False)):
-                    with self.gpu.loads.kernels.use():
-                        self._enqueue(held)
+            gpu.device.enter()
+            self._feed.begin()
+            if wait_for_event(gpu, transfer, self._request.after):
+                transfer.enter(TransferState.LOADING)
+                self._feed.hold()
+                if self._moving.enter_context(transfer.step(tell=False)):
+                    with gpu.loads.kernels.use():
+                        self._enqueue()
         except Exception as exc:
-            fail(self.transfer, exc)
+            fail(transfer, exc)
         finally:
             self._bands.put(False)
             self._hand_over()
 
-    def _look_ahead(self) -> None:
-        """What can be done while the engine still uses its units."""
-
-    def _hold(self) -> dict[int, OpenSegment]:
-        """The segments of what there is to load, for all of the load."""
-        return self._holding.enter_context(self.gpu.reader.open_segments(self.match))
-
-    @property
-    def _tails(self) -> Mapping[int, int]:
-        """The end of what is published in each of them."""
-        return self.match.tails
-
     def _hand_over(self) -> None:
         if not self._handed_over:
             self._handed_over = True
-            self.gpu.arriving.append(self._has_come)
-            self.gpu.ends.put(self.finish)
+            self._gpu.arriving.append(self._has_arrived)
+            self._gpu.ends.put(self.finish)
 
-    def _enqueue(self, held: dict[int, OpenSegment]) -> None:
-        launches = self._launches = LaunchQueue(self.gpu.loads, partial(self._sheet_bytes, self.pages))
+    def _enqueue(self) -> None:
+        launches = self._launches = LaunchQueue(self._gpu.loads, self._commands_bytes)
         try:
-            self._send_groups(launches, held)
+            for pages in self._feed.groups():
+                self._send_group(launches, pages)
             launches.all()
-            self.transfer._expect({
-                PageOutcome.LOADED: {g.attached.number: bits_of(g.wanted) for g in self._groups}
-            })  # fmt: skip
+            self._transfer.expect({PageOutcome.LOADED: {g.number: bits_of(g.pages.wanted) for g in self._groups}})
         except BaseException:
             self._unknown = True
-            self.gpu.loads.quiet()
+            self._gpu.loads.quiet()
             self._unknown = False
             raise
         finally:
             for group in self._groups:
                 group.source.end_reads()
         if any(group.cut for group in self._groups):  # else the ends of the last bands are the ends of everything
-            self.gpu.loads.quiet()
+            self._gpu.loads.quiet()
 
-    def _send_groups(self, launches: LaunchQueue, held: dict[int, OpenSegment]) -> None:
-        """The groups one behind the other, without a pause between them, as long as they need no slots of the ring."""
-        for number, (attached, chunks) in enumerate(self.pages):
-            limit = self.match.restorable(self.possible)
-            wanted = [chunk for chunk in chunks if chunk < limit]
-            if wanted and not self.transfer.stopped:
-                gm = self.match.group(attached.group.name)
-                later = self.pages[number + 1 :]
-                self._send_group(launches, attached, gm, wanted, held, later)
-
-    def _send_group(
-        self, launches: LaunchQueue, attached: Attached, gm: GroupMatch, wanted: list[int],
-        held: dict[int, OpenSegment], later: Pages,
-    ) -> None:  # fmt: skip
-        group = self._begin(launches, attached, gm.for_part(attached.part, attached.page_bytes), wanted, held)
+    def _send_group(self, launches: LaunchQueue, pages: GroupPages) -> None:
+        """Without a pause behind the last group, unless that one holds slots of the ring."""
+        group = self._begin(launches, pages)
         self._groups.append(group)
-        self._send(group, held, sum(len(others) * a.page_bytes for a, others in later))
-        if later and group.source.has_slots:  # which the next group may want
+        self._send(group, sum(len(chunks) * a.page_bytes for a, chunks in pages.later))
+        if pages.later and group.source.has_slots:  # which the next group may want
             launches.all()
             self._await_announcements()
             group.source.free_slots()
-            good = bits_of(self._outcome(group)[0])
-            self.possible[gm.name] = self.possible.get(gm.name, -1) & ~(bits_of(group.wanted) & ~good)
+            bad = bits_of(pages.wanted) & ~bits_of(self._outcome(group)[0])
+            ruled_out, name = self._feed.ruled_out, pages.gm.name
+            ruled_out[name] = ruled_out.get(name, 0) | bad
 
-    def _sheet_bytes(self, most: Pages) -> int:
-        """For work lists of so many pages at most."""
+    def _commands_bytes(self) -> int:
+        """Room for the work lists of all pages that the load may have."""
+        shapes, units = self._gpu.shapes, self._request.units
         return sum(
-            sheet_bytes(
-                self.gpu.shapes[a.number], a.group.granules, pages=len(chunks), units=len(self.units[a.number]),
+            commands_bytes(
+                shapes[a.number], a.group.granules, pages=len(chunks), units=len(units[a.number]),
                 bands=self._bands_of(a, len(chunks)),
             )
-            for a, chunks in most if chunks
+            for a, chunks in self._feed.at_most() if chunks
         )  # fmt: skip
 
     def _bands_of(self, attached: Attached, pages: int) -> int:
-        """In how many bands so many pages come, at most."""
-        if not self.layerwise:
+        """The most bands that so many pages come in."""
+        if not self._request.layerwise:
             return 1
         each = attached.page_bytes
         return max(1, min(BANDS, pages * each // BAND_BYTES_MIN, each // SHARE_BYTES_MIN))
 
-    def _begin(
-        self, launches: LaunchQueue, attached: Attached, gm: GroupMatch, wanted: list[int], held: dict[int, OpenSegment]
-    ) -> GroupLoad:
-        source = PageSource(self.gpu, self.transfer, attached, gm, held, self._tails, self.came_from, launches.all)
+    def _begin(self, launches: LaunchQueue, pages: GroupPages) -> GroupLoad:
+        gpu, request, a = self._gpu, self._request, pages.attached
+        source = PageSource(gpu, self._transfer, pages, self._feed, request.tiers, launches.all)
         batches = Batches(
-            self.gpu, launches, attached, source, self.units[attached.number], wanted,
-            bands=self._bands_of(attached, len(wanted)), first_token=self.first_token, stop=self._stop,
-            ended=partial(self._ended, len(self._groups)),
+            gpu, launches, a, source, request.units[a.number], pages.wanted,
+            bands=self._bands_of(a, len(pages.wanted)), first_token=request.first_token, stop=self._stop,
+            ended=partial(self._band_enqueued, len(self._groups)),
         )  # fmt: skip
-        return GroupLoad(attached, gm, self.gpu.shapes[attached.number], source, batches, wanted)
+        return GroupLoad(pages, gpu.shapes[a.number], source, batches)
 
-    def _ended(self, number: int, band: LayerBand) -> None:
+    def _band_enqueued(self, number: int, band: LayerBand) -> None:
         self._coming.append((self._groups[number], band))
         self._bands.put(True)
         self._hand_over()
 
     def _stop(self) -> bool:
-        """Whether to go no further. Looks for what has come: calls of the driver keep the interpreter from others."""
-        self._announce_what_came(wait=False)
-        for has_come in list(self.gpu.arriving)[:1]:
-            if has_come != self._has_come and has_come():
-                self.gpu.context.files.sleep(SWITCH_SECONDS)
-        return self.transfer.stopped or self.gpu.late(self.transfer)
+        """Whether to go no further. Announces what has arrived, and lets the end thread run if a load has."""
+        self._announce_arrivals(wait=False)
+        for has_arrived in list(self._gpu.arriving)[:1]:
+            if has_arrived != self._has_arrived and has_arrived():
+                self._gpu.store.files.sleep(SWITCH_SECONDS)
+        return self._transfer.stopped or self._gpu.late(self._transfer)
 
-    def _send(self, group: GroupLoad, held: dict[int, OpenSegment], behind: int) -> None:
-        """Everything of a group up to the end of its last band; ``behind``: bytes of those that follow."""
+    def _send(self, group: GroupLoad, behind: int) -> None:
+        """Everything of a group up to the end of its last band; ``behind``: bytes of the groups that follow."""
         layers, behind_all = group.shape.layers, True
-        for window in self._windows(group, held):
+        for chunks, left in group.pages.windows():
+            window = self._window(group, chunks, left)
             for first, rows in self._plan_bands(group, window):
                 group.cut = not group.batches.send(window, first, rows, behind)
                 behind_all = group.cut or not window.left  # else it has one band, whose end is that of the last window
@@ -219,172 +207,168 @@ class GpuLoad(Load):
                     break
             if group.cut:
                 break
-        if not behind_all:  # the last window was not known to be it
+        if not behind_all:  # the last window was not known to be the last
             group.batches.end_band(0, layers)
         group.sent = True
 
-    def _windows(self, group: GroupLoad, held: dict[int, OpenSegment]) -> Iterator[Window]:
-        """Where the pages lie, a stretch at a time; all at once for bands, each of which needs all pages."""
-        wanted = group.wanted
-        done, pages = 0, len(wanted) if self.layerwise else WINDOW_PAGES
-        while done < len(wanted):
-            now = wanted[done : done + pages]
-            done, pages = done + len(now), 2 * pages
-            yield self._window(group, now, held, left=len(wanted) - done)
-
-    def _window(self, group: GroupLoad, now: list[int], held: dict[int, OpenSegment], *, left: int) -> Window:
-        """Where some of the pages of a group lie."""
+    def _window(self, group: GroupLoad, now: list[int], left: int) -> Window:
+        """Where these pages of a group are stored."""
         chunks = bits_of(now)
-        runs, covered = plan_runs(group.gm.cut(now[0], now[-1] - now[0] + 1), held)
+        runs, covered = plan_runs(group.pages.gm.cut(now[0], now[-1] - now[0] + 1), self._feed.held)
         runs = list(_cut(runs, chunks))
         group.runs += runs
         group.covered |= covered & chunks
         return Window(runs, list(members(chunks & ~covered)), left)
 
     def _plan_bands(self, group: GroupLoad, window: Window) -> list[tuple[int, int]]:
-        """(first layer position, layers) of what comes one behind the other: all at once, unless layer-wise."""
+        """(first layer position, layers) of the bands, in order; one band unless layer-wise."""
         layers = group.shape.layers
-        if not self.layerwise or window.others or any(group.source.in_place(run) is None for run in window.runs):
+        if not self._request.layerwise or window.others:
             return [(0, layers)]
-        step = -(-layers // self._bands_of(group.attached, len(window)))
+        if any(group.source.registered(run) is None for run in window.runs):
+            return [(0, layers)]
+        step = -(-layers // self._bands_of(group.pages.attached, len(window)))
         return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
     # -- the end -----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """On the thread that waits for ends: tell which layers have come, then what became of each page."""
+        """On the end thread: announce the layers that have arrived, then settle each page."""
+        gpu, transfer = self._gpu, self._transfer
         try:
             self._wait_for_bands()
             groups = self._groups if not self._unknown else []
-            for group in groups:  # all of them, whatever is wrong with one
+            for group in groups:  # all of them, even if settling one fails
                 group.source.release()
             for group in groups:
                 self._settle(group)
         except Exception as exc:
-            fail(self.transfer, exc)
+            fail(transfer, exc)
         finally:
             self._moving.close()
             if self._launches is not None and not self._unknown:
                 self._launches.give_back()
-            self.gpu.arriving.popleft()
-            self.gpu.under_way.release()
-            if self.transfer.calls_back:
-                self.gpu.callbacks.put(partial(_tell, self.gpu.device, self.transfer))
+            gpu.arriving.popleft()
+            gpu.under_way.release()
+            if transfer.calls_back:
+                gpu.callbacks.put(partial(_end, gpu.device, transfer))
             else:
-                self.transfer._end()
-        self.gpu.later.append(self._clean_up)
-        while self.gpu.later:
-            if not self.gpu.ends.waiting:
-                self.gpu.context.files.sleep(CLEAN_UP_SECONDS)
-            if self.gpu.ends.waiting and len(self.gpu.later) <= LATER_MAX:
+                transfer.end()
+        gpu.later.append(self._clean_up)
+        while gpu.later:
+            if not gpu.ends.waiting:
+                gpu.store.files.sleep(CLEAN_UP_SECONDS)
+            if gpu.ends.waiting and len(gpu.later) <= LATER_MAX:
                 break
-            self.gpu.later.popleft()()
+            gpu.later.popleft()()
 
     def _clean_up(self) -> None:
-        """What nobody waits for. In pieces: others may want the interpreter."""
-        with self._holding:
-            self._groups.clear()  # which have this load, and would live until the garbage is collected
+        """Deferred: nothing waits for it."""
+        try:
+            self._groups.clear()  # they refer to this load, and would live until the garbage is collected
             for call in self._afterwards:
-                self.gpu.context.files.sleep(SWITCH_SECONDS)
+                self._gpu.store.files.sleep(SWITCH_SECONDS)
                 call()
-            if self.lookahead is not None:
-                self.lookahead.release()
+        finally:
+            self._feed.release()
 
     def _wait_for_bands(self) -> None:
-        """Until nothing more is enqueued, and what was has come; after an error nobody knows what that is."""
+        """Until nothing more is enqueued, and all that was has arrived; after an error until the lane is quiet."""
         bands = iter(self._bands.get, False)
         try:
-            self.gpu.device.enter()
+            self._gpu.device.enter()
             for _ in bands:
                 self._await_announcements()
         except Exception as exc:
-            fail(self.transfer, exc)
+            fail(self._transfer, exc)
             deque(bands, maxlen=0)
             self._unknown = True
-            self.gpu.loads.wait()
+            self._gpu.loads.wait()
             self._unknown = False
             for group in self._groups:
                 group.sent = False
 
-    def _has_come(self) -> bool:
-        """Whether all has come whose end is enqueued."""
+    def _has_arrived(self) -> bool:
+        """Whether every band has arrived whose end is enqueued."""
         coming = list(self._coming)
         return not coming or coming[-1][1].end.query()
 
     def _await_announcements(self) -> None:
-        while not self._announce_what_came(wait=True):
-            self.gpu.context.files.sleep(POLL_SECONDS)
+        while not self._announce_arrivals(wait=True):
+            self._gpu.store.files.sleep(POLL_SECONDS)
 
-    def _announce_what_came(self, *, wait: bool) -> bool:
-        """Tell of bands that have come; whether none is on its way. On either thread, in order."""
-        if self._coming and self._looking.acquire(blocking=wait):
+    def _announce_arrivals(self, *, wait: bool) -> bool:
+        """Announce bands that have arrived; whether none is under way. On either thread, in order."""
+        if self._coming and self._announcing.acquire(blocking=wait):
             try:
                 while self._coming and self._coming[0][1].end.query():
                     self._announce(*self._coming[0])
                     self._coming.popleft()
             finally:
-                self._looking.release()
+                self._announcing.release()
         return not self._coming
 
     def _announce(self, group: GroupLoad, band: LayerBand) -> None:
-        """While all pages are well, the layers of a band that has come are ready."""
-        group.flagged = group.batches.flags(band)
-        all_sent = not group.cut and len(group.batches.sent) == len(group.wanted)
-        group.whole = group.whole and all_sent and not any(group.flagged)
+        """The layers of a band are ready, if no page of them is bad or missing."""
+        group.flags = group.batches.flags(band)
+        all_sent = not group.cut and len(group.batches.sent) == len(group.pages.wanted)
+        group.whole = group.whole and all_sent and not any(group.flags)
         if group.whole:
-            layers = group.attached.group.layers[group.attached.part.layer :]
-            self.transfer._layers_ready(layers[band.first : band.first + band.rows])
+            a = group.pages.attached
+            layers = a.group.layers[a.part.layer :]
+            self._transfer.layers_ready(layers[band.first : band.first + band.rows])
 
     def _settle(self, group: GroupLoad) -> None:
-        """What became of the pages of a group; after an error, of those of which everything had been enqueued."""
+        """Settle the pages of a group; after an error, those of groups that had been enqueued completely."""
         if not group.sent or group.batches.ends:
             self._account(group, [], group.source.faults)
         elif group.whole:
-            self._account(group, group.wanted, [])
-            self.transfer._settle(group.attached.number, bits_of(group.wanted), PageOutcome.LOADED)
+            self._account(group, group.pages.wanted, [])
+            self._transfer.settle(group.number, bits_of(group.pages.wanted), PageOutcome.LOADED)
         else:
-            self._sort_out(group)
+            self._settle_each(group)
 
     def _outcome(self, group: GroupLoad) -> tuple[list[int], list[tuple[int, int]], set[int]]:
-        """Of a group that has come: (chunks that are loaded, records whose bytes differ, bad chunks)."""
+        """Of a group that has arrived: (chunks that are loaded, records whose bytes differ, bad chunks)."""
         if group.whole:
-            return group.wanted, [], set()
+            return group.pages.wanted, [], set()
         sent, index = {} if group.torn else group.batches.sent, group.batches.index
         records = {run.chunk + i: (run.segment, seq) for run in group.runs for i, seq in enumerate(run.seqs)}
-        differ = [chunk for chunk in sent if group.flagged[index[chunk] * FLAG]]
-        gone = [chunk for chunk in members(group.covered) if chunk not in records]
-        bad = {*differ, *gone, *group.source.refused}
+        differ = [chunk for chunk in sent if group.flags[index[chunk] * FLAG]]
+        missing = [chunk for chunk in members(group.covered) if chunk not in records]
+        bad = {*differ, *missing, *group.source.refused}
         return sorted(sent.keys() - bad), [records[chunk] for chunk in differ], bad
 
-    def _sort_out(self, group: GroupLoad) -> None:
-        """Not all is well: what became of each page. Those that were not reached stay open, and are declined."""
+    def _settle_each(self, group: GroupLoad) -> None:
+        """Settle the pages of a group that is not whole. Pages that were not sent stay open, and are declined."""
         loaded, differ, bad = self._outcome(group)
-        self.gpu.context.counters.add("pages_corrupt", len(differ))
+        self._gpu.store.counters.add("pages_corrupt", len(differ))
         self._account(group, loaded, group.source.faults + differ)
         if bad:
-            self.transfer._note("unreadable")
-        self.transfer._settle(group.attached.number, bits_of(loaded), PageOutcome.LOADED)
-        self.transfer._settle(group.attached.number, bits_of(sorted(bad)), PageOutcome.UNREADABLE)
+            self._transfer.note("unreadable")
+        self._transfer.settle(group.number, bits_of(loaded), PageOutcome.LOADED)
+        self._transfer.settle(group.number, bits_of(sorted(bad)), PageOutcome.UNREADABLE)
 
     def _account(self, group: GroupLoad, loaded: Sequence[int], faults: list[tuple[int, int]]) -> None:
-        """Records that do not verify leave the index now; stamps can wait until the engine has been told."""
+        """Records that do not verify leave the index now; access times can wait until the transfer has ended."""
+        match, gm = self._feed.match, group.pages.gm
         if faults:
-            self.gpu.reader.forget(self.match, group.gm, faults)
-        of_use = {g.name: span(g.first, g.count) for g in self.match.groups}  # none, after an error in a restore
-        good = bits_of(loaded) & of_use.get(group.gm.name, 0)
-        self._afterwards.append(partial(self.gpu.reader.note, self.match, group.gm, good))
+            self._gpu.reader.forget(match, gm, faults)
+        useful = {g.name: span(g.first, g.count) for g in match.groups}  # none, after an error in a restore
+        good = bits_of(loaded) & useful.get(gm.name, 0)
+        self._afterwards.append(partial(self._gpu.reader.note, match, gm, good))
 
 
-def _tell(device: Device, transfer: Transfer) -> None:
-    """End it on the thread that calls back: what is called may want the GPU, while another thread captures a graph."""
+def _end(device: Device, transfer: TransferControl) -> None:
+    """End it on the callback thread: a callback may use the GPU while another thread captures a graph."""
     try:
         device.enter()
     finally:
-        transfer._end()
+        transfer.end()
 
 
 def _cut(runs: Sequence[Run], wanted: int) -> Iterator[Run]:
-    """The stretches of ``runs`` whose chunks are wanted."""
+    """``runs``, without the chunks that are not wanted."""
     for run in runs:
         if span(run.chunk, run.count) & ~wanted:
             for first, count in streaks([bool(wanted >> run.chunk + i & 1) for i in range(run.count)]):

@@ -1,13 +1,13 @@
-"""Where a load's bytes come from: registered maps, or the ring.
+"""Where a load's bytes come from: registered regions, or the ring.
 
-Copies are enqueued on the lane's DMA stream and not waited for. Pages that other parts make up or that are stored in a
-codec, and leaves that are too short for the GPU's checksum, are verified by the CPU in the ring; all others by the GPU.
+Copies are enqueued on the lane's DMA stream and not waited for. The GPU verifies pages, except those that other parts
+make up or that are stored in a codec, and leaves too short for its checksum: the CPU verifies these in the ring.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,19 +15,18 @@ from kvfs.context import Context
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.gpu.device import Event
+from kvfs.gpu.page_feed import GroupPages, PageFeed
 from kvfs.gpu.populate import PageCachePrefetch
 from kvfs.gpu.registration_cache import RegionLease, RegisteredRange
 from kvfs.gpu.resources import GpuTransportContext
-from kvfs.lookup.prefix_match import GroupMatch, Source
+from kvfs.lookup.prefix_match import Source
 from kvfs.pages.chunk_set import span
 from kvfs.read.assemble import assemble
 from kvfs.read.plan import Run
-from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Begun
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting
 from kvfs.transfer.staging import Lease, SlotState
-from kvfs.transfer.workers import Attached
 from kvfs.types import Tier, Verify
 
 READ_BYTES = 4 << 20  # one preadv
@@ -42,100 +41,100 @@ class _Reading(NamedTuple):
 
 
 class PageSource:
-    """The pages of one group of one load."""
+    """The bytes of one group of one load. Owns its slots, its lease of regions and its reads."""
 
     def __init__(
-        self, desk: GpuTransportContext, transfer: Transfer, attached: Attached, gm: GroupMatch,
-        held: Mapping[int, OpenSegment],
-        published: Mapping[int, int], came_from: TierAccounting, catch_up: Callable[[], None],
+        self, context: GpuTransportContext, transfer: TransferControl, pages: GroupPages, feed: PageFeed,
+        tiers: TierAccounting, catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._desk, self._transfer, self._attached, self._gm, self._held = desk, transfer, attached, gm, held
-        self._came_from = came_from
-        self._catch_up = catch_up  # to be called before anything that may have to wait
-        self._use = RegionLease()
-        self._leases: list[tuple[Event, Lease]] = []
-        self._ahead: dict[tuple[int, int], _Reading] = {}  # by where the run lies
-        self._published = published  # bytes of each segment that are known to be
-        self._summed = desk.shapes[attached.number].sums  # the GPU can check what it reads in place
-        self._past = partial(_past, desk.context)
-        self._fills = PageCachePrefetch(desk, self._published, self._past)
-        self.sums = self._summed and desk.context.verify is not Verify.OFF
-        self.table_bytes = attached.group.leaves(attached.part) * LEAF_BYTES if self.sums else 0  # of a page
+        """``catch_up``: called before anything that may have to wait."""
+        self._context, self._transfer, self._pages, self._feed = context, transfer, pages, feed
+        self._attached, self._tiers, self._catch_up = pages.attached, tiers, catch_up
+        self._regions = RegionLease()
+        self._leases: list[tuple[Event, Lease]] = []  # with the ends of the copies out of them
+        self._reads: dict[tuple[int, int], _Reading] = {}  # ahead of ``send``, by segment and offset of the run
+        self._summed = context.shapes[self._attached.number].sums  # the GPU can check what it reads in place
+        self._direct = partial(_reads_directly, context.store)
+        self._prefetch = PageCachePrefetch(context, feed.tails, self._direct)
+        self.sums = self._summed and context.store.verify is not Verify.OFF
+        group = self._attached.group
+        self.table_bytes = group.leaves(self._attached.part) * LEAF_BYTES if self.sums else 0  # of a page
         self.faults: list[tuple[int, int]] = []  # (segment, seq) of records that do not verify
         self.refused: list[int] = []  # chunks that are not loaded because of them
 
-    def grow(self, gm: GroupMatch) -> None:
-        """More of the group has been found: ``gm`` begins with what was known."""
-        self._gm = gm
+    # -- registered regions ------------------------------------------------------------------
 
-    # -- registered maps ---------------------------------------------------------------------
+    def registered(self, run: Run, *, prefetched: bool = False) -> list[RegisteredRange] | None:
+        """Registered memory of a run, from now until ``release``; None if it has to come through the ring.
 
-    def in_place(self, run: Run, *, filled: bool = False) -> list[RegisteredRange] | None:
-        """Registered memory of a run, from now until ``release``; None if it is to come through the ring.
-
-        Only what the page cache holds is registered now: to fault a cold map in takes longer than to read the file.
-        ``filled``: it has just been read for this.
+        Only what the page cache holds is registered now: faulting a cold map in takes longer than reading the file.
+        ``prefetched``: the run has just been read for this.
         """
-        maps = self._desk.in_place
-        if maps is None or not self._summed:
+        regions = self._context.regions
+        if regions is None or not self._summed:
             return None
-        there = maps.stretches(run.held, run.offset, run.span, 0, self._use, register=None)
-        if there is not None:
-            return there
-        published, register = self._published[run.segment], filled or self._registers(run)
-        missing = maps.missing(run.held, run.offset, run.span, published) if register else []
-        if any(self._desk.context.segments.cached_bytes(run.held, *piece) not in (piece[1], None) for piece in missing):
-            self._catch_up()  # the rest of a piece comes from the disk
-        return maps.stretches(run.held, run.offset, run.span, published, self._use, register=register)
+        ranges = regions.ranges(run.held, run.offset, run.span, 0, self._regions, register=False)
+        if ranges is not None:
+            return ranges
+        if not prefetched and not self._may_register(run):
+            regions.lacks(run.held, run.offset, run.span)
+            return None
+        published, cached = self._feed.tails[run.segment], self._context.store.segments.cached_bytes
+        missing = regions.missing(run.held, run.offset, run.span, published)
+        if any(cached(run.held, *region) not in (region[1], None) for region in missing):
+            self._catch_up()  # the rest of a region comes from the disk
+        return regions.ranges(run.held, run.offset, run.span, published, self._regions, register=True)
 
-    def _registers(self, run: Run) -> bool:
-        maps, cached = self._desk.in_place, self._desk.context.segments.cached_bytes
-        assert maps is not None
-        if maps.covers(run.held, run.offset, run.span):
+    def _may_register(self, run: Run) -> bool:
+        """Whether all of a run is registered, or in the page cache and worth registering."""
+        regions, cached = self._context.regions, self._context.store.segments.cached_bytes
+        assert regions is not None
+        if regions.covers(run.held, run.offset, run.span):
             return True
-        return maps.backing.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
+        return regions.source.ready() and cached(run.held, run.offset, run.span) in (run.span, None)
 
     def expect(self, runs: Sequence[Run]) -> None:
-        """Tell which runs will be sent, before any of them is."""
+        """Announce the runs that will be sent, before any of them is."""
         if self._summed:
-            self._fills.expect(runs)
+            self._prefetch.expect(runs)
 
     def prepare(self, run: Run) -> None:
-        """Begin the reads that a later ``send`` of this run will wait for, if there will be any."""
-        if self._desk.in_place is not None and self._summed and (self._registers(run) or self._fills.begin(run)):
+        """Begin the reads that a later ``send`` of this run would wait for."""
+        in_place = self._context.regions is not None and self._summed
+        if in_place and (self._may_register(run) or self._prefetch.begin(run)):
             return
-        ring, now = self._desk.ring, self._desk.context.files.monotonic()
+        ring, now = self._context.ring, self._context.store.files.monotonic()
         size = self._attached.page_bytes
         if run.count > ring.holds(size) // 4:
             return
         self._reap()
         lease = ring.acquire(run.count, now, page_bytes=size)
-        if lease is not None and self._transfer._own(lease):
-            self._ahead[run.segment, run.offset] = self._begin(run, lease)
+        if lease is not None and self._transfer.own(lease):
+            self._reads[run.segment, run.offset] = self._begin(run, lease)
 
     def send(self, run: Run, target: int) -> Iterator[Run]:
-        """Enqueue the copies of a run, gaps included, to ``target``; yields the stretches of it that come."""
-        dma, ahead = self._desk.loads.dma, (run.segment, run.offset) in self._ahead
-        filled = self._filled(run)
-        stretches = self.in_place(run, filled=filled)
-        if stretches is None and self._summed and not ahead and self._fills.begin(run):
-            filled = self._filled(run)
-            stretches = self.in_place(run, filled=filled)
-        if stretches is not None:
-            self._note(run, Tier.DISK if filled else Tier.HOST)
-            for address, nbytes in stretches:
+        """Enqueue the copies of a run, gaps included, to ``target``; yields the parts of it that are coming."""
+        dma, reading_ahead = self._context.loads.dma, (run.segment, run.offset) in self._reads
+        prefetched = self._await_prefetch(run)
+        ranges = self.registered(run, prefetched=prefetched)
+        if ranges is None and self._summed and not reading_ahead and self._prefetch.begin(run):
+            prefetched = self._await_prefetch(run)
+            ranges = self.registered(run, prefetched=prefetched)
+        if ranges is not None:
+            self._note(run, Tier.DISK if prefetched else Tier.HOST)
+            for address, nbytes in ranges:
                 dma.copy_in(target, address, nbytes)
                 target += nbytes
             yield run
             return
         done = 0
         while done < run.count:
-            reading = self._ahead.pop((run.segment, run.offset), None) if not done else None
+            reading = self._reads.pop((run.segment, run.offset), None) if not done else None
             if reading is None:
                 lease = self._lease(run.count - done)
                 if lease is None:
                     return
-                reading = self._begin(run.cut(done, len(lease)), lease, filled=filled)
+                reading = self._begin(run.cut(done, len(lease)), lease, prefetched=prefetched)
             part = reading.run
             try:
                 self._catch_up()
@@ -146,15 +145,15 @@ class PageSource:
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
             done += part.count
 
-    def _filled(self, run: Run) -> bool:
-        if self._fills.has(run):
+    def _await_prefetch(self, run: Run) -> bool:
+        if self._prefetch.has(run):
             self._catch_up()
-        return self._fills.wait(run)
+        return self._prefetch.wait(run)
 
     def send_rows(self, run: Run, offset: int, width: int, granules: int, target: int) -> None:
         """Enqueue ``width`` bytes of each granule of a registered run, from ``offset`` in the granule on."""
-        stretches = self.in_place(run)
-        assert stretches is not None, "a run that was registered is so no more"
+        ranges = self.registered(run)
+        assert ranges is not None, "a run that was registered no longer is"
         self._note(run, Tier.HOST)
         step = self._attached.page_bytes // granules
         if granules == 1 or run.stride == self._attached.page_bytes:
@@ -162,15 +161,15 @@ class PageSource:
         else:
             rows = [(i * run.stride + offset, step, granules) for i in range(run.count)]
         for first, pitch, count in rows:
-            self._copy_rows(stretches, first, pitch, count, width, target)
+            self._copy_rows(ranges, first, pitch, count, width, target)
             target += count * width
 
     def _copy_rows(
-        self, stretches: Sequence[RegisteredRange], offset: int, pitch: int, count: int, width: int, target: int
+        self, ranges: Sequence[RegisteredRange], offset: int, pitch: int, count: int, width: int, target: int
     ) -> None:
-        """Rows ``pitch`` apart; one strided copy for each stretch, two plain ones where a row is in two."""
-        dma, start = self._desk.loads.dma, 0
-        for number, (address, nbytes) in enumerate(stretches):
+        """Rows ``pitch`` apart; one strided copy for each range, two plain ones where a row is in two."""
+        dma, start = self._context.loads.dma, 0
+        for number, (address, nbytes) in enumerate(ranges):
             end = start + nbytes
             if count and offset < end:
                 inside = min(count, max(0, (end - offset - width) // pitch + 1))
@@ -180,7 +179,7 @@ class PageSource:
                 if count and offset < end:
                     head = end - offset
                     dma.copy_in(target, address + offset - start, head)
-                    dma.copy_in(target + head, stretches[number + 1].address, width - head)
+                    dma.copy_in(target + head, ranges[number + 1].address, width - head)
                     offset, target, count = offset + pitch, target + width, count - 1
             start = end
         assert not count, "rows reach beyond what is registered"
@@ -188,65 +187,66 @@ class PageSource:
     # -- the ring ----------------------------------------------------------------------------
 
     def _lease(self, pages: int) -> Lease | None:
-        """Slots, FILLING; those whose copies are over go back first. None, and the reason noted, if none come."""
-        ring, clock, size = self._desk.ring, self._desk.context.files.monotonic, self._attached.page_bytes
+        """Slots, FILLING; those whose copies have ended are released first. None, and a reason noted, if none come."""
+        ring, clock, size = self._context.ring, self._context.store.files.monotonic, self._attached.page_bytes
         pages = min(pages, max(1, ring.holds(size) // 4))
         self._catch_up()
         while True:
             self._reap()
-            mine = bool(self._leases or self._ahead)
+            mine = bool(self._leases or self._reads)
             lease = ring.acquire(
                 pages, clock() if mine else self._transfer.deadline, page_bytes=size, least=1,
                 give_up_at=lambda: -math.inf if self._transfer.stopped else math.inf,
             )  # fmt: skip
             if lease is not None:
-                return lease if self._transfer._own(lease) else None
+                return lease if self._transfer.own(lease) else None
             if self._leases:
                 self._leases[0][0].synchronize()
-            elif self._ahead:  # read ahead has taken what is needed now
+            elif self._reads:  # reading ahead has taken the slots that are needed now
                 self._end_read()
             else:
-                self._transfer._note("ring")
+                self._transfer.note("ring")
                 return None
 
     def _reap(self) -> None:
+        """Release the slots whose copies have ended."""
         while self._leases and self._leases[0][0].query():
             self._leases.pop(0)[1].release()
 
-    def _begin(self, run: Run, lease: Lease, *, filled: bool = False) -> _Reading:
-        """Have the slots filled by several threads. ``filled``: the page cache has it from this load."""
-        segments = self._desk.context.segments
+    def _begin(self, run: Run, lease: Lease, *, prefetched: bool = False) -> _Reading:
+        """Fill the slots by several threads. ``prefetched``: this load has read the run into the page cache."""
+        segments = self._context.store.segments
         cached = segments.cached_bytes(run.held, run.offset, run.span)
-        self._note(run, Tier.HOST if cached == run.span and not filled else Tier.DISK)
-        past = cached == 0 and self._past(run)
+        self._note(run, Tier.HOST if cached == run.span and not prefetched else Tier.DISK)
+        direct = cached == 0 and self._direct(run)
         calls: list[Callable[[], None]] = []
         for first, memory in lease.runs(run.stride):
             offset = run.offset + first * run.stride
             calls += [
-                partial(segments.read, run.held, memory[at : at + READ_BYTES], offset + at, direct=past)
+                partial(segments.read, run.held, memory[at : at + READ_BYTES], offset + at, direct=direct)
                 for at in range(0, len(memory), READ_BYTES)
             ]
-        return _Reading(run, lease, self._desk.readers.begin(calls))
+        return _Reading(run, lease, self._context.readers.begin(calls))
 
     def _end(self, reading: _Reading) -> list[bool]:
-        """Which pages are in their slots, fit to be sent."""
+        """Wait for the reads; which pages are good."""
         run, lease, begun = reading
         try:
             begun.wait()
             good = [True] * run.count
         except OSError:
             good = self._read_singly(run, lease)
-        if not self.sums and self._desk.context.verify is not Verify.OFF:
+        if not self.sums and self._context.store.verify is not Verify.OFF:
             self._verify(run, lease, good)
         return good
 
     def _read_singly(self, run: Run, lease: Lease) -> list[bool]:
-        """One of the pages cannot be read: find out which."""
-        self._desk.context.counters.add("read_errors")
+        """Read page by page, after one of them could not be read; which could."""
+        self._context.store.counters.add("read_errors")
         good = []
         for i, memory in enumerate(lease.views()):
             try:
-                self._desk.context.segments.read(run.held, memory, run.offset + i * run.stride)
+                self._context.store.segments.read(run.held, memory, run.offset + i * run.stride)
                 good.append(True)
             except OSError:
                 good.append(False)
@@ -256,37 +256,38 @@ class PageSource:
         leaf_bytes = self._attached.group.leaf_bytes(self._attached.part)
         for i, memory in enumerate(lease.views()):
             if good[i] and root_of(leaf_table(memory, leaf_bytes)) != run.root(i):
-                self._desk.context.counters.add("pages_corrupt")
+                self._context.store.counters.add("pages_corrupt")
                 good[i] = False
 
     def _drain(self, lease: Lease, target: int) -> None:
-        """Enqueue the copies out of the slots, ``stride`` apart; the lease goes back when they are over."""
-        dma, stride = self._desk.loads.dma, self.stride
+        """Enqueue the copies out of the slots, ``stride`` apart; the lease is released when they have ended."""
+        dma, stride = self._context.loads.dma, self.stride
         lease.move(SlotState.FULL)
         lease.move(SlotState.DRAINING)
-        for first, count, at in lease.stretches():
-            dma.copy_in(target + first * stride, self._desk.ring_address + at, count * stride)
+        for first, count, at in lease.ranges():
+            dma.copy_in(target + first * stride, self._context.ring_address + at, count * stride)
         self._leases.append((dma.record(), lease))
 
     def send_assembled(self, chunks: Sequence[int], target: int) -> tuple[list[int], list[int]]:
-        """Pages that other parts make up or that are to be decoded: made and verified by the CPU, ``stride`` apart.
+        """Pages that other parts make up or that a codec encodes: the CPU makes and verifies them, ``stride`` apart.
 
-        (chunks dealt with, positions of those that come); fewer than asked if slots are short.
+        (chunks dealt with, positions of those that are coming); fewer than asked if slots are short.
         """
         lease = self._lease(len(chunks))
         if lease is None:
             return [], []
+        context, gm, group = self._context, self._pages.gm, self._attached.group
         taken = list(chunks[: len(lease)])
-        sources, good = self._gm.sources(), []
+        sources, good = gm.sources(), []
         for chunk in taken:
             warm = all(self._in_cache(source) for source in sources.get(chunk, []))
-            self._came_from.note(self._attached.number, 1 << chunk, Tier.HOST if warm else Tier.DISK)
+            self._tiers.note(self._attached.number, 1 << chunk, Tier.HOST if warm else Tier.DISK)
         calls = [
-            partial(assemble, self._desk.context, sources.get(c, []), self._gm, self._attached.group, page, self._held)
+            partial(assemble, context.store, sources.get(c, []), gm, group, page, self._feed.held)
             for c, page in zip(taken, lease.views(), strict=True)
         ]
         self._catch_up()
-        for i, (chunk, (whole, wrong)) in enumerate(zip(taken, self._desk.readers.run(calls), strict=True)):
+        for i, (chunk, (whole, wrong)) in enumerate(zip(taken, context.readers.run(calls), strict=True)):
             self.faults += [(source.place.segment, source.place.seq) for source in wrong]
             if whole:
                 good.append(i)
@@ -296,27 +297,27 @@ class PageSource:
         return taken, good
 
     def _in_cache(self, source: Source) -> bool:
-        place, held = source.place, self._held.get(source.place.segment)
-        cached = self._desk.context.segments.cached_bytes
+        place, held = source.place, self._feed.held.get(source.place.segment)
+        cached = self._context.store.segments.cached_bytes
         return held is not None and cached(held, place.block * fmt.BLOCK, place.stored_bytes) == place.stored_bytes
 
     @property
     def stride(self) -> int:
-        """Bytes from page to page in the ring and in scratch, where they do not come as they lie in a segment."""
+        """Bytes from page to page in the ring, and in scratch where pages are not copied run by run."""
         return fmt.align(self._attached.page_bytes)
 
     @property
     def has_slots(self) -> bool:
         """Whether slots of the ring are in use, or about to be."""
-        return bool(self._leases or self._ahead)
+        return bool(self._leases or self._reads)
 
     # -- checksums, the end --------------------------------------------------------------------
 
     def tables(self, run: Run) -> tuple[bytes, bytes]:
-        """What the GPU's sums of the pages must be, and for each page 1 if the index vouches for that, or else 0."""
+        """The sums that the GPU must find, and for each page 1 if they agree with the root in the index, else 0."""
         if not self.sums:
             return b"", b"\1" * run.count
-        c, size = self._desk.context, self.table_bytes
+        c, size = self._context.store, self.table_bytes
         try:
             raw = c.files.read(run.held.fd, size * run.count, run.leaf) if run.leaf and run.leaf_bytes == size else b""
         except OSError:
@@ -338,42 +339,43 @@ class PageSource:
             self.faults.append((segment, seq))
 
     def _note(self, run: Run, tier: Tier) -> None:
-        self._came_from.note(self._attached.number, span(run.chunk, run.count), tier)
+        self._tiers.note(self._attached.number, span(run.chunk, run.count), tier)
 
     def free_slots(self) -> None:
-        """Wait for the copies out of slots, and let go of these."""
+        """Wait for the copies out of slots, and release these."""
         self.end_reads()
         while self._leases:
             self._leases[0][0].synchronize()
             self._reap()
 
     def end_reads(self) -> None:
-        """Wait for reads that nothing will be sent of."""
-        self._fills.close()
-        while self._ahead:
+        """Wait for reads whose pages will not be sent."""
+        self._prefetch.close()
+        while self._reads:
             self._end_read()
 
     def _end_read(self) -> None:
-        reading = self._ahead.popitem()[1]
+        reading = self._reads.popitem()[1]
         self._end(reading)
         reading.lease.release()
 
     def release(self) -> None:
-        """Let go of maps and slots; no copy of this load is under way any more."""
+        """Release regions and slots; no copy of this load is under way any more."""
         for _, lease in self._leases:
             lease.release()
         self._leases.clear()
-        if self._desk.in_place is not None:
-            self._desk.in_place.release(self._use)
+        if self._context.regions is not None:
+            self._context.regions.release(self._regions)
 
 
-def _past(c: Context, run: Run) -> bool:
-    """Whether what is not in the page cache is read past it: where nobody has used it before, or always."""
-    return c.mode.direct or (c.mode.cold_direct and not c.access_times.was_used(run.held.segment_id, run.seqs[0]))
+def _reads_directly(store: Context, run: Run) -> bool:
+    """Whether reads of cold pages bypass the page cache (O_DIRECT): always, or for pages that were never used."""
+    mode = store.mode
+    return mode.direct or (mode.cold_direct and not store.access_times.was_used(run.held.segment_id, run.seqs[0]))
 
 
 def streaks(good: Sequence[int], most: int = 1 << 62) -> Iterator[tuple[int, int]]:
-    """(first, count) of each run of what is true, in pieces of at most ``most``."""
+    """(first, count) of each run of what is true, cut to at most ``most``."""
     if most >= len(good) and all(good):
         yield 0, len(good)
         return

@@ -1,4 +1,4 @@
-"""Where a GPU reads pieces of segments from: the page cache, registered in place, or an arena of pinned memory.
+"""Where a GPU reads regions of segments from: the page cache, registered in place, or an arena of pinned memory.
 
 The arena is for hosts whose driver does not register read-only maps of files: blocks that are pinned once and filled
 again and again from the page cache, or past it from the disk. Both keep what they pin within a budget that all
@@ -22,13 +22,14 @@ from kvfs.system.thread_pool import Pool
 
 log = logging.getLogger("kvfs")
 
-MEASURED_BYTES = 256 << 20  # registered, before the cost of it is believed
+MEASURED_BYTES = 256 << 20  # registered, before their cost decides
 REMEMBERED_BYTES = 1 << 30  # about so many count: pages that were just written cost twice what they cost a second later
-#: Dearer than this, a load is faster through the ring than by registering first. On two H200 hosts the ring made 0.026
+#: Above this cost a load is faster through the ring than by registering first. On two H200 hosts the ring took 0.026
 #: and 0.039 s per GiB, a load that registers 0.01 more than registering alone.
 SECONDS_PER_GIB_MAX = 0.035
-FAILURES_MAX = 8  # of the driver, until loads ask it no more
+FAILURES_MAX = 8  # of the driver, until loads stop asking it
 READ_BYTES = 4 << 20  # one preadv into a block
+LACKED_MAX = 256  # regions that are remembered as lacking from one second to the next
 
 
 class RegisteredRegion(NamedTuple):
@@ -41,17 +42,17 @@ class RegisteredRegion(NamedTuple):
 
 
 class FullError(Exception):
-    """Nothing may be pinned any more, unless something else is let go."""
+    """The budget is spent: nothing may be pinned unless something else is freed."""
 
 
 class PinnedBudget:
-    """What may be pinned, of the host's processes together."""
+    """Bytes that all processes of the host together may pin."""
 
     def __init__(self, account: PinnedBytes, files: Files, limit: int) -> None:
         self._account, self._files, self.limit = account, files, limit
 
     def take(self, nbytes: int) -> None:
-        """FullError if that is too much."""
+        """FullError if that exceeds the limit."""
         if not self._account.take(nbytes, self.limit, self._files.monotonic()):
             raise FullError
 
@@ -60,20 +61,30 @@ class PinnedBudget:
 
 
 class RegionSource(Protocol):
-    """How pieces are made: by one thread at a time. Another may free some meanwhile."""
+    """Makes regions, in one thread at a time, and frees them, in any thread."""
 
     name: str
     budget: PinnedBudget
 
     @property
-    def fills(self) -> bool:
-        """Whether loads gain by bringing what is cold into the page cache, and making pieces of it there."""
+    def wants_prefetch(self) -> bool:
+        """Whether loads gain by reading cold pages into the page cache, and making regions of them there."""
 
     def ready(self) -> bool:
-        """Whether a load gains by making the pieces that it needs, rather than going through the ring."""
+        """Whether a load gains by making the regions that it needs, rather than by going through the ring."""
+
+    def lacks(self, segment_id: bytes, number: int) -> None:
+        """A load has gone without this region."""
+
+    @property
+    def short(self) -> bool:
+        """Whether ``grow`` would pin something."""
+
+    def grow(self, seconds: float) -> None:
+        """Pin memory for what loads have lacked since the last call, for about so long."""
 
     def cost(self, nbytes: int) -> int:
-        """What is pinned for a piece of so many bytes."""
+        """Bytes that are pinned for a region of ``nbytes``."""
 
     def make(self, held: OpenSegment, start: int, nbytes: int, *, ahead: bool) -> RegisteredRegion | None:
         """[start, start + nbytes) of a segment, all of it published. ``ahead``: no load waits for it.
@@ -81,30 +92,36 @@ class RegionSource(Protocol):
         FullError; None if it cannot be had, or, unless ``ahead``, not soon.
         """
 
-    def free(self, backed: RegisteredRegion) -> None:
-        """Nothing copies from it any more."""
+    def free(self, region: RegisteredRegion) -> None:
+        """No copy from it is under way any more."""
 
     def close(self) -> None:
-        """All has been freed."""
+        """Every region has been freed."""
 
 
 class RegisteredMaps:
     """Maps of the page cache, registered read-only: no byte is copied by a CPU."""
 
-    name = "in_place"
+    name, short = "in_place", False
 
     def __init__(self, device: Device, files: Files, budget: PinnedBudget) -> None:
         self._device, self._files, self.budget = device, files, budget
         self.failed = 0  # registrations that the driver refused, one after the other
-        self._seconds, self._registered = 0.0, 0.0  # spent on how many bytes, of late
+        self._seconds, self._registered = 0.0, 0.0  # spent lately, on how many bytes
 
     @property
-    def fills(self) -> bool:
-        return self.failed < FAILURES_MAX  # whatever it costs, it costs less than the disk
+    def wants_prefetch(self) -> bool:
+        return self.failed < FAILURES_MAX  # even expensive registration costs less than the disk
 
     def ready(self) -> bool:
-        dear = self._seconds * (1 << 30) > SECONDS_PER_GIB_MAX * self._registered
-        return self.failed < FAILURES_MAX and not (dear and self._registered >= MEASURED_BYTES)
+        expensive = self._seconds * (1 << 30) > SECONDS_PER_GIB_MAX * self._registered
+        return self.failed < FAILURES_MAX and not (expensive and self._registered >= MEASURED_BYTES)
+
+    def lacks(self, segment_id: bytes, number: int) -> None:
+        pass
+
+    def grow(self, seconds: float) -> None:
+        pass
 
     def cost(self, nbytes: int) -> int:
         return nbytes
@@ -127,24 +144,24 @@ class RegisteredMaps:
             return None
         return self._register(RegisteredRegion(held, mapping.address, nbytes, mapping), begin, ahead=ahead)
 
-    def _register(self, backed: RegisteredRegion, begin: float, *, ahead: bool) -> RegisteredRegion | None:
+    def _register(self, region: RegisteredRegion, begin: float, *, ahead: bool) -> RegisteredRegion | None:
         begin = self._files.monotonic() if ahead else begin
         try:
-            self._device.register(backed.address, backed.nbytes, read_only=True)
+            self._device.register(region.address, region.nbytes, read_only=True)
         except CudaError:
-            backed.memory.close()
-            self.budget.give_back(backed.nbytes)
+            region.memory.close()
+            self.budget.give_back(region.nbytes)
             self.failed += 1
             return None
         self.failed = 0
-        self._registered += backed.nbytes
+        self._registered += region.nbytes
         self._seconds += self._files.monotonic() - begin
         if self._registered > REMEMBERED_BYTES:
             self._registered, self._seconds = self._registered / 2, self._seconds / 2
-        return backed
+        return region
 
     def _bring_in(self, held: OpenSegment, address: int, start: int, nbytes: int) -> None:
-        """Read what the page cache lacks: the driver would do it page by page, and let nobody launch meanwhile."""
+        """Read what the page cache lacks: the driver would do it page by page, and block all launches meanwhile."""
         files = self._files
         if files.cached_bytes(held.fd, start, nbytes) in (nbytes, None):
             return
@@ -154,28 +171,50 @@ class RegisteredMaps:
             if files.cached_bytes(held.fd, start + at, size) != size:
                 files.populate_at(address + at, size)
 
-    def free(self, backed: RegisteredRegion) -> None:
-        if _unpinned(self._device, backed.memory):
-            self.budget.give_back(backed.nbytes)
+    def free(self, region: RegisteredRegion) -> None:
+        if _unregister(self._device, region.memory):
+            self.budget.give_back(region.nbytes)
 
     def close(self) -> None:
         pass
 
 
 class Arena:
-    """Pinned blocks of one size. To pin one takes half a second per GiB, so loads only use those that are there."""
+    """Pinned blocks of one size. Pinning takes half a second per GiB, so loads only fill blocks that are free.
 
-    name, fills = "arena", False  # its blocks are filled from the disk
+    ``grow`` pins blocks in the background.
+    """
+
+    name, wants_prefetch = "arena", False  # its blocks are filled from the disk
 
     def __init__(self, device: Device, files: Files, budget: PinnedBudget, readers: Pool, block_bytes: int) -> None:
         self._device, self._files, self.budget, self._readers = device, files, budget, readers
         self._block_bytes = block_bytes
         self._free: list[Pinned] = []
         self._blocks: list[Pinned] = []
-        self._full = False  # the budget is spent: whoever wants a block takes somebody's
+        self._full = False  # the budget is spent: a new region takes the block of another one
+        self._lacked: set[tuple[bytes, int]] = set()  # regions that loads have gone without
 
     def ready(self) -> bool:
         return bool(self._free) or self._full
+
+    def lacks(self, segment_id: bytes, number: int) -> None:
+        if len(self._lacked) < LACKED_MAX:
+            self._lacked.add((segment_id, number))
+
+    @property
+    def short(self) -> bool:
+        return len(self._lacked) > len(self._free) and not self._full
+
+    def grow(self, seconds: float) -> None:
+        """Pin a block for each region that lacked one; the next load of that region fills it."""
+        end, lacked = self._files.monotonic() + seconds, len(self._lacked)
+        self._lacked.clear()
+        with contextlib.suppress(FullError):
+            for _ in range(lacked - len(self._free)):
+                self._free.append(self._pin())
+                if self._files.monotonic() >= end:
+                    break
 
     def cost(self, nbytes: int) -> int:
         return self._block_bytes  # however much of it is filled
@@ -201,6 +240,10 @@ class Arena:
             if self._full:
                 raise FullError
             return None
+        return self._pin()
+
+    def _pin(self) -> Pinned:
+        """A new block. FullError if the budget is spent, or the memory cannot be pinned."""
         self._full = True
         self.budget.take(self._block_bytes)
         try:
@@ -212,8 +255,8 @@ class Arena:
         self._full = False
         return block
 
-    def free(self, backed: RegisteredRegion) -> None:
-        self._free.append(backed.memory)
+    def free(self, region: RegisteredRegion) -> None:
+        self._free.append(region.memory)
 
     def close(self) -> None:
         for block in self._blocks:
@@ -225,7 +268,7 @@ class Arena:
 
 
 class Probe(NamedTuple):
-    """What the device makes of a read-only map of a file of this store."""
+    """Whether the device reads a read-only map of a file of this store right."""
 
     works: bool
     reason: str = ""
@@ -248,7 +291,7 @@ def probe(device: Device, fd: int, files: Files, nbytes: int) -> Probe:
     except CudaError as exc:
         return Probe(False, str(exc))
     finally:
-        _unpinned(device, mapping)
+        _unregister(device, mapping)
     return Probe(same, "" if same else "the device read other bytes")
 
 
@@ -264,10 +307,10 @@ def _read_back(device: Device, address: int, nbytes: int) -> bytes:
         back.close()
 
 
-def _unpinned(device: Device, mapping: BareMap) -> bool:
-    """Let go of a registered map. False if the driver keeps it: it stays where it is, for good.
+def _unregister(device: Device, mapping: BareMap) -> bool:
+    """Unregister and unmap. False if the driver keeps the registration: then the map stays until the process ends.
 
-    The driver would take whatever came to lie there for it, and read the old pages in place of that.
+    Otherwise new memory at its address would count as registered, and the device would read the old pages.
     """
     try:
         device.unregister(mapping.address)

@@ -13,55 +13,55 @@ from kvfs.gpu.lane import DmaLane
 from kvfs.gpu.registration_cache import RegistrationCache
 from kvfs.kernels.work_list import Shape
 from kvfs.system.thread_pool import Pool
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.workers import JobThreads, TransportContext, wait_for
 from kvfs.types import TransferState
 
-POLL_SECONDS = 20e-6
-UNDER_WAY = 3  # loads, from the first copy that is enqueued until all of it has come
-SWITCH_SECONDS = 1e-6  # another thread that wants the interpreter has it then
-YIELD_SECONDS = 200e-6  # for whoever waits to go on, before work that can wait takes the interpreter again
+POLL_SECONDS = 20e-6  # between two queries of an event
+UNDER_WAY = 3  # loads between their first copy and their end
+SWITCH_SECONDS = 1e-6  # a sleep that hands the GIL to another thread that wants it
+YIELD_SECONDS = 200e-6  # a sleep in which a waiter wakes up, before deferrable work takes the GIL again
 
 
 @dataclass(frozen=True)
 class GpuTransportContext(TransportContext):
-    """What all jobs of one GpuIO share. The lanes are of one thread each."""
+    """What all jobs of one GpuIO share. Each lane is used by one thread."""
 
     device: Device
     shapes: Mapping[int, Shape]  # by group number
     tables: Mapping[int, Memory]  # buffer tables, likewise
     saves: DmaLane
     loads: DmaLane
-    in_place: RegistrationCache | None
+    regions: RegistrationCache | None  # None: everything comes through the ring
     readers: Pool
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
-    under_way: threading.Semaphore  # loads: UNDER_WAY at most
-    arriving: deque[Callable[[], bool]]  # of the loads whose ends are waited for: whether they have come
-    later: deque[Callable[[], None]]  # what is left to do of loads that have ended; of that thread alone
-    ends: JobThreads  # waits for the ends of loads, one after the other
-    callbacks: JobThreads  # of loads: these may want to cancel the next one
+    under_way: threading.Semaphore  # UNDER_WAY permits, one for each load
+    arriving: deque[Callable[[], bool]]  # of the loads that were handed over and have not ended: whether they arrived
+    later: deque[Callable[[], None]]  # deferred cleanup of loads; for the end thread alone
+    ends: JobThreads  # the end thread: ends loads, one after the other
+    callbacks: JobThreads  # the callback thread: ends loads with callbacks, which may cancel the next one
 
 
-def wait_until(desk: GpuTransportContext, event: Event) -> None:
-    """Wait for something that was enqueued. To be woken by the driver takes 180 microseconds, this 40."""
+def wait_until(context: GpuTransportContext, event: Event) -> None:
+    """Poll an event: the driver would take 180 us to wake the thread up, this takes 40."""
     while not event.query():
-        desk.context.files.sleep(POLL_SECONDS)
+        context.store.files.sleep(POLL_SECONDS)
 
 
-def wait_for_event(desk: GpuTransportContext, transfer: Transfer, after: Any) -> bool:
+def wait_for_event(context: GpuTransportContext, transfer: TransferControl, after: Any) -> bool:
     """Wait for the engine's event until the deadline; False, and the reason noted, if it has not come by then.
 
-    Asked from here rather than left to a stream, which could neither be cancelled nor give up.
+    The host polls it: a stream that waited for it could neither be cancelled nor give up.
     """
     query: Callable[[], bool] | None = getattr(after, "query", None)
     if query is None:
         wait_for(transfer, after)
         return not transfer.stopped
     if not query():
-        transfer._enter(TransferState.WAITING)
+        transfer.enter(TransferState.WAITING)
         while not query():
-            if transfer.stopped or desk.late(transfer):
+            if transfer.stopped or context.late(transfer):
                 return False
-            desk.context.files.sleep(POLL_SECONDS)
+            context.store.files.sleep(POLL_SECONDS)
     return not transfer.stopped

@@ -1,7 +1,7 @@
 """A save from a GPU: gathered into scratch, summed there, by DMA to the ring; appended on write threads.
 
-The pages of a batch and their leaf tables arrive together, while the next batches are gathered, of whatever group: the
-link does not run dry between two groups. Without slots for a page within the deadline it is declined before it is
+The pages of a batch and their leaf tables arrive together, while the next batches, of any group, are gathered: the link
+does not run dry between two groups. A page for which no slots come within the deadline is declined before it is
 gathered.
 """
 
@@ -27,7 +27,7 @@ from kvfs.types import TransferState
 from kvfs.write.appender import AppendJob
 
 BATCH_BYTES = 32 << 20
-AHEAD = 8  # batches that are gathered while the oldest is on its way: what a cancellation waits for
+AHEAD = 8  # batches that are gathered while the oldest is on its way; a cancellation waits for them
 
 
 class _Flight(NamedTuple):
@@ -35,8 +35,8 @@ class _Flight(NamedTuple):
 
     batch: Batch
     arrived: Event
-    sheet: CommandBuffer
-    tables: int  # where in it the leaf tables arrive; negative: they are made by the CPU
+    commands: CommandBuffer
+    tables: int  # offset in it where the leaf tables arrive; negative: the CPU makes them
     step: contextlib.ExitStack  # bytes move until it is closed
 
 
@@ -46,13 +46,13 @@ class GpuSave(Save):
 
     _tables: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by group number and chunk
     _flights: deque[_Flight] = field(default_factory=deque)
-    _sheet: CommandBuffer | None = None
+    _commands: CommandBuffer | None = None
     _landed: list[Batch] = field(default_factory=list)  # not handed over yet
 
     @property
     def gpu(self) -> GpuTransportContext:
-        assert isinstance(self.desk, GpuTransportContext)
-        return self.desk
+        assert isinstance(self.context, GpuTransportContext)
+        return self.context
 
     def run(self) -> None:
         """On the save thread: everything up to ``source_free``."""
@@ -60,7 +60,7 @@ class GpuSave(Save):
         try:
             self.gpu.device.enter()
             if wait_for_event(self.gpu, self.transfer, self.after):
-                self.transfer._enter(TransferState.COPYING)
+                self.transfer.enter(TransferState.COPYING)
                 with lane.kernels.use():
                     self._gather_all()
         except Exception as exc:
@@ -69,38 +69,38 @@ class GpuSave(Save):
             try:
                 if self._flights:  # left by an error
                     lane.quiet()
-                if self._sheet is not None:
-                    lane.give_back(self._sheet)
+                if self._commands is not None:
+                    lane.give_back(self._commands)
             finally:
                 for flight in self._flights:
                     flight.step.close()
-                self.transfer._enter(TransferState.WRITING)
-                self.transfer.source_free._set()
+                self.transfer.enter(TransferState.WRITING)
+                self.transfer.free_source()
                 if self._landed:
-                    self.gpu.context.files.sleep(YIELD_SECONDS)  # the engine gets the interpreter before the writers
+                    self.gpu.store.files.sleep(YIELD_SECONDS)  # the engine gets the GIL before the writers
                 self._hand_over_landed()
                 self._finish(gathered=True)
 
     def _gather_all(self) -> None:
         """Enqueue the batches of all groups; then wait for those that are still on their way."""
-        need = sum(self._sheet_bytes(a, len(chunks)) for a, chunks in self.pages if chunks)
-        sheet = self._sheet = self.gpu.saves.sheet(need)
+        need = sum(self._commands_bytes(a, len(chunks)) for a, chunks in self.pages if chunks)
+        commands = self._commands = self.gpu.saves.commands(need)
         try:
             for attached, chunks in self.pages:
-                if chunks and not self._gather_group(attached, chunks, sheet):
+                if chunks and not self._gather_group(attached, chunks, commands):
                     break
         finally:
             while self._flights:
                 self._land()
 
-    def _gather_group(self, attached: Attached, chunks: list[int], sheet: CommandBuffer) -> bool:
+    def _gather_group(self, attached: Attached, chunks: list[int], commands: CommandBuffer) -> bool:
         """Enqueue the batches of a group; False ends the save."""
-        desk, transfer, done = self.gpu, self.transfer, 0
-        units = self._send_ids(attached, sheet)
-        most = max(1, min(BATCH_BYTES, desk.saves.nbytes // BATCHES) // desk.ring.stride(attached.page_bytes))
+        gpu, transfer, done = self.gpu, self.transfer, 0
+        units = self._send_ids(attached, commands)
+        most = max(1, min(BATCH_BYTES, gpu.saves.nbytes // BATCHES) // gpu.ring.stride(attached.page_bytes))
         pages = most if self._flights else max(1, most // 4)  # the link waits for the first batch
         while done < len(chunks) and chunks[done] < self.limit:
-            if transfer.stopped or desk.late(transfer):
+            if transfer.stopped or gpu.late(transfer):
                 return False
             lease = self._lease(min(pages, len(chunks) - done), attached.page_bytes)
             if lease is None:
@@ -108,14 +108,14 @@ class GpuSave(Save):
             pages = min(most, 2 * pages)
             batch = Batch(attached, chunks[done : done + len(lease)], lease)
             step = contextlib.ExitStack()
-            if not step.enter_context(transfer._step(tell=False)):
+            if not step.enter_context(transfer.step(tell=False)):
                 step.close()
                 return False
             try:
-                self._flights.append(self._send(batch, sheet, units, step))
+                self._flights.append(self._send(batch, commands, units, step))
             except BaseException:
                 with step:
-                    desk.saves.quiet()
+                    gpu.saves.quiet()
                 raise
             done += len(batch.chunks)
             if len(self._flights) > AHEAD:
@@ -124,85 +124,87 @@ class GpuSave(Save):
 
     def _lease(self, pages: int, page_bytes: int) -> Lease | None:
         """Slots for a batch; batches on their way are landed, and handed over, before it waits."""
-        desk, ring = self.gpu, self.gpu.ring
+        gpu, ring = self.gpu, self.gpu.ring
         while True:
-            clock = desk.context.files.monotonic
+            clock = gpu.store.files.monotonic
             lease = ring.acquire(
                 pages,
                 clock() if self._flights or self._landed else self.transfer.deadline,
                 page_bytes=page_bytes,
                 least=1,
-                keep=desk.save_keep,
-                give_up_at=desk.writes.stalled_at,
+                keep=gpu.save_keep,
+                give_up_at=gpu.writes.stalled_at,
             )
             if lease is not None:
-                return lease if self.transfer._own(lease) else None
+                return lease if self.transfer.own(lease) else None
             if not self._flights and not self._landed:
-                self.transfer._note("ring")
+                self.transfer.note("ring")
                 return None
             if self._flights:
                 self._land()
             self._hand_over_landed()
 
-    def _sheet_bytes(self, attached: Attached, pages: int) -> int:
-        """What a group puts on the sheet, at most: if each page is a batch of its own."""
+    def _commands_bytes(self, attached: Attached, pages: int) -> int:
+        """Room that a group needs in the command buffer, at most: if each page is a batch of its own."""
         shape, granules = self.gpu.shapes[attached.number], attached.group.granules
         words = (granules * (GRANULE_WORDS + shape.layers) + HEAD_WORDS) * WORD + 3 * ALIGN
         return len(self.units[attached.number]) * WORD + pages * words + ALIGN
 
-    def _send_ids(self, attached: Attached, sheet: CommandBuffer) -> tuple[int, int]:
-        """Unit ids of a group: where on the sheet, and how many. Not behind pages that are on their way to slots."""
+    def _send_ids(self, attached: Attached, commands: CommandBuffer) -> tuple[int, int]:
+        """Unit ids of a group: offset in the command buffer, and how many. Ahead of pages on their way to slots."""
         ids = array("q", self.units[attached.number])
-        at = sheet.put(ids)
-        sheet.send(self.gpu.saves.kernels, at)
+        at = commands.put(ids)
+        commands.send(self.gpu.saves.kernels, at)
         return at, len(ids)
 
-    def _send(self, batch: Batch, sheet: CommandBuffer, units: tuple[int, int], step: contextlib.ExitStack) -> _Flight:
+    def _send(
+        self, batch: Batch, commands: CommandBuffer, units: tuple[int, int], step: contextlib.ExitStack
+    ) -> _Flight:
         """Enqueue: work list, gather, sums, copies to the slots."""
-        desk, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
-        shape, group, stride = desk.shapes[attached.number], attached.group, lease.stride
-        slot = lane.slot(len(chunks) * stride, lane.kernels)
-        assert slot is not None, "a batch of a save was not finished"
+        gpu, lane, (attached, chunks, lease) = self.gpu, self.gpu.saves, batch
+        shape, group, stride = gpu.shapes[attached.number], attached.group, lease.stride
+        scratch = lane.slice(len(chunks) * stride, lane.kernels)
+        assert scratch is not None, "a batch of a save was not finished"
         words = _words(chunks, group, stride, shape.layers * shape.leaf_bytes)
         nbytes = len(chunks) * group.granules * shape.layers * LEAF_BYTES
-        tables = sheet.room(nbytes)
-        work = sheet.put(pack(
-            shape, words, scratch=slot.address, unit_ids=sheet.address(units[0]), units=units[1], flags=0,
-            leaves=sheet.address(tables), buffers=desk.tables[attached.number].address,
+        tables = commands.room(nbytes)
+        work = commands.put(pack(
+            shape, words, scratch=scratch.address, unit_ids=commands.address(units[0]), units=units[1], flags=0,
+            leaves=commands.address(tables), buffers=gpu.tables[attached.number].address,
         ))  # fmt: skip
-        sheet.send(lane.kernels, work)
-        launch = sheet.work(work, sheet.words(*units))
+        commands.send(lane.kernels, work)
+        launch = commands.work(work, commands.words(*units))
         lane.kernels.gather(launch, shape)
-        lane.dma.after(lane.kernels.record(slot.arrived))
-        for first, count, at in lease.stretches():
-            lane.dma.copy_out(desk.ring_address + at, slot.address + first * stride, count * stride)
+        lane.dma.after(lane.kernels.record(scratch.arrived))
+        for first, count, at in lease.ranges():
+            lane.dma.copy_out(gpu.ring_address + at, scratch.address + first * stride, count * stride)
         if shape.sums:
-            sheet.fetch(lane.dma, tables, nbytes, into=tables)
-        lane.finished(slot, lane.dma)
-        return _Flight(batch, lane.dma.record(), sheet, tables if shape.sums else -1, step)
+            commands.fetch(lane.dma, tables, nbytes, into=tables)
+        lane.finished(scratch, lane.dma)
+        return _Flight(batch, lane.dma.record(), commands, tables if shape.sums else -1, step)
 
     def _land(self) -> None:
         """Wait until the oldest batch has arrived."""
-        batch, arrived, sheet, tables, step = self._flights.popleft()
+        batch, arrived, commands, tables, step = self._flights.popleft()
         with step:
             wait_until(self.gpu, arrived)
             if tables >= 0:
-                self._keep_tables(batch, sheet, tables)
+                self._keep_tables(batch, commands, tables)
             batch.lease.move(SlotState.FULL)
         self._landed.append(batch)
 
     def _hand_over_landed(self) -> None:
-        """What has arrived goes to the write threads: when slots are short, or when all is gathered.
+        """Hand landed batches to the write threads: when slots are short, or when all pages are gathered.
 
-        Not at once, since they take the interpreter from this one, and the engine waits for this one.
+        Not before: the writers would take the GIL from this thread, which the engine waits for.
         """
         self._hand_over(self._landed)
         self._landed.clear()
 
-    def _keep_tables(self, batch: Batch, sheet: CommandBuffer, at: int) -> None:
+    def _keep_tables(self, batch: Batch, commands: CommandBuffer, at: int) -> None:
         attached = batch.attached
         size = attached.group.leaves(attached.part) * LEAF_BYTES
-        raw = bytes(sheet.back(at, size * len(batch.chunks)))
+        raw = bytes(commands.back(at, size * len(batch.chunks)))
         mine = self._tables.setdefault(attached.number, {})
         for i, chunk in enumerate(batch.chunks):
             mine[chunk] = raw[i * size : (i + 1) * size]
@@ -214,7 +216,7 @@ class GpuSave(Save):
 
 
 def _words(chunks: Sequence[int], group: Group, size: int, step: int) -> array[int]:
-    """The granules of pages that lie ``size`` bytes apart, granules of a page ``step`` apart."""
+    """The granules of pages that are ``size`` bytes apart, granules of a page ``step`` apart."""
     states, granules = group.states, group.granules
     jump = states // granules
     if granules == 1 or size == granules * step:

@@ -5,8 +5,8 @@ this generation holds a shared flock. ``index/CURRENT`` names the generation. ``
 which boot, device and inode it was made dirty, durably before the first commit.
 
 A generation is trusted if it was closed cleanly, or if it is dirty, of this boot, on the same device and inode,
-and somebody else holds ``users`` now. Otherwise it is removed, and calls get IndexUnavailableError("rebuilding")
-until ``install`` puts a new one in place.
+and another process holds ``users`` now. Otherwise it is removed, and calls raise IndexUnavailableError("rebuilding")
+until ``install`` makes a new one current.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from kvfs.system.files import SHORT_OF, boot_id
 from kvfs.system.worker import Worker
 
 T = TypeVar("T")
-PROBE_SECONDS = 0.1  # the breaker lets one call through per this time
-FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages too
+PROBE_SECONDS = 0.1  # an open breaker lets one call through per this time
+FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages as well
 READ_AHEAD_BYTES_MAX = 1 << 30
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
-_MY_FAULT = (*SHORT_OF, errno.EACCES, errno.EPERM)
+_OWN_ERRORS = (*SHORT_OF, errno.EACCES, errno.EPERM)  # of this process: another one may be able to open the index
 
 
 def trust_version(directory: Directory) -> tuple[object, ...]:
-    """Of what decides whether an index may be trusted: the same again, the same answer."""
+    """Changes whenever the answer to whether an index may be trusted can change."""
     return _version(directory, "CURRENT", directory.sub("index")), _version(directory, "state", directory.root)
 
 
 def _version(directory: Directory, name: str, folder: int) -> tuple[int, ...] | None:
-    """Of a small file: others replace it, or there is none."""
+    """Identity of a small file that is only ever replaced; None if there is none."""
     try:
         st = directory.files.stat(name, dir_fd=folder)
     except OSError:
@@ -55,11 +55,11 @@ def _version(directory: Directory, name: str, folder: int) -> tuple[int, ...] | 
 
 
 class Index:
-    """The index of one open store. All methods may be called from any thread.
+    """Owns the LMDB environment of one open store, its generation and its breaker; delegates locking to ``Gate``.
 
-    ``read`` and ``write`` run a callable with a :class:`Session`, in a transaction under the gate; what the
-    callable raises aborts the transaction and comes out here. They raise IndexUnavailableError when the answer
-    cannot be had in time.
+    All methods may be called from any thread; one worker thread does the work. ``read`` and ``write`` run a callable
+    with a :class:`Session`, in a transaction under the gate; an exception of the callable aborts the transaction and
+    is raised to the caller. They raise IndexUnavailableError if the answer does not come in time.
     """
 
     def __init__(self, directory: Directory, map_size: int, *, private_path: str | None = None) -> None:
@@ -97,7 +97,7 @@ class Index:
         return None if native is None or self._closed else native.session()
 
     def is_missing(self, timeout: float) -> bool:
-        """Whether there is no generation that may be trusted. False if that cannot be told in time."""
+        """Whether no generation may be trusted; False if that cannot be told in time."""
         try:
             self.read(lambda session: None, timeout)
         except IndexUnavailableError as exc:
@@ -148,7 +148,7 @@ class Index:
                 self._gate.release()
 
     def _in_transaction(self, function: Callable[[Session], T], write: bool) -> T:
-        if self._env is None or self._tables is None:  # a private index, closed meanwhile or given up after an error
+        if self._env is None or self._tables is None:  # a private index, closed meanwhile or retired after an error
             raise IndexUnavailableError("closed" if self._closed else "rebuilding")
         now_s = self._files.now_us() // 1_000_000
         try:
@@ -174,29 +174,29 @@ class Index:
         self._close_environment()
         if self._closed:
             raise IndexUnavailableError("closed")
-        stamp = self._stat_current()
+        current = self._stat_current()
         name = self._read_current()
-        if stamp is None or name is None:
+        if current is None or name is None:
             raise IndexUnavailableError("rebuilding")
         index = self._directory.sub("index")
         try:
             folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
         except OSError as exc:
-            raise self._not_opened(name, exc) from None
+            raise self._open_error(name, exc) from None
         try:
             self._open_in(folder, name)
-            self._native = NativeIndex.open(self._directory, folder, name, stamp)
+            self._native = NativeIndex.open(self._directory, folder, name, current)
         except (OSError, lmdb.Error) as exc:
             self._close_environment()
-            raise self._not_opened(name, exc) from None
+            raise self._open_error(name, exc) from None
         finally:
             self._files.close(folder)
-        self._current, self.generation = stamp, name
+        self._current, self.generation = current, name
 
-    def _not_opened(self, name: str, exc: Exception) -> IndexUnavailableError:
-        """Give the generation up, unless it is this process that lacks something: others may be working with it."""
-        mine = "already open in this process" in str(exc)
-        if mine or getattr(exc, "errno", getattr(exc, "code", None)) in _MY_FAULT:
+    def _open_error(self, name: str, exc: Exception) -> IndexUnavailableError:
+        """What to raise. Discards the generation, unless only this process cannot open it: others may be using it."""
+        own = "already open in this process" in str(exc)
+        if own or getattr(exc, "errno", getattr(exc, "code", None)) in _OWN_ERRORS:
             return IndexUnavailableError(f"index error: {exc}")
         self._discard_current(name)
         return IndexUnavailableError("rebuilding")
@@ -207,13 +207,13 @@ class Index:
         data = self._files.stat("data.mdb", dir_fd=folder)
         state = read_state(self._directory)
         same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
-        same = same and stat.S_ISREG(data.st_mode) and data.st_nlink == 1  # two names: also another directory's
+        same = same and stat.S_ISREG(data.st_mode) and data.st_nlink == 1  # two names: a copy by hard links
         if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
             raise OSError("dirty index of another boot or of dead processes")
-        if self._read_only:  # only whoever can leave the index clean counts: the last writer must find himself alone
+        if self._read_only:  # not a user: the last writer must find itself alone to leave the index clean
             self._files.flock(self._users, fcntl.LOCK_UN)
         elif not self._files.flock(self._users, fcntl.LOCK_SH):
-            raise OSError("users file is locked by somebody without the gate")
+            raise OSError("the users file is locked by a process that does not hold the gate")
         if not self._read_only and (state.clean or alone):
             write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=False))
         path = os.path.join(self._directory.path, "index", name)
@@ -230,7 +230,7 @@ class Index:
         return data.decode() if data is not None and _NAME.match(data) else None
 
     def _discard_current(self, name: str) -> None:
-        """Remove what must not be trusted; everybody then sees no CURRENT. The exclusive gate is held."""
+        """Remove CURRENT and the generation ``name``, which must not be trusted. The exclusive gate is held."""
         if self._read_only:
             return
         with contextlib.suppress(OSError):
@@ -238,7 +238,7 @@ class Index:
         discard_generation(os.path.join(self._directory.path, "index", name))
 
     def _retire(self, exclusive: bool) -> None:
-        """After an LMDB error: nobody may use this generation again."""
+        """Discard the generation after an LMDB error: no process may use it again."""
         name = self.generation
         self._close_environment()
         if not exclusive and self._private is None:
@@ -249,12 +249,12 @@ class Index:
             self._discard_current(name)
 
     def install(self, name: str, timeout: float) -> None:
-        """Make a freshly built generation current; it lies complete and closed in ``index/<name>``."""
+        """Make a new generation current, which is complete and closed in ``index/<name>``."""
 
         def swap() -> None:
             self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
             try:
-                self._refuse_second()
+                self._refuse_if_current()
                 old = self._read_current()
                 index = self._directory.sub("index")
                 folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
@@ -262,7 +262,7 @@ class Index:
                     data = self._files.stat("data.mdb", dir_fd=folder)
                 finally:
                     self._files.close(folder)
-                # complete and synced: whoever opens it first under the gate marks it dirty
+                # complete and synced: the first process that opens it under the gate marks it dirty
                 write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=True))
                 self._directory.write_small("CURRENT", name.encode(), sub="index")
                 if old is not None and old != name:
@@ -273,8 +273,8 @@ class Index:
 
         self._worker.call(swap, timeout)
 
-    def _refuse_second(self) -> None:
-        """A generation that is current and may be trusted is never replaced: it knows what was published since."""
+    def _refuse_if_current(self) -> None:
+        """Raise if a trusted generation is current: it names pages that were published since the rebuild began."""
         if self._closed:
             raise IndexUnavailableError("closed")
         if not self._is_current():
@@ -285,9 +285,9 @@ class Index:
         raise IndexUnavailableError("another generation is current")
 
     def retire(self, timeout: float = 5.0) -> None:
-        """Give the current generation up: it contradicts the segments. Everybody misses until it is rebuilt."""
+        """Discard the current generation, which contradicts the segments. Lookups miss until it is rebuilt."""
 
-        def give_up() -> None:
+        def discard() -> None:
             self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
             try:
                 name = self._read_current()
@@ -297,7 +297,7 @@ class Index:
             finally:
                 self._gate.release()
 
-        self._worker.call(give_up, timeout)
+        self._worker.call(discard, timeout)
 
     def open_private(self) -> None:
         """Open the private generation of a reader that may not write the store."""
@@ -307,7 +307,7 @@ class Index:
         def do() -> None:
             self._env = open_environment(path, self._map_size, 0o600)
             self._tables = open_tables(self._env, create=False)
-            self.generation = f"private-{self._files.random(4).hex()}"  # numbers mean other segments in the next one
+            self.generation = f"private-{self._files.random(4).hex()}"  # unique: numbers mean other segments in another
 
         self._worker.call(do, 5.0)
 
@@ -318,7 +318,7 @@ class Index:
         return self._map_size
 
     def read_ahead(self) -> None:
-        """Ask the kernel for the whole index, for somebody who will walk it: its pages lie in no order."""
+        """Ask the kernel to read the whole index ahead, before a walk: its pages are in no order on the disk."""
         if self.generation and self._private is None:
             with contextlib.suppress(OSError):
                 folder = self._files.open(
@@ -334,7 +334,7 @@ class Index:
                     self._files.close(folder)
 
     def keep_slack(self) -> None:
-        """Allocate blocks ahead of the index file's end, so that a commit does not need the disk's last ones."""
+        """Allocate blocks ahead of the index file's end, so that eviction can commit on a full disk."""
         if self.generation and not self._read_only and self._private is None:
             with contextlib.suppress(OSError):
                 keep_slack(self._directory, self.generation, self._map_size)
@@ -355,7 +355,7 @@ class Index:
             native.close()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close; the last user leaves the index clean, so that the next one need not rebuild it."""
+        """Close; the last user leaves the index clean, so that the next one does not have to rebuild it."""
         self._closed = True
         with contextlib.suppress(TimeoutError, IndexUnavailableError, OSError, lmdb.Error):
             self._worker.call(lambda: self._close_clean(timeout), timeout)
@@ -380,7 +380,7 @@ class Index:
                 self._gate.release()
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited, without touching the parent's locks."""
+        """In a forked child: close inherited descriptors without unlocking what the parent holds."""
         self._close_native()
         env, self._env = self._env, None
         if env is not None:
@@ -394,16 +394,16 @@ class Index:
             self._gate.close()
 
     def quiesce(self, timeout: float) -> Callable[[], None]:
-        """Before a fork: make sure that the index thread is between requests; call the result afterwards."""
+        """Before a fork: wait until the index thread is between requests; call the result after the fork."""
         import threading
 
         reached, resume = threading.Event(), threading.Event()
 
-        def stand_still() -> None:
+        def pause() -> None:
             reached.set()
             resume.wait(timeout)
 
-        thread = threading.Thread(target=lambda: self._try_call(stand_still, timeout), daemon=True)
+        thread = threading.Thread(target=lambda: self._try_call(pause, timeout), daemon=True)
         thread.start()
         reached.wait(timeout)
         return resume.set

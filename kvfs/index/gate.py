@@ -1,10 +1,10 @@
-"""The two-file gate that stands before every use of the index, for all processes of a host.
+"""The two-file gate before every use of the index, for all processes of a host.
 
-A reader takes ``gate`` shared, ``main`` shared, and drops ``gate``; a writer takes both exclusive. Holding
-``gate`` while it waits for ``main``, a writer cannot be starved. LMDB's own locking is off: it names readers
-by process id, which two containers share. The kernel drops flocks of the dead, so nothing is left behind.
+A reader takes ``gate`` shared, ``main`` shared, and drops ``gate``; a writer takes both exclusive. A writer holds
+``gate`` while it waits for ``main``, so readers cannot starve it. LMDB's own locking is off: it names readers by
+process id, which two containers share. The kernel drops the flocks of dead processes.
 
-Threads of one process share the two descriptors, so callers hold a process-wide mutex (``index.worker``).
+Threads of one process share the two descriptors, so only the index thread (``kvfs.system.worker``) uses the gate.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import os
 from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
 
-POLL_SECONDS = 75e-6  # fixed: exponential back-off was measured to lose 30-fold against it
+POLL_SECONDS = 75e-6  # fixed: exponential back-off measured 30 times worse
 
 
 class Gate:
-    """``acquire`` and ``release`` with a deadline; never blocks in the kernel."""
+    """Owns the descriptors of the two lock files. ``acquire`` has a deadline and never blocks in the kernel."""
 
     def __init__(self, directory: Directory) -> None:
         self._files = directory.files
@@ -48,7 +48,7 @@ class Gate:
         return self._fds[name]
 
     def acquire(self, *, exclusive: bool, deadline: float) -> None:
-        """Raise IndexUnavailableError ("timeout") past ``deadline`` (monotonic seconds), holding nothing then."""
+        """Raises IndexUnavailableError ("timeout") after ``deadline`` (monotonic seconds) and holds no lock then."""
         assert not self.held, "gate acquired twice"
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         try:
@@ -58,7 +58,7 @@ class Gate:
             if not exclusive:
                 self._unlock("gate")
             if not self._in_place():
-                raise IndexUnavailableError("the store's lock files were replaced: the directory is gone")
+                raise IndexUnavailableError("the store's lock files were replaced: the directory was removed")
         except BaseException:
             self.release()
             raise
@@ -82,13 +82,13 @@ class Gate:
             return
         try:
             self._files.flock(fd, fcntl.LOCK_UN)
-        except OSError:  # closing gives the lock up, too; the next acquire opens the file again
+        except OSError:  # closing also releases the lock; the next acquire opens the file again
             del self._fds[name]
             with contextlib.suppress(OSError):
                 self._files.close(fd)
 
     def _in_place(self) -> bool:
-        """A lock on a file that somebody replaced excludes nobody."""
+        """Whether the paths still name the locked files: a lock on a replaced file excludes no other process."""
         try:
             return all(
                 self._files.stat(name, dir_fd=self._root).st_ino == inode for name, inode in self._inodes.items()
@@ -97,7 +97,7 @@ class Gate:
             return False
 
     def close(self) -> None:
-        """Close the descriptors; in a forked child this leaves the parent's locks alone."""
+        """Close the descriptors. In a forked child this leaves the parent's locks in place."""
         for fd in self._fds.values():
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -1,4 +1,4 @@
-"""Files of an index generation beside LMDB: the file ``state``, and blocks allocated ahead of the index file's end.
+"""Files of an index generation other than LMDB's tables: ``state``, and blocks allocated ahead of the index file's end.
 
 ``state`` says for which boot, device and inode a generation was made dirty, or that it was closed cleanly.
 """
@@ -15,7 +15,7 @@ from kvfs.directory.root import Directory
 from kvfs.system.descriptors import opened
 from kvfs.system.files import SHORT_OF
 
-SLACK_BYTES = 8 << 20
+SLACK_BYTES = 8 << 20  # allocated ahead, for the commits of an eviction on a full disk
 
 
 class State(NamedTuple):
@@ -29,7 +29,7 @@ class State(NamedTuple):
 
 
 def read_state(directory: Directory) -> State | None:
-    """None if it is damaged or not there. OSError if this process lacks what it takes to look."""
+    """None if it is damaged or absent. OSError if this process lacks descriptors or memory to read it."""
     try:
         data = directory.read_small("state", 4096)
         if data is None:
@@ -45,10 +45,10 @@ def read_state(directory: Directory) -> State | None:
 
 
 def write_state(directory: Directory, state: State) -> None:
-    """Replace the file, durably. On a full disk the old one is overwritten in its place.
+    """Replace the file, durably. On a full disk the old one is overwritten in place.
 
-    That can be torn. Then it says nothing, or speaks of no generation that there is, and the index is not trusted; what
-    it is called clean for has been synced before.
+    A torn overwrite is damaged, or names no existing generation, so the index is not trusted. A generation is synced
+    before it is called clean.
     """
     data = json.dumps(state._asdict()).encode() + b"\n"
     try:

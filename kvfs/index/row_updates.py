@@ -1,4 +1,4 @@
-"""Changing page rows inside a write transaction: claiming, publishing, moving, sweeping."""
+"""Changes of page rows inside a write transaction: claim, publish, move, forget, sweep."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Places = dict[int, Place]
 
 
 class Target(NamedTuple):
-    """A chunk and the row that it goes to: ``head`` is the chunk hash that keys the row."""
+    """A claimed chunk and its row: ``head`` is the chunk hash that keys the row."""
 
-    chunk: int  # number in the prompt
+    chunk: int  # ordinal in the prompt
     slot: int  # chunk of the run
     chunk_hash: bytes
     head: bytes
 
 
 class RunKeys(NamedTuple):
-    """One run of a prompt, for one part: its hashes and how a hash becomes a row key."""
+    """One run of a prompt, for one part: its chunk hashes, and the function from a hash to a row key."""
 
-    first: int  # number of the run's first chunk in the prompt
+    first: int  # ordinal of the run's first chunk in the prompt
     hashes: Sequence[bytes]  # of all chunks of the run that the prompt has
     key: Callable[[bytes], bytes]
     leaves: int
@@ -37,7 +37,7 @@ def load(session: Session, key: bytes) -> Places:
 
 
 def save(session: Session, key: bytes, places: Places, leaves: int) -> None:
-    """Write a row back without the chunks whose segments are gone."""
+    """Write a row back without the chunks whose segments were dropped."""
     kept = {j: p for j, p in places.items() if session.segment_alive(p.segment)}
     if kept:
         session.put_row(key, pack_row(key, kept, leaves))
@@ -54,15 +54,15 @@ def is_live(session: Session, place: Place) -> bool:
 
 
 def claim_holds(session: Session, place: Place) -> bool:
-    """Whether somebody is writing the chunk."""
+    """Whether a writer has a valid claim on the chunk."""
     return bool(place.flags & CLAIM) and session.claimed_until(place.segment, place.expires)
 
 
 def _is_taken(session: Session, place: Place | None, wanted: bytes) -> bool:
     """Whether a slot cannot take the chunk ``wanted``.
 
-    A claim that has ended keeps the slot for its own chunk as long as its segment lives: the record may be there, not
-    published. A rebuild would name it here, while what follows it lay in another row, which nothing led to.
+    An expired claim reserves the slot for its own chunk until its segment is dropped: the record may be written but
+    not published. A rebuild would name it in this slot, and a lookup would not reach the row with its successors.
     """
     if place is None:
         return False
@@ -75,12 +75,12 @@ class Claims(NamedTuple):
     """What ``claim_run`` decided about the chunks asked for."""
 
     targets: list[Target]  # claimed for the caller
-    skipped: int  # there already
-    in_flight: int  # somebody else is writing them
+    skipped: int  # stored already
+    in_flight: int  # claimed by another writer
 
 
 def claim_run(session: Session, run: RunKeys, slots: Iterable[int], segment: int) -> Claims:
-    """Claim what is neither present nor claimed, and decide which row each chunk goes to."""
+    """Claim the chunks of ``slots`` that are neither stored nor claimed, and decide which row each one goes to."""
     slots = list(slots)
     rows = _own_rows(session, run, slots)
     changed: set[int] = set()
@@ -111,8 +111,8 @@ def claim_run(session: Session, run: RunKeys, slots: Iterable[int], segment: int
 def _own_rows(session: Session, run: RunKeys, slots: Sequence[int]) -> dict[int, Places]:
     """Rows of this chain, by the chunk that keys them, in the order in which a lookup reads them.
 
-    A chunk that is neither here nor about to be stored may lie in a row behind a gap. A new chunk must then not
-    be placed so that nothing leads to that row any more, so all rows are read; otherwise up to the first gap.
+    Rows are read up to the first gap if all chunks of the run are stored there or in ``slots``. Otherwise all rows are
+    read: a chunk may be in a row behind the gap, and a new chunk must not be placed so that lookups miss that row.
     """
     rows: dict[int, Places] = {}
     count = len(run.hashes)
@@ -124,7 +124,7 @@ def _own_rows(session: Session, run: RunKeys, slots: Sequence[int]) -> dict[int,
 
 
 def _read_rows(session: Session, run: RunKeys, rows: dict[int, Places], seen: int, *, stop_at_gap: bool) -> int:
-    """Add the rows that a lookup reads which has ``seen`` these chunks; the chunks seen afterwards."""
+    """Add to ``rows`` what a lookup reads after it has ``seen`` these chunks (bits); the chunks seen afterwards."""
     for j, head in enumerate(run.hashes):
         if seen >> j & 1 or j in rows:
             continue
@@ -140,7 +140,7 @@ def _read_rows(session: Session, run: RunKeys, rows: dict[int, Places], seen: in
 
 
 def _state_of(session: Session, rows: dict[int, Places], slot: int, wanted: bytes) -> int | None:
-    """CLAIM if somebody is writing the chunk, 0 if it is there, None if neither."""
+    """CLAIM if a writer has claimed the chunk, 0 if it is stored, None if neither."""
     for places in rows.values():
         place = places.get(slot)
         if place is not None and place.chunk_hash == wanted:
@@ -152,8 +152,8 @@ def _state_of(session: Session, rows: dict[int, Places], slot: int, wanted: byte
 
 
 def _row_for(session: Session, rows: dict[int, Places], slot: int, wanted: bytes) -> int:
-    """Which row takes a chunk: its own if there is one, as others of the chain lie there too; else the last row
-    before it that has the slot free (the run's first row if there is none at all); else its own.
+    """Which row takes a chunk (by the chunk that keys it): its own row if it exists, since it holds others of the
+    chain; else the last row before it with a free slot (the run's first row if there is no row); else its own.
     """
     if rows.get(slot):
         return slot
@@ -164,7 +164,7 @@ def _row_for(session: Session, rows: dict[int, Places], slot: int, wanted: bytes
 
 
 class Publish(NamedTuple):
-    """A record that lies in a segment and is to be named by the index."""
+    """A record in a segment that the index shall name: the row (by its head), the slot and the place."""
 
     head: bytes
     slot: int
@@ -172,14 +172,14 @@ class Publish(NamedTuple):
 
 
 class Named(NamedTuple):
-    """How many records the index names now, and how many bytes they take."""
+    """How many records a call has named, and their stored bytes."""
 
     records: int
     stored_bytes: int
 
 
 def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, records: Iterable[Publish]) -> Named:
-    """Name records; the first of two equal ones stays. What was named by this call."""
+    """Name records; of two records of one page the first stays. What this call has named."""
     rows: dict[bytes, Places] = {}
     named = stored_bytes = 0
     for head, slot, place in records:
@@ -192,7 +192,7 @@ def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, re
             and old.chunk_hash != place.chunk_hash
             and (is_live(session, old) or claim_holds(session, old))
         ):
-            head = place.chunk_hash  # the slot went to another continuation meanwhile
+            head = place.chunk_hash  # the slot was given to another continuation meanwhile
             places = rows.setdefault(head, load(session, run_key(head)))
             old = places.get(slot)
         if old is not None and old.chunk_hash == place.chunk_hash and is_live(session, old):
@@ -208,7 +208,7 @@ def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, re
 def move(
     session: Session, run_key: Callable[[bytes], bytes], leaves: int, source: int, seq: int, to: Publish
 ) -> Place | None:
-    """Point a row from record ``seq`` of segment ``source`` to a copy; the old place, None if it did not name that."""
+    """Point a row from record ``seq`` of segment ``source`` to its copy; the old place, or None if not named there."""
     key = run_key(to.head)
     places = load(session, key)
     old = places.get(to.slot)
@@ -220,12 +220,12 @@ def move(
 
 
 def forget_place(session: Session, keys: Iterable[bytes], wrong: set[tuple[int, int]]) -> int:
-    """Remove records (segment, seq), found to be bad, from the rows ``keys``; returns how many."""
+    """Remove the bad records ``wrong``, pairs (segment, seq), from the rows ``keys``; how many were removed."""
     return len(forget(session, keys, wrong))
 
 
 def forget(session: Session, keys: Iterable[bytes], wrong: Container[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Remove records (segment, seq) from the rows ``keys``; those that were there."""
+    """Remove the records ``wrong``, pairs (segment, seq), from the rows ``keys``; those that were removed."""
     removed: set[tuple[int, int]] = set()
     for key in keys:
         row = parse_row(key, session.txn.get(key, db=session.db.pages))
@@ -242,10 +242,11 @@ def forget(session: Session, keys: Iterable[bytes], wrong: Container[tuple[int, 
 
 
 def sweep(session: Session, start: bytes, rows_max: int, *, pack: bool = False) -> tuple[bytes | None, int]:
-    """Clean up to ``rows_max`` page rows from key ``start`` on; (next key or None at the end, rows changed).
+    """Remove dead places from up to ``rows_max`` page rows, from key ``start`` on.
 
-    ``pack``: write all of them anew. LMDB joins neighbouring leaves when both are three quarters empty, not before.
-    Written in random order, leaves are as full as those of an index that only grew, with room for more.
+    Returns (next key or None at the end, rows changed). ``pack``: rewrite all of them, since LMDB merges neighbouring
+    leaves only when both are three quarters empty. Rewritten in random order, leaves become as full as those of an
+    index that only grew, with room for inserts.
     """
     changed: list[tuple[bytes, Places, int]] = []
     good: list[tuple[bytes, bytes]] = []
@@ -281,7 +282,7 @@ def sweep(session: Session, start: bytes, rows_max: int, *, pack: bool = False) 
 
 
 def _keep(session: Session, where: Extent | Place) -> bool:
-    """Claims that have ended stay, see ``_is_taken``."""
+    """Whether a sweep keeps a place. Expired claims stay, see ``_is_taken``."""
     expired = where.expires and where.expires <= session.now_s and not where.flags & CLAIM
     return session.segment_alive(where.segment) and not expired
 

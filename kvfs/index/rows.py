@@ -1,4 +1,4 @@
-"""Rows of the ``pages`` table: one row holds up to 32 consecutive chunks of one part of one group.
+"""Rows of the ``pages`` table: one row names up to 32 consecutive chunks of one part of one group.
 
 Key: PageKey of the run's first chunk, then the part (8 bytes). Value (little endian)::
 
@@ -6,15 +6,15 @@ Key: PageKey of the run's first chunk, then the part (8 bytes). Value (little en
      8  u8 u8    version (1), number of extents
     10  u16      zero
     12  u32      presence: bit j = chunk j of the run is here
-    16  u32      leaves of one part: leaf tables of neighbours lie 8 bytes times this apart
+    16  u32      leaves of one part: the leaf tables of neighbours are 8 bytes times this apart
     20  extents  32 bytes each (struct _EXTENT), by first chunk
      .  hashes   32 bytes for each present chunk, in order
      .  roots    16 bytes for each present chunk, in order
 
-An extent says where a stretch of neighbouring chunks lies; chunks stored together share one. A run whose first
-chunks are shared by prompts that part later has more than one continuation: what does not fit the row of the
-run's first chunk goes to a row keyed by the first chunk that differs. Lookups follow the same way, so a row
-never grows beyond 32 chunks and a lookup reads one row per run plus one per fork.
+An extent says where a stretch of neighbouring chunks is stored; chunks stored together share one. A run has more than
+one continuation if prompts share its first chunks and fork later: a chunk whose slot in the row of the run's first
+chunk is taken goes to a row keyed by the first chunk that differs. Lookups follow the same rule, so a row never has
+more than 32 chunks and a lookup reads one row per run plus one per fork.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _EXTENT = struct.Struct("<BBBBIIIIIII")
 _VERSION = 1
 _U32_MAX = 0xFFFF_FFFF
 
-CLAIM = 1  # extent flag: somebody is writing these chunks into ``segment`` until ``expires``; they lie nowhere yet
-CLAIM_SECONDS = 5
+CLAIM = 1  # extent flag: the owner of ``segment`` is writing these chunks until ``expires``; nothing is stored yet
+CLAIM_SECONDS = 5  # longest life of a claim
 
 
 class Extent(NamedTuple):
@@ -53,7 +53,7 @@ class Extent(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one chunk's part lies, and what its bytes must hash to."""
+    """Where one chunk's part is stored, and the root of its leaf table. Units as in ``Extent``."""
 
     chunk_hash: bytes
     root: bytes
@@ -80,9 +80,9 @@ class Row:
         self._hashes = _HEAD.size + _EXTENT.size * len(extents)
 
     def matches(self, wanted: bytes, count: int) -> int:
-        """Set of the chunks of this row whose hash equals the one at its place in ``wanted``, ``count`` of 32 bytes."""
+        """Set (bits) of the chunks whose hash equals that in ``wanted``: ``count`` hashes of 32 bytes, by chunk."""
         present, value, at = self.present, self.value, self._hashes
-        if present & (present + 1) == 0:  # no holes: one comparison decides the usual case
+        if present & (present + 1) == 0:  # no holes, the usual case: one comparison
             n = min(present.bit_length(), count)
             if value.startswith(wanted if n == count else wanted[: HASH_BYTES * n], at):
                 return (1 << n) - 1
@@ -118,7 +118,7 @@ class Row:
             at = end
 
     def stretches(self, bits: int) -> Iterator[tuple[Extent, int, int, bytes]]:
-        """(extent, chunks of it left out before, count, roots) of each run of chunks in ``bits``."""
+        """(extent, its chunks skipped before, count, roots) of each stretch of chunks in ``bits``."""
         at, value = self._hashes + HASH_BYTES * self.present.bit_count(), self.value
         for e in self.extents:
             use, skipped = bits >> e.first & (1 << e.chunks) - 1, 0
@@ -133,7 +133,7 @@ class Row:
 
 
 def parse_row(key: bytes, value: bytes | None) -> Row | None:
-    """The row, or None for absent or damaged bytes (then the chunks are misses)."""
+    """The row, or None for absent or damaged bytes: then its chunks are misses."""
     if value is None or len(value) < _HEAD.size:
         return None
     check, version, extents_n, zero, present, leaves = _HEAD.unpack_from(value)
@@ -148,7 +148,7 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
         extents = tuple(map(Extent._make, _EXTENT.iter_unpack(value[_HEAD.size : extents_end])))
     covered = end = 0
     for first, chunks, codec, flags, _, block, stride, stored, leaf, seq, _ in extents:
-        if not chunks or first < end:  # hashes and roots lie in the order of the chunks
+        if not chunks or first < end:  # hashes and roots are in the order of the chunks
             return None
         end = first + chunks
         covered |= (1 << end) - (1 << first)
@@ -156,14 +156,14 @@ def parse_row(key: bytes, value: bytes | None) -> Row | None:
             if codec | block | stride | stored | leaf | seq:
                 return None
         else:
-            last = chunks - 1  # its place must fit an extent of its own, too: three numbers of 32 bits
+            last = chunks - 1  # its place must also fit an extent of its own: three numbers of 32 bits
             if block + last * stride | leaf + last * leaves | seq + last > _U32_MAX:
                 return None
-    return Row(value, present, leaves, extents) if covered == present else None  # so nothing lies behind RUN either
+    return Row(value, present, leaves, extents) if covered == present else None  # so no chunk is beyond RUN either
 
 
 def pack_row(key: bytes, places: dict[int, Place], leaves: int) -> bytes:
-    """Row value of chunk -> place; neighbours that lie at one stride in one segment share an extent."""
+    """Row value of chunk -> place; neighbours at one stride in one segment share an extent."""
     extents: list[list[int]] = []
     hashes, roots, present = [], [], 0
     previous: Place | None = None
@@ -206,5 +206,5 @@ def _joins(extent: list[int], before: Place, p: Place, leaves: int) -> bool:
 
 
 def claim(chunk_hash: bytes, segment: int, expires: int) -> Place:
-    """A place that says: the owner of ``segment`` is writing this chunk until ``expires`` (unix seconds)."""
+    """Place of a chunk that the owner of ``segment`` is writing, until ``expires`` (unix seconds)."""
     return Place(chunk_hash, bytes(ROOT_BYTES), 0, CLAIM, segment, 0, 0, 0, 0, expires)

@@ -1,4 +1,4 @@
-"""One transaction on the index, as the callables that run under the gate see it."""
+"""One transaction on the index: what a callable that runs under the gate may read and change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvfs.index.rows import CLAIM, CLAIM_SECONDS, Extent, Row, parse_row
 from kvfs.index.tables import ACTIVE, DROPPED, Contents, Ledger, SegmentRow
 
 PAGE = 4096
-ROW_OVERHEAD = 10  # of LMDB: a node's header and its pointer
+ROW_OVERHEAD = 10  # bytes of an LMDB node: its header and its pointer
 SAMPLE_ROWS = 256
 DIGEST_BYTES = 32
-PARTS_MAX = 256  # shapes of parts that a namespace's group may have
+PARTS_MAX = 256  # part shapes that a lookup considers per group of a namespace
 
 
 class Tables(NamedTuple):
@@ -28,7 +28,7 @@ class Tables(NamedTuple):
 
 
 class Session:
-    """A transaction and what it has looked up so far. Lives for milliseconds; results must be copies."""
+    """Owns one transaction and the segment rows read in it. Lives for milliseconds; results must be copies."""
 
     __slots__ = ("_alive", "db", "generation", "now_s", "tails", "txn")
 
@@ -38,11 +38,11 @@ class Session:
         self.generation = generation
         self.now_s = now_s
         self._alive: dict[int, bytes | None] = {}
-        self.tails: dict[int, int] = {}  # of segments that were asked for: the end of what is published
+        self.tails: dict[int, int] = {}  # segment -> end of what is published, for segments that were looked up
 
     @property
     def state(self) -> tuple[Tables, int]:
-        """What a read transaction sees: an open index, and the number of its last commit. Equal states, equal rows."""
+        """The open index and the number of its last commit: two read transactions with equal states see equal rows."""
         return self.db, self.txn.id()
 
     # -- page rows ---------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Session:
         return parse_row(key, self.txn.get(key, None, self.db.pages))
 
     def keys_there(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of ``keys`` that have a row, damaged or not."""
+        """Those of ``keys`` that have a row, valid or not."""
         with self.txn.cursor(self.db.pages) as cursor:
             return [key for key, _ in cursor.getmulti(keys)]
 
@@ -74,11 +74,11 @@ class Session:
         return self.segment_id(extent.segment)
 
     def claim_holds(self, extent: Extent) -> bool:
-        """Whether a claim still keeps others from writing: see ``claimed_until``."""
+        """Whether a claim is valid, see ``claimed_until``."""
         return self.claimed_until(extent.segment, extent.expires)
 
     def claimed_until(self, segment: int, expires: int) -> bool:
-        """Whether a claim holds: not expired, never longer than CLAIM_SECONDS, and its segment still appended to."""
+        """Whether a claim is valid: not expired, at most CLAIM_SECONDS ahead, and its segment is active."""
         if not self.now_s < expires <= self.now_s + CLAIM_SECONDS:
             return False
         row = self.segment(segment)
@@ -88,7 +88,7 @@ class Session:
         return self.segment_id(number) is not None
 
     def segment_id(self, number: int) -> bytes | None:
-        """Id of a segment whose pages may be read; None if it was dropped."""
+        """Id of a segment whose pages may be read; None if it was dropped or reclaimed."""
         if number not in self._alive:
             row = self.segment(number)
             self._alive[number] = None if row is None or row.state == DROPPED else row.segment_id
@@ -104,7 +104,7 @@ class Session:
         return list(tables.iter_segments(self.txn, self.db.segments))
 
     def segments_in(self, state: int) -> list[tuple[int, SegmentRow]]:
-        """The segments in state ACTIVE or DROPPED, which are few, without walking all of them."""
+        """The segments in state ACTIVE or DROPPED. These are few, and are found without a walk of all segments."""
         numbers = tables.listed_segments(self.txn, self.db.meta, state)
         found = [(number, self.segment(number)) for number in numbers]
         return [(number, row) for number, row in found if row is not None and row.state == state]
@@ -150,7 +150,7 @@ class Session:
         self._alive.pop(number, None)
 
     def delete_segment(self, number: int, row: SegmentRow) -> None:
-        """The last step of a segment's life: its bytes are free."""
+        """Delete the row of a segment and release its charge."""
         self.txn.delete(tables.segment_key(number), db=self.db.segments)
         tables.delete_contents(self.txn, self.db.meta, number)
         tables.unlist_segment(self.txn, self.db.meta, number, row.state)
@@ -163,7 +163,7 @@ class Session:
     # -- namespaces --------------------------------------------------------------------------
 
     def put_namespace(self, digest: bytes, descriptor: bytes, group: int, part: bytes) -> None:
-        """Make a namespace and a part shape of it known."""
+        """Insert a namespace and one of its part shapes where they are missing."""
         if self.txn.get(digest, db=self.db.namespaces) is None:
             self.txn.put(digest, descriptor, db=self.db.namespaces)
         key = digest + group.to_bytes(2, "big") + part
@@ -171,7 +171,7 @@ class Session:
             self.txn.put(key, b"", db=self.db.namespaces)
 
     def parts(self, digest: bytes, group: int) -> list[bytes]:
-        """Packed part shapes that were stored of a group."""
+        """Packed part shapes of a group that were stored, PARTS_MAX at most."""
         prefix = digest + group.to_bytes(2, "big")
         found: list[bytes] = []
         with self.txn.cursor(db=self.db.namespaces) as cursor:
@@ -188,7 +188,7 @@ class Session:
             return [(key, value) for key, value in cursor if len(key) == DIGEST_BYTES]
 
     def digests(self, after: bytes, rows_max: int) -> tuple[list[bytes], bytes | None]:
-        """Digests of namespaces, in slices; like ``tables.read_contents``."""
+        """Digests of namespaces, in slices; see ``tables.read_contents``."""
         found, key = list[bytes](), after
         with self.txn.cursor(db=self.db.namespaces) as cursor:
             more = cursor.set_range(after + b"\0") if after else cursor.first()
@@ -202,7 +202,7 @@ class Session:
         return found, key
 
     def delete_namespace(self, digest: bytes) -> None:
-        """Forget a namespace and its part shapes; none of its pages may be in the index."""
+        """Delete a namespace and its part shapes; none of its pages may be in the index."""
         with self.txn.cursor(db=self.db.namespaces) as cursor:
             found = cursor.set_range(digest)
             while found and cursor.key().startswith(digest):
@@ -213,7 +213,7 @@ class Session:
         return tables.has_contents(self.txn, self.db.meta, segment, digest)
 
     def add_contents(self, segment: int, digest: bytes, records: int, stored_bytes: int) -> None:
-        """A segment has so many more (or fewer) records of a namespace."""
+        """Change the counts of what a segment holds of a namespace; negative numbers subtract."""
         if records:
             tables.add_contents(self.txn, self.db.meta, Contents(segment, digest, records, stored_bytes))
 
@@ -225,16 +225,16 @@ class Session:
         """Bytes that the segments of a quota are charged with."""
         return tables.quota_use(self.txn, self.db.meta, owner)
 
-    def swept(self, dropped: int) -> None:
-        """A full sweep that began when ``dropped`` segments were counted has ended."""
+    def swept(self, unswept: int) -> None:
+        """Note the end of a full sweep that began when the ledger counted ``unswept`` segments."""
         ledger = self.ledger()
-        self._set_ledger(ledger._replace(unswept=max(0, ledger.unswept - dropped)))
+        self._set_ledger(ledger._replace(unswept=max(0, ledger.unswept - unswept)))
 
     def _set_ledger(self, ledger: Ledger) -> None:
         tables.put_ledger(self.txn, self.db.meta, ledger)
 
     def used_bytes(self) -> int:
-        """Bytes of index pages in use (free pages left out)."""
+        """Bytes of index pages in use, without free pages."""
         total = 0
         for db in self.db:
             stat = self.txn.stat(db)
@@ -242,7 +242,7 @@ class Session:
         return int(total) * PAGE
 
     def fullness(self) -> float:
-        """How full the leaves of page rows are, 0 to 1, judging by the first rows."""
+        """Estimate, from the first rows, how full the leaves of page rows are: 0 to 1."""
         stat, sizes = self.txn.stat(self.db.pages), []
         with self.txn.cursor(db=self.db.pages) as cursor:
             for key, value in itertools.islice(cursor, SAMPLE_ROWS):
@@ -252,7 +252,7 @@ class Session:
         return float(stat["entries"] * sum(sizes) / len(sizes) / (stat["leaf_pages"] * PAGE))
 
     def check_ledger(self) -> bool:
-        """Recount: the ledger's sum equals its parts."""
+        """Whether the ledger's sums equal a recount of the segment rows."""
         rows = [row for _, row in self.segments()]
         ledger = self.ledger()
         return ledger.used == sum(r.allocated for r in rows) and ledger.dropped == sum(r.state == DROPPED for r in rows)

@@ -1,7 +1,7 @@
-"""Rows of the small tables of the index: segments, namespaces, and the ledger.
+"""Rows of the small tables of the index: segments, namespaces, quotas, and the ledger row.
 
-The segment rows are the ledger of the store's space: ``used`` in the ledger row is their sum, changed in the
-same transaction, and ``check_ledger`` recounts it.
+The segment rows are the ledger of the store's space: ``used`` in the ledger row is their sum, changed in the same
+transaction, and ``check_ledger`` recounts it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ class SegmentRow(NamedTuple):
     """One segment. ``allocated`` is what it is charged with, reserved before the file grows."""
 
     segment_id: bytes
-    owner: bytes  # liveness name of the process that appends; zero if nobody does
+    owner: bytes  # liveness name of the process that appends, or drops it; zero: no process
     class_id: bytes
-    state: int
+    state: int  # ACTIVE, SEALED or DROPPED, see ``kvfs.index.ledger``
     flags: int  # format.FLAG_*
     epoch: int
     records: int  # entries published so far, chain entries included
     allocated: int  # bytes
     tail: int  # end of what is published
-    table: int  # offset of the table block that takes the next entry
+    table: int  # offset of the table that takes the next entry
     expires: int  # unix seconds when the last record expires, 0 = some never do
 
 
 class Ledger(NamedTuple):
+    """Sums over the segment rows, and counters."""
+
     used: int  # bytes that segments are charged with, all states
     next_segment: int
     dropped: int  # segments in state DROPPED
@@ -95,16 +97,16 @@ def get_ledger(txn: Any, db: Any) -> Ledger:
 def put_ledger(txn: Any, db: Any, ledger: Ledger) -> None:
     try:
         txn.put(LEDGER_KEY, _pack(_LEDGER.pack(*ledger)), db=db)
-    except struct.error:  # below zero, or beyond what files can hold: it contradicts the segment rows
+    except struct.error:  # negative, or beyond any file's size: it contradicts the segment rows
         raise damaged("ledger") from None
 
 
 def damaged(what: str) -> lmdb.CorruptedError:
-    """For what nobody may go on with: the generation is retired and built anew, as after LMDB's own errors."""
+    """Error for a row that the index cannot work without: the generation is retired, as after an error of LMDB."""
     return lmdb.CorruptedError(f"{what} row is damaged")
 
 
-# Active and dropped segments are listed once more in ``meta``, so that nobody walks all segments for them.
+# Active and dropped segments are listed a second time in ``meta``, so that finding them needs no walk of all segments.
 
 
 def list_segment(txn: Any, db: Any, number: int, state: int) -> None:
@@ -129,7 +131,7 @@ def listed_segments(txn: Any, db: Any, state: int) -> list[int]:
 
 
 def _listed(state: int) -> bytes:
-    return {ACTIVE: b"active/", DROPPED: b"doomed/"}[state]  # format 1: the words stay
+    return {ACTIVE: b"active/", DROPPED: b"doomed/"}[state]  # on disk, format 1
 
 
 # What the segments of each quota (first 8 bytes of a class id, zero: none) are charged with.
@@ -150,11 +152,11 @@ def quota_use(txn: Any, db: Any, owner: bytes) -> int:
     return fields[0] if fields else 0
 
 
-# What each segment holds of each namespace: so that a store can say what is in it without reading its pages.
+# What each segment holds of each namespace: the catalog lists a store's content from it, without reading page rows.
 
 
 class Contents(NamedTuple):
-    """Published records of one namespace in one segment. Copies left behind by a move are not counted."""
+    """Published records of one namespace in one segment, without those that were moved to another segment."""
 
     segment: int
     digest: bytes
@@ -166,7 +168,7 @@ def add_contents(txn: Any, db: Any, change: Contents) -> None:
     key = _CONTENTS + _NUMBER.pack(change.segment) + change.digest
     data = txn.get(key, db=db)
     old = (0, 0) if data is None else _unpack(_AMOUNT, data)
-    if old is None:  # damaged: there is something, and nobody knows what is left of it
+    if old is None:  # damaged: the row stays, since the counts are unknown but not zero
         return
     records, stored = old[0] + change.records, old[1] + change.stored_bytes
     if records > 0:
@@ -176,14 +178,14 @@ def add_contents(txn: Any, db: Any, change: Contents) -> None:
 
 
 def read_contents(txn: Any, db: Any, after: bytes, rows_max: int) -> tuple[list[Contents], bytes | None]:
-    """Up to ``rows_max`` rows behind the key ``after`` (b"": from the start), and where to go on, or None."""
+    """Up to ``rows_max`` rows behind the key ``after`` (b"" at first), and the next ``after`` or None at the end."""
     found: list[Contents] = []
     with txn.cursor(db=db) as cursor:
         more = cursor.set_range(after + b"\0" if after else _CONTENTS)
         while more and (key := cursor.key()).startswith(_CONTENTS):
             at = len(_CONTENTS)
             if len(key) == at + 36:
-                amounts = _unpack(_AMOUNT, cursor.value()) or (0, 0)  # damaged: of something, nobody knows how much
+                amounts = _unpack(_AMOUNT, cursor.value()) or (0, 0)  # damaged: listed with unknown amounts
                 found.append(Contents(_NUMBER.unpack(key[at : at + 4])[0], key[at + 4 :], *amounts))
             if len(found) >= rows_max:
                 return found, key

@@ -1,1 +1,1 @@
-"""Adapters between engines and the public API. Each imports its engine; nothing outside imports them."""
+"""Adapters between engines and the public API. Each imports its engine; nothing else imports an adapter."""

@@ -1,8 +1,8 @@
 """Pins: named prefixes that are never evicted.
 
 A pin's pages are copied into segments of their own, and ``pins/<id>`` (durable, written when the pages are
-published) names those segments: a segment that any pin names is no victim. Pages that lie in a pinned segment
-already are not copied again; the new pin names that segment, too. The files survive a rebuild of the index.
+published) names those segments: a segment that any pin names is never evicted. Pages that are in a pinned segment
+already are not copied again; the new pin also names that segment. The files survive a rebuild of the index.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
 from kvfs.write.relocate import Relocator
 
 _NAME = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?\Z")
-PINNED_SHARE = 0.5  # of the capacity
-ROOM_SECONDS = 5.0  # how long a pin waits for room at a time
+PINNED_SHARE = 0.5  # of the capacity may be pinned: the rest must stay evictable
+ROOM_SECONDS = 5.0  # longest eviction for the room of one batch of copies
 
 
 class Pins:
-    """The pins of a store."""
+    """The pins of a store: owns the files in ``pins/``; ``Relocator`` copies pages, the evictor makes room."""
 
     def __init__(
-        self, context: Context, active: ActiveSegments, carrier: Relocator, make_room: Callable[..., None]
+        self, context: Context, active: ActiveSegments, relocator: Relocator, make_room: Callable[..., None]
     ) -> None:
         self._c = context
         self._active = active
-        self._carrier = carrier
+        self._relocator = relocator
         self._make_room = make_room  # ``Evictor.make_room_locked``
 
     def segments(self) -> set[bytes]:
@@ -45,26 +45,26 @@ class Pins:
     def pin(self, name: str, match: PrefixMatch) -> int:
         """Pin the pages of a match under ``name``, replacing an earlier pin of that name; tokens pinned.
 
-        The caller holds the evictors' lock: room is made as the copies need it, out of what neither the match nor
-        the copies lie in. NoSpaceError if pins would take more than half of the capacity or no room can be made.
+        The caller holds the evictors' lock: segments are evicted as the copies need room, except those of the match and
+        of the copies. NoSpaceError if pins would take more than half of the capacity or no room can be made.
         """
         _check_name(name)
         file = _file(name)
         if not match.tokens:
             raise ConfigError(f"nothing to pin as {name!r}: no page of this prompt is stored")
         pinned = self.segments()
-        # under that lock, so it may use the evictors' reserve: others take some of the room before it is used
+        # it holds that lock, so it may use the standing reserve: writers take some of the room that is made for it
         segment_class = SegmentClass(NO_QUOTA + b"pin:" + self._c.files.random(4), fmt.FLAG_PINNED, evictor=True)
         sources = {n for n, i in match.segments.items() if i not in pinned}
         self._check_share(match, sources, pinned)
         spared = {*match.segments.values(), segment_class.class_id}
 
         def make_room(nbytes: int) -> None:
-            end = self._c.files.monotonic() + ROOM_SECONDS  # whether it is enough the copies will tell
+            end = self._c.files.monotonic() + ROOM_SECONDS  # the copies fail if it was not enough
             self._make_room(nbytes + self._c.settings.segment_bytes, end, spared)
 
         try:
-            self._carrier.copy_match(segment_class, match, sources, make_room)
+            self._relocator.copy_match(segment_class, match, sources, make_room)
             segments = self._segments_of(match)
             self._active.finish(segment_class)
         except (Declined, IndexUnavailableError, OSError) as exc:
@@ -75,8 +75,8 @@ class Pins:
         return match.tokens
 
     def _segments_of(self, match: PrefixMatch) -> tuple[str, ...]:
-        """Where the pages of a match lie now."""
-        wanted: dict[bytes, int] = {}  # row -> chunks of its run; the rest of it may lie anywhere
+        """Ids of the segments that hold the pages of a match now."""
+        wanted: dict[bytes, int] = {}  # row -> chunks of its run; the others may be in any segment
         for gm in match.groups:
             for hit in gm.hits:
                 bits = hit.bits & span(gm.first, gm.count) >> hit.run * gm.run_length
@@ -103,12 +103,12 @@ class Pins:
         new = match.nbytes if sources else 0
         if held + new > limit:
             raise NoSpaceError(
-                f"pins hold {held} bytes and {new} more are asked for: at most half the capacity ({limit}) may be "
+                f"pins hold {held} bytes and this one adds {new}: at most half the capacity ({limit}) may be "
                 "pinned; unpin something or raise the capacity"
             )
 
     def unpin(self, name: str) -> bool:
-        """Remove a pin; its pages become ordinary. False if there was none."""
+        """Remove a pin; its pages become evictable. False if there was none."""
         _check_name(name)
         file = _file(name)
         existed = read_pin(self._c.directory, file) is not None

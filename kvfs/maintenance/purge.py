@@ -1,6 +1,6 @@
-"""Removing pages for good: first marks that every rebuild obeys, then index rows, then segments that hold nothing else.
+"""Purging: first marks that every rebuild obeys, then index rows, then segments that hold nothing else.
 
-The second half works from the marks alone. So after a crash, or where the index did not answer, whoever comes next
+The second half works from the marks alone. So after a crash, or where the index did not answer, the next process
 finishes it (``resume``).
 """
 
@@ -37,13 +37,13 @@ from kvfs.write.active_segments import ActiveSegments
 
 T = TypeVar("T")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.kvs\Z")
-LOCK_SECONDS = 30.0  # how long a purge waits for an eviction, or another purge, to end
-KEYS_PER_HOLD = 128
+LOCK_SECONDS = 30.0  # longest wait for the evictors' lock: an eviction or another purge may run
+KEYS_PER_HOLD = 128  # index rows per transaction, so that writers wait little
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Records of the namespaces that ``takes`` names; of these chunks only, if there are any."""
+    """Records of the namespaces for which ``takes`` is true; if ``chunks`` is given, of these chunks only."""
 
     takes: Callable[[Described], bool]
     chunks: frozenset[bytes] | None = None
@@ -55,9 +55,9 @@ class Selection:
 def select(
     *, digest: bytes | None, name: str | None, salt: str | None, chunks: Iterable[bytes] | None,
 ) -> Selection:  # fmt: skip
-    """Records of the namespaces that agree with all that is given; of ``chunks`` only, if there are any.
+    """Records of the namespaces that match all arguments given; if ``chunks`` is given, of these chunks only.
 
-    ``name`` is a namespace's name or its digest in hex. ConfigError if nothing is given, or something malformed.
+    ``name`` is a namespace's name or its digest in hex. ConfigError if no argument is given, or one is malformed.
     """
     if digest is None and name is None and salt is None:
         raise ConfigError("nothing to purge: name a namespace or a salt (to remove everything, delete the directory)")
@@ -88,7 +88,7 @@ def _hashes(chunks: Iterable[bytes]) -> frozenset[bytes]:
 
 
 class _Segment(NamedTuple):
-    """A segment's file as read for a purge; ``scan`` is None if it cannot be read or does not say all."""
+    """A segment's file as read for a purge; ``scan`` is None if it cannot be read or its tables are incomplete."""
 
     scan: Scan | None
     spaces: dict[int, Described | None]  # by the seq of the namespace's entry
@@ -96,31 +96,34 @@ class _Segment(NamedTuple):
 
 
 class Purger:
-    """One per open store. Works under the evictor's lock: nothing is copied from segment to segment meanwhile."""
+    """Purges: owns the order of marks, rows and segments; delegates reclaiming to the evictor. One per open store.
+
+    Works under the evictors' lock: no record is copied from segment to segment meanwhile.
+    """
 
     def __init__(self, context: Context, evictor: Evictor, active: ActiveSegments, pins: Pins) -> None:
         self._c = context
         self._evictor = evictor
         self._active = active
         self._pins = pins
-        self._kept: set[bytes] = set()  # sealed segments that hold something else, too
+        self._kept: set[bytes] = set()  # sealed segments that also hold other records
 
     def purge(self, selection: Selection) -> PurgeResult:
         """Remove records. On return no lookup finds them, and no rebuild brings them back.
 
-        ConfigError if a pin protects some, before anything is changed. StoreLockedError if it could not be done
-        in time: then what has a mark is removed as soon as that is possible.
+        ConfigError, before anything is changed, if a pin protects some. StoreLockedError if it could not be done in
+        time: what has a mark by then is removed as soon as that is possible.
         """
-        self._active.finish_all()  # what this process was writing can be dropped, too
+        self._active.finish_all()  # segments that this process was writing can be dropped as well
         with self._evictor.lock.hold(self._c.files.monotonic() + LOCK_SECONDS) as held:
             if not held:
-                raise StoreLockedError(f"{self._c.directory.path}: somebody else evicts or purges: ask again later")
+                raise StoreLockedError(f"{self._c.directory.path}: another process evicts or purges: try again later")
             try:
                 return self._purge(selection)
             except IndexUnavailableError as exc:
                 raise StoreLockedError(
                     f"{self._c.directory.path}: the index does not answer now ({exc}); what was marked so far will be "
-                    "removed when it does: ask again to be sure"
+                    "removed when it does: purge again to be sure"
                 ) from None
 
     def _purge(self, selection: Selection) -> PurgeResult:
@@ -130,9 +133,9 @@ class Purger:
         rows = self._rows()
         pinned = self._pins.segments()
         pages = 0
-        # first all segments that pins protect, so that a refusal changes nothing
+        # pinned segments first, so that a refusal changes nothing
         for segment_id in sorted(ids, key=lambda i: i not in pinned):
-            mark, count = self._judge(segment_id, selection, rows.get(segment_id))
+            mark, count = self._mark_for(segment_id, selection, rows.get(segment_id))
             if mark is None:
                 continue
             if segment_id in pinned:
@@ -140,13 +143,13 @@ class Purger:
             self._c.marks.write(mark)
             pages += count
             self._evictor.victims.forget(segment_id)
-        # dropped before, but perhaps not yet out of a rebuild's sight
+        # segments dropped before may still be where a rebuild reads them
         self._evictor.reclaimer.reclaim_dropped(strict=True)
         for folder in (directory.sub("segments"), directory.sub("doomed"), directory.root):
             files.fsync(folder)
         self._c.counters.add("pages_purged", pages)
         dropped = self._finish_all(self._c.marks.ids())
-        with contextlib.suppress(IndexUnavailableError):  # a sweep does it; the pages are gone
+        with contextlib.suppress(IndexUnavailableError):  # a sweep does it later; the pages are misses
             forget_namespaces(self._c)
         return PurgeResult(pages, len(dropped), sum(dropped))
 
@@ -163,7 +166,9 @@ class Purger:
 
     # -- marks -------------------------------------------------------------------------------
 
-    def _judge(self, segment_id: bytes, selection: Selection, row: SegmentRow | None) -> tuple[PurgeMark | None, int]:
+    def _mark_for(
+        self, segment_id: bytes, selection: Selection, row: SegmentRow | None
+    ) -> tuple[PurgeMark | None, int]:
         """The mark that a segment needs, older ones included, and how many records are new in it; None if none is."""
         if row is not None and row.state == DROPPED:
             return None, 0
@@ -174,13 +179,13 @@ class Purger:
         except OSError as exc:
             if exc.errno not in (errno.EINVAL, errno.ELOOP):
                 raise
-            return None, 0  # no file: no rebuild reads it either
+            return None, 0  # not a regular file: no rebuild reads it either
         old = self._c.marks.read(segment_id)
         if old is not None and old.whole:
             return None, 0
         if segment.scan is None and (not row.records if row is not None else not segment.damaged):
-            return None, 0  # its writer has only just made it; or no rebuild takes it for a segment
-        if segment.scan is None:  # whatever it holds: a cache can lose it, a purge must not miss it
+            return None, 0  # its writer has just made it, or no rebuild takes it for a segment
+        if segment.scan is None:  # unreadable: a cache may lose its pages, a purge must not miss them
             return PurgeMark(segment_id, fmt.PURGE_ALL | fmt.PURGE_PENDING, 0, b""), row.records if row else 0
         bits = bytearray(len(segment.scan.entries) // 8 + 1)
         new = 0
@@ -196,11 +201,14 @@ class Purger:
         return PurgeMark(segment_id, fmt.PURGE_PENDING, segment.scan.entries[-1].epoch, bytes(bits)), new
 
     def _read(self, segment_id: bytes, row: SegmentRow | None) -> _Segment:
-        """FileNotFoundError if it is gone. All entries count, published or not: a rebuild would find them."""
+        """A segment as a purge sees it: all entries count, published or not, since a rebuild would find them.
+
+        FileNotFoundError if there is no such file.
+        """
         files = self._c.files
         with opened(files, file_name(segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments")) as fd:
             try:
-                files.random_access(fd)  # tables alone: no payload is to come along
+                files.random_access(fd)  # tables only: no readahead of payloads
                 scan = scan_segment(fd, files)
                 if scan is None or len(scan.entries) < (row.records if row is not None else 0):
                     return _Segment(None, {}, damaged=scan is not None)
@@ -214,10 +222,10 @@ class Purger:
                 return _Segment(None, {}, damaged=True)
         return _Segment(scan, spaces)
 
-    # -- what marks ask for --------------------------------------------------------------------
+    # -- finishing purges ----------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Go on with purges that somebody did not finish, and drop what has nothing else left."""
+        """Finish purges that were interrupted, and drop segments that hold nothing else."""
         marked = self._c.marks.ids()
         if not marked:
             return
@@ -228,7 +236,7 @@ class Purger:
                 self._finish_all(marked)
 
     def _finish_all(self, marked: Iterable[bytes]) -> list[int]:
-        """Do what marks ask for, as far as it is not done; bytes freed of each segment that was dropped."""
+        """Finish what the marks of these segments ask for; bytes freed, per segment that was dropped."""
         found, generation = self._c.index.read(
             lambda s: ({row.segment_id: (n, row) for n, row in s.segments()}, s.generation), COMMIT_SECONDS
         )
@@ -246,7 +254,7 @@ class Purger:
         return dropped
 
     def _finish(self, number: int, row: SegmentRow, generation: str) -> int | None:
-        """Bytes freed (0: somebody still holds them) if the segment was dropped, None if it stays."""
+        """Bytes freed (0: a reader still holds them) if the segment was dropped, None if it stays."""
         mark = self._c.marks.read(row.segment_id)
         if mark is None or (not mark.pending and (row.state == ACTIVE or row.segment_id in self._kept)):
             return None
@@ -276,7 +284,7 @@ class Purger:
         return False
 
     def _may_drop(self, number: int, row: SegmentRow) -> bool:
-        """Whether nobody appends to a segment any more; one that a dead process left is taken over."""
+        """Whether a segment may be dropped: no pin, no writer. One whose owner is dead is taken over."""
         if row.segment_id in self._pins.segments():
             return False
         if row.state != ACTIVE:
@@ -287,23 +295,23 @@ class Purger:
         return self._c.index.write(take, COMMIT_SECONDS) is not None
 
     def _unname(self, number: int, generation: str, segment: _Segment, purged: Sequence[Entry]) -> None:
-        """Take records out of the index, in slices."""
+        """Remove records from the index, in slices."""
         by_run: dict[bytes, set[int]] = {}
         for entry in purged:
             by_run.setdefault(_row_key(segment, entry, entry.run_hash), set()).add(entry.seq)
         removed: set[int] = set()
         for keys in _slices(list(by_run)):
             removed |= self._forget(generation, number, keys, {seq for key in keys for seq in by_run[key]})
-        # where a run's slot was taken by another continuation, a record lies in a row of its own
+        # where another continuation has the run's slot, a record has a row of its own
         for entries in _slices([e for e in purged if e.seq not in removed]):
             own = [_row_key(segment, entry, entry.chunk_hash) for entry in entries]
             removed |= self._forget(generation, number, own, {entry.seq for entry in entries})
         self._uncount(number, generation, segment, [e for e in purged if e.seq in removed])
 
-    def _uncount(self, number: int, generation: str, segment: _Segment, gone: Sequence[Entry]) -> None:
-        """What the segment holds of each namespace is less now."""
+    def _uncount(self, number: int, generation: str, segment: _Segment, removed: Sequence[Entry]) -> None:
+        """Subtract removed records from what the segment holds of each namespace."""
         sums: dict[bytes, tuple[int, int]] = {}
-        for entry in gone:
+        for entry in removed:
             described = segment.spaces.get(entry.ns_seq)
             if described is not None:
                 records, stored = sums.get(described.digest, (0, 0))
@@ -318,7 +326,7 @@ class Purger:
         wrong = {(number, seq) for seq in seqs}
 
         def transact(session: Session) -> set[tuple[int, int]]:
-            if session.generation != generation:  # numbers mean other segments now
+            if session.generation != generation:  # its numbers mean other segments
                 raise IndexUnavailableError("replaced meanwhile")
             return forget(session, keys, wrong)
 
@@ -334,7 +342,7 @@ def _row_key(segment: _Segment, entry: Entry, head: bytes) -> bytes:
     """Key of the row that names a record, if ``head`` keys it."""
     described = segment.spaces.get(entry.ns_seq)
     if described is None or entry.group >= len(described.layout.groups):
-        return bytes(32) + entry.part  # nothing names it
+        return bytes(32) + entry.part  # no row names it
     return page_key(described.digest, described.layout.groups[entry.group].name, head) + entry.part
 
 

@@ -1,7 +1,7 @@
-"""Building a new generation of the index from the segments, which are the truth.
+"""Builds a new generation of the index from the segments, which are the truth.
 
-Works beside everything else: as long as there is no current generation, lookups miss and saves decline. Only
-tables are read; payloads are verified when they are used.
+Other work goes on meanwhile: while there is no current generation, lookups miss and saves decline. Only tables are
+read; payloads are verified when they are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import lmdb
 
 from kvfs.directory import io_mode
 from kvfs.directory.config import Settings
-from kvfs.directory.liveness import NOBODY
+from kvfs.directory.liveness import NO_OWNER
 from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
 from kvfs.errors import ConfigError, FormatError, IndexUnavailableError
@@ -45,8 +45,8 @@ from kvfs.system.files import SHORT_OF, Files
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z")
-ENTRIES_PER_COMMIT = 20_000
-PAGES_PER_ENTRY = 16  # of the index that one may have copied, twice: what a commit frees, the next but one has
+ENTRIES_PER_COMMIT = 20_000  # bounds the memory of a transaction, and the time until ``cancelled`` is asked again
+PAGES_PER_ENTRY = 16  # index pages that one entry may copy, twice: what a commit frees, the next but one may use
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Report:
     skipped_entries: int = 0
     expired: int = 0
     purged: int = 0
-    torn: int = 0  # records whose bytes a power cut has taken
-    unnamed: int = 0  # of the oldest, for which the index has no room
+    torn: int = 0  # records whose bytes a power failure lost
+    unnamed: int = 0  # oldest records, for which the index has no room
     problems: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -80,10 +80,10 @@ def rebuild(
     directory: Directory, index: Index, settings: Settings, store_id: bytes, *, alone: bool,
     cancelled: Callable[[], bool],
 ) -> Report | None:  # fmt: skip
-    """Build and install a generation; None if another process is at it.
+    """Build and install a generation; None if another process is building one or has just built one.
 
-    ``alone``: no other process has the store open, so unsealed segments may be appended to again. When
-    ``cancelled`` says so, IndexUnavailableError is raised between two segments.
+    ``alone``: no other process has the store open, so unsealed segments may be appended to again. IndexUnavailableError
+    is raised between two steps when ``cancelled`` returns true.
     """
     files = directory.files
     run = directory.sub("run")
@@ -94,7 +94,7 @@ def rebuild(
             files.close(files.create("rebuild", directory.file_mode, dir_fd=run))
     with opened(files, "rebuild", os.O_RDWR, dir_fd=run) as lock:
         if not files.flock(lock, fcntl.LOCK_EX) or not index.is_missing(timeout=5.0):
-            return None  # somebody is at it, or was meanwhile
+            return None  # another process builds one, or has built one meanwhile
         _remove_stale_generations(directory)
         name = files.random(8).hex()
         files.mkdir(name, directory.dir_mode, dir_fd=directory.sub("index"))
@@ -103,7 +103,7 @@ def rebuild(
             report = build(directory, path, settings, store_id, alone=alone, cancelled=cancelled)
             index.install(name, timeout=5.0)
         except BaseException as exc:
-            if not isinstance(exc, TimeoutError):  # it may become current yet; what does not the next rebuild removes
+            if not isinstance(exc, TimeoutError):  # it may still become current; if not, the next rebuild removes it
                 discard_generation(path)
             if isinstance(exc, lmdb.Error):
                 raise IndexUnavailableError(f"index error: {exc}") from None
@@ -112,7 +112,7 @@ def rebuild(
 
 
 def _remove_stale_generations(directory: Directory) -> None:
-    """Left by rebuilds that died. The current one, if any, is kept."""
+    """Remove what rebuilds that died left behind. The current generation, if any, is kept."""
     current = None
     with contextlib.suppress(FormatError, OSError):
         current = directory.read_small("CURRENT", 64, sub="index")
@@ -125,7 +125,7 @@ def build(
     directory: Directory, path: str, settings: Settings, store_id: bytes, *, alone: bool,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Report:  # fmt: skip
-    """Fill the empty directory ``path`` with a complete, synced generation."""
+    """Fill the empty directory ``path`` with a complete generation, synced to disk."""
     files, report = directory.files, Report()
     env = open_environment(path, settings.index_bytes, directory.file_mode)
     try:
@@ -133,7 +133,7 @@ def build(
         now_s = files.now_us() // 1_000_000
         marks = PurgeMarks(directory)
         marked = marks.ids()
-        # newest first: of two records of one page, the first that is published stays
+        # newest first: of two records of one page, the first that is published wins
         for listed in sorted(_list_all(directory, report), key=lambda x: -x.created_us):
             segment_id = bytes.fromhex(listed.name[:32])
             mark = marks.read(segment_id) if segment_id in marked else None
@@ -181,7 +181,7 @@ def _list_all(directory: Directory, report: Report) -> Iterator[_Listed]:
 
 
 class _SegmentBuilder:
-    """Index rows of one segment, in steps of bounded size."""
+    """Turns one segment's tables into index rows, in steps of bounded size. Owns the segment's descriptor."""
 
     def __init__(
         self, directory: Directory, listed: _Listed, settings: Settings, store_id: bytes, alone: bool,
@@ -212,18 +212,18 @@ class _SegmentBuilder:
                 self._files.close(self._fd)
 
     def steps(self) -> Iterator[Callable[[Session], None]]:
-        """Callables that each take a Session. A segment that cannot be read is charged, and holds no pages."""
+        """One callable per transaction. A segment that cannot be read is charged, and gets no rows."""
         scan = None
         try:
             self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
-            if self._mode.direct:  # tables alone: no payload is to come along
+            if self._mode.direct:  # tables only: no readahead of payloads
                 self._files.random_access(self._fd)
             scan = scan_segment(self._fd, self._files)
             unreadable = False
         except FileNotFoundError:
             return  # reclaimed meanwhile
         except OSError as exc:
-            if exc.errno in SHORT_OF:  # the next one to try may have what it takes
+            if exc.errno in SHORT_OF:  # a later attempt may have the descriptors or the memory
                 raise
             unreadable = True
             self._report.unreadable_segments += 1
@@ -243,7 +243,7 @@ class _SegmentBuilder:
 
         def add(session: Session) -> None:
             self._number = session.add_segment(row)
-            self._look(session)
+            self._size_step(session)
 
         yield add
         done = 0
@@ -253,44 +253,44 @@ class _SegmentBuilder:
             done += len(batch)
         self._report.unnamed += len(entries) - done
 
-    def _look(self, session: Session) -> None:
-        """LMDB copies each leaf that changes: the less room there is, the smaller the commits. Like a writer, a rebuild
-        adds nothing to an index that is full: the segments that are left hold the oldest pages, and go first."""
+    def _size_step(self, session: Session) -> None:
+        """Set the size of the next commit. LMDB copies each leaf that changes: the less room, the smaller the commits.
+        Like a writer, a rebuild adds nothing to a full index: the segments left hold the oldest pages."""
         used, size = session.used_bytes(), self._settings.index_bytes
         free = (size - used) // PAGE
         self._step = 0 if used > FULL * size else max(1, min(ENTRIES_PER_COMMIT, free // PAGES_PER_ENTRY))
 
     def _entries(self, scan: Scan, mark: PurgeMark | None) -> list[Entry]:
-        """What the index is to name, newest first."""
+        """The records that get rows, newest first."""
         self._report.segments += 1
         self._read_namespaces(scan)
         parts = list(scan.parts())
         entries = [e for e in parts if mark is None or not mark.covers(e)]
         self._report.purged += len(parts) - len(entries)
         if scan.seal is None and self._settings.sync != "cache":
-            # the last appends may have been torn; a put that skips a page says that it is there
+            # the last appends may be torn, and a put that skips a page promises that it is stored
             whole = [e for e in entries if self._is_whole(e)]
             self._report.torn += len(entries) - len(whole)
             entries = whole
         return entries[::-1]
 
     def _row(self, segment_id: bytes, scan: Scan | None, dead: bool, *, torn: bool) -> SegmentRow:
-        """``torn``: nobody goes on with it. Sealed, its torn pages would be believed by the next rebuild."""
+        """The segment's row. ``torn``: it takes no appends, since once sealed its torn pages would be trusted."""
         try:
             size = self._files.stat(self._listed.name, dir_fd=self._folder).st_blocks * 512
         except OSError:
             size = self._settings.segment_bytes
         if scan is None:
             return SegmentRow(
-                segment_id, NOBODY, ledger.ANY_CLASS, DROPPED if dead else SEALED, 0, 1, 0,
+                segment_id, NO_OWNER, ledger.ANY_CLASS, DROPPED if dead else SEALED, 0, 1, 0,
                 ledger.charge(size, 0), fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0,
             )  # fmt: skip
         tail = None
         if scan.seal is None and self._alone and not dead and not torn and scan.appendable:
-            tail = covered_end(scan, self._namespaces.get)  # None: what is appended might go over a leaf table
+            tail = covered_end(scan, self._namespaces.get)  # None: an append might overwrite a leaf table
         expiries = [e.expires for e in scan.parts()]
         return SegmentRow(
-            segment_id, NOBODY, scan.header.class_id, DROPPED if dead else SEALED if tail is None else ACTIVE,
+            segment_id, NO_OWNER, scan.header.class_id, DROPPED if dead else SEALED if tail is None else ACTIVE,
             scan.header.flags, scan.entries[-1].epoch if scan.entries else 1, len(scan.entries),
             ledger.charge(size, len(scan.entries)), tail or scan.end, scan.table,
             max(expiries) if expiries and all(expiries) else 0,
@@ -310,7 +310,7 @@ class _SegmentBuilder:
         """Whether the bytes of a record verify."""
         shape = _shape(self._namespaces.get(entry.ns_seq), entry.group, entry.part)
         if shape is None or not codecs.fits(entry.codec, entry.stored_bytes, shape[2]):
-            return True  # not judged here: it is left out, or checked when it is read
+            return True  # not checked here: ``_publish`` skips it, or its reader verifies it
         leaves, size = shape[1:]
         try:
             payload = self._files.read(self._fd, entry.stored_bytes, entry.payload)
@@ -341,7 +341,7 @@ class _SegmentBuilder:
                 self._report.skipped_entries += len(records)
                 continue
             group, leaves, raw_bytes = shape
-            fitting = [  # a codec that this code does not know is left to later ones
+            fitting = [  # records of a codec that this version does not know are kept for later versions
                 r
                 for r in records
                 if r.place.codec not in codecs.NAMES or codecs.fits(r.place.codec, r.place.stored_bytes, raw_bytes)
@@ -355,7 +355,7 @@ class _SegmentBuilder:
             session.add_contents(self._number, described.digest, *named)
             self._report.pages += named.records
             self._report.duplicates += len(records) - named.records
-        self._look(session)
+        self._size_step(session)
 
 
 def _shape(described: Described | None, number: int, packed: bytes) -> tuple[Group, int, int] | None:

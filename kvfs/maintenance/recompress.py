@@ -1,9 +1,9 @@
-"""Recompressing: cold sealed segments written anew in a codec, so that more fits before anything must be evicted.
+"""Recompression: rewrites cold sealed segments in a codec, so that more fits before segments must be evicted.
 
-A segment is worth it if it is sealed, nobody has used a page of it for a while, no pin protects it, nobody holds it
-now, and a sample page says that enough would be saved. What the index names of it is copied as eviction copies hot
-pages: verified, appended to another segment, moved in the index in one commit per batch; only when all of it has moved
-is the source dropped. Whoever dies in between leaves pages that are named once, here or there, and a source that the
+A segment qualifies if it is sealed, no page of it was used for a while, no pin protects it, no reader holds it, and a
+sample page shows that enough would be saved. The records that the index names are relocated as eviction relocates hot
+pages: verified, appended to another segment, moved in the index in one commit per batch. The source is dropped only
+when all of them have moved. A crash in between leaves each page named once, in either segment, and a source that the
 next run finds again.
 """
 
@@ -33,26 +33,26 @@ from kvfs.system.files import Files
 from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
 from kvfs.write.encode import GAIN_MIN
 
-IDLE_SECONDS = 3600.0
-LOCK_SECONDS = 30.0
-FAILURES_MAX = 3  # one after the other
-KEYS_PER_HOLD = 256  # index rows per short hold of the index
+IDLE_SECONDS = 3600.0  # a segment is cold if no page of it was used for so long, unless the caller says otherwise
+LOCK_SECONDS = 30.0  # longest wait for the evictors' lock, per segment
+FAILURES_MAX = 3  # segments in a row that fail before a run ends
+KEYS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
 
 
 class RecompressStep(NamedTuple):
-    """One segment that would be written anew."""
+    """One segment that would be rewritten."""
 
     segment: int
     segment_id: bytes
     pages: int  # that are raw now
-    raw_bytes: int  # of them
-    saves_bytes: int  # about, from a sample page
+    raw_bytes: int  # of these pages
+    saves_bytes: int  # estimated from a sample page
     last_used_us: int
 
 
 @dataclass(frozen=True)
 class RecompressPlan:
-    """What recompressing would do, longest unused first, and why other sealed segments are left alone."""
+    """What a run would do, longest unused segment first, and why the other sealed segments stay as they are."""
 
     codec: int
     idle_seconds: float
@@ -66,18 +66,18 @@ class RecompressPlan:
 
 @dataclass
 class Recompressed:
-    """What a run did. ``stopped``: why it ended before the end of its plan; empty if it did not."""
+    """What a run did. ``stopped``: why it ended early; empty if it did not."""
 
     segments: int = 0
     pages: int = 0
-    failed: int = 0  # segments that stay as they are: a page could not be read, or not be written
-    bytes_before: int = 0  # what the store used
+    failed: int = 0  # segments that stay as they are: a page could not be read or written
+    bytes_before: int = 0  # used by the store
     bytes_after: int = 0
     stopped: str = ""
 
 
 class Recompressor:
-    """Made for one plan or one run."""
+    """Chooses segments for one plan or one run; ``Relocator`` copies their records, the evictor drops them."""
 
     def __init__(self, context: Context, evictor: Evictor, active: ActiveSegments) -> None:
         self._c = context
@@ -89,7 +89,7 @@ class Recompressor:
     def plan(self, codec: int, idle_seconds: float = IDLE_SECONDS, seconds: float | None = None) -> RecompressPlan:
         """What a run would do now. Reads the tables of sealed segments and a page of each; changes nothing.
 
-        Segments that were not looked at after ``seconds`` are left.
+        Segments that were not examined within ``seconds`` are left out.
         """
         deadline = None if seconds is None else self._c.files.monotonic() + seconds
         rows = self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
@@ -102,7 +102,7 @@ class Recompressor:
             elif deadline is not None and self._c.files.monotonic() >= deadline:
                 found = "not looked at"
             else:
-                found = self._look(number, row, codec, idle_seconds)
+                found = self._examine(number, row, codec, idle_seconds)
             if isinstance(found, str):
                 left[found] = left.get(found, 0) + 1
             else:
@@ -110,8 +110,8 @@ class Recompressor:
         steps.sort(key=lambda step: step.last_used_us)
         return RecompressPlan(codec, idle_seconds, tuple(steps), left)
 
-    def _look(self, number: int, row: SegmentRow, codec: int, idle_seconds: float) -> RecompressStep | str:
-        """The step for a segment, or why it is left alone."""
+    def _examine(self, number: int, row: SegmentRow, codec: int, idle_seconds: float) -> RecompressStep | str:
+        """The step for a segment, or why it stays as it is."""
         if self._evictor.victims.is_held(row):
             return "in use"
         mark = self._c.marks.read(row.segment_id)
@@ -147,7 +147,7 @@ class Recompressor:
         return RecompressStep(number, row.segment_id, len(raw), raw_bytes, saves_bytes, last_used_us)
 
     def _sample(self, held: OpenSegment, scan: Scan, entry: Entry, codec: int) -> float:
-        """What share of a page's bytes its encoded form has; 1.0 where it cannot be told."""
+        """Size of a page's encoded form relative to its stored bytes; 1.0 if it cannot be determined."""
         described = read_namespace(held.fd, self._c.files, scan.entries, entry.ns_seq)
         if described is None or entry.group >= len(described.layout.groups):
             return 1.0
@@ -166,11 +166,11 @@ class Recompressor:
         self, codec: int, idle_seconds: float = IDLE_SECONDS, seconds: float | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Recompressed:  # fmt: skip
-        """Look at each sealed segment, the oldest first, and write it anew if it is worth it, for ``seconds`` at most.
+        """Examine each sealed segment, the oldest first, and rewrite those that qualify, for ``seconds`` at most.
 
-        Ends where there is no room for the copies, or a disk fails again and again; what was done by then stays done.
-        A quota that is above its cap by more than the reserve, as it was lowered, keeps its own segments as they are.
-        StoreLockedError if somebody evicts or purges all the time.
+        Ends early where there is no room for the copies, or the disk fails repeatedly; what was done by then stays.
+        Segments of a quota stay as they are if a lowered cap put it above its cap by more than the standing reserve.
+        StoreLockedError if other evictions or purges hold the lock all the time.
         """
         clock = self._c.files.monotonic
         end = None if seconds is None else clock() + seconds
@@ -190,7 +190,7 @@ class Recompressor:
                 owner = row.class_id[: ledger.QUOTA_BYTES]
                 if owner in full:
                     continue
-                step = "pinned" if row.segment_id in pinned else self._look(number, row, codec, idle_seconds)
+                step = "pinned" if row.segment_id in pinned else self._examine(number, row, codec, idle_seconds)
                 if isinstance(step, str):
                     continue
                 try:
@@ -218,17 +218,17 @@ class Recompressor:
         return report
 
     def _rewrite(self, step: RecompressStep, codec: int, report: Recompressed, used: set[SegmentClass]) -> None:
-        """Copy what the index names of a segment, then drop it. The lock is held for one segment only: writers that
-        need room wait for it."""
+        """Relocate what the index names of a segment, then drop it. The lock is held per segment: writers that need
+        room wait for it."""
         with self._evictor.lock.hold(self._c.files.monotonic() + LOCK_SECONDS) as lock:
             if not lock and not report.segments:
-                raise StoreLockedError("somebody evicts, purges or recompresses this store: try again")
+                raise StoreLockedError("another process evicts, purges or recompresses this store: try again")
             if not lock:
                 raise Declined("the lock")
             row = self._c.index.read(lambda s: s.segment(step.segment), COMMIT_SECONDS)
             if row is None or row.state != SEALED or row.segment_id != step.segment_id:
                 return
-            if step.segment_id in self._evictor.victims.pinned():  # meanwhile
+            if step.segment_id in self._evictor.victims.pinned():  # pinned meanwhile
                 return
             target = _class_of(row)
             used.add(target)
@@ -238,9 +238,9 @@ class Recompressor:
             self._evictor.victims.forget(step.segment_id)
 
     def _copy(self, step: RecompressStep, records: int, target: SegmentClass, codec: int) -> int:
-        """Copy all that the index names of a segment; the source is not held any more on return.
+        """Relocate all records of a segment that the index names; the source is released on return.
 
-        What is to move is read from the segment's own tables: Declined unless all ``records`` of them are there.
+        They are found in the segment's own tables: Declined unless all ``records`` entries can be read.
         """
         held = self._c.segments.acquire(step.segment, step.segment_id, self._c.index.generation)
         scan = scan_segment(held.fd, self._c.files) if held is not None else None
@@ -252,7 +252,7 @@ class Recompressor:
         return self._evictor.relocator.copy(target, step.segment, held, named, recode=codec)
 
     def _named(self, number: int, held: OpenSegment, scan: Scan) -> list[int]:
-        """Records of a segment that the index names, ascending: others were replaced, or moved by an earlier run."""
+        """Records of a segment that the index names, ascending; the others were replaced or moved already."""
         spaces = _namespaces(held, scan, self._c.files)
         if spaces is None:
             raise Declined("unreadable")
@@ -273,13 +273,13 @@ class Recompressor:
 
 
 def _class_of(row: SegmentRow) -> SegmentClass:
-    """Where the copies go: what shared a lifetime still does, and what was pinned once is like any other now."""
+    """The class of the copies: the source's, so that lifetimes still match; pages once pinned become ordinary."""
     class_id = row.class_id[: ledger.QUOTA_BYTES] + bytes(8) if row.flags & fmt.FLAG_PINNED else row.class_id
     return SegmentClass(class_id, row.flags & fmt.FLAG_CARRIED, evictor=True)
 
 
 def _namespaces(held: OpenSegment, scan: Scan, files: Files) -> dict[int, Described] | None:
-    """The namespaces of a segment's records, by ``ns_seq``; None if there are records that none of them names."""
+    """The namespaces of a segment's records, by ``ns_seq``; None if one of them cannot be read."""
     spaces: dict[int, Described] = {}
     for entry in scan.parts():
         described = spaces.get(entry.ns_seq) or read_namespace(held.fd, files, scan.entries, entry.ns_seq)

@@ -1,8 +1,8 @@
-"""Checking a store: structure of every segment, the bytes of its pages, and the index against both.
+"""Checks a store: structure of every segment, the bytes of its pages, and the index against both.
 
-Safe beside running workers: published bytes never change, and what is being written is not judged. A bad record
-that the index does not name any more is no problem: nobody can read it. With ``repair`` bad pages leave the index and
-files that are not kvfs's move to quarantine/; where the index contradicts the segments it is retired and rebuilt.
+Safe while workers run: published bytes never change, and what is being written is not checked. A bad record that the
+index no longer names is no problem, since no lookup finds it. ``repair`` removes bad pages from the index, moves files
+that are not kvfs's to quarantine/, and retires an index that contradicts the segments, so that it is rebuilt.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from kvfs.segments.scan import Scan, read_descriptor, scan_segment
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
 
-ROWS_PER_HOLD = 256
-PROBLEMS_MAX = 1000
-QUARANTINE_FILES_MAX = 64
-_LIES = struct.Struct("<QIB")  # where a payload lies, its stored bytes, its codec
+ROWS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
+PROBLEMS_MAX = 1000  # lines of a report
+QUARANTINE_FILES_MAX = 64  # files in quarantine/: they are not charged to the store
+_PLACE = struct.Struct("<QIB")  # offset of a payload, its stored bytes, its codec
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 
 
 @dataclass
 class Verification:
-    """What was checked and what was found. ``problems`` has a line for each finding, bounded."""
+    """What was checked and what was found. ``problems`` has a line for each finding, at most PROBLEMS_MAX."""
 
     segments: int = 0
     pages: int = 0
@@ -67,7 +67,7 @@ class Verification:
 
 
 class Verifier:
-    """One run over a store."""
+    """One run over a store: owns its findings, and repairs what it found. One per call."""
 
     def __init__(self, context: Context, sample: float, seed: int) -> None:
         if not 0.0 <= sample <= 1.0:
@@ -79,9 +79,9 @@ class Verifier:
         self._bad: dict[int, set[int]] = {}  # segment number -> seqs
         self._why: dict[tuple[int, int], str] = {}
         self._named: set[tuple[int, int]] = set()  # bad records that the index names
-        self._foreign: list[str] = []  # names in segments/ that are no segment's
+        self._foreign: list[str] = []  # names in segments/ that are not of segments
         self._records: dict[int, dict[int, bytes]] = {}  # segment number -> seq -> check of hash, root, place
-        self._generation = ""  # of the index that was checked: numbers mean other segments in another one
+        self._generation = ""  # of the index that was checked: in another one, numbers mean other segments
 
     def run(self) -> Verification:
         """Check everything; IndexUnavailableError if the index does not answer."""
@@ -96,7 +96,7 @@ class Verifier:
         for place in sorted(self._named):
             self.report.bad_pages += 1
             self.report.note(self._why[place])
-        self._strangers({row.segment_id for _, row in rows})
+        self._check_names({row.segment_id for _, row in rows})
         return self.report
 
     # -- segments ----------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Verifier:
             self._bad_segment(number, row, str(exc.strerror))
 
     def _is_refused(self, row: SegmentRow) -> bool:
-        """Whether there is a file that cannot be read: a rebuild that met it has named no page of it."""
+        """Whether the file exists but cannot be read: then a rebuild has named no page of it."""
         segments = self._c.directory.sub("segments")
         try:
             with opened(self._c.files, file_name(row.segment_id), os.O_RDONLY, dir_fd=segments):
@@ -174,7 +174,7 @@ class Verifier:
             stored = self._c.segments.read_bytes(held, entry.stored_bytes, entry.payload)
             payload = codecs.decoded(stored, entry.codec, raw_bytes)
             table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), entry.leaves)
-        except CodecMemoryError:  # nothing is wrong with the page, and a repair must not remove it
+        except CodecMemoryError:  # the page may be good, so a repair must not remove it
             raise MemoryError("no memory to check a page") from None
         except (ConfigError, CodecError) as exc:
             return str(exc)
@@ -217,8 +217,8 @@ class Verifier:
                 return
             start = batch[-1][0] + b"\0"
 
-    def _strangers(self, known: set[bytes]) -> None:
-        """Files in segments/ that the index does not know; they may have been made a moment ago."""
+    def _check_names(self, known: set[bytes]) -> None:
+        """Find files in segments/ that the index does not know; the newest may have been made a moment ago."""
         folder = self._c.directory.sub("segments")
         names = self._c.files.listdir(folder)
         now = {row.segment_id for _, row in self._c.index.read(lambda s: s.segments(), COMMIT_SECONDS)} | known
@@ -235,7 +235,7 @@ class Verifier:
                 self.report.note(f"segments/{name}: the index does not know it")
 
     def _is_file(self, name: str, folder: int) -> bool:
-        """A link or a folder is no segment, whatever its name: an index that is built anew does not know it either."""
+        """A link or a folder is no segment, whatever its name: a rebuilt index does not know it either."""
         try:
             return stat.S_ISREG(self._c.files.stat(name, dir_fd=folder).st_mode)
         except OSError:
@@ -244,10 +244,10 @@ class Verifier:
     # -- repair ------------------------------------------------------------------------------
 
     def repair(self) -> None:
-        """Take bad pages out of the index; retire an index that contradicts the segments."""
+        """Remove bad pages from the index; retire an index that contradicts the segments."""
         self._quarantine()
-        if not self._is_the_same():
-            self.report.note("index: given up meanwhile, and built anew: check again")
+        if not self._is_same_index():
+            self.report.note("index: retired and rebuilt meanwhile: check again")
             return
         wrong = {(number, seq) for number, seqs in self._bad.items() for seq in seqs}
         if wrong:
@@ -263,7 +263,7 @@ class Verifier:
             else:
                 self.report.repaired += self.report.index_errors + self.report.bad_segments
 
-    def _is_the_same(self) -> bool:
+    def _is_same_index(self) -> bool:
         try:
             return self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) == self._generation
         except IndexUnavailableError:
@@ -273,13 +273,13 @@ class Verifier:
         return forget_place(session, keys, wrong) if session.generation == self._generation else 0
 
     def _quarantine(self) -> None:
-        """Move what is not kvfs's out of the way; it is never deleted, and there is room for so much only."""
+        """Move files that are not kvfs's to quarantine/, up to its limit; they are never deleted."""
         files, directory = self._c.files, self._c.directory
         source, target = directory.sub("segments"), directory.sub("quarantine")
         room = QUARANTINE_FILES_MAX - len(files.listdir(target))
         for name in self._foreign:
             if room <= 0:
-                self.report.note(f"segments/{name}: stays, quarantine/ is full; remove by hand what is in there")
+                self.report.note(f"segments/{name}: stays, quarantine/ is full; remove its files by hand")
                 continue
             try:
                 files.rename(name, f"{files.now_us()}-{files.random(4).hex()}", src_dir_fd=source, dst_dir_fd=target)
@@ -307,10 +307,10 @@ def _names(key: bytes, value: bytes, wrong: set[tuple[int, int]]) -> bool:
 
 
 def _fingerprint(entry: Entry) -> bytes:
-    lies = _LIES.pack(entry.payload, entry.stored_bytes, entry.codec)
-    return root_of(entry.chunk_hash + entry.root + lies)
+    place = _PLACE.pack(entry.payload, entry.stored_bytes, entry.codec)
+    return root_of(entry.chunk_hash + entry.root + place)
 
 
 def _fingerprint_of(place: Place) -> bytes:
-    lies = _LIES.pack(place.block * fmt.BLOCK, place.stored_bytes, place.codec)
-    return root_of(place.chunk_hash + place.root + lies)
+    packed = _PLACE.pack(place.block * fmt.BLOCK, place.stored_bytes, place.codec)
+    return root_of(place.chunk_hash + place.root + packed)

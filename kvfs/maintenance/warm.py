@@ -1,8 +1,8 @@
-"""Reading pages into the page cache ahead of traffic, and telling what is there already.
+"""Reads pages into the page cache ahead of traffic, and tells which are there already.
 
-A block is asked for with one advice to the kernel, which then reads it without a copy to anybody; its last page is
-read to wait for it. On the disk measured (docs/benchmarks.md) that was as fast as the best direct read and took a
-quarter of the CPU of reading into a buffer.
+One advice per block makes the kernel read it without a copy to user space; reading the block's last page waits for
+it. On the disk measured (docs/benchmarks.md) that was as fast as the best direct read and took a quarter of the CPU
+of reading into a buffer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from kvfs.pages.identity import Described
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.thread_pool import Pool
 
-BLOCK_BYTES = 32 << 20  # of 8, 16 and 32 MiB the fastest, at a third of the CPU time of 8 MiB
+BLOCK_BYTES = 32 << 20  # of one advice; the fastest of 8, 16 and 32 MiB, at a third of the CPU time of 8 MiB
 THREADS = 4
-PIECE_BYTES = 1 << 20
-#: Ranges whose gap is smaller are read as one.
-GAP_BYTES = 64 << 10
+READ_BYTES = 1 << 20  # of one read, where the advice was not enough
+GAP_BYTES = 64 << 10  # ranges with a smaller gap are read as one
 
 
 class Range(NamedTuple):
@@ -42,17 +41,17 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Warmed:
-    """What became of the bytes asked for; ``seconds`` of reading, 0 for a mere check."""
+    """What was read. ``seconds`` of reading, 0 for a check."""
 
     nbytes: int = 0
-    resident_bytes: int = 0  # were in the page cache before; -1 if the kernel does not say
+    resident_bytes: int = 0  # in the page cache before; -1 if the kernel does not tell
     read_bytes: int = 0
-    failed_bytes: int = 0  # could not be read: evicted meanwhile, or a fault of the disk
+    failed_bytes: int = 0  # evicted meanwhile, or the disk failed
     seconds: float = 0.0
 
 
 class Warmer:
-    """Chooses ranges and reads them. One per call."""
+    """Chooses ranges of segments and reads them in threads. One per call."""
 
     def __init__(self, context: Context) -> None:
         self._c = context
@@ -67,13 +66,11 @@ class Warmer:
         return [r for s in stretches for r in _ranges(s)]
 
     def of_prefixes(self, ids: Sequence[str]) -> list[Range]:
-        """What the requests used last that used these pages (digits of their hashes) last."""
+        """The pages of the requests that used these pages last (``ids``: digits of their hashes)."""
         keys = set()
         for ref, pages in Catalog(self._c).find_all_pages([ref.lower() for ref in ids]).items() if ids else ():
             if not pages:
-                raise NotFoundError(
-                    f"nothing here answers to {ref!r}: give a namespace, or an id from kvfs ls NAMESPACE"
-                )
+                raise NotFoundError(f"no page has the id {ref!r}: give a namespace, or an id from kvfs ls NAMESPACE")
             keys |= {(p.located.digest, p.last_used_us) for p in pages if p.located is not None}
         return [r for s in Walk(self._c).stretches() if (s.digest, s.stamp_us) in keys for r in _ranges(s)]
 
@@ -90,13 +87,13 @@ class Warmer:
         return found
 
     def of_pins(self) -> list[Range]:
-        """The segments that pins protect, whole."""
+        """All bytes of the segments that pins protect."""
         pinned = pinned_segments(self._c.directory)
         rows = Catalog(self._c).segment_rows()
         return [Range(n, row.segment_id, 0, row.tail) for n, row in rows if row.segment_id in pinned]
 
     def hottest(self, nbytes: int) -> list[Range]:
-        """The pages that were used last, up to so many bytes."""
+        """The most recently used pages, up to ``nbytes``."""
         found = sorted(Walk(self._c).stretches(), key=lambda s: -s.stamp_us)
         chosen: list[Range] = []
         for stretch in found:
@@ -111,7 +108,7 @@ class Warmer:
     # -- reading -----------------------------------------------------------------------------
 
     def run(self, ranges: Sequence[Range], *, check: bool, progress: Callable[[int, int], None]) -> Warmed:
-        """Read ranges, or with ``check`` only say how much of them is in the page cache."""
+        """Read ranges; with ``check`` only count what is in the page cache. ``progress``: (bytes done, all bytes)."""
         blocks = list(_blocks(_merged(ranges)))
         total = sum(b.nbytes for b in blocks)
         began = self._c.files.monotonic()
@@ -129,7 +126,7 @@ class Warmer:
         finally:
             pool.close()
         seconds = 0.0 if check else self._c.files.monotonic() - began
-        return Warmed(total, -1 if sums.silent else sums.resident, sums.read, sums.failed, seconds)
+        return Warmed(total, -1 if sums.unknown else sums.resident, sums.read, sums.failed, seconds)
 
     def _loop(self, next_block: Callable[[], Range | None], sums: _Sums, check: bool) -> None:
         while (block := next_block()) is not None:
@@ -145,7 +142,7 @@ class Warmer:
     def _one(self, held: OpenSegment, block: Range, sums: _Sums, check: bool) -> None:
         files = self._c.files
         resident = files.cached_bytes(held.fd, block.offset, block.nbytes)
-        sums.silent |= resident is None
+        sums.unknown |= resident is None
         if check or resident == block.nbytes:
             sums.add(block.nbytes, resident=resident or 0)
             return
@@ -156,22 +153,22 @@ class Warmer:
             else:
                 files.readahead(held.fd, block.offset, block.nbytes)
                 files.read(held.fd, 1, block.offset + block.nbytes - 1)
-        # under pressure, after a fault, or where the advice is not taken, some of it is missing: read that the slow way
+        # under memory pressure, after an error, or where advice is ignored, some of it is missing: read it all
         if (files.cached_bytes(held.fd, block.offset, block.nbytes) or 0) < block.nbytes:
             files.readahead(held.fd, block.offset, block.nbytes)
-            for at in range(0, block.nbytes, PIECE_BYTES):
-                files.read(held.fd, min(PIECE_BYTES, block.nbytes - at), block.offset + at)
+            for at in range(0, block.nbytes, READ_BYTES):
+                files.read(held.fd, min(READ_BYTES, block.nbytes - at), block.offset + at)
         sums.add(block.nbytes, resident=resident or 0, read=block.nbytes - (resident or 0))
 
 
 class _Sums:
-    """What the threads have done so far."""
+    """What the threads have done so far. Thread-safe."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
         self._lock = threading.Lock()
         self._progress = progress
         self.done = self.resident = self.read = self.failed = 0
-        self.silent = False  # the kernel does not say what is in the page cache
+        self.unknown = False  # the kernel does not tell what is in the page cache
 
     def add(self, done: int, *, resident: int = 0, read: int = 0, failed: int = 0) -> None:
         with self._lock:
@@ -192,7 +189,7 @@ def _ranges(s: Stretch) -> Iterator[Range]:
 
 
 def _merged(ranges: Iterable[Range]) -> Iterator[Range]:
-    """In the order of the files, neighbours joined, nothing twice."""
+    """In the order of segments and offsets, without overlaps; ranges with small gaps are joined."""
     current: Range | None = None
     for r in sorted(ranges, key=lambda r: (r.segment, r.offset)):
         if current is not None and r.segment == current.segment:
@@ -208,7 +205,7 @@ def _merged(ranges: Iterable[Range]) -> Iterator[Range]:
 
 
 def _blocks(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Cut where the file has a whole block, so that no two threads want parts of one folio."""
+    """Cut at multiples of BLOCK_BYTES in the file, so that no two threads read parts of one folio."""
     for r in ranges:
         at, end = r.offset, r.offset + r.nbytes
         while at < end:

@@ -11,11 +11,11 @@ from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError
 
 log = logging.getLogger("kvfs")
-TICK_SECONDS = 0.25
+TICK_SECONDS = 0.25  # how late a task may start
 
 
 class PeriodicTask(NamedTuple):
-    """Something to do every ``every`` seconds, for the first time ``after`` so many."""
+    """What to run every ``every`` seconds, for the first time after ``after`` seconds."""
 
     name: str
     every: float
@@ -24,7 +24,7 @@ class PeriodicTask(NamedTuple):
 
 
 class BackgroundScheduler:
-    """Runs tasks until stopped. A task that fails is counted and tried again at its next turn."""
+    """Runs tasks in one thread until stopped. A task that fails is counted and runs again at its next turn."""
 
     def __init__(self, context: Context, tasks: list[PeriodicTask]) -> None:
         self._c = context
@@ -38,13 +38,13 @@ class BackgroundScheduler:
         self._thread.start()
 
     def add(self, tasks: list[PeriodicTask]) -> None:
-        """More of them, from now on."""
+        """Run these, too, from now on."""
         now = self._c.files.monotonic()
         self._due |= {task.name: now + task.after for task in tasks}
-        self._tasks += tasks  # the loop may be going through them: it comes to these, too
+        self._tasks += tasks  # the loop may be iterating over the list: it reaches the new ones, too
 
     def wake(self, name: str) -> None:
-        """Do a task at once; if it was done just now, with the next tick: others may cause any number of nudges."""
+        """Run a task at once, or in the next tick if it has just run: other processes can cause any number of hints."""
         if name in self._due:
             self._due[name] = 0.0
             if self._c.files.monotonic() - self._ran.get(name, -TICK_SECONDS) >= TICK_SECONDS:

@@ -1,8 +1,8 @@
-"""What the Store objects of one directory share in a process. ``kvfs.runtime.registry`` makes, restarts and closes it.
+"""What the Store objects of one directory share in this process. ``kvfs.runtime.registry`` opens and closes it.
 
-What reads, writes, evicts and rebuilds is ``kvfs.runtime.services``. It is made when the store is opened, but for those
-who only look: they get it, and the upkeep that comes with it, with the first call that needs it. Its imports would
-take a command longer than all that it does.
+The services that read, write, evict and rebuild (``kvfs.runtime.services``) are made when the store is opened. A
+process that only inspects the store gets them, and their periodic tasks, with the first call that needs them: their
+imports take longer than a whole ``kvfs inspect``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvfs.context import COMMIT_SECONDS, Context, living
@@ -21,7 +22,7 @@ from kvfs.directory.config import Settings
 from kvfs.directory.liveness import HEARTBEAT_SECONDS, Liveness
 from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
-from kvfs.directory.shared_counters import EVERY_SECONDS, NOW, SharedCounters
+from kvfs.directory.shared_counters import EVERY_SECONDS, SharedCounters
 from kvfs.directory.watch import HOLDS, SETTINGS
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import Index
@@ -33,74 +34,77 @@ from kvfs.system.files import Files
 from kvfs.types import Verify
 
 if TYPE_CHECKING:
-    from kvfs.bundles.drop_folder import DropFolder
-    from kvfs.directory.watch import Watch
-    from kvfs.eviction.evictor import Evictor
-    from kvfs.maintenance.pins import Pins
-    from kvfs.maintenance.purge import Purger
     from kvfs.maintenance.rebuild import Report
-    from kvfs.read.reader import Reader
     from kvfs.runtime.services import StoreServices
-    from kvfs.write.active_segments import ActiveSegments
-    from kvfs.write.appender import Appender
 
-READY_SECONDS = 5.0  # how long open waits for a rebuild, its own or another's; a large one goes on beside serving
-READY_POLL_SECONDS = 0.02
 log = logging.getLogger("kvfs")
-CLOSE_SECONDS = 10.0
+READY_SECONDS = 5.0  # how long open waits for a rebuild, by this process or another; after that lookups miss meanwhile
+READY_POLL_SECONDS = 0.02
+CLOSE_SECONDS = 10.0  # how long close waits for a rebuild in progress to notice that it is cancelled
+THREADS_MAX = 4  # default of OpenOptions.threads, where there are as many cores
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """How this process opens a store."""
+
+    path: str
+    files: Files
+    read_only: bool = False
+    verify: Verify | None = None  # None: ALWAYS, or what the store is open with already
+    threads: int | None = None  # of one ``get``; None: one per core, at most THREADS_MAX, or as it is open already
+    declines: str = ""  # why puts decline, if they do; see Context
+    inspect_only: bool = False  # ``counted=False``: no services until a call needs them
 
 
 class OpenStore:
-    """Everything that the Store objects of one directory share in this process."""
+    """Owns the parts of one open directory: its context, background tasks and, once needed, its services.
+
+    The services do the work; the registry decides when an OpenStore is started, restarted in a forked child and closed.
+    """
 
     disabled = False
+    c: Context
 
-    def __init__(
-        self, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = "",
-        *, inspect_only: bool = False,
-    ) -> None:  # fmt: skip
-        self.path = os.path.abspath(path)
-        self.read_only = read_only
-        self.users = 0
-        self.abandoned: list[None] = []  # one for each Store that was forgotten and not closed
-        self.on_abandoned: Callable[[OpenStore], None] = lambda core: None  # called by its thread, now and then
+    def __init__(self, options: OpenOptions) -> None:
+        self.path = os.path.abspath(options.path)
+        self.read_only = options.read_only
+        self.users = 0  # Store objects
+        self.forgotten: list[None] = []  # one entry for each Store that was garbage-collected without close()
+        self.on_forgotten: Callable[[], None] = lambda: None  # called by the background thread in every tick
         self.rebuilt: Report | None = None
-        self._files = files
-        self._declines = declines
-        self._verify = verify or Verify.ALWAYS
-        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._options = options
+        self._files = options.files
         self._closing = False
         self._rebuilder: threading.Thread | None = None
         self._rebuild_failed = False
         self._making = threading.Lock()
         self._services: StoreServices | None = None
         self._background: BackgroundScheduler | None = None
-        self._start(inspect_only=inspect_only)
-
-    c: Context
 
     @property
     def settings(self) -> Settings:
-        """Those in force: they change with kvfs.toml."""
+        """The settings in force; they change with kvfs.toml."""
         return self.c.settings
 
-    def _start(self, *, inspect_only: bool, again: bool = False) -> None:
+    def start(self, *, again: bool = False) -> None:
+        """Open the directory, its index and the background thread. ``again``: in a forked child."""
         with contextlib.ExitStack() as undo, root.translate_os_errors(self.path):
-            self._make_parts(undo, again=again)
-            if not inspect_only:
-                self.work()
+            self._make_context(undo, again=again)
+            if not self.c.inspect_only:
+                self.services()
             self._become_ready()
             tasks = self._tasks()
             if self._services is not None:
                 if again:
                     self._services.listen()
-                tasks += self._upkeep(self._services)
+                tasks += self._service_tasks(self._services)
             self._background = BackgroundScheduler(self.c, tasks)
             undo.pop_all()
 
-    def _make_parts(self, undo: contextlib.ExitStack, *, again: bool) -> None:
-        """Everything that an open store needs; ``undo`` takes it away if some of it cannot be had."""
-        files = self._files
+    def _make_context(self, undo: contextlib.ExitStack, *, again: bool) -> None:
+        """What every open store needs; ``undo`` closes it if a later step fails."""
+        files, options = self._files, self._options
         directory = Directory(self.path, files, read_only=self.read_only)
         undo.callback(directory.close)
         store_id = directory.store_id()
@@ -117,26 +121,26 @@ class OpenStore:
         index = Index(directory, loaded.index_bytes)
 
         def close_index() -> None:
-            current = getattr(self, "c", None)  # which may have another one by then; or none, after an interrupt
+            current = getattr(self, "c", None)  # its index may be another one by then; no context after an interrupt
             (current.index if current is not None and current.directory is directory else index).close()
 
         undo.callback(close_index)
         context = Context(
             directory, files, loaded, store_id, index, liveness, AccessTimes(directory),
-            SegmentFiles(directory, io_mode.of(loaded)), PurgeMarks(directory), self._verify, self._threads,
-            SharedCounters(directory, liveness), self._declines,
+            SegmentFiles(directory, io_mode.of(loaded)), PurgeMarks(directory), options.verify or Verify.ALWAYS,
+            options.threads or min(THREADS_MAX, os.cpu_count() or 1), SharedCounters(directory), options.declines,
+            self.c.inspect_only if again else options.inspect_only,
         )  # fmt: skip
         if again:
-            context.shared_counters.excluded = self.c.shared_counters.excluded
-            self.c.__dict__.update(context.__dict__)  # a forked child: its namespaces go on with the new parts
+            self.c.__dict__.update(context.__dict__)  # the child's namespaces refer to this context
         else:
             self.c = context
-        self._guest = ReadOnlyIndex(self.c, lambda: self.work().private_index(lambda: self._closing))
+        self._read_only_index = ReadOnlyIndex(self.c, lambda: self.services().private_index(lambda: self._closing))
 
-    # -- what reads, writes and evicts -------------------------------------------------------
+    # -- services ----------------------------------------------------------------------------
 
-    def work(self) -> StoreServices:
-        """The workshop. Whoever only looked takes part in the upkeep from now on."""
+    def services(self) -> StoreServices:
+        """What reads, writes and evicts. With the first call this process takes part in the upkeep of the store."""
         if self._services is None:
             with self._making:
                 if self._services is None:
@@ -144,7 +148,7 @@ class OpenStore:
 
                     made = StoreServices(self.c, self._wake)
                     if self._background is not None:
-                        self._background.add(self._upkeep(made))
+                        self._background.add(self._service_tasks(made))
                     self._services = made
         return self._services
 
@@ -156,45 +160,13 @@ class OpenStore:
     def _wake(self, task: str) -> None:
         self.background.wake(task)
 
-    @property
-    def reader(self) -> Reader:
-        return self.work().reader
-
-    @property
-    def evictor(self) -> Evictor:
-        return self.work().evictor
-
-    @property
-    def active(self) -> ActiveSegments:
-        return self.work().active
-
-    @property
-    def appender(self) -> Appender:
-        return self.work().appender
-
-    @property
-    def pins(self) -> Pins:
-        return self.work().pins
-
-    @property
-    def purger(self) -> Purger:
-        return self.work().purger
-
-    @property
-    def drops(self) -> DropFolder:
-        return self.work().drops
-
-    @property
-    def watch(self) -> Watch:
-        return self.work().watch
-
     # -- readiness ---------------------------------------------------------------------------
 
     def _become_ready(self) -> None:
         if self.is_ready():
             return
         if self.read_only:
-            self._guest.open_own()
+            self._read_only_index.open_own()
             return
         self._rebuilder = threading.Thread(target=self._rebuild_quietly, name="kvfs-rebuild", daemon=True)
         deadline = self.c.files.monotonic() + READY_SECONDS
@@ -223,10 +195,10 @@ class OpenStore:
             self.c.counters.add(f"rebuild_failed_{type(exc).__name__.lower()}")
 
     def rebuild_if_needed(self) -> None:
-        """Build a new index if there is none to trust. One that cannot be asked now may be as good as ever."""
+        """Build a new index if no index may be trusted. One that does not answer in time may be intact."""
         if self.read_only or not self.c.index.is_missing(COMMIT_SECONDS):
             return
-        report = self.work().rebuild(lambda: self._closing)
+        report = self.services().rebuild(lambda: self._closing)
         if report is not None:
             self.rebuilt = report
             self.c.counters.add("rebuilds")
@@ -236,16 +208,17 @@ class OpenStore:
             if self.c.verify is Verify.OFF and (report.segments or report.unreadable_segments):
                 self.c.verify = Verify.FIRST  # unchecked reads never follow an unclean stop
 
-    # -- upkeep ------------------------------------------------------------------------------
+    # -- periodic tasks ----------------------------------------------------------------------
 
     def _tasks(self) -> list[PeriodicTask]:
+        """Of every open store."""
         tasks = [
-            PeriodicTask("leave", 0.0, self._leave),
+            PeriodicTask("release", 0.0, self._release_forgotten),
             PeriodicTask(HOLDS, 1.0, self._expire_holds),
             PeriodicTask(SETTINGS, 2.0, self._follow_settings),
         ]
         if self.read_only:
-            tasks.append(PeriodicTask("follow", 1.0, self._guest.follow))
+            tasks.append(PeriodicTask("follow", 1.0, self._read_only_index.follow))
         if self.c.liveness is not None:
             tasks += [
                 PeriodicTask("rebuild", 1.0, self._rebuild_quietly),
@@ -253,12 +226,13 @@ class OpenStore:
             ]
         return tasks
 
-    def _upkeep(self, services: StoreServices) -> list[PeriodicTask]:
-        """What those who only look leave to others."""
-        return services.tasks() + ([] if self.read_only else [PeriodicTask("tally", EVERY_SECONDS, self._tally)])
+    def _service_tasks(self, services: StoreServices) -> list[PeriodicTask]:
+        """Of a store with services."""
+        counters = [] if self.read_only else [PeriodicTask("counters", EVERY_SECONDS, self._publish)]
+        return services.tasks() + counters
 
-    def _leave(self) -> None:
-        self.on_abandoned(self)
+    def _release_forgotten(self) -> None:
+        self.on_forgotten()
 
     def _follow_settings(self) -> None:
         found = self._follower.look()
@@ -276,9 +250,11 @@ class OpenStore:
         """How this process learns what others change: by "inotify", or by "polling"."""
         return "inotify" if self._services is not None and self._services.watch.works else "polling"
 
-    def _tally(self) -> None:
-        self.c.shared_counters.write({**self.c.counters.snapshot(), f"{NOW}{self.watching}": 1})
-        self.c.shared_counters.merge_dead()
+    def _publish(self) -> None:
+        """Add what this process has counted to the sums of the store, unless it only inspects the store."""
+        if not self.c.inspect_only and self.c.liveness is not None:
+            self.c.liveness.say_watching(self.watching)
+            self.c.shared_counters.add(self.c.counters.snapshot())
 
     def _expire_holds(self) -> None:
         descriptors.sweep()
@@ -290,7 +266,7 @@ class OpenStore:
             io.sweep()
         self.c.pinned.say()
 
-    # -- the end -----------------------------------------------------------------------------
+    # -- close and fork ----------------------------------------------------------------------
 
     def close(self) -> None:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
@@ -309,21 +285,21 @@ class OpenStore:
         self.c.segments.close()
         self.c.index.close()
         self.c.access_times.close()
-        self.c.shared_counters.close(self.c.counters.snapshot())
+        if not self.c.inspect_only:
+            self.c.shared_counters.add(self.c.counters.snapshot())
         if not free:
-            log.warning("%s: a write hangs; what it writes to stays this process's until it ends", self.path)
+            log.warning("%s: a write hangs; this process owns the segments that it writes to until it ends", self.path)
             return
         if self.c.liveness is not None:
             self.c.liveness.close()
         self.directory.close()
 
     def release_in_child(self) -> Directory:
-        """After a fork: nothing of the parent's is touched any more, but for the directory that is returned."""
+        """After a fork: drop what was inherited, without touching the parent's files, except the returned directory."""
         for hold in living(self.c.holds):
             hold.detach()
         self.c.segments.abandon()
         self.c.access_times.abandon()
-        self.c.shared_counters.abandon()
         if self._services is not None:
             self._services.abandon()
         if self.c.liveness is not None:
@@ -333,8 +309,8 @@ class OpenStore:
         return self.directory
 
     def restart_in_child(self) -> None:
-        """After a fork: this process is somebody else, with its own locks, threads and active segments."""
+        """After a fork: open the store again as a process with its own identity, locks, threads and active segments."""
         inherited = self.release_in_child()
         self._making = threading.Lock()
-        self._start(inspect_only=self._services is None, again=True)
+        self.start(again=True)
         inherited.close()

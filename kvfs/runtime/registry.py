@@ -1,4 +1,4 @@
-"""The open cores of this process: one per directory, since LMDB must not be opened twice. Forks and exits."""
+"""The open stores of this process: one per directory, since LMDB must not be opened twice. Forks and exits."""
 
 from __future__ import annotations
 
@@ -6,42 +6,38 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from kvfs.directory import root
 from kvfs.errors import ConfigError, StoreLockedError, StoreNotFoundError
-from kvfs.runtime.open_store import CLOSE_SECONDS, OpenStore
-from kvfs.system.files import Files
-from kvfs.types import Verify
+from kvfs.runtime.open_store import CLOSE_SECONDS, OpenOptions, OpenStore
 
-WAIT_SECONDS = 30.0  # for a core of the same directory that is being closed
+WAIT_SECONDS = 30.0  # how long an open waits for the same directory to be closed in this process
 Key = tuple[int, int]  # device and inode of the directory
 
 _LOCK = threading.RLock()
 _STORES: dict[Key, OpenStore] = {}
-_LEAVING: dict[Key, tuple[OpenStore, threading.Event]] = {}  # being closed, and when that is over
+_CLOSING: dict[Key, tuple[OpenStore, threading.Event]] = {}  # the event is set when the close is over
 
 
-def enter(
-    path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str = "",
-    *, inspect_only: bool = False,
-) -> OpenStore:  # fmt: skip
-    """The core of a directory; ``leave`` it when done. ``looks``: without its workshop until that is needed.
+def acquire(options: OpenOptions) -> OpenStore:
+    """The open store of a directory; ``release`` it when done.
 
-    One that is being closed is waited for: opened beside it, the index would be taken for a broken one.
+    One that is being closed is waited for: LMDB refuses an index that the process has open, which looks like damage.
     """
-    end = files.monotonic() + WAIT_SECONDS
+    end = options.files.monotonic() + WAIT_SECONDS
     while True:
         with _LOCK:
-            key = _key(path)
-            core, leaving = _STORES.get(key), _LEAVING.get(key)
-            forgotten = core is not None and 0 < core.users <= len(core.abandoned)
-            if leaving is None and not forgotten:
-                return _enter(key, path, read_only, verify, threads, files, declines, inspect_only)
-        if leaving is None:
-            assert core is not None
-            _settle(core)
-        elif not leaving[1].wait(max(0.0, end - files.monotonic())):
-            raise StoreLockedError(f"{path} is still being closed in this process: try again")
+            key = _key(options.path)
+            store, closing = _STORES.get(key), _CLOSING.get(key)
+            forgotten = store is not None and 0 < store.users <= len(store.forgotten)
+            if closing is None and not forgotten:
+                return _acquire(key, options)
+        if closing is None:
+            assert store is not None
+            _release_forgotten(store)
+        elif not closing[1].wait(max(0.0, end - options.files.monotonic())):
+            raise StoreLockedError(f"{options.path} is still being closed in this process: try again")
 
 
 def _key(path: str) -> Key:
@@ -55,62 +51,62 @@ def _key(path: str) -> Key:
     return st.st_dev, st.st_ino
 
 
-def _enter(
-    key: Key, path: str, read_only: bool, verify: Verify | None, threads: int | None, files: Files, declines: str,
-    inspect_only: bool,
-) -> OpenStore:  # fmt: skip
-    core = _STORES.get(key)
-    if core is None:
-        core = _STORES[key] = OpenStore(path, read_only, verify, threads, files, declines, inspect_only=inspect_only)
-        core.on_abandoned = _settle
-        core.c.shared_counters.excluded = inspect_only
-    elif core.read_only and not read_only:
+def _acquire(key: Key, options: OpenOptions) -> OpenStore:
+    store, path = _STORES.get(key), options.path
+    if store is None:
+        store = OpenStore(options)
+        store.on_forgotten = partial(_release_forgotten, store)
+        store.start()
+        _STORES[key] = store
+    elif store.read_only and not options.read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
-    elif verify not in (None, core.c.verify) or threads not in (None, core.c.threads):
+    elif options.verify not in (None, store.c.verify) or options.threads not in (None, store.c.threads):
         raise ConfigError(
-            f"{path} is open in this process with verify={core.c.verify.value!r} and threads={core.c.threads}: "
+            f"{path} is open in this process with verify={store.c.verify.value!r} and threads={store.c.threads}: "
             "all stores of one directory in a process share these; leave them out or close the other one"
         )
-    if not inspect_only:
-        core.c.shared_counters.excluded = False  # who looks beside somebody who serves does not silence him
-        core.work()
-    core.users += 1
-    return core
+    if not options.inspect_only:
+        store.c.inspect_only = False  # a later open that only inspects does not change that
+        store.services()
+    store.users += 1
+    return store
 
 
-def leave(core: OpenStore) -> None:
-    """One user less; the last one closes it, outside of the lock."""
+def release(store: OpenStore) -> None:
+    """One user less; the last one closes the store, outside of the lock."""
+    if store.disabled:  # is not registered
+        store.close()
+        return
     with _LOCK:
-        core.users -= 1
-        key = next((key for key, value in _STORES.items() if value is core), None)
-        if core.users or key is None:
+        store.users -= 1
+        key = next((key for key, value in _STORES.items() if value is store), None)
+        if store.users or key is None:
             return
         del _STORES[key]
         over = threading.Event()
-        _LEAVING[key] = core, over
+        _CLOSING[key] = store, over
     try:
-        core.close()
+        store.close()
     finally:
-        _LEAVING.pop(key, None)
+        _CLOSING.pop(key, None)
         over.set()
 
 
-def abandon(core: OpenStore) -> None:
-    """``leave`` for the garbage collector, which may run in any thread, between any two bytecodes, under any lock.
+def release_later(store: OpenStore) -> None:
+    """``release`` for finalizers, which may run in any thread, between any two bytecodes, under any lock.
 
-    Closing there made another store's index thread miss its deadline. So the core's own thread does it.
+    Closing there made another store's index thread miss its deadline. So the store's background thread releases it.
     """
-    core.abandoned.append(None)
+    store.forgotten.append(None)
 
 
-def _settle(core: OpenStore) -> None:
-    """Leave for stores that were forgotten."""
-    while core.abandoned:
+def _release_forgotten(store: OpenStore) -> None:
+    while store.forgotten:
         try:
-            core.abandoned.pop()
+            store.forgotten.pop()
         except IndexError:  # another thread was faster
             return
-        leave(core)
+        release(store)
 
 
 # -- forks and exits -------------------------------------------------------------------------
@@ -120,7 +116,7 @@ _resume: list[Callable[[], object]] = []
 
 def _before_fork() -> None:
     _LOCK.acquire()
-    _resume.extend(core.c.index.quiesce(1.0) for core in _STORES.values())
+    _resume.extend(store.c.index.quiesce(1.0) for store in _STORES.values())
 
 
 def _after_in_parent() -> None:
@@ -135,23 +131,23 @@ def _after_in_child() -> None:
     global _LOCK
     _LOCK = threading.RLock()
     _resume.clear()
-    for core, _ in _LEAVING.values():  # its locks are the parent's: kept here they would outlast its closing
-        core.release_in_child().close()
-    _LEAVING.clear()
-    for key, core in list(_STORES.items()):
+    for store, _ in _CLOSING.values():  # its locks are the parent's: a copy here would keep them beyond its close
+        store.release_in_child().close()
+    _CLOSING.clear()
+    for key, store in list(_STORES.items()):
         try:
-            core.restart_in_child()
-        except BaseException as exc:  # a signal handler's, too: what is half made is not used again
+            store.restart_in_child()
+        except BaseException as exc:  # a signal handler may raise one: a store that is half started is not used again
             del _STORES[key]
             if not isinstance(exc, Exception):
                 raise
 
 
 def _close_all() -> None:
-    for core in list(_STORES.values()):
-        core.close()
+    for store in list(_STORES.values()):
+        store.close()
     _STORES.clear()
-    for _, over in list(_LEAVING.values()):  # by threads that end with the interpreter
+    for _, over in list(_CLOSING.values()):  # by threads that end with the interpreter
         over.wait(CLOSE_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""What reads, writes, evicts and rebuilds in an open store. A process that only looks has none of it."""
+"""The services of an open store: what reads, writes, evicts and rebuilds. A process that only inspects has none."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvfs.write.active_segments import ActiveSegments
 from kvfs.write.appender import Appender
 from kvfs.write.relocate import Relocator
 
-WATCH_AFTER_SECONDS = 1.0  # what opens a store only for a moment pays for no watch, and adopts nothing
+WATCH_AFTER_SECONDS = 1.0  # a process that opens a store only for a moment starts no watch, and adopts no bundle
 
 
 class StoreServices:
-    """The parts, and their share of the upkeep."""
+    """Owns the services of one open store and lists the periodic tasks that they need; the scheduler runs these."""
 
     def __init__(self, context: Context, wake: Callable[[str], None]) -> None:
         self._c = context
@@ -43,7 +43,7 @@ class StoreServices:
         self.listen()
 
     def listen(self) -> None:
-        """Begin to notice what others do; in a forked child anew."""
+        """Begin to notice what other processes change; again in a forked child."""
         self.drops = DropFolder(self._c, self.active)
         self.watch = Watch(self._c.directory, self._heard, adopts=not self._c.directory.read_only)
 
@@ -55,27 +55,27 @@ class StoreServices:
     # -- a new index -------------------------------------------------------------------------
 
     def rebuild(self, cancelled: Callable[[], bool]) -> Report | None:
-        """Build an index and make it the current one; None if somebody else is at it, or was faster."""
+        """Build an index and make it current; None if another process is rebuilding or has already finished."""
         c = self._c
         assert c.liveness is not None
-        # a segment that this very process may be appending to is nobody else's to go on with, either
+        # a segment that this process may be appending to must not be taken over either
         alone = not c.liveness.others() and not self.active.active_numbers()
         return rebuild(c.directory, c.index, c.settings, c.store_id, alone=alone, cancelled=cancelled)
 
     def private_index(self, cancelled: Callable[[], bool]) -> Index:
-        """An index outside the store; IndexUnavailableError when ``cancelled`` says so meanwhile."""
+        """An index outside the store. IndexUnavailableError once ``cancelled()`` is true."""
         c, folder = self._c, tempfile.mkdtemp(prefix="kvfs-index-")
         try:
             build(c.directory, folder, c.settings, c.store_id, alone=False, cancelled=cancelled)
             index = Index(c.directory, c.settings.index_bytes, private_path=folder)
             index.open_private()
-        except lmdb.Error as exc:  # no room for it, say
-            raise OSError(errno.EIO, f"no index of one's own can be made there ({exc})", folder) from None
-        finally:  # open it stays; so nothing is left behind, however this process ends
+        except lmdb.Error as exc:  # no space for it, for example
+            raise OSError(errno.EIO, f"no private index can be made there ({exc})", folder) from None
+        finally:  # the files stay open, and vanish with the process, however it ends
             shutil.rmtree(folder, ignore_errors=True)
         return index
 
-    # -- upkeep ------------------------------------------------------------------------------
+    # -- periodic tasks ----------------------------------------------------------------------
 
     def tasks(self) -> list[PeriodicTask]:
         watch = PeriodicTask("watch", 30.0, self.watch.keep, after=WATCH_AFTER_SECONDS)
@@ -99,18 +99,18 @@ class StoreServices:
             self.active.sync_dirty()
 
     def stop(self) -> None:
-        """What runs beside the keeper ends; it has ended."""
+        """End the threads of the watch and the drop folder. The scheduler has stopped."""
         self.watch.stop()
         self.drops.join()
 
     def close(self) -> bool:
-        """False if a write hangs: its segment stays this process's own."""
+        """False if a write hangs: this process then keeps its segment."""
         free = self._c.directory.read_only or self.active.close()
         self.reader.close()
         return free
 
     def abandon(self) -> None:
-        """In a forked child: nothing of the parent's is touched any more."""
+        """In a forked child: drop what was inherited, without touching the parent's files."""
         self.active.abandon()
         self.evictor.reclaimer.abandon()
         self.reader.abandon()

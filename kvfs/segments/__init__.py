@@ -1,1 +1,1 @@
-"""One segment file: append, scan, hold open."""
+"""One segment file: append records, scan its tables, hold it open for readers."""

@@ -1,4 +1,4 @@
-"""Segments that this process holds open for reading, each once, each under a shared flock."""
+"""Segments that this process holds open for reading: each opened once, under a shared flock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 from kvfs.system.worker import Worker
 
-LOCK_TRIES, LOCK_SECONDS = 40, 0.00025
-MISSING_MAX = 256
-CLOSE_SECONDS = 5.0
+LOCK_TRIES, LOCK_SECONDS = 40, 0.00025  # 10 ms in all: an evictor that probes a segment has its lock for microseconds
+MISSING_MAX = 256  # segments without a file that are remembered until ``take_missing``
+CLOSE_SECONDS = 5.0  # that a close waits for the opener thread
 
 
 class OpenSegment:
-    """An open segment, for as long as somebody refers to it: a match, a read in progress."""
+    """An open segment. It stays open, and its blocks stay allocated, while a match or a read refers to it."""
 
     __slots__ = ("__weakref__", "_file", "direct", "generation", "mappable", "number", "segment_id", "tried_direct")
 
@@ -36,7 +36,7 @@ class OpenSegment:
         self._file = file
         self.direct: Descriptor | None = None
         self.tried_direct = False
-        self.mappable = False  # as far as is known: see ``may_map``
+        self.mappable = False  # set by ``may_map`` once it is known
 
     @property
     def fd(self) -> int:
@@ -44,11 +44,11 @@ class OpenSegment:
 
 
 class SegmentFiles:
-    """Opens segments by id and shares the descriptor among the readers of this process. Thread-safe.
+    """Owns the segments open for reading: opens them by id and shares each among the readers of this process.
 
-    Bytes below a published tail never change, so a held segment may be read after it was dropped; its blocks
-    are free when the last holder anywhere lets go. Nobody counts: a segment is closed with its last reference.
-    Payload is read with ``read`` alone, which knows whether the page cache may be used.
+    Thread-safe. Bytes below a published tail never change, so a held segment may be read after it was dropped; its
+    blocks are reclaimed when the last holder on the host has closed it. No reference counts: a segment is closed with
+    its last reference. Payloads are read through ``read`` only, which decides whether the page cache may be used.
     """
 
     def __init__(self, directory: Directory, mode: Mode = CACHE) -> None:
@@ -59,14 +59,14 @@ class SegmentFiles:
         self._open: weakref.WeakValueDictionary[bytes, OpenSegment] = weakref.WeakValueDictionary()
         self._missing: dict[bytes, tuple[int, str]] = {}
         self._opener: Worker | None = None
-        self._opens: object = None  # what the opener is at
-        self._late: object = None  # of that, what somebody has waited for in vain
+        self._in_progress: object = None  # the request that the opener works on
+        self._timed_out: object = None  # the last request that a caller timed out on
         self._closed = False
 
     def acquire_all(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, OpenSegment]:
         """Those of ``segments`` (ids by number) that are open, or can be opened within ``seconds`` and a grace.
 
-        A thread of its own opens them, since a disk may keep whoever does; nobody waits for it again until it is back.
+        A separate thread opens them, since a disk may hang. While it hangs, callers get only what is open already.
         """
         with self._lock:
             held = {number: one for number, key in segments.items() if (one := self._open.get(key)) is not None}
@@ -75,22 +75,22 @@ class SegmentFiles:
 
     @property
     def hangs(self) -> bool:
-        """Whether a disk keeps the thread that opens."""
-        return self._late is not None and self._late is self._opens
+        """Whether a disk blocks the opener thread."""
+        return self._timed_out is not None and self._timed_out is self._in_progress
 
     def _open_in_time(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, OpenSegment]:
         opened: dict[int, OpenSegment] = {}
-        me = object()
+        request = object()
 
         def work() -> None:
-            self._opens = me
+            self._in_progress = request
             try:
                 for number, segment_id in segments.items():
                     one = self.acquire(number, segment_id, generation)
                     if one is not None:
                         opened[number] = one
             finally:
-                self._opens = None
+                self._in_progress = None
 
         try:
             opener = self._worker()
@@ -99,12 +99,12 @@ class SegmentFiles:
             else:
                 work()
         except TimeoutError:
-            if self._opens is me:  # and does not wait for another's
-                self._late = me
+            if self._in_progress is request:  # not queued behind another request
+                self._timed_out = request
         return dict(opened)
 
     def _worker(self) -> Worker | None:
-        """None where the process may have no more threads, or after the close, when nobody would end it."""
+        """The opener; None where the process may start no more threads, or after the close, which stops it."""
         with self._lock:
             if self._opener is None and not self._closed:
                 with contextlib.suppress(RuntimeError):
@@ -112,7 +112,7 @@ class SegmentFiles:
             return self._opener
 
     def close(self) -> None:
-        """What is open stays so for those that have it."""
+        """Stop the opener. Open segments stay open for their holders."""
         with self._lock:
             self._closed = True
             opener, self._opener = self._opener, None
@@ -120,13 +120,13 @@ class SegmentFiles:
             opener.stop(0.0 if self.hangs else CLOSE_SECONDS)
 
     def acquire(self, number: int, segment_id: bytes, generation: str) -> OpenSegment | None:
-        """The segment, open as long as the result lives; None if it is gone or cannot be opened."""
+        """The segment, open as long as the result is referenced; None if it has no file or cannot be opened."""
         with self._lock:
             held = self._open.get(segment_id)
         if held is not None:
             return held
         try:
-            file = self._open_locked(segment_id)  # a disk may keep that for long, and others want theirs
+            file = self._open_locked(segment_id)  # without ``_lock``: a disk may block this for long
         except FileNotFoundError:
             with self._lock:
                 if len(self._missing) < MISSING_MAX:
@@ -138,18 +138,18 @@ class SegmentFiles:
         if self._mode.direct:
             held.direct, held.tried_direct = self._reopen_direct(held), True
             if held.direct is None:
-                return None  # short of descriptors, perhaps: its pages are as good as they were
+                return None  # short of descriptors, perhaps: the pages stay in the index
         with self._lock:
             return self._open.setdefault(segment_id, held)  # another thread may have been faster
 
     def take_missing(self) -> dict[bytes, tuple[int, str]]:
-        """Segments that were asked for and have no file, with number and generation; most were dropped meanwhile."""
+        """Requested segments without a file, with number and generation; most were dropped meanwhile."""
         with self._lock:
             missing, self._missing = self._missing, {}
             return missing
 
     def _open_locked(self, segment_id: bytes) -> Descriptor | None:
-        """FileNotFoundError if there is no such file; None for all that may be otherwise the next time."""
+        """Open a segment under a shared flock. FileNotFoundError if it has no file; None for other errors."""
         try:
             segments = self._directory.sub("segments")
             file = Descriptor.open(self._files, file_name(segment_id), os.O_RDONLY, dir_fd=segments)
@@ -158,12 +158,11 @@ class SegmentFiles:
         except OSError:
             return None
         try:
-            # whoever unlinks holds LOCK_EX meanwhile, so a link count seen under LOCK_SH stays; an evictor that
-            # only looks whether a segment is held has the lock for microseconds
+            # an unlink happens under LOCK_EX, so the link count cannot change under LOCK_SH
             for _ in range(LOCK_TRIES):
                 if self._files.flock(file.fd, fcntl.LOCK_SH):
                     if self._files.fstat(file.fd).st_nlink > 0:
-                        if self._mode.direct:  # tables alone are read here: no payload comes along
+                        if self._mode.direct:  # only tables are read here: readahead would bring payloads along
                             self._files.random_access(file.fd)
                         return file
                     break
@@ -174,7 +173,7 @@ class SegmentFiles:
         return None
 
     def direct(self, held: OpenSegment) -> int:
-        """Descriptor of a held segment for reads that bypass the page cache; negative where there is none."""
+        """Descriptor of a held segment for reads with O_DIRECT; negative where it cannot be opened so."""
         with self._lock:
             if not held.tried_direct:
                 held.direct = self._reopen_direct(held)
@@ -182,7 +181,7 @@ class SegmentFiles:
             return held.direct.fd if held.direct is not None else -1
 
     def _reopen_direct(self, held: OpenSegment) -> Descriptor | None:
-        """The segment that is held, though it may have been dropped and have no name any more."""
+        """Open a held segment with O_DIRECT, by its descriptor: it may have no name any more."""
         try:
             file = Descriptor.reopen(self._files, held.fd, os.O_RDONLY | os.O_DIRECT)
         except OSError:
@@ -196,7 +195,10 @@ class SegmentFiles:
     # -- payload -----------------------------------------------------------------------------
 
     def read(self, held: OpenSegment, target: memoryview, offset: int, *, direct: bool = False) -> None:
-        """Fill ``target`` with stored bytes. ``direct`` bypasses the page cache if it can; mode staging always does."""
+        """Fill ``target`` with stored bytes from ``offset``. OSError if they cannot be read.
+
+        ``direct`` bypasses the page cache where O_DIRECT works; mode staging always bypasses it.
+        """
         fd = self.direct(held) if direct or self._mode.direct else -1
         if fd >= 0:
             direct_io.read(self._files, fd, target, offset)
@@ -211,7 +213,7 @@ class SegmentFiles:
         return data
 
     def cached_bytes(self, held: OpenSegment, offset: int, nbytes: int) -> int | None:
-        """How much of a range the page cache would serve; None if the kernel does not say."""
+        """Bytes of a range that are in the page cache; None if the kernel does not tell."""
         return 0 if self._mode.direct else self._files.cached_bytes(held.fd, offset, nbytes)
 
     def may_map(self, held: OpenSegment) -> bool:
@@ -221,17 +223,17 @@ class SegmentFiles:
         return len(self._open)
 
     def abandon(self) -> None:
-        """In a forked child, where the parent's descriptors are closed."""
+        """In a forked child, where the parent's descriptors are closed: start without open segments."""
         self._lock = threading.Lock()
         self._open, self._missing = weakref.WeakValueDictionary(), {}
-        self._opener, self._opens, self._late = None, None, None
+        self._opener, self._in_progress, self._timed_out = None, None, None
 
 
 def may_map(files: Files, held: OpenSegment) -> bool:
-    """Whether a segment may be mapped. One written past the page cache only when it is sealed.
+    """Whether a segment may be mapped. One written with O_DIRECT may be mapped only when it is sealed.
 
-    A map may bring more into the page cache than what it is of: a large folio, readahead. Where that is pinned, a
-    write past the page cache cannot make it go, and the old bytes would be seen for ever.
+    A map may bring neighbouring pages into the page cache (large folios, readahead). If such a page is pinned, a later
+    direct write cannot invalidate it, and readers would see its old bytes permanently.
     """
     if not held.mappable:
         try:
@@ -244,7 +246,7 @@ def may_map(files: Files, held: OpenSegment) -> bool:
 
 
 def sealed_bytes(files: Files, held: OpenSegment) -> int:
-    """Size of a segment if it is sealed, else 0."""
+    """Size in bytes of a segment if it is sealed, else 0."""
     end = files.fstat(held.fd).st_size
     seal = fmt.parse_seal(files.read(held.fd, fmt.BLOCK, end - fmt.BLOCK)) if end > fmt.BLOCK else None
     fits = seal is not None and seal.segment_id == held.segment_id and seal.tail == end - fmt.BLOCK

@@ -1,4 +1,4 @@
-"""Reading a segment's own tables: untrusted bytes, up to the first entry that is not valid."""
+"""Scanning a segment's own tables: untrusted bytes, read up to the first invalid entry."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _U32_MAX = 0xFFFF_FFFF
 
 @dataclass
 class Scan:
-    """What a segment's own tables say, up to the first entry that is not valid."""
+    """Header, seal and valid entries of a segment, and where an adopter appends."""
 
     header: Header
     entries: list[Entry]
     seal: Seal | None
     table: int  # table block and slot that take the next entry
     slot: int
-    end: int  # end of what the entries cover, but for leaf tables: their sizes are their layouts' to say
+    end: int  # end of what the entries cover without leaf tables, whose sizes only the layouts tell
     size: int
-    checks: bytes  # check words of the entries, one behind the other
-    appendable: bool  # False where the header has features that this code may only read
+    checks: bytes  # check words of the entries, concatenated
+    appendable: bool  # False where the header has features that forbid appending
 
     def parts(self) -> Iterator[Entry]:
         return (e for e in self.entries if e.kind == fmt.KIND_PART)
 
 
 def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Scan | None:
-    """Read the tables of a segment (untrusted bytes); None if it has no valid header. OSError as it comes."""
+    """Read the tables of a segment; None if it has no valid header. Raises OSError unchanged."""
     size = files.fstat(fd).st_size
     if size < fmt.FIRST_PAYLOAD:
         return None
@@ -77,10 +77,10 @@ def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Sc
 
 
 def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
-    """Whether an entry points into the file; chain entries stand in the last slot and lead forward."""
+    """Whether an entry points into the file. Chain entries must be in the last slot and point forward."""
     if entry.payload % BLOCK or entry.payload < fmt.FIRST_PAYLOAD or entry.payload + entry.stored_bytes > size:
         return False
-    if entry.payload // BLOCK > _U32_MAX or entry.leaves // 8 > _U32_MAX:  # a page row could not name it
+    if entry.payload // BLOCK > _U32_MAX or entry.leaves // 8 > _U32_MAX:  # too large for an index row
         return False
     if entry.kind == fmt.KIND_CHAIN:
         return last_slot and entry.payload >= end and entry.payload + fmt.TABLE_BYTES <= size
@@ -88,8 +88,11 @@ def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:
 
 
 def covered_end(scan: Scan, describe: Callable[[int], Described | None]) -> int | None:
-    """End of all that the entries cover, leaf tables included: nothing below it may be written. ``describe`` gives the
-    namespace behind the seq of its entry. None where a layout is not known, or a table reaches out of the file."""
+    """End of what the entries cover, leaf tables included: an adopter must not write below it.
+
+    ``describe`` returns the namespace for the seq of its entry. None if a layout is unknown or a leaf table reaches
+    outside the file.
+    """
     end = scan.end
     sizes: dict[tuple[int, int, bytes], int | None] = {}
     for entry in scan.parts():
@@ -123,7 +126,7 @@ def _read_seal(fd: int, files: Files, size: int, segment_id: bytes, records: int
 
 
 def read_descriptor(fd: int, files: Files, entry: Entry) -> bytes | None:
-    """Namespace descriptor that a KIND_NAMESPACE entry points to, or None if its bytes do not verify."""
+    """The descriptor that a KIND_NAMESPACE entry points to, or None if its bytes do not verify."""
     if entry.stored_bytes > fmt.DESCRIPTOR_BYTES_MAX:
         return None
     data = files.read(fd, entry.stored_bytes, entry.payload)
@@ -131,7 +134,7 @@ def read_descriptor(fd: int, files: Files, entry: Entry) -> bytes | None:
 
 
 def read_namespace(fd: int, files: Files, entries: Sequence[Entry], seq: int) -> Described | None:
-    """The namespace that the entry ``seq`` describes; None if it is none, or does not verify."""
+    """The namespace that entry ``seq`` describes; None if it is not a namespace entry or does not verify."""
     if seq >= len(entries) or entries[seq].kind != fmt.KIND_NAMESPACE:
         return None
     data = read_descriptor(fd, files, entries[seq])

@@ -1,9 +1,9 @@
-"""Segment files: appending records and sealing.
+"""Segment files: create, append records, seal. ``kvfs.index.ledger`` describes the life of a segment.
 
 Invariants. A payload is written before its table entry, a table entry before the index names it. Nothing below
-``tail`` is ever written again, apart from table slots that were never used. Nobody but the owner writes. Every
-descriptor that stays open carries a shared flock, so that whoever unlinks a segment can tell whether its blocks
-are free; a map of a segment keeps a duplicate of the locked descriptor and thereby the lock.
+``tail`` is ever written again, apart from table slots that were never used. Only the owner writes. Every open
+descriptor has a shared flock, so that an exclusive one tells the reclaimer that no reader is left; a map of a segment
+keeps a duplicate of the locked descriptor and thereby the lock.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvfs.system.thread_pool import Pool
 
 T = TypeVar("T")
 WRITE_THREADS = 4
-NATIVE_BYTES = 64 << 10  # of a payload: to find the address of a smaller one takes as long as to sum it
-OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while the payload is written
+NATIVE_BYTES = 64 << 10  # of a payload; finding the address of a smaller one takes as long as its checksum
+OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while payloads are written
 
 
 def file_name(segment_id: bytes) -> str:
@@ -46,7 +46,7 @@ class Record(NamedTuple):
     payload: Any  # buffer of the bytes to store
     leaf_bytes: int
     leaves: int
-    raw_bytes: int
+    raw_bytes: int  # of the payload before its codec
     group: int
     chunk: int
     part: bytes
@@ -54,40 +54,38 @@ class Record(NamedTuple):
     run_hash: bytes
     expires: int
     codec: int = fmt.CODEC_RAW
-    table: bytes = b""  # leaf table of the raw bytes, if somebody has made it already; an encoded payload has it
+    table: bytes = b""  # leaf table of the raw bytes; optional for a raw payload, required for an encoded one
     attempt: bytes = bytes(8)  # the cohort of ranks that wrote it
 
 
 class Placed(NamedTuple):
-    """Where a record came to lie, and what it hashes to."""
+    """Where a record is stored, and the root of its leaf table."""
 
-    payload: int
-    leaves: int
+    payload: int  # offset in the segment
+    leaves: int  # offset of its leaf table
     seq: int
     root: bytes
 
 
 class _Writers:
-    """Threads that write payloads while the caller computes their checksums: a write holds no GIL, sums need no disk.
+    """Threads that write payloads while the caller computes their checksums, since a write releases the GIL.
 
-    They encode payloads, too, before those are written.
-
-    Made on first use, anew in a forked child, where the parent's threads are not.
+    They also encode payloads before a write. Started on first use; a forked child starts its own.
     """
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
         self._lock = threading.Lock()
 
-    def run(self, calls: Sequence[Callable[[], T]], beside: Callable[[], object] = lambda: None) -> list[T]:
-        """``Pool.run``; in the caller's thread, one after the other, where the process may have no more threads."""
+    def run(self, calls: Sequence[Callable[[], T]], meanwhile: Callable[[], object] = lambda: None) -> list[T]:
+        """Run ``calls`` in the pool and ``meanwhile`` in the caller; all in the caller if no thread can be started."""
         with self._lock:
             pool = self._pool = self._pool or Pool(0, "kvfs-write")
             with contextlib.suppress(RuntimeError):
                 pool.grow(WRITE_THREADS)
         if pool.size:
-            return pool.run(calls, beside)
-        beside()
+            return pool.run(calls, meanwhile)
+        meanwhile()
         return [call() for call in calls]
 
 
@@ -96,10 +94,10 @@ os.register_at_fork(after_in_child=lambda: WRITERS.__init__())  # type: ignore[m
 
 
 class SegmentWriter:
-    """The active segment of one process: appends records at ``tail`` and entries to the chained tables.
+    """Owns the file of one active segment: appends records at ``tail`` and entries to the chained tables.
 
-    Not thread-safe. The caller reserves ``allocated`` in the index before it grows the file. After an
-    OSError the segment takes no more records (``dead``).
+    Not thread-safe. The caller reserves ``allocated`` in the index before it grows the file. After a failed or
+    interrupted write the segment takes no more records (``dead``).
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class SegmentWriter:
         records: int, allocated: int, direct: Descriptor | None = None,
     ) -> None:  # fmt: skip
         self._file = file
-        self._direct = direct  # the same file with O_DIRECT, if its payloads go past the page cache
+        self._direct = direct  # the same file with O_DIRECT, if payloads bypass the page cache
         self.segment_id = segment_id
         self.number = number
         self.epoch = epoch
@@ -124,7 +122,7 @@ class SegmentWriter:
 
     @classmethod
     def create(cls, directory: Directory, header: Header, number: int, allocated: int) -> SegmentWriter:
-        """Make the file with its header page and ``allocated`` bytes of blocks."""
+        """Create the file with its header page and ``allocated`` bytes of blocks. OSError leaves no file."""
         files, name, direct = directory.files, file_name(header.segment_id), None
         file = Descriptor.create(files, name, directory.file_mode, dir_fd=directory.sub("segments"))
         try:
@@ -148,24 +146,24 @@ class SegmentWriter:
         cls, directory: Directory, segment_id: bytes, number: int, *, epoch: int, tail: int, records: int,
         allocated: int,
     ) -> SegmentWriter:  # fmt: skip
-        """Go on where a dead process stopped, behind the last published record. OSError if the file disagrees."""
+        """Open a dead owner's segment to append behind its last published record. OSError if that is not safe."""
         files = directory.files
         file = Descriptor.open(files, file_name(segment_id), os.O_RDWR, dir_fd=directory.sub("segments"))
         fd, direct = file.fd, None
         try:
             if not files.flock(fd, fcntl.LOCK_SH):
-                raise OSError(errno.EBUSY, "segment is being removed")
-            files.random_access(fd)  # tables alone: no payload is to come along
+                raise OSError(errno.EBUSY, "the segment is being removed")
+            files.random_access(fd)  # only tables are read: readahead would bring payloads along
             if files.fstat(fd).st_nlink > 1:
-                raise OSError(errno.EMLINK, "the segment has other names: a snapshot must stay as it is")
+                raise OSError(errno.EMLINK, "the segment has another name: a snapshot must not change")
             scan = scan_segment(fd, files, records_max=records)
             if scan is None or scan.header.segment_id != segment_id or len(scan.entries) != records or scan.seal:
-                raise OSError(errno.EIO, "the table does not hold what was published")
+                raise OSError(errno.EIO, "the table does not hold the published records")
             if not scan.appendable:
-                raise OSError(errno.EPERM, "the segment has features that this code may only read")
+                raise OSError(errno.EPERM, "the segment has features that forbid appending")
             end = covered_end(scan, partial(read_namespace, fd, files, scan.entries))
             if end is None or end > tail:
-                raise OSError(errno.EIO, "what was published may reach beyond the tail")
+                raise OSError(errno.EIO, "published records may reach beyond the tail")
             if scan.header.flags & fmt.FLAG_DIRECT:
                 direct = _reopen_direct(files, file)
             files.fallocate(fd, 0, allocated)
@@ -186,25 +184,25 @@ class SegmentWriter:
     # -- sizes -------------------------------------------------------------------------------
 
     def need(self, digest: bytes, descriptor: bytes, payload_bytes: int, leaf_table_bytes: int, pages: int) -> int:
-        """Bytes that an append of ``pages`` equal records takes: payloads, leaf tables, namespace, tables."""
+        """Bytes that an append of ``pages`` equal records takes: payloads, leaf tables, descriptor, new tables."""
         known = digest in self._namespaces
         free = fmt.slots_of_table(self.table == fmt.FIRST_TABLE) - 1 - self._slot
         return _need(0 if known else len(descriptor), payload_bytes, leaf_table_bytes, pages, free)
 
     @staticmethod
     def need_fresh(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, pages: int = 1) -> int:
-        """Size of a sealed segment that holds ``pages`` records and nothing else."""
+        """Bytes of a sealed segment that holds ``pages`` records and nothing else."""
         free = fmt.slots_of_table(True) - 1
         return fmt.FIRST_PAYLOAD + _need(descriptor_bytes, payload_bytes, leaf_table_bytes, pages, free) + BLOCK
 
-    def room(self, segment_bytes: int) -> int:
-        """Bytes that can still be appended before the segment must be sealed."""
+    def remaining_bytes(self, segment_bytes: int) -> int:
+        """Bytes that can still be appended before the segment reaches ``segment_bytes``, seal page included."""
         return segment_bytes - BLOCK - self.tail
 
     # -- writing -----------------------------------------------------------------------------
 
     def grow(self, allocated: int) -> None:
-        """Allocate blocks up to ``allocated``, which the index has reserved."""
+        """Allocate blocks up to ``allocated`` bytes, which the index has reserved."""
         try:
             self._files.fallocate(self.fd, 0, allocated)
         except OSError:
@@ -213,12 +211,12 @@ class SegmentWriter:
         self.allocated = allocated
 
     def append(self, records: Sequence[Record], digest: bytes, descriptor: bytes, at_us: int) -> list[Placed]:
-        """Write records and their entries. On return they lie in the file; nothing names them yet."""
+        """Write records and their entries. On return they are in the file, and nothing names them yet."""
         assert not self.dead, "append to a dead segment"
-        assert all(r.table for r in records if r.codec), "the sums of an encoded page are those of its raw bytes"
+        assert all(r.table for r in records if r.codec), "an encoded page needs the leaf table of its raw bytes"
         try:
             return self._append(records, digest, descriptor, at_us)
-        except BaseException:  # an interrupt, too, may leave tables and counts half changed
+        except BaseException:  # an interrupt may leave tables and counts half changed, like an error
             self.dead = True
             raise
 
@@ -233,7 +231,7 @@ class SegmentWriter:
                       len(descriptor), 0, now, digest, bytes(32), root_of(descriptor), bytes(8))
             )  # fmt: skip
             offset += _push(buffers, descriptor)
-            if self._direct is not None:  # small, like tables: it goes through the page cache
+            if self._direct is not None:  # like tables, a descriptor is written through the page cache
                 self._files.write_all(self.fd, buffers, start)
                 start, buffers = offset, []
         offsets = []
@@ -257,14 +255,14 @@ class SegmentWriter:
     def _write_payloads(
         self, records: Sequence[Record], buffers: Sequence[Any], start: int, leaves_at: int
     ) -> list[bytes]:
-        """Write payloads and leaf tables; the tables. Large writes and their checksums overlap.
+        """Write payloads and leaf tables; returns the tables. Large writes overlap with their checksums.
 
-        Past the page cache payloads alone: ``buffers`` holds nothing else then.
+        With O_DIRECT, ``buffers`` holds payloads only.
         """
         tables: list[bytes] = []
         native = self._native(records)
 
-        def sums() -> None:
+        def make_tables() -> None:
             if native is None:
                 tables.extend(r.table or leaf_table(r.payload, r.leaf_bytes) for r in records)
             else:
@@ -278,16 +276,16 @@ class SegmentWriter:
             spans = [(address_of_readonly(data), len(memoryview(data))) for data in buffers]
             return payloads.append(native, self.fd, [_memory(r) for r in records], spans, start)
         elif small:
-            sums()
+            make_tables()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
             return tables
-        # whatever happens, the caller's memory is not read any more, nor the segment written, when this returns
+        # when this returns or raises, no thread reads the caller's memory or writes the segment any more
         if small:
-            sums()
+            make_tables()
             for write in writes:
                 write()
         else:
-            WRITERS.run(writes, beside=sums)
+            WRITERS.run(writes, make_tables)
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 
@@ -299,7 +297,7 @@ class SegmentWriter:
         return native if all(not r.table and r.raw_bytes >= NATIVE_BYTES for r in records) else None
 
     def _direct_writes(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
-        """Writes of payloads past the page cache: neighbours each, for ``most`` threads, which keep a disk busy."""
+        """Direct writes of payloads: one stretch of neighbours for each of at most ``most`` threads."""
         assert self._direct is not None
         count = min(most, len(records))
         for first, end in pairwise(len(records) * i // count for i in range(count + 1)):
@@ -308,7 +306,7 @@ class SegmentWriter:
             start += sum(align(len(memoryview(p))) for p in data)
 
     def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:
-        """Number the entries, write them into the tables (chaining new ones at ``end``), move the tail."""
+        """Number the entries, write them to the tables (new ones are chained at ``end``), advance the tail."""
         blocks: list[tuple[int, int, list[bytes]]] = [(self.table, self._slot, [])]
         seq, placed = self.records, []
         ns_seq = self._namespaces.get(digest, -1)
@@ -329,7 +327,7 @@ class SegmentWriter:
             seq += 1
         assert end <= self.allocated, "table beyond what was reserved"
         for table, _, _ in blocks[1:]:
-            # a taken-over tail may hold a dead process's scribbles
+            # an adopted tail may hold unpublished bytes of the dead owner
             self._files.write_all(self.fd, [bytes(fmt.TABLE_BYTES)], table)
         for table, slot, packed in blocks:
             self._files.write_all(self.fd, [b"".join(packed)], table + slot * ENTRY_BYTES)
@@ -342,7 +340,7 @@ class SegmentWriter:
         return placed
 
     def seal(self) -> int:
-        """Write the seal page, cut the unused tail off; returns the file's final size."""
+        """Write the seal page and truncate the file behind it; returns the final file size."""
         seal = Seal(self.segment_id, self.records, self.tail, self._files.now_us(), root_of(self._checks))
         end = self.tail + BLOCK
         self._files.write_all(self.fd, [fmt.pack_seal(seal)], self.tail)
@@ -351,7 +349,7 @@ class SegmentWriter:
         return end
 
     def trim(self) -> int:
-        """Give back blocks behind the tail, which were never published."""
+        """Free the blocks behind the tail, which were never published; returns the new file size."""
         end = align(self.tail)
         self._files.truncate(self.fd, end)
         self.allocated = end
@@ -361,7 +359,7 @@ class SegmentWriter:
         _close(self._file, self._direct)
 
     def discard(self, directory: Directory) -> None:
-        """Close and remove a segment that holds nothing."""
+        """Close and remove a segment without records."""
         with contextlib.suppress(OSError):
             self._files.unlink(file_name(self.segment_id), dir_fd=directory.sub("segments"))
         self.close()
@@ -373,7 +371,7 @@ def _memory(record: Record) -> tuple[int, int, int]:
 
 
 def _reopen_direct(files: Files, file: Descriptor) -> Descriptor:
-    """The segment once more, for payloads that go past the page cache."""
+    """A second, locked descriptor of the segment, with O_DIRECT."""
     direct = Descriptor.reopen(files, file.fd, os.O_RDWR | os.O_DIRECT)
     try:
         files.flock(direct.fd, fcntl.LOCK_SH)
@@ -398,7 +396,7 @@ def _need(descriptor_bytes: int, payload_bytes: int, leaf_table_bytes: int, page
 
 
 def _push(buffers: list[Any], data: Any) -> int:
-    """Queue a buffer, padded to the next block; returns the bytes it takes."""
+    """Queue a buffer, padded to the next block; returns its padded size."""
     size = len(memoryview(data))
     pad = align(size) - size
     buffers.append(data)

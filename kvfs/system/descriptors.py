@@ -1,9 +1,9 @@
-"""Open files that have an owner: whatever ends it, an interrupt included, the descriptor and its locks go with it.
+"""Open files with an owner: when the owner ends, even by an interrupt, the descriptor is closed and its locks released.
 
 Python runs signal handlers between bytecodes, so a handler that raises can strike between a system call and the
-statement that keeps its result. Here a descriptor is kept by the same C call that opens it (``Files.open`` with
-``keep``), in a list that a ``Descriptor`` owns already; and it leaves that list in the same C call that closes it. An
-interrupt as ``__del__`` begins skips it; ``sweep`` makes up for that.
+statement that stores its result. Here the C call that opens a file (``Files.open`` with ``keep``) also stores the
+descriptor, in a list that a ``Descriptor`` already owns, and the C call that closes it removes it from that list. An
+interrupt at the start of ``__del__`` skips the close; ``sweep`` closes such descriptors later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvfs.system.files import Files
 
-#: id of a list -> (its owner, the list, how to close). In a forked child all of them are the parent's.
+#: id of a list -> (its owner, the list, what closes it). A forked child inherits all of them from its parent.
 _KEPT: dict[int, tuple[weakref.ref[Descriptor], list[int | None], Files]] = {}
 
 
@@ -43,7 +43,7 @@ class Descriptor:
 
     @classmethod
     def reopen(cls, files: Files, fd: int, flags: int) -> Descriptor:
-        """The file of an open descriptor once more, with other flags."""
+        """Open the file of an open descriptor again, with other flags."""
         made = cls(files)
         files.reopen(fd, flags, made._kept)
         return made
@@ -61,20 +61,20 @@ class Descriptor:
         return self._kept[-1] if self._kept and self._kept[-1] is not None else -1
 
     def close(self) -> None:
-        """Never fails. Once closed, nothing happens."""
+        """Never fails. Further calls do nothing."""
         if self.fd >= 0:
-            with contextlib.suppress(OSError, IndexError):  # two threads at once: the second one finds nothing
+            with contextlib.suppress(OSError, IndexError):  # of two threads at once, the second finds nothing
                 self._files.close_kept(self._kept)
         _KEPT.pop(id(self._kept), None)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, TypeError):  # the interpreter is ending, modules are gone
+        with contextlib.suppress(AttributeError, TypeError):  # the interpreter is ending, modules are unloaded
             self.close()
 
 
 @contextlib.contextmanager
 def opened(files: Files, name: str, flags: int, *, dir_fd: int) -> Iterator[int]:
-    """A file for the length of a block."""
+    """Open a file for the length of a ``with`` block; gives its descriptor."""
     file = Descriptor.open(files, name, flags, dir_fd=dir_fd)
     try:
         yield file.fd
@@ -83,7 +83,7 @@ def opened(files: Files, name: str, flags: int, *, dir_fd: int) -> Iterator[int]
 
 
 def sweep() -> int:
-    """Close what lost its owner to an interrupt; how many. For a thread that no signal handler runs in."""
+    """Close descriptors whose owner was lost to an interrupt; how many. For a thread other than the main one."""
     closed = 0
     for key, (owner, kept, files) in list(_KEPT.items()):
         if owner() is None:
@@ -96,7 +96,7 @@ def sweep() -> int:
 
 
 def _close_inherited() -> None:
-    """In a forked child: the parent's files, with the parent's locks; closing leaves these alone."""
+    """In a forked child: close the parent's files. Closing does not release the parent's locks."""
     for _, kept, _ in list(_KEPT.values()):
         while len(kept) > 1:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Reads and writes past the page cache. O_DIRECT wants memory, offsets and sizes in whole blocks.
+"""Reads and writes that bypass the page cache. O_DIRECT requires memory, offsets and sizes in whole blocks.
 
-What lies so goes straight; all else goes through a bounce buffer, one of BOUNCE_BYTES for each call at work. Bytes are
-copied without the interpreter's lock.
+Aligned data is transferred directly, all other data through a bounce buffer of BOUNCE_BYTES per call. Copies release
+the GIL.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from kvfs.system.files import Files
 from kvfs.system.memory_views import address_of, address_of_readonly
 
 BOUNCE_BYTES = 1 << 20
-KEPT_MAX = 8  # bounce buffers that nobody uses
+KEPT_MAX = 8  # unused bounce buffers that are kept for later calls
 
 _kept: list[memoryview] = []
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Private memory that begins on a page."""
+    """Private memory of ``nbytes``, aligned to a page."""
     return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
 
 
 @contextlib.contextmanager
 def _bounce() -> Iterator[memoryview]:
     try:
-        room = _kept.pop()  # one call of C: no lock, which an interrupt could leave held
+        room = _kept.pop()  # one C call: no lock that an interrupt could leave held
     except IndexError:
         room = aligned(BOUNCE_BYTES)
     yield room
-    if len(_kept) < KEPT_MAX:  # not after an error: the memory may be anybody's problem
+    if len(_kept) < KEPT_MAX:  # not after an error: the kernel may still use the memory
         _kept.append(room)
 
 
 def write(files: Files, fd: int, buffers: Sequence[Any], offset: int) -> None:
-    """Write ``buffers``, each from a block on, with zeros to the end of its last one. ``fd`` has O_DIRECT."""
+    """Write ``buffers``, each starting on a block and padded with zeros to a whole one. ``fd`` has O_DIRECT."""
     with _bounce() as room:
         queue: list[memoryview] = []
         used, start = 0, address_of(room)

@@ -1,11 +1,8 @@
 """Every file-system call and every clock that kvfs uses, in one object.
 
-A store receives a :class:`Files`; tests hand it one that fails, shortens or delays the n-th call
-(``kvfs.testing.FaultyFiles``). Nothing else in the package may call ``os`` for I/O or ``time`` for the clock:
-``tests/test_architecture.py`` looks.
-
-Calls raise ``OSError`` like the functions that they wrap. Full reads and writes are loops here, because
-a short read or write is not an error to the kernel; running out of file is reported as ``EIO``.
+A store receives a :class:`Files`; tests pass one that fails, shortens or delays the n-th call
+(``kvfs.testing.FaultyFiles``). Calls raise ``OSError`` like the functions that they wrap. Full reads and writes are
+loops here, because a short read or write is not an error to the kernel; a file that ends too early is ``EIO``.
 """
 
 from __future__ import annotations
@@ -28,23 +25,23 @@ from typing import Any, TypeAlias
 from kvfs.errors import ConfigError
 from kvfs.system.memory_views import address_of_readonly
 
-IOV_MAX = 1024
+IOV_MAX = 1024  # buffers of one pwritev: the kernel's limit
 Mapping: TypeAlias = mmap.mmap
 _FALLOC_FL_KEEP_SIZE = 1
 _CACHESTAT = 451
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # read what is in the page cache and nothing else; 0: Python does not know it
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # read only what is in the page cache; 0: not supported by this Python
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)  # by a file system, kernel or filter
-#: What this process, or the host, is short of for now: such an error says nothing about the file.
+#: This process, or the host, lacks a resource for now: such an error says nothing about the file.
 SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-HUGE_BYTES = 2 << 20
+HUGE_BYTES = 2 << 20  # of a huge page
 
 
 class BareMap:
-    """A shared read-only map that is an address and nothing else: it keeps no descriptor, and lies there until closed.
+    """A shared read-only map without a descriptor: an address, mapped until ``close``.
 
-    A process may have far fewer descriptors than it has reason to map pieces of files.
+    A process may have far fewer descriptors than it has pieces of files to map.
     """
 
     __slots__ = ("address", "nbytes")
@@ -68,7 +65,7 @@ class Files:
         return time.monotonic()
 
     def now_us(self) -> int:
-        """Microseconds since 1970, for stamps that other processes and later boots read."""
+        """Microseconds since 1970, for times that other processes and later boots read."""
         return time.time_ns() // 1000
 
     def sleep(self, seconds: float) -> None:
@@ -80,15 +77,15 @@ class Files:
     # -- directories and names ---------------------------------------------------------------
 
     def open_root(self, path: str) -> int:
-        """Open a directory by path, following symlinks in the path itself (the user named it)."""
+        """Open a directory by path. Symlinks in the path are followed: the user named it."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def open(
         self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, keep: list[int | None] | None = None
     ) -> int:
-        """Open below a directory; symlinks and fifos are never followed or waited for.
+        """Open a regular file or directory below a directory. Symlinks are not followed, fifos are not waited for.
 
-        ``keep`` gets the descriptor, too, in the call that opens it: no interrupt can come in between.
+        The C call that opens the file also appends the descriptor to ``keep``: no interrupt can come in between.
         """
         kept: list[int | None] = [None] if keep is None else keep
         how = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -101,18 +98,18 @@ class Files:
         return fd
 
     def reopen(self, fd: int, flags: int, keep: list[int | None]) -> int:
-        """Open the file of ``fd`` anew, whatever its name is by now; needs /proc. ``keep`` as in ``open``."""
+        """Open the file of ``fd`` again, even if it was renamed or unlinked; needs /proc. ``keep`` as in ``open``."""
         keep.extend(map(os.open, (f"/proc/self/fd/{fd}",), (flags | os.O_CLOEXEC | os.O_NONBLOCK,)))
         found = keep[-1]
         assert found is not None
         return found
 
     def close_kept(self, keep: list[int | None]) -> None:
-        """Close what ``open`` added to a list that held None, and take it out in the same call."""
+        """Close what ``open`` appended to ``[None]``, and remove it from the list, in one C call."""
         collections.deque(map(os.close, iter(keep.pop, None)), maxlen=0)
 
     def create(self, name: str, mode: int, *, dir_fd: int, keep: list[int | None] | None = None) -> int:
-        """Create a new file with exactly ``mode`` (the umask would eat group bits)."""
+        """Create a new file with exactly ``mode``, whatever the umask removes."""
         fd = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd, keep=keep)
         if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
             os.fchmod(fd, mode)
@@ -130,7 +127,7 @@ class Files:
                 os.close(fd)
 
     def listdir(self, dir_fd: int) -> list[str]:
-        """Names in a directory, opened anew: threads that list through one description share its offset."""
+        """Names in a directory. It is opened again: threads that list through one open file share its offset."""
         try:
             return os.listdir(f"/proc/self/fd/{dir_fd}")
         except FileNotFoundError:  # no /proc, or the directory was removed
@@ -165,7 +162,7 @@ class Files:
     def read_into(self, fd: int, buffer: memoryview, offset: int, block: int = 1) -> None:
         """Fill ``buffer`` from ``offset``; EIO if the file ends first.
 
-        ``block``: what comes of a short read is taken in multiples of so many bytes only, as O_DIRECT wants it.
+        ``block``: the read goes on at a multiple of this many bytes after a short read, as O_DIRECT requires.
         """
         done, total = 0, len(buffer)
         while done < total:
@@ -176,7 +173,7 @@ class Files:
             done += n
 
     def read_cached(self, fd: int, buffer: memoryview, offset: int) -> bool:
-        """Fill ``buffer`` if all of it is in the page cache; else False, and what ``buffer`` holds is undefined."""
+        """Fill ``buffer`` if the page cache has all of it; else False, and the content of ``buffer`` is undefined."""
         if _NOWAIT:
             try:
                 return self.preadv(fd, [buffer], offset, _NOWAIT) == len(buffer)
@@ -196,7 +193,7 @@ class Files:
         return bytes(buffer)
 
     def write_all(self, fd: int, buffers: Sequence[Any], offset: int, block: int = 1) -> int:
-        """Write all buffers one behind the other; returns the bytes written. ``block`` as in ``read_into``."""
+        """Write all buffers one after the other; returns the bytes written. ``block`` as in ``read_into``."""
         start = offset
         for first in range(0, len(buffers), IOV_MAX):
             batch: list[Any] = [memoryview(b) for b in buffers[first : first + IOV_MAX]]
@@ -234,24 +231,24 @@ class Files:
         os.fdatasync(fd)
 
     def map(self, fd: int, length: int, offset: int) -> Mapping:
-        """A shared read-only map. Python's map keeps a duplicate of ``fd``, so a flock lives as long as it."""
+        """A shared read-only map. Python's map keeps a duplicate of ``fd``, and with it a flock."""
         return mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
 
     def map_bare(self, fd: int, length: int, offset: int) -> BareMap:
-        """The same without a duplicate of ``fd``: whoever maps keeps it open. OSError past the end of the file."""
+        """A map without a duplicate of ``fd``: the caller keeps that open. OSError beyond the end of the file."""
         if offset + length > self.fstat(fd).st_size:
             raise OSError(errno.EINVAL, "the file ends before the map would")
         return BareMap(_mmap(fd, length, offset), length)
 
     def populate(self, mapping: Mapping, offset: int = 0, nbytes: int = 0) -> None:
-        """Read a map in, or part of it."""
+        """Read a map, or part of it, into the page cache and map it."""
         self.populate_at(address_of_readonly(mapping) + offset, nbytes or len(mapping) - offset)
 
     def populate_at(self, address: int, nbytes: int) -> None:
-        """Read in what is mapped at an address; a bad sector is an ``OSError`` here and would be SIGBUS later.
+        """Read what is mapped at ``address`` into the page cache. A bad sector is an ``OSError``; later it is SIGBUS.
 
-        What a large map misses comes in folios of 2 MiB where the kernel has them: they cost it a fraction of the work.
-        Other threads run meanwhile: ``mapping.madvise`` would keep the interpreter until the disk has answered.
+        A large range is read in folios of 2 MiB where the kernel has them: they cost it a fraction of the work. Other
+        threads run meanwhile: ``mapping.madvise`` would hold the GIL until the disk has answered.
         """
         if nbytes >= HUGE_BYTES:
             self.prefer_huge(address, nbytes)
@@ -262,14 +259,14 @@ class Files:
                 raise
 
     def prefer_huge(self, address: int, nbytes: int) -> None:
-        """Of what is mapped there: the kernel cuts a map in two where such advice ends, and a process has few maps."""
+        """Ask for huge pages. The kernel splits a map where such advice ends, and limits the maps of a process."""
         with contextlib.suppress(OSError):
             _madvise(address, nbytes, _MADV_HUGEPAGE)
 
     # -- locks and the page cache --------------------------------------------------------------
 
     def flock(self, fd: int, operation: int) -> bool:
-        """``flock`` without waiting; False if somebody else holds it."""
+        """``flock`` without waiting; False if another open file holds it."""
         try:
             fcntl.flock(fd, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -285,11 +282,11 @@ class Files:
         return found is not None and (int(found[1]), int(found[2])) >= (6, 16)
 
     def random_access(self, fd: int) -> None:
-        """No readahead through this descriptor: what is read is what gets into the page cache."""
+        """No readahead through this descriptor: only what is read enters the page cache."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def drop_cached(self, fd: int, offset: int, nbytes: int) -> None:
-        """Let go of the pages of a range that nobody has changed or uses."""
+        """Drop the clean, unmapped pages of a range from the page cache."""
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
@@ -341,9 +338,8 @@ def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
     return min(nbytes, int(found[0]) * mmap.PAGESIZE)
 
 
-#: Read by code that needs native struct packing of a boot id etc.; kept here so that ``os`` stays out of L2.
 def boot_id(files: Files) -> str:
-    """The kernel's id of this boot: two stores dirty under different boot ids never share an index."""
+    """The kernel's id of this boot. An index that was left dirty under another boot id is not trusted."""
     fd = os.open("/proc/sys/kernel/random/boot_id", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 64).decode("ascii").strip()
@@ -352,15 +348,15 @@ def boot_id(files: Files) -> str:
 
 
 def check_output(path: str) -> None:
-    """ConfigError unless a file can be put there by a rename: that would replace a device or a link, too."""
+    """ConfigError unless a rename may put a file at ``path``: a rename replaces a device or a link, too."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"{path}: there is no directory {folder}")
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         kind = "a directory" if os.path.isdir(path) else "no regular file"
-        raise ConfigError(f"{path} is {kind}: name a file, which is written beside it and then renamed")
+        raise ConfigError(f"{path} is {kind}: name a file, which is replaced by a rename")
 
 
 def pack_u64(values: Sequence[int]) -> bytes:
-    """Little-endian u64 values, for stamps."""
+    """Values as little-endian u64."""
     return struct.pack(f"<{len(values)}Q", *values)

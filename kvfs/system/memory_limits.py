@@ -1,4 +1,4 @@
-"""How much memory this process may use: of the host, or of its cgroup if that is less."""
+"""How much memory this process may use: the host's, or its cgroup's limit if that is lower."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ CGROUPS, SELF = "/sys/fs/cgroup", "/proc/self/cgroup"
 
 
 def memory_available() -> int | None:
-    """Bytes that the page cache of this process may grow by."""
+    """Bytes by which the page cache of this process may grow."""
     return min((n for n in (_meminfo("MemAvailable:"), cgroup_limit()) if n is not None), default=None)
 
 
 def memory_limit() -> int | None:
-    """Bytes that there are for this process and those of its cgroup."""
+    """Bytes that the processes of this cgroup may use in sum."""
     return min((n for n in (_meminfo("MemTotal:"), cgroup_limit()) if n is not None), default=None)
 
 
 def cgroup_limit() -> int | None:
-    """The least memory limit of this process's cgroup and of those around it (version 2, or 1), or None.
+    """The lowest memory limit, in bytes, of this process's cgroup and of its ancestors (version 2 or 1), or None.
 
-    What limits is often not the innermost one: batch systems and supervisors put processes into groups of a job's.
+    The innermost one often has no limit: batch systems and supervisors set it on a group of the whole job.
     """
     limits = []
     for folder, name in _cgroups():
         with contextlib.suppress(OSError, ValueError), open(f"{folder}/{name}", encoding="ascii") as file:
-            limits.append(int(file.read()))  # "max" in version 2, nearly 2**63 in version 1: none
+            limits.append(int(file.read()))  # "max" in version 2, nearly 2**63 in version 1: no limit
     return min((n for n in limits if n < 1 << 60), default=None)
 
 
 def _cgroups() -> Iterator[tuple[str, str]]:
-    """(folder, file of the limit) of this process's cgroups and of all around them."""
+    """(folder, name of the limit's file) of this process's cgroups and of their ancestors."""
     found = {"": (CGROUPS, "memory.max"), "memory": (f"{CGROUPS}/memory", "memory.limit_in_bytes")}
-    paths = dict.fromkeys(found, "")  # a container may see its own as the root alone, whatever it is called
+    paths = dict.fromkeys(found, "")  # a container may see its own cgroup as the root
     with contextlib.suppress(OSError, ValueError), open(SELF, encoding="utf-8") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)

@@ -12,7 +12,7 @@ from kvfs.errors import ConfigError
 
 
 def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
-    """The memory of ``data`` as a flat view of bytes, without a copy. ConfigError if that cannot be."""
+    """The memory of ``data`` as a flat view of bytes, without a copy. ConfigError if it is not contiguous memory."""
     if type(data).__module__.partition(".")[0] == "torch" and hasattr(data, "data_ptr"):
         data = _tensor_bytes(data, what)
     try:
@@ -24,7 +24,9 @@ def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
             f"{what} is {type(data).__name__}: pass a bytes-like object, a numpy array or a CPU tensor"
         ) from None
     if not view.c_contiguous:
-        raise ConfigError(f"{what} is not contiguous: make it so first (numpy.ascontiguousarray, tensor.contiguous())")
+        raise ConfigError(
+            f"{what} is not contiguous: pass a contiguous copy (numpy.ascontiguousarray, tensor.contiguous())"
+        )
     if writable and view.readonly:
         raise ConfigError(f"{what} is read-only: pass a writable buffer such as a bytearray")
     if not view.nbytes:
@@ -33,7 +35,7 @@ def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Address of a writable buffer, for direct I/O, which needs aligned memory."""
+    """Address of a writable buffer; 0 if it is empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
 
 
@@ -48,11 +50,11 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address_of_readonly(data: Any) -> int:
-    """Address of a buffer that need not be writable. It is not kept alive."""
+    """Address of a buffer that may be read-only. The caller keeps the buffer alive."""
     buffer, api = _PyBuffer(), ctypes.pythonapi
     get = partial(api.PyObject_GetBuffer, ctypes.py_object(data), ctypes.byref(buffer), 0)
     release = partial(api.PyBuffer_Release, ctypes.byref(buffer))
-    # in one C call: an interrupt in between would leave the buffer exported for ever
+    # one C call: an interrupt in between would leave the buffer exported forever
     deque(map(partial.__call__, (get, release)), maxlen=0)
     return int(buffer.buf or 0)
 
@@ -60,9 +62,9 @@ def address_of_readonly(data: Any) -> int:
 def _tensor_bytes(tensor: Any, what: str) -> Any:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
-        raise ConfigError(f"{what} lies on {tensor.device}: attach the device (ns.attach) or copy it with .cpu()")
+        raise ConfigError(f"{what} is on {tensor.device}: attach the device (ns.attach) or copy it with .cpu()")
     if not tensor.is_contiguous():
-        raise ConfigError(f"{what} is not contiguous: make it so with .contiguous()")
+        raise ConfigError(f"{what} is not contiguous: pass tensor.contiguous()")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     try:
         return flat.numpy()

@@ -1,7 +1,7 @@
-"""Threads that do parts of one call, and that an interrupt of the caller leaves in order.
+"""Threads that run parts of one call, and that survive an interrupt of the caller.
 
-Not ``concurrent.futures``: its locks are taken in Python code, so a signal handler that raises in ``submit`` leaves
-one held, and the next call waits for ever. Here the caller touches only what one C call does as a whole.
+Not ``concurrent.futures``: it takes locks in Python code, so a signal handler that raises in ``submit`` leaves one
+held, and the next call waits forever. Here each step of the caller is one C call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 S = TypeVar("S")
 T = TypeVar("T")
 _RUN, _SKIP = "run", "skip"
-_WAIT_SECONDS = 0.05
+_WAIT_SECONDS = 0.05  # how often a caller checks whether the pool was closed
 
 
 class PoolClosedError(OSError):
@@ -31,7 +31,7 @@ class _Task(Generic[T]):
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call: Callable[[], T] | None = call
-        self.claims: list[str] = []  # whoever appends first decides
+        self.claims: list[str] = []  # the first entry decides
         self.result: T | None = None
         self.error: BaseException | None = None
         self.finished = False
@@ -40,11 +40,11 @@ class _Task(Generic[T]):
 
     def run(self) -> None:
         self.claims.append(_RUN)
-        call, self.call = self.call, None  # the caller's buffers are his alone when he goes on
+        call, self.call = self.call, None  # afterwards the pool refers to no buffer of the caller
         if self.claims[0] is _RUN and call is not None:
             try:
                 self.result = call()
-            except BaseException as exc:  # handed to the caller
+            except BaseException as exc:  # raised in the caller
                 self.error = exc
         del call
         self.finished = True
@@ -58,7 +58,7 @@ class _Task(Generic[T]):
                 return
 
     def skip(self) -> bool:
-        """Do not begin it any more; False if it has begun."""
+        """Keep the task from beginning; False if it has begun."""
         self.claims.append(_SKIP)
         if self.claims[0] is not _SKIP:
             return False
@@ -67,13 +67,13 @@ class _Task(Generic[T]):
 
 
 class Begun(Generic[T]):
-    """Calls that were begun."""
+    """Calls that were begun with ``Pool.begin``."""
 
     def __init__(self, tasks: Sequence[_Task[T]], pool: Pool) -> None:
         self._tasks, self._pool = tasks, pool
 
     def wait(self) -> None:
-        """Wait for all of them; raises what the first one that failed did."""
+        """Wait for all of them; raises what the first failed one raised."""
         for task in self._tasks:
             task.wait(self._pool)
         for task in self._tasks:
@@ -82,7 +82,7 @@ class Begun(Generic[T]):
 
 
 class Pool:
-    """Daemon threads. Not for a forked child, where they are not: make another there."""
+    """Owns daemon threads that run calls. A forked child has none of them: make another pool there."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
@@ -91,7 +91,7 @@ class Pool:
         self.closed = False
         try:
             self.grow(threads)
-        except BaseException:  # the process may have no more: those that there are would wait for ever
+        except BaseException:  # the process may have no more threads: those already started would wait forever
             self.close(0.0)
             raise
 
@@ -100,24 +100,24 @@ class Pool:
         return len(self._threads)
 
     def grow(self, threads: int) -> None:
-        """Have at least so many threads. One caller at a time."""
+        """Have at least this many threads. One caller at a time."""
         while len(self._threads) < threads:
             thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def run(
-        self, calls: Sequence[Callable[[], T]], beside: Callable[[], object] = lambda: None, *, helping: bool = False
+        self, calls: Sequence[Callable[[], T]], meanwhile: Callable[[], object] = lambda: None, *, helping: bool = False
     ) -> list[T]:
-        """Results of ``calls``, while the caller does ``beside``. Whatever is raised, no call runs any more then.
+        """Results of ``calls``, while the caller runs ``meanwhile``. No call is running when this returns or raises.
 
-        ``helping``: calls that have not begun when the caller is ready are left out.
+        ``helping``: calls that have not begun when ``meanwhile`` ends are left out.
         """
         tasks = [_Task(call) for call in calls]
         try:
             for task in tasks:
                 self._queue.put(task)
-            beside()
+            meanwhile()
             if helping:
                 tasks = [task for task in tasks if not task.skip()]
             for task in tasks:
@@ -131,25 +131,25 @@ class Pool:
         return [task.result for task in tasks]  # type: ignore[misc]
 
     def begin(self, calls: Sequence[Callable[[], T]]) -> Begun[T]:
-        """Let ``calls`` run while the caller goes on. Not for callers that an interrupt may end."""
+        """Let ``calls`` run while the caller goes on. Not for callers that an interrupt can reach."""
         tasks = [_Task(call) for call in calls]
         for task in tasks:
             self._queue.put(task)
         return Begun(tasks, self)
 
     def _end(self, tasks: Sequence[_Task[Any]]) -> None:
-        """Buffers of the caller must not be touched behind his back, however often he is interrupted."""
+        """Wait for all calls, however often the caller is interrupted: they use its buffers."""
         while True:
             try:
                 for task in [task for task in tasks if not task.skip()]:
                     task.wait(self)
                 return
-            except BaseException:  # the first one is raised when all has ended
+            except BaseException:  # the first interrupt is raised at the end
                 continue
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait for all threads together at most so long: those that a disk keeps end when it comes back. What has not
-        begun by then ends with an OSError."""
+        """Wait for all threads, at most ``timeout`` seconds in sum: one that waits for a disk ends with that wait.
+        Calls that have not begun by then end with PoolClosedError."""
         for _ in self._threads:
             self._queue.put(None)
         end = time.monotonic() + timeout
@@ -164,25 +164,25 @@ class Pool:
 
 
 class Team:
-    """Threads that share the work of one call with its caller; each is made when it is first needed.
+    """Threads that share the work of one call with its caller; each is started when it is first needed.
 
-    Who starts one waits until it runs: 0.1 ms, and milliseconds where all cores are busy.
+    Starting one takes 0.1 ms, and milliseconds where all cores are busy.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._count = threads
         self._name = name
         self._pool: Pool | None = None
-        self._closed = False  # then callers do it all themselves
-        self._wanted = 0  # threads that calls in progress can use; too many at worst, after an interrupt
+        self._closed = False  # then each caller does all of its work itself
+        self._wanted = 0  # threads that calls in progress can use; an interrupt may leave it too high
         self._lock = threading.Lock()
 
     def each(self, work: Callable[[Iterator[S]], T], shares: Sequence[Iterator[S]]) -> list[T]:
         """Results of ``work`` for every share, the first one in the caller's thread; in any order.
 
-        Shares may be one and the same iterator: whoever is free takes the next item, and the result of a thread that
-        came too late is missing. So are those of shares that nobody had begun when the team was closed. An interrupt
-        of the caller takes all items that nobody has begun from the others.
+        Shares may be one and the same iterator: each thread that is free takes the next item, and a thread that finds
+        none left gives no result. Shares that have not begun when the team is closed give none either. An interrupt of
+        the caller takes the remaining items away from the other threads.
         """
         pool = self._started(len(shares) - 1) if len(shares) > 1 else None
         if pool is None:
@@ -200,16 +200,16 @@ class Team:
         calls = [partial(work, share) for share in shares[1:]]
         try:
             return [*pool.run(calls, mine, helping=shares[0] is shares[-1]), *done]
-        except PoolClosedError:  # of a store that was closed meanwhile, and whose disk is slow
+        except PoolClosedError:  # the store was closed meanwhile, and its disk is slow
             return done
         finally:
             with self._lock:
                 self._wanted -= len(calls)
 
     def _started(self, threads: int) -> Pool | None:
-        """The pool, with so many threads more than other calls can use; None: without threads.
+        """The pool, with ``threads`` more than other calls use, if possible; None if there are no threads.
 
-        After ``close`` nobody would end them.
+        None is started after ``close``: nothing would end them.
         """
         with self._lock:
             if self._closed:
@@ -231,6 +231,6 @@ class Team:
             pool.close()
 
     def abandon(self) -> None:
-        """In a forked child: the parent's threads are not here."""
+        """In a forked child, which has none of the parent's threads."""
         self._pool, self._wanted = None, 0
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
-"""The thread that alone touches LMDB and its gate.
+"""A thread that runs the calls of others: the only one that touches LMDB and its gate, for example.
 
-Python runs signal handlers in the main thread, between any two bytecodes: an interrupt inside a critical
-section left the lock held in 13 % of 10,000 tries. So the section lives in a thread of its own and the caller
-only waits for the answer. A caller that is interrupted or out of time abandons the request: it is skipped if
-it has not begun, and finished by the thread if it has.
+Python runs signal handlers in the main thread, between any two bytecodes: an interrupt inside a critical section left
+the lock held in 13 % of 10,000 tries. So the section runs in a thread of its own, and the caller only waits for the
+answer. A caller that is interrupted or out of time abandons its request: the thread skips it if it has not begun, and
+finishes it if it has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-#: What a caller waits beyond its deadline for a request that has begun (a commit may wait for a disk).
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 1.0  # how long a caller waits beyond its deadline: a commit that has begun may wait for a disk
 
 
 class _Request(Generic[T]):
@@ -33,7 +32,7 @@ class _Request(Generic[T]):
         if not self.abandoned:
             try:
                 self.result = self.call()
-            except BaseException as exc:  # handed to the caller, whoever that is
+            except BaseException as exc:  # raised in the caller
                 self.error = exc
         self._done.release()
 
@@ -49,7 +48,7 @@ class _Request(Generic[T]):
 
 
 class Worker:
-    """Runs calls one after the other in its own daemon thread."""
+    """Owns a daemon thread that runs calls one after the other."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
@@ -57,7 +56,7 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[], T], timeout: float) -> T:
-        """Result of ``function``; its exception is raised here. TimeoutError if it was not done in time."""
+        """Result of ``function``; raises what it raised. TimeoutError if it has not ended in time."""
         if threading.current_thread() is self._thread:
             return function()
         request = _Request(function)
@@ -75,4 +74,4 @@ class Worker:
     def _loop(self) -> None:
         while (request := self._queue.get()) is not None:
             request.run()
-            del request  # a result must not live until the next request
+            del request  # its result must not stay alive until the next request

@@ -1,7 +1,7 @@
 """HostIO: asynchronous saves and loads between an engine's host memory and the store.
 
 Threads: ``threads`` that copy out of the engine, one that writes, ``threads`` that read and copy into the engine.
-Everything is bounded: the ring, the slots that saves may use of it, the unfinished transfers, every wait.
+The ring, the slots that saves may use of it, the unfinished transfers and every wait are bounded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from kvfs.lookup.matcher import Matcher
 from kvfs.lookup.prefix_match import Hold, PrefixMatch
 from kvfs.lookup.prompt_pages import chain_of
 from kvfs.lookup.search import Prompt
-from kvfs.pages.chunk_set import bits_of, span
+from kvfs.pages.chunk_set import bits_of
 from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Part
 from kvfs.read.reader import Reader
-from kvfs.transfer.handle import OnDone, OnPage, Summary, Transfer, TransferTask
-from kvfs.transfer.load import Load
+from kvfs.transfer.control import OnDone, OnPage, Summary, TransferControl, TransferTask
+from kvfs.transfer.handle import Transfer
+from kvfs.transfer.load import HostLoad, LoadJob, LoadRequest
 from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.save import Save, stored
 from kvfs.transfer.staging import StagingRing
@@ -46,13 +47,12 @@ WARM_SECONDS = 10.0
 class HostIO:
     """One rank's attached buffers. Made by ``Namespace.attach``; any thread may use it.
 
-    After a fork the child must attach anew; closing the store closes it.
+    A forked child must attach again; closing the store closes it.
     """
 
     transport = "host"
     _save: type[Save] = Save
-    _load: type[Load] = Load
-    _restore: type[Load] = Load
+    _load: Callable[[LoadRequest], LoadJob] = HostLoad
     _write_lanes = 1
 
     def __init__(
@@ -66,10 +66,10 @@ class HostIO:
         self._c, self._identity, self._retention, self._codec = context, identity, retention, codec
         self._matcher = matcher
         self._attached = self._check(device_kvs)
-        self._desk = self._make_desk(appender, reader, ring_bytes, dirty_bytes)
+        self._context = self._make_context(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._unfinished: set[Transfer] = set()
+        self._unfinished: set[TransferControl] = set()
         self._closed = False
         try:
             self._copies, self._reads = JobThreads("copy", threads), self._load_threads(threads)
@@ -79,13 +79,13 @@ class HostIO:
             raise
         context.attached.add(self)
 
-    def _make_desk(
+    def _make_context(
         self, appender: Appender, reader: Reader, ring_bytes: int | str, dirty_bytes: int | str | None
     ) -> TransportContext:
         for a in self._attached.values():
             if a.device.memory.startswith("cuda"):  # no address for the copies here
                 raise ConfigError(
-                    f"group {a.group.name} lies in {a.device.memory}, others in host memory: attach one device"
+                    f"group {a.group.name} is in {a.device.memory}, others in host memory: attach one device"
                 )
         ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
         descriptor = self._identity.descriptor_bytes()
@@ -96,7 +96,7 @@ class HostIO:
         return JobThreads("read", threads)
 
     def _unpin(self) -> None:
-        """Let go of what the desk has pinned; nothing, in host memory."""
+        """Release what the context has pinned; nothing, in host memory."""
 
     def _check(self, device_kvs: Sequence[DeviceKV]) -> dict[str, Attached]:
         layout = self._identity.layout
@@ -112,7 +112,7 @@ class HostIO:
             raise ConfigError("no buffers: pass a DeviceKV for each group that this rank holds")
         return attached
 
-    # -- for everybody -----------------------------------------------------------------------
+    # -- for callers -------------------------------------------------------------------------
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -120,8 +120,19 @@ class HostIO:
         return {name: a.part for name, a in self._attached.items()}
 
     @property
+    def namespace(self) -> bytes:
+        """Digest of the namespace that the buffers belong to: that of its matches and plans."""
+        return self._identity.digest
+
+    def page_bytes(self, group: str) -> int:
+        """Bytes of one page of an attached group, as far as this rank holds it. ConfigError for other groups."""
+        if group not in self._attached:
+            raise ConfigError(f"group {group!r} is not attached; attached are {list(self._attached)}")
+        return self._attached[group].page_bytes
+
+    @property
     def ring(self) -> StagingRing:
-        return self._desk.ring
+        return self._context.ring
 
     def save(
         self, plan: SavePlan, units: Units, after: Any = None, deadline: float = SAVE_SECONDS,
@@ -134,7 +145,7 @@ class HostIO:
         state per page, with the state at the end of chunk i; -1 where there is none: such a page is declined. Several
         groups: a mapping from group name. ``after``: None, or what to wait for before the units are read: an object
         with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that are not
-        copied by then, for want of slots or of the event, are declined. In groups of full attention the first
+        copied by then, because slots or the event are missing, are declined. In groups of full attention the first
         decline ends the save, and nothing behind it is stored in any group. Among replicas page c is written by
         rank c % count. ``store=False``: only the callbacks.
         ``attempt``: 8 bytes that all ranks of a cohort share. ``on_page`` and ``on_done`` are called on the threads
@@ -154,18 +165,22 @@ class HostIO:
         pages = [(a, a.device.written(plan.missing.get(a.group.name, ()))) for a in order]
         tokens = self._identity.layout.page_tokens
         task = self._task("save", pages, deadline, after, on_page, on_done, lambda done: (stored(done) * tokens, {}))
-        transfer = Transfer(task, self._forget)
-        if self._c.declines:  # operators want it so
+        transfer = TransferControl(task, self._forget)
+        handle = Transfer(transfer)
+        if self._c.declines:  # the store is switched off
             self._c.counters.add(f"pages_declined_{self._c.declines}", sum(len(chunks) for _, chunks in pages))
-            return _refuse(transfer, self._c.declines)
+            _refuse(transfer, self._c.declines)
+            return handle
         if not store:
-            return _refuse(transfer, "disabled")
+            _refuse(transfer, "disabled")
+            return handle
         save = self._save(
-            self._desk, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
+            self._context, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
             segment_class, attempt, [pool.put for pool in self._writes],
         )  # fmt: skip
         save.cut_to_source()
-        return self._submit(transfer, self._copies, save.run)
+        self._submit(transfer, self._copies, save.run)
+        return handle
 
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
@@ -173,8 +188,8 @@ class HostIO:
     ) -> Transfer:  # fmt: skip
         """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
 
-        ``result.tokens`` says how many tokens from 0 on are restored, if those before ``first_token`` and those of
-        units -1 are there already. Behind it each state is either untouched or the verified one: unverified bytes
+        ``result.tokens`` says how many tokens from 0 on are restored, if the units hold those before ``first_token``
+        and those of units -1 already. Behind it each state is either untouched or the verified one: unverified bytes
         never reach a unit. The match may have been made for larger parts, or in another process. ``layerwise``: the
         first layers of all pages come first, where the transport can do that (``Transfer.layer_ready``).
         """
@@ -185,16 +200,17 @@ class HostIO:
         ids = checked_units(self._attached, units)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
-        possible = {g.name: span(g.first, g.count) for g in match.groups}
-        came_from, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
+        tiers, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
         task = self._task(
             "load", pages, deadline, after, on_page, on_done,
-            lambda done: restored(match, names, done, came_from, first_token),
+            lambda done: restored(match, names, done, tiers, first_token),
         )  # fmt: skip
         hold = match.hold if match.hold is not None and match.hold.acquire() else None
-        transfer = Transfer(task, partial(self._forget_load, hold))
-        load = self._load(self._desk, transfer, match, pages, ids, after, first_token, came_from, possible, layerwise)
-        return self._submit(transfer, self._reads, load.run)
+        transfer = TransferControl(task, partial(self._forget_load, hold))
+        handle = Transfer(transfer)
+        request = LoadRequest(self._context, transfer, match, pages, ids, after, first_token, tiers, layerwise)
+        self._submit(transfer, self._reads, self._load(request).run)
+        return handle
 
     def restore(
         self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
@@ -203,10 +219,10 @@ class HostIO:
     ) -> Transfer:  # fmt: skip
         """``match`` and ``load`` in one: look a prompt up and load its longest prefix that can be restored.
 
-        Returns before anything is looked up; on a GPU the first pages are on their way while the rest of the prompt is.
-        ``units`` of every attached group, for as much of the prompt as is to be restored at most; ``leave`` and
-        ``extra`` as in ``match``, the rest as in ``load``. Until the end nobody knows how much will be restored: units
-        behind ``result.tokens`` may have been written to, with KV of this prompt that is verified but of no use.
+        Returns before anything is looked up; on a GPU the first pages move while the rest of the prompt is looked up.
+        ``units`` of every attached group, for as much of the prompt as may be restored; ``leave`` and ``extra`` as in
+        ``match``, the rest as in ``load``. How much is restored is only known at the end: units behind
+        ``result.tokens`` may have been written to, with verified KV of this prompt that cannot be used.
         """
         self._check_open()
         _check_first(first_token)
@@ -222,47 +238,47 @@ class HostIO:
         behind = range(first_token // self._identity.layout.page_tokens, chunks)
         pages = [(a, to_load(a, ids[a.number], behind)) for a in order]
         task = self._task("load", [], deadline, after, on_page, on_done, lambda _: (0, {}))  # until more is known
-        transfer = Transfer(task, partial(self._forget_load, None))
-        load = self._restore(
-            self._desk,
-            transfer,
-            lookahead.match,
-            pages,
-            ids,
-            after,
-            first_token,
-            TierAccounting(),
-            {},
+        transfer = TransferControl(task, partial(self._forget_load, None))
+        handle = Transfer(transfer)
+        request = LoadRequest(
+            self._context, transfer, lookahead.match, pages, ids, after, first_token, TierAccounting(),
             lookahead=lookahead,
-        )
-        return self._submit(transfer, self._reads, load.run)
+        )  # fmt: skip
+        self._submit(transfer, self._reads, self._load(request).run)
+        return handle
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
-        """Pin what a match needs ahead of its load, on a GPU; bytes of it that are there without the ring then.
+        """Register what a match needs ahead of its load, on a GPU; bytes of it that need not go through the ring then.
 
-        What was not pinned after ``deadline`` seconds is left. Raises ConfigError.
+        Stops after ``deadline`` seconds. Raises ConfigError.
         """
         self._check_process()
         self._check_deadline(deadline)
         return 0
 
     def warm_hottest(self, nbytes: int | str, deadline: float = WARM_SECONDS) -> int:
-        """Pin the pages that were used last, on a GPU, before traffic: else a process's first loads have to.
+        """Register the pages that were used last, on a GPU, before traffic: else a process's first loads do that.
 
-        Of this namespace's pages those that lie as this rank wants them, up to ``nbytes`` in whole pieces of segments;
-        what the page cache does not hold is left out (``store.warm`` brings it there), and so is what does not fit
-        into ``registered_bytes`` beside what is pinned. Walks the index; what was found and pinned after ``deadline``
-        seconds has to do. Returns the bytes that are pinned for loads then. Raises ConfigError.
+        Of this namespace's pages those that are stored as this rank wants them, up to ``nbytes`` in whole regions of
+        segments; without those that the page cache does not hold (``store.warm`` brings them there), or that exceed
+        ``registered_bytes`` together with what is pinned. Walks the index. Stops after ``deadline`` seconds. Returns
+        the bytes that are pinned for loads then. Raises ConfigError.
         """
         self._check_open()
         parse_size(nbytes, "nbytes")
         self._check_deadline(deadline)
         return 0
 
+    def release(self) -> None:
+        """Unpin at once what no load reads from, on a GPU; later loads go through the ring.
+
+        For an engine's own signal handler: unpinning many GiB takes the kernel long when the process dies.
+        """
+
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Finish what was accepted, at most ``timeout`` seconds; what is left then ends as declined ("closed").
 
-        A transfer whose disk is stalled ends when the disk comes back; its slots stay its own until then.
+        A transfer whose disk is stalled ends when the disk comes back; it keeps its slots until then.
         """
         if self._pid != os.getpid():
             return
@@ -272,12 +288,12 @@ class HostIO:
             self._changed.wait_for(lambda: not self._unfinished, timeout)
             left = list(self._unfinished)
         for transfer in left:
-            transfer._stop("closed")
+            transfer.stop("closed")
         self.ring.close()
         for pool in (self._copies, self._reads, *self._writes):
             pool.close(max(0.1, end - time.monotonic()))
         for transfer in left:
-            transfer._try_end()
+            transfer.try_end()
         self._c.attached.discard(self)
 
     def __enter__(self) -> HostIO:
@@ -298,7 +314,7 @@ class HostIO:
             raise ConfigError("this HostIO was closed: call ns.attach(...) again")
 
     def _wanted(self, match: PrefixMatch, a: Attached, ids: UnitIds, first_token: int) -> list[int]:
-        """Chunks of a match that have something to load."""
+        """Chunks of a match that have a unit to load into."""
         gm = match.group(a.group.name)
         if not gm.want.contains(a.part):
             raise ConfigError(
@@ -330,38 +346,38 @@ class HostIO:
             )
 
     def sweep(self) -> None:
-        """Let go of what other processes wait for, and of what is late. Called every second."""
+        """Stop transfers whose deadline has passed while they are queued. Called every second."""
         now = self._c.files.monotonic()
         with self._changed:
             late = [t for t in self._unfinished if t.state is TransferState.QUEUED and now >= t.deadline]
-        if late:  # those before them stand still
+        if late:  # the transfers before them are stalled
             for transfer in late:
-                transfer._stop("deadline")
+                transfer.stop("deadline")
             threading.Thread(target=_end_all, args=(late,), name="kvfs-end", daemon=True).start()
 
-    def _submit(self, transfer: Transfer, pool: JobThreads, run: Callable[[], None]) -> Transfer:
+    def _submit(self, transfer: TransferControl, pool: JobThreads, run: Callable[[], None]) -> None:
         with self._changed:
             busy = self._backlog(pool) >= self._queue_max or self._closed
             if not busy:
                 self._unfinished.add(transfer)
         if busy:
-            return _refuse(transfer, "busy")
-        pool.put(run)
-        return transfer
+            _refuse(transfer, "busy")
+        else:
+            pool.put(run)
 
     def _backlog(self, pool: JobThreads) -> int:
-        """Transfers that have not ended, or that wait in a queue although they have; a batch of those has no slot."""
+        """Transfers that have not ended, or that are still in a queue; batches of ended ones hold no slots."""
         writes = [one.waiting - self.ring.slots for one in self._writes] if pool is self._copies else []
         return max(len(self._unfinished), pool.waiting, *writes)
 
-    def _forget(self, transfer: Transfer) -> None:
+    def _forget(self, transfer: TransferControl) -> None:
         with self._changed:
             self._unfinished.discard(transfer)
             self._changed.notify_all()
-        self._c.counters.add(f"{transfer.kind}s_{transfer.state.value}")
+        self._c.counters.add(f"{transfer.task.kind}s_{transfer.state.value}")
 
-    def _forget_load(self, hold: Hold | None, transfer: Transfer) -> None:
-        """Let go of the match's segments, which have been held since the load was asked for; count its tokens."""
+    def _forget_load(self, hold: Hold | None, transfer: TransferControl) -> None:
+        """Release the match's segments, which are held from the call of ``load`` on; count its tokens."""
         if hold is not None:
             hold.release()
         first = next(iter(self._attached.values()))
@@ -371,16 +387,15 @@ class HostIO:
         self._forget(transfer)
 
 
-def _end_all(transfers: Sequence[Transfer]) -> None:
-    """In a thread of their own: what callbacks do must not keep anybody else."""
+def _end_all(transfers: Sequence[TransferControl]) -> None:
+    """In a thread of its own: callbacks must not delay the caller."""
     for transfer in transfers:
-        transfer._try_end()
+        transfer.try_end()
 
 
-def _refuse(transfer: Transfer, reason: str) -> Transfer:
-    transfer._stop(reason)
-    transfer._end()
-    return transfer
+def _refuse(transfer: TransferControl, reason: str) -> None:
+    transfer.stop(reason)
+    transfer.end()
 
 
 def _check_first(first_token: int) -> None:

@@ -2,102 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.chunk_set import bits_of, span
 from kvfs.pages.host_copy import scatter
 from kvfs.segments.open_segments import OpenSegment
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
 from kvfs.transfer.workers import Attached, TransportContext, fail, wait_for
 from kvfs.types import PageOutcome, TransferState
 
+#: The chunks of each group.
+Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
 
-@dataclass
-class Load:
-    """A load in progress."""
 
-    desk: TransportContext
-    transfer: Transfer
+@dataclass(frozen=True)
+class LoadRequest:
+    """What a load is to do, for the host transport and for the GPU transport.
+
+    With ``lookahead`` the prompt is still to be looked up: ``match`` is empty, and ``pages`` are those that may exist.
+    """
+
+    context: TransportContext
+    transfer: TransferControl
     match: PrefixMatch
-    pages: list[tuple[Attached, list[int]]]
-    units: Mapping[int, UnitIds]
+    pages: Pages
+    units: Mapping[int, UnitIds]  # by group number
     after: Any
     first_token: int
-    came_from: TierAccounting
-    possible: dict[str, int]  # chunks that may still be good, as bits, by group name
-    layerwise: bool = False  # pages come whole here
-    lookahead: Lookahead | None = None  # the match is made by the load, and ``pages`` are those that there may be
+    tiers: TierAccounting
+    layerwise: bool = False  # ignored by the host transport: pages come whole
+    lookahead: Lookahead | None = None
+
+
+def finish_lookup(request: LoadRequest) -> LoadRequest:
+    """The request with the match that its lookahead finds, and the pages of that; the transfer is told of them."""
+    lookahead, transfer = request.lookahead, request.transfer
+    assert lookahead is not None
+    match = lookahead.finish(go_on=not transfer.stopped and not request.context.late(transfer))
+    pages = []
+    for a, chunks in request.pages:
+        gm = match.group(a.group.name)
+        pages.append((a, [chunk for chunk in chunks if gm.first <= chunk < gm.first + gm.count]))
+    names, tiers, first_token = {a.number: a.group.name for a, _ in pages}, request.tiers, request.first_token
+    transfer.offer(
+        {a.number: bits_of(chunks) for a, chunks in pages},
+        lambda done: restored(match, names, done, tiers, first_token),
+    )
+    return replace(request, match=match, pages=pages)
+
+
+class LoadJob(Protocol):
+    """A load that a transport has accepted."""
+
+    def run(self) -> None: ...
+
+
+class HostLoad:
+    """A load in progress."""
+
+    def __init__(self, request: LoadRequest) -> None:
+        self._request = request
+        self._context, self._transfer = request.context, request.transfer
+        self._possible: dict[str, int] = {}  # chunks that may still be good, as bits, by group name
 
     def run(self) -> None:
         """On a read thread."""
+        transfer, lookahead = self._transfer, self._request.lookahead
         try:
-            if self.lookahead is not None:
-                self._finish_looking(self.lookahead)
-            wait_for(self.transfer, self.after)
-            self.transfer._enter(TransferState.LOADING)
-            with self.desk.reader.open_segments(self.match) as held:
-                for attached, chunks in self.pages:
+            if lookahead is not None:
+                self._request = finish_lookup(self._request)
+            match = self._request.match
+            self._possible = {g.name: span(g.first, g.count) for g in match.groups}
+            wait_for(transfer, self._request.after)
+            transfer.enter(TransferState.LOADING)
+            with self._context.reader.open_segments(match) as held:
+                for attached, chunks in self._request.pages:
                     if self._load(attached, chunks, held):
-                        self.transfer._layers_ready(attached.group.layers)
+                        transfer.layers_ready(attached.group.layers)
         except Exception as exc:
-            fail(self.transfer, exc)
+            fail(transfer, exc)
         finally:
-            if self.lookahead is not None:
-                self.lookahead.release()
-            self.transfer._end()
-
-    def _finish_looking(self, lookahead: Lookahead) -> None:
-        """Find out what of ``pages`` there is."""
-        match = self.match = lookahead.finish(go_on=not self.transfer.stopped and not self.desk.late(self.transfer))
-        self.possible.update({g.name: span(g.first, g.count) for g in self.match.groups})
-        found = []
-        for a, chunks in self.pages:
-            gm = self.match.group(a.group.name)
-            found.append((a, [chunk for chunk in chunks if gm.first <= chunk < gm.first + gm.count]))
-        self.pages = found
-        names, came_from, first_token = {a.number: a.group.name for a, _ in found}, self.came_from, self.first_token
-        self.transfer._offer(
-            {a.number: bits_of(chunks) for a, chunks in found},
-            lambda done: restored(match, names, done, came_from, first_token),
-        )
+            if lookahead is not None:
+                lookahead.release()
+            transfer.end()
 
     def _load(self, attached: Attached, chunks: list[int], held: dict[int, OpenSegment]) -> bool:
-        """Load a group; whether all of its pages are there."""
-        desk, transfer = self.desk, self.transfer
-        gm = self.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
+        """Load a group; whether all of its pages were loaded."""
+        context, transfer, match = self._context, self._transfer, self._request.match
+        gm = match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
         rest, loaded = list(chunks), 0
         while rest and not transfer.stopped:
-            limit = self.match.restorable(self.possible)
+            limit = match.restorable(self._possible)
             rest = [chunk for chunk in rest if chunk < limit]
-            if not rest or desk.late(transfer):
+            if not rest or context.late(transfer):
                 break
             size = attached.page_bytes
-            lease = desk.ring.acquire(min(desk.batch(size), len(rest)), transfer.deadline, page_bytes=size, least=1)
+            lease = context.ring.acquire(
+                min(context.batch(size), len(rest)), transfer.deadline, page_bytes=size, least=1
+            )
             if lease is None:
-                transfer._note("ring")
+                transfer.note("ring")
                 break
             batch, rest = rest[: len(lease)], rest[len(lease) :]
             try:
-                if transfer._own(lease):
-                    loaded += self._batch(attached, gm, batch, lease, held)
+                if transfer.own(lease):
+                    loaded += self._load_batch(attached, gm, batch, lease, held)
             finally:
                 lease.release()
-        self.possible[gm.name] &= ~bits_of(rest)
+        self._possible[gm.name] &= ~bits_of(rest)
         return loaded == len(chunks)
 
-    def _batch(
+    def _load_batch(
         self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: dict[int, OpenSegment]
     ) -> int:
-        """Read into the slots and verify, then copy what is good; how many pages were."""
-        good = 0
-        with self.transfer._step(engine=False) as allowed:
+        """Read into the slots and verify, then copy the pages that are good; how many were."""
+        transfer, good = self._transfer, 0
+        with transfer.step(engine=False) as allowed:
             if not allowed:
                 return 0
             for first, memory in lease.runs(attached.page_bytes):
@@ -105,22 +132,23 @@ class Load:
                     attached, gm, chunks[first : first + len(memory) // attached.page_bytes], memory, held
                 )
             lease.move(SlotState.FULL)
-        with self.transfer._step() as allowed:
+        with transfer.step() as allowed:
             if not allowed:
                 return 0
             lease.move(SlotState.DRAINING)
+            units = self._request.units[attached.number]
             for page, chunk in zip(lease.views(), chunks, strict=True):
                 if good >> chunk & 1:
                     scatter(
-                        page, attached.group, attached.part, attached.device, self.units[attached.number], chunk,
-                        first_token=self.first_token,
+                        page, attached.group, attached.part, attached.device, units, chunk,
+                        first_token=self._request.first_token,
                     )  # fmt: skip
             bad = bits_of(chunks) & ~good
             if bad:
-                self.transfer._note("unreadable")
-                self.possible[gm.name] &= ~bad
-            self.transfer._settle(attached.number, good, PageOutcome.LOADED)
-            self.transfer._settle(attached.number, bad, PageOutcome.UNREADABLE)
+                transfer.note("unreadable")
+                self._possible[gm.name] &= ~bad
+            transfer.settle(attached.number, good, PageOutcome.LOADED)
+            transfer.settle(attached.number, bad, PageOutcome.UNREADABLE)
         return good.bit_count()
 
     def _read(
@@ -132,11 +160,11 @@ class Load:
             if i < len(chunks) and chunks[i] == chunks[i - 1] + 1:
                 continue
             run = gm.cut(chunks[first], i - first)
-            bits, tiers = self.desk.reader.load_run(
-                self.match, run, attached.group, memory[first * size : i * size], held
+            bits, tiers = self._context.reader.load_run(
+                self._request.match, run, attached.group, memory[first * size : i * size], held
             )
             good |= bits
             for tier, read in tiers.items():
-                self.came_from.note(attached.number, read, tier)
+                self._request.tiers.note(attached.number, read, tier)
             first = i
         return good

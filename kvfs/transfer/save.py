@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_set import bits_of
 from kvfs.pages.host_copy import gather
-from kvfs.transfer.handle import Outcomes, Transfer
+from kvfs.transfer.control import Outcomes, TransferControl
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
 from kvfs.transfer.workers import Attached, TransportContext, fail, wait_for
@@ -20,7 +20,7 @@ from kvfs.types import PageOutcome, TransferState
 from kvfs.write.active_segments import SegmentClass
 from kvfs.write.appender import BATCH_BYTES, AppendJob
 
-LANE_BYTES = 128 << 20  # of a save, until it is worth another thread and segment
+LANE_BYTES = 128 << 20  # of a save for each write lane: a thread and an active segment
 
 
 class Batch(NamedTuple):
@@ -39,8 +39,8 @@ class Batch(NamedTuple):
 class Save:
     """A save in progress."""
 
-    desk: TransportContext
-    transfer: Transfer
+    context: TransportContext
+    transfer: TransferControl
     prompt: Prompt
     pages: list[tuple[Attached, list[int]]]
     units: Mapping[int, UnitIds]  # by group number
@@ -48,8 +48,8 @@ class Save:
     expires: int
     segment_class: SegmentClass
     attempt: bytes
-    writers: Sequence[Callable[[Callable[[], None]], None]]  # what they are given is done in order, by a thread each
-    limit: int = 1 << 62  # pages from this chunk on are of no use: a group of full attention has declined one
+    writers: Sequence[Callable[[Callable[[], None]], None]]  # of the write lanes: each runs its calls in order
+    limit: int = 1 << 62  # pages from this chunk on are useless: a group of full attention has declined one
     _unwritten: int = 0
     _handed: int = 0  # batches
     _gathering: bool = True
@@ -58,15 +58,15 @@ class Save:
     def __post_init__(self) -> None:
         nbytes = sum(a.page_bytes * len(chunks) for a, chunks in self.pages)
         self._lanes = max(1, min(len(self.writers), nbytes // LANE_BYTES))
-        slots = self.desk.ring.slots - self.desk.save_keep
-        self._append_bytes = min(BATCH_BYTES, slots * self.desk.ring.slot_bytes // (2 * self._lanes))
+        slots = self.context.ring.slots - self.context.save_keep
+        self._append_bytes = min(BATCH_BYTES, slots * self.context.ring.slot_bytes // (2 * self._lanes))
         first = min((chunks[0] for _, chunks in self.pages if chunks), default=0)
-        recency = self.desk.context.access_times
-        #: one stamp for all pages of the request, with those that its lookup found
-        self.at_us = (first and recency.request_of(self.prompt.hashes[first - 1])) or self.desk.context.files.now_us()
+        times = self.context.store.access_times
+        #: one access time for all pages of the request, with those that its lookup found
+        self.at_us = (first and times.request_of(self.prompt.hashes[first - 1])) or self.context.store.files.now_us()
 
     def cut_to_source(self) -> None:
-        """Leave pages out that have no unit to come from; in groups of full attention all behind them too."""
+        """Leave out pages without units to come from, and in groups of full attention all pages behind them."""
         for i, (a, chunks) in enumerate(self.pages):
             ids = self.units.get(a.number, UnitIds("q"))
             if ids.complete and (not chunks or a.device.unit_range(a.group, chunks[-1])[-1] < len(ids)):
@@ -75,7 +75,7 @@ class Save:
             needed = {c: a.device.unit_range(a.group, c) for c in chunks}
             there = [c for c in chunks if needed[c][-1] < len(ids) and all(ids[u] >= 0 for u in needed[c])]
             if len(there) < len(chunks):
-                self.transfer._note("source")
+                self.transfer.note("source")
                 if a.group.need.kind == "all":
                     self.limit = min(self.limit, min(set(chunks) - set(there)))
             self.pages[i] = (a, self._useful(there))
@@ -88,35 +88,35 @@ class Save:
         """On a copy thread: everything up to ``source_free``."""
         try:
             wait_for(self.transfer, self.after)
-            self.transfer._enter(TransferState.COPYING)
+            self.transfer.enter(TransferState.COPYING)
             for attached, chunks in self.pages:
                 if not self._gather(attached, chunks):
                     break
         except Exception as exc:
             fail(self.transfer, exc)
         finally:
-            self.transfer._enter(TransferState.WRITING)
-            self.transfer.source_free._set()
+            self.transfer.enter(TransferState.WRITING)
+            self.transfer.free_source()
             self._finish(gathered=True)
 
     def _gather(self, attached: Attached, chunks: list[int]) -> bool:
-        """Copy pages to slots, as many as there are until the deadline; False ends the save."""
-        desk, transfer, done = self.desk, self.transfer, 0
+        """Copy pages to slots, as far as slots come until the deadline; False ends the save."""
+        context, transfer, done = self.context, self.transfer, 0
         while done < len(chunks) and chunks[done] < self.limit:
-            if transfer.stopped or desk.late(transfer):
+            if transfer.stopped or context.late(transfer):
                 return False
             size = attached.page_bytes
-            lease = desk.ring.acquire(
-                min(desk.batch(size), len(chunks) - done), transfer.deadline, page_bytes=size, least=1,
-                keep=desk.save_keep, give_up_at=desk.writes.stalled_at,
+            lease = context.ring.acquire(
+                min(context.batch(size), len(chunks) - done), transfer.deadline, page_bytes=size, least=1,
+                keep=context.save_keep, give_up_at=context.writes.stalled_at,
             )  # fmt: skip
             if lease is None:
-                transfer._note("ring")
+                transfer.note("ring")
                 return False
-            if not transfer._own(lease):
+            if not transfer.own(lease):
                 return False
             batch = Batch(attached, chunks[done : done + len(lease)], lease)
-            with transfer._step() as allowed:
+            with transfer.step() as allowed:
                 if not allowed:
                     return False
                 self._fill(batch)
@@ -126,9 +126,9 @@ class Save:
         return True
 
     def _hand_over(self, batches: Sequence[Batch]) -> None:
-        """Batches go round the write threads, several together if the ring is large; all to the first of a small save.
+        """Batches go to the write lanes in turn, several together if the ring is large; a small save uses one lane.
 
-        One append of several is one commit, and less to read of the index for those that look for it.
+        An append of several batches is one commit, and lookups read fewer entries of the index.
         """
         appends = list(_together(batches, self._append_bytes))
         with self._lock:
@@ -149,7 +149,7 @@ class Save:
         """On a write thread."""
         nbytes = sum(batch.nbytes for batch in batches)
         try:
-            with self.transfer._step(engine=False) as allowed, self.desk.writes.one(nbytes):
+            with self.transfer.step(engine=False) as allowed, self.context.writes.one(nbytes):
                 if allowed:
                     for batch in batches:
                         batch.lease.move(SlotState.DRAINING)
@@ -172,12 +172,12 @@ class Save:
             return views[chunk]
 
         useful = self._useful(chunks)
-        outcome = self.desk.appender.store(self._job(attached, payload, lane), useful)
+        outcome = self.context.appender.store(self._job(attached, payload, lane), useful)
         taken = useful[: len(useful) - outcome.declined]
         if taken:
-            self.desk.context.access_times.note_request(self.prompt.hashes[taken[-1]], self.at_us)
+            self.context.store.access_times.note_request(self.prompt.hashes[taken[-1]], self.at_us)
         if len(taken) < len(useful):
-            self.transfer._note(outcome.reason)
+            self.transfer.note(outcome.reason)
             if attached.group.need.kind == "all":
                 with self._lock:
                     self.limit = min(self.limit, useful[len(taken)])
@@ -188,18 +188,18 @@ class Save:
 
     def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> AppendJob:
         return AppendJob(
-            self.desk.identity, self.desk.descriptor, attached.number, attached.group, attached.part, self.prompt,
+            self.context.identity, self.context.descriptor, attached.number, attached.group, attached.part, self.prompt,
             payload, self.expires, self.at_us, self.attempt, self.segment_class._replace(lane=lane),
-            codec=self.desk.codec,
+            codec=self.context.codec,
         )  # fmt: skip
 
     def _settle(self, number: int, chunks: Sequence[int], outcome: PageOutcome) -> None:
-        self.transfer._settle(number, bits_of(chunks), outcome)
+        self.transfer.settle(number, bits_of(chunks), outcome)
 
     def _finish(self, *, gathered: bool) -> None:
-        """End the transfer when nothing is left to gather or to write, or when nobody may any more.
+        """End the transfer when nothing is left to gather or to write, or when it was stopped.
 
-        After a close the write threads are not there to take what was gathered last.
+        After a close no write thread takes what was gathered last.
         """
         with self._lock:
             if gathered:
@@ -208,11 +208,11 @@ class Save:
                 self._unwritten -= 1
             over = not self._gathering and not self._unwritten
         if over or self.transfer.stopped:
-            self.transfer._try_end()
+            self.transfer.try_end()
 
 
 def _together(batches: Sequence[Batch], nbytes_max: int) -> Iterator[list[Batch]]:
-    """Neighbours of one group, of at most so many bytes unless one has more."""
+    """Neighbouring batches of one group, of at most so many bytes unless a single one has more."""
     together, nbytes = list[Batch](), 0
     for batch in batches:
         if together and (batch.attached is not together[0].attached or nbytes + batch.nbytes > nbytes_max):

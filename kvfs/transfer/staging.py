@@ -3,12 +3,12 @@
     FREE -> FILLING -> FULL -> DRAINING -> FREE        and back to FREE from anywhere (rolled back)
 
 A save fills from the engine and drains to a segment, a load fills from segments and drains to the engine. Slots
-are taken as a :class:`Lease`, whose slots move together; letting go twice is harmless, so that whoever ends a
-transfer can also end its leases. Nobody waits beyond his deadline: no slots is an answer, and counted.
+are taken as a :class:`Lease`, whose slots move together. A second release is harmless, so that the end of a transfer
+can release all of its leases. No caller waits beyond its deadline: no slots is an answer, and counted.
 
 A lease is for pages of one size, and its slots hold as many of them as fit: each begins on SLOT_ALIGN, none is in
-two slots. What is asked for and given is counted in pages; what is free, kept for others, or in some state in slots.
-No two leases share a slot: what the last slot of one has left over stays unused until it is free again.
+two slots. Requests and leases count pages; what is free, kept for others, or in some state is counted in slots.
+No two leases share a slot: the rest of a lease's last slot is unused until the slot is free again.
 
 Invariants: every slot is FREE or of exactly one open lease; free + leased = all (``check``).
 """
@@ -27,12 +27,12 @@ from itertools import pairwise
 from kvfs.errors import ConfigError
 
 SLOT_ALIGN = 4096  # O_DIRECT wants it
-ASK_SECONDS = 0.02  # between two looks of somebody who waits
-SEARCH_MAX = 256  # slots that are looked at for neighbours
+ASK_SECONDS = 0.02  # between two calls of ``give_up_at``
+SEARCH_MAX = 256  # free slots that a search for neighbours looks at
 
 
 class SlotState(enum.Enum):
-    """Who may touch a slot: nobody, the writer of it, nobody, the reader of it."""
+    """A slot may be written while FILLING and read while DRAINING."""
 
     FREE = "free"
     FILLING = "filling"
@@ -49,8 +49,7 @@ _NEXT = {
 class Lease:
     """Room for ``len`` pages in slots of a ring, ascending, all in one state. Made by ``acquire``, FILLING.
 
-    Pages lie ``stride`` bytes apart, from the beginning of each slot on. None of its memory is to be used after the
-    release.
+    Pages are ``stride`` bytes apart, from the beginning of each slot on. Its memory must not be used after the release.
     """
 
     def __init__(self, ring: StagingRing, slots: tuple[int, ...], pages: int, page_bytes: int) -> None:
@@ -65,11 +64,11 @@ class Lease:
     def views(self) -> list[memoryview]:
         """Each page, writable."""
         memory, size = self._ring.memory, self._page_bytes
-        starts = [at + i * self.stride for _, count, at in self.stretches() for i in range(count)]
+        starts = [at + i * self.stride for _, count, at in self.ranges() for i in range(count)]
         return [memory[at : at + size] for at in starts]
 
-    def stretches(self) -> list[tuple[int, int, int]]:
-        """(index of the first page, pages, where they begin in the ring) of pages with nothing else between them."""
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(index of the first page, pages, offset in the ring) of neighbouring pages."""
         slots, per_slot, slot_bytes = self.slots, self._ring.per_slot(self._page_bytes), self._ring.slot_bytes
         full = per_slot * self.stride == slot_bytes
         first = [i for i, slot in enumerate(slots) if not (full and i and slots[i - 1] + 1 == slot)]
@@ -79,13 +78,13 @@ class Lease:
         ]
 
     def runs(self, step: int) -> list[tuple[int, memoryview]]:
-        """(index of the first page, memory) of pages that are to lie ``step`` apart: stretches, if they do lie so."""
+        """(index of the first page, memory) of pages ``step`` bytes apart: ranges if that is the stride, else pages."""
         if step != self.stride:
             return list(enumerate(self.views()))
-        return [(first, self._ring.memory[at : at + count * step]) for first, count, at in self.stretches()]
+        return [(first, self._ring.memory[at : at + count * step]) for first, count, at in self.ranges()]
 
     def move(self, state: SlotState) -> None:
-        """Go on to ``state``. AssertionError if that is not the next one: a bug of the caller."""
+        """Go on to ``state``, the next one; AssertionError for any other."""
         if not self.slots or _NEXT.get(self.state) is not state:
             raise AssertionError(f"a lease of {len(self.slots)} slots goes from {self.state} to {state}")
         self.state = state
@@ -98,8 +97,8 @@ class Lease:
 class StagingRing:
     """``slots`` slots of ``slot_bytes`` bytes in one private anonymous map. Thread-safe.
 
-    The memory is a child's own after a fork (copy on write), so a child can never scribble into a page that its
-    parent writes to disk. ``memory``: use this instead, for example pinned memory.
+    After a fork the memory is copied on write, so a child cannot overwrite a page that its parent writes to disk.
+    ``memory``: use this instead, for example pinned memory.
     """
 
     def __init__(
@@ -142,11 +141,11 @@ class StagingRing:
     ) -> Lease | None:  # fmt: skip
         """Take slots for ``n`` pages, or for as many as there is room for, but at least ``least`` (default: n).
 
-        ``page_bytes``: of a page (default: a slot). The slots are FILLING, and no more than the pages need. Waits
-        until ``deadline`` (on the clock of the ring), in the order of arrival among those with the same ``keep``:
-        slots that must stay free for others; but no longer than until what ``give_up_at`` says, which is asked
-        again and again. None: nothing changed, and it is counted in ``declined``. What can never be had is None at
-        once.
+        ``page_bytes``: of a page (default: a slot). ``keep``: slots that must stay free for others. The slots are
+        FILLING, and no more than the pages need. Waits until ``deadline`` (on the clock of the ring), or until the
+        time that ``give_up_at`` returns, which is called every ASK_SECONDS; in order of arrival among callers with
+        the same ``keep``. None: nothing changed, and it is counted in ``declined``. A request that can never be
+        met is None at once.
         """
         least = n if least is None else least
         page_bytes = self.slot_bytes if page_bytes is None else page_bytes
@@ -212,14 +211,14 @@ class StagingRing:
                 raise AssertionError(f"slots {sorted(owned)} are accounted for, the ring has {self.slots}")
 
     def close(self) -> None:
-        """Nobody gets a slot any more; who waits is declined. The memory goes with its last user."""
+        """Decline every call from now on, those that wait included. The memory is freed with its last reference."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 def _neighbours(free: Sequence[int], n: int) -> int:
-    """Where in the ascending ``free`` the first run of ``n`` slots begins; 0 if there is none near the start."""
+    """Index in the ascending ``free`` of the first ``n`` neighbouring slots; 0 if the search finds none."""
     for i in range(min(len(free) - n + 1, SEARCH_MAX)):
         if free[i + n - 1] - free[i] == n - 1:
             return i

@@ -1,4 +1,4 @@
-"""Unit ids of a prompt: which of the engine's units its tokens lie in, checked before anything moves."""
+"""Unit ids of a prompt: the engine's units that hold its tokens, checked before anything moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvfs.errors import ConfigError
 from kvfs.transfer.workers import Attached
 
-#: As they are given: one sequence, or one per group name.
+#: As the caller passes them: one sequence, or one per group name.
 Units = Any
 
 
@@ -21,7 +21,7 @@ class UnitIds(array):  # type: ignore[type-arg]
 
 
 def checked_units(attached: Mapping[str, Attached], units: Units) -> dict[int, UnitIds]:
-    """Unit ids by group number. ConfigError for what is none, or no unit of what is attached."""
+    """Unit ids by group number. ConfigError for what is no id, and for ids of no attached unit."""
     if not isinstance(units, Mapping):
         if len(attached) > 1:
             raise ConfigError(f"units must map each of the groups {list(attached)} to its unit ids")
@@ -63,7 +63,7 @@ def chunks_covered(a: Attached, ids: UnitIds, chunks: int) -> int:
 
 
 def to_load(a: Attached, ids: UnitIds, chunks: Iterable[int]) -> list[int]:
-    """Those of ``chunks`` that have a unit to be loaded into."""
+    """Those of ``chunks`` that have a unit to load into."""
     if ids.complete:
         return list(chunks)
     return [c for c in chunks if any(ids[i] >= 0 for i in a.device.unit_range(a.group, c))]

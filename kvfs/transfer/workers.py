@@ -3,8 +3,8 @@
 save   copy thread: event, slots, gather (then the source is free); write thread: append and publish, batch by batch
 load   read thread: event, then per batch: slots, read and verify into them, scatter
 
-A copy thread never touches a disk and the write thread never waits for slots, so a disk that stalls delays nobody's
-``source_free`` while the ring has slots. When it has none, a save waits for them as long as the disk gets on.
+A copy thread never touches a disk and the write thread never waits for slots, so a stalled disk delays no
+``source_free`` while the ring has slots. When it has none, a save waits for them as long as writes make progress.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Group, Part
 from kvfs.read.reader import Reader
-from kvfs.transfer.handle import Transfer
+from kvfs.transfer.control import TransferControl
 from kvfs.transfer.staging import SLOT_ALIGN, StagingRing
 from kvfs.types import TransferState
 from kvfs.write.appender import Appender
@@ -35,8 +35,8 @@ from kvfs.write.appender import Appender
 log = logging.getLogger("kvfs")
 BATCH_BYTES = 16 << 20
 BATCH_PAGES = 128
-#: Without anything written, and what is under way would have been by a slow disk: a save that finds the ring full is
-#: declined then, not kept waiting.
+#: A save that finds the ring full is declined, not kept waiting, once no write has ended for STALLED_SECONDS and the
+#: time that a slow disk needs for the bytes being written.
 STALLED_SECONDS, SLOW_BYTES_PER_SECOND = 0.5, 512e6
 
 
@@ -51,7 +51,7 @@ class Attached(NamedTuple):
 
 
 class Writes:
-    """What is being written, and since when none of it has got to its end."""
+    """Bytes that are being written, and when the last write ended. Thread-safe."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic, self._lock = monotonic, threading.Lock()
@@ -59,7 +59,7 @@ class Writes:
 
     @contextmanager
     def one(self, nbytes: int) -> Iterator[None]:
-        """So many bytes are being written, inside."""
+        """``nbytes`` are being written inside."""
         with self._lock:
             if not self._running:
                 self._since = self._monotonic()
@@ -74,7 +74,7 @@ class Writes:
                 self._since = self._monotonic()
 
     def stalled_at(self) -> float:
-        """From when on the disk counts as stalled, if nothing gets to its end meanwhile."""
+        """When the disk counts as stalled, if no write ends until then."""
         patience = STALLED_SECONDS + self._nbytes / SLOW_BYTES_PER_SECOND
         return self._since + patience if self._running else math.inf
 
@@ -83,7 +83,7 @@ class Writes:
 class TransportContext:
     """What all jobs of one HostIO share."""
 
-    context: Context
+    store: Context
     appender: Appender
     reader: Reader
     identity: Identity
@@ -97,32 +97,32 @@ class TransportContext:
         """Pages to ask for slots for at once."""
         return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes, self.ring.holds(page_bytes)))
 
-    def late(self, transfer: Transfer) -> bool:
+    def late(self, transfer: TransferControl) -> bool:
         """Whether the deadline has passed; notes it as the reason."""
-        late = self.context.files.monotonic() >= transfer.deadline
+        late = self.store.files.monotonic() >= transfer.deadline
         if late:
-            transfer._note("deadline")
+            transfer.note("deadline")
         return late
 
 
-def wait_for(transfer: Transfer, after: Any) -> None:
-    """Wait for the engine's event: ``synchronize()``, ``wait()``, or a call of it. What it raises goes up."""
+def wait_for(transfer: TransferControl, after: Any) -> None:
+    """Wait for the engine's event: ``synchronize()``, ``wait()``, or a call of it. What it raises is raised here."""
     if after is None or transfer.stopped:
         return
-    transfer._enter(TransferState.WAITING)
+    transfer.enter(TransferState.WAITING)
     wait = getattr(after, "synchronize", None) or getattr(after, "wait", None) or after
     wait()
 
 
-def fail(transfer: Transfer, exc: Exception) -> None:
-    log.error("a %s failed", transfer.kind, exc_info=exc)
-    transfer._stop("error", exc)
+def fail(transfer: TransferControl, exc: Exception) -> None:
+    log.error("a %s failed", transfer.task.kind, exc_info=exc)
+    transfer.stop("error", exc)
 
 
 class JobThreads:
-    """Threads that run what is put, in order. They end with ``close``, or when this is forgotten.
+    """Daemon threads that run what is put, in order. They end with ``close``, or when this is garbage-collected.
 
-    ``last``: is called by each of them when it ends.
+    ``last``: called by each of them when it ends.
     """
 
     def __init__(self, name: str, count: int, last: Callable[[], None] = lambda: None) -> None:
@@ -140,11 +140,11 @@ class JobThreads:
 
     @property
     def waiting(self) -> int:
-        """How much of what was put has not begun, what was cancelled meanwhile included."""
+        """How many calls have not begun, those of cancelled transfers included."""
         return self._queue.qsize()
 
     def dismiss(self) -> None:
-        """Have them end behind what was put so far."""
+        """Have the threads end behind what was put so far."""
         _dismiss(self._queue, len(self._threads))
 
     def close(self, timeout: float) -> None:
@@ -164,7 +164,7 @@ def _run_all(queue: SimpleQueue[Callable[[], None] | None], last: Callable[[], N
             run()
         except BaseException:  # a bug in one transfer must not end the others, whatever a callback raises
             log.exception("a transfer crashed")
-        del run  # it has the match, which must not live until the next one
+        del run  # it holds the match, which must not live until the next call comes
     last()
 
 
@@ -179,7 +179,7 @@ def make_ring(
 ) -> tuple[StagingRing, int]:  # fmt: skip
     """The ring, and how many of its slots saves must leave free. ConfigError if a page does not fit.
 
-    A slot has the size of the largest page. ``allocate``: gives the memory; None: the ring makes its own.
+    A slot has the size of the largest page. ``allocate`` returns the memory; None: the ring makes its own.
     """
     page = max(a.page_bytes for a in attached)
     slot = -(-page // SLOT_ALIGN) * SLOT_ALIGN

@@ -1,1 +1,1 @@
-"""Claim, append, publish; copies of records from segment to segment."""
+"""Writing pages: claim, append, publish; relocation of records from segment to segment."""

@@ -1,4 +1,7 @@
-"""The active segments of this process: one per class, made, adopted, sealed, dropped and tidied here."""
+"""The active segments of this process, one per class: which segment an append goes to, and when it is sealed.
+
+``kvfs.index.ledger`` describes the life of a segment, and who takes its steps.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from itertools import product
 from typing import NamedTuple, TypeVar
 
 from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.directory.config import Settings
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.format.segment import FLAG_DIRECT, Header
@@ -22,29 +26,32 @@ from kvfs.write.class_locks import ClassLocks
 
 T = TypeVar("T")
 STEP = 4  # a segment's blocks are allocated in this many steps
-IDLE_SECONDS = 10.0
-CLASSES_MAX = 32  # active segments of one process
-LANES = 8  # of a class, at most
-BUSY_SECONDS = 0.005  # between looks at segments that others append to
-CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # for appends in progress
+IDLE_SECONDS = 10.0  # without an append, after which a segment is sealed or trimmed
+CLASSES_MAX = 32  # active segments of one process; more of them are sealed
+LANES = 8  # segments of a class that one process appends to in parallel, at most
+BUSY_SECONDS = 0.005  # between tries to seal a segment that another thread appends to
+CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # how long a close, a background sync waits for an append
 
 
 class SegmentClass(NamedTuple):
     """What a segment is reserved for. Classes never share segments."""
 
     class_id: bytes = ANY_CLASS
-    flags: int = 0  # what the segment is for; how it is written is the mode's to say
+    flags: int = 0  # what the segment is for, without FLAG_DIRECT, which the I/O mode decides
     evictor: bool = False  # may use the standing reserve
-    lane: int = 0  # several segments of a class are appended to at once: a file takes one buffered write at a time
+    lane: int = 0  # parallel appends need a segment each, since a file takes one buffered write at a time
 
     @property
     def expires(self) -> bool:
-        """Whether its records expire, all about together: the second half of the class is their time."""
+        """Whether its records expire, all at about the same time, which is the second half of the class id."""
         return not self.flags and any(self.class_id[ledger.QUOTA_BYTES :])
+
+    def limits(self, settings: Settings) -> ledger.Budget:
+        return ledger.budget(settings, self.class_id, evictor=self.evictor)
 
 
 class Declined(Exception):
-    """Pages are not stored; ``reason`` says why. Never leaves the package."""
+    """Pages are not stored; ``reason`` says why. Never leaves the library."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -59,22 +66,24 @@ class Active(NamedTuple):
 
 
 class ActiveSegments:
-    """Segments that this process appends to. Whoever appends holds ``lock(segment_class)``."""
+    """Owns the writers of this process's active segments; delegates files to ``SegmentWriter``, rows to the ledger.
+    A caller that appends holds ``lock(segment_class)``."""
 
     def __init__(self, context: Context, make_room: Callable[..., bool]) -> None:
         self._c = context
         self._make_room = make_room  # ``Evictor.make_room``
         self.class_locks = ClassLocks()
         self._writers: dict[SegmentClass, Active] = {}
-        self._used_at: dict[SegmentClass, float] = {}  # of writers, but for those that rest, trimmed
+        self._used_at: dict[SegmentClass, float] = {}  # last use of writers; a trimmed one has none
         self._dirty: set[SegmentClass] = set()
-        self._left: list[tuple[int, str, ledger.Step]] = []  # rows of this process that nobody appends to any more
+        self._pending_steps: list[tuple[int, str, ledger.Step]] = []  # (number, generation, step) of failed segments
 
     def lock(self, segment_class: SegmentClass) -> threading.Lock:
         return self.class_locks.lock(segment_class)
 
     def with_room(self, transact: Callable[[Session], T], deadline: float, own: SegmentClass) -> T:
-        """Run a reserving transaction for a class; where space is missing, evict and try again until the deadline."""
+        """Run a transaction that reserves space; where space is missing, evict and try again until the deadline.
+        Declined ("space") if there is none by then. ``own``: the class whose lock the caller holds."""
         while True:
             full = False
             try:
@@ -94,19 +103,19 @@ class ActiveSegments:
                 raise Declined("space")
 
     def _seal_other(self, owner: bytes, own: SegmentClass) -> bool:
-        """Make a segment of a quota that has nothing to evict evictable: the one that was used least lately, and that
-        nobody appends to right now. False if there is none but the caller's ``own``."""
+        """Seal the least recently used segment of a quota, so that it can be evicted, unless a thread appends to it.
+        False if the quota has none but the caller's ``own``."""
         busy = False
         for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):
             if segment_class == own or not segment_class.class_id.startswith(owner):
                 continue
             lock = self.lock(segment_class)
-            if not lock.acquire(blocking=False):  # never wait for one lock with another: its holder may do the same
+            if not lock.acquire(blocking=False):  # waiting while holding ``own`` could deadlock with its holder
                 busy = True
                 continue
             try:
                 if segment_class in self._writers:
-                    self._seal_or_drop(segment_class)
+                    self._seal_or_close(segment_class)
                     return True
             finally:
                 lock.release()
@@ -114,28 +123,28 @@ class ActiveSegments:
             self._c.files.sleep(BUSY_SECONDS)
         return busy
 
-    def free(self, nbytes: int, deadline: float) -> bool:
-        """Evict, although the ledger has room; whether it is worth trying again."""
+    def evict_for_full_disk(self, nbytes: int, deadline: float) -> bool:
+        """Free ``nbytes`` of a file system that is full before the ledger is; whether another try may succeed."""
         return self._make_room(nbytes, deadline, b"", disk_full=True)
 
     def writer(
         self, segment_class: SegmentClass, fresh: int, wanted: int, need: Callable[[SegmentWriter], int],
         deadline: float,
     ) -> Active:  # fmt: skip
-        """The active segment of the class with room for a record; seals the old one if it is full.
+        """The active segment of the class with room for a record; seals the current one if it is full.
 
-        ``need`` tells what the record takes in a given segment, ``fresh`` the size of a segment with nothing else,
-        ``wanted`` the size of one with all that is to be appended.
+        Sizes in bytes: ``need`` returns what the record takes in a given segment, ``fresh`` is the size of a segment
+        with this record alone, ``wanted`` that of one with all records of the append.
         """
         current = self._writers.get(segment_class)
         if current is not None:
             writer, generation = current
             if not writer.dead and generation == self._c.index.generation:
-                if need(writer) <= writer.room(ledger.segment_limit(self._c.settings, fresh)):
+                if need(writer) <= writer.remaining_bytes(ledger.segment_limit(self._c.settings, fresh)):
                     return current
                 self._seal(segment_class)
             else:
-                self.drop(segment_class)
+                self.close_for_appends(segment_class)
         active = self._adopt(segment_class, fresh) or self._create(segment_class, fresh, wanted, deadline)
         self._writers[segment_class] = active
         self.note_use(segment_class)
@@ -147,25 +156,23 @@ class ActiveSegments:
             raise Declined("space")
         allocated = min(segment_bytes, fmt.align(max(segment_bytes // STEP, wanted)))
         segment_id = self._c.files.random(16)
-        limits = ledger.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
-        flags = segment_class.flags | self._c.mode.segment_flags
+        class_id, flags = segment_class.class_id, segment_class.flags | self._c.mode.segment_flags
+        limits = segment_class.limits(self._c.settings)
 
         def transact(session: Session) -> tuple[int, str]:
-            number = ledger.new_segment(
-                session, segment_id, self._c.owner, segment_class.class_id, flags, allocated, limits
-            )
+            number = ledger.new_segment(session, segment_id, self._c.owner, class_id, flags, allocated, limits)
             return number, session.generation
 
         number, generation = self.with_room(transact, deadline, segment_class)
-        header = Header(segment_id, self._c.store_id, self._c.files.now_us(), flags, segment_class.class_id)
+        header = Header(segment_id, self._c.store_id, self._c.files.now_us(), flags, class_id)
         try:
             writer = SegmentWriter.create(self._c.directory, header, number, allocated)
         except OSError:
-            self._leave(number, generation, ledger.mark_dropped)
+            self._take_step(number, generation, ledger.mark_dropped)
             raise
-        if not self._is_current(generation):  # a rebuild that has looked at the segments before knows nothing of it
+        if not self._is_current(generation):  # a rebuild that listed the segments earlier has missed this one
             writer.discard(self._c.directory)
-            self._leave(number, generation, ledger.mark_dropped)
+            self._take_step(number, generation, ledger.mark_dropped)
             raise Declined("index")
         return Active(writer, generation)
 
@@ -176,9 +183,9 @@ class ActiveSegments:
             return False
 
     def _adopt(self, segment_class: SegmentClass, fresh: int) -> Active | None:
-        """Go on with the active segment of a process that is gone, if it was written in this process's way."""
+        """Adopt the active segment of a dead process or of none, if it is of this class and I/O mode."""
         wanted = (segment_class.class_id, segment_class.flags | self._c.mode.segment_flags)
-        # an append takes no more there than in a fresh segment
+        # a record takes no more bytes there than in a fresh segment
         limit = ledger.segment_limit(self._c.settings, fresh) - fresh
 
         def look(session: Session) -> tuple[list[tuple[int, SegmentRow]], str]:
@@ -205,9 +212,8 @@ class ActiveSegments:
                 )  # fmt: skip
                 return Active(writer, generation)
             except OSError:
-                # what was published stays readable, page by page; nobody appends to it again
                 self._c.counters.add("adopt_errors")
-                self._leave(number, generation, ledger.close_for_appends)
+                self._take_step(number, generation, ledger.close_for_appends)  # published pages stay readable
         return None
 
     def _seal(self, segment_class: SegmentClass) -> None:
@@ -215,24 +221,23 @@ class ActiveSegments:
         self._used_at.pop(segment_class, None)
         self._dirty.discard(segment_class)
         try:
-            if self._c.settings.sync != "cache":  # a seal on the disk says that what it seals is there
+            if self._c.settings.sync != "cache":  # a seal on the disk promises that what it covers is on the disk
                 self._c.files.fdatasync(writer.fd)
             size = writer.seal()
             if self._c.settings.sync != "cache":
                 self._c.files.fdatasync(writer.fd)
-            self._c.index.write(
-                lambda s: ledger.seal(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS
-            )
+            seal = partial(ledger.seal, number=writer.number, owner=self._c.owner, generation=generation)
+            self._c.index.write(partial(seal, file_bytes=size), COMMIT_SECONDS)
         except StaleWriterError:
             pass
         except (OSError, IndexUnavailableError):
-            self._leave(writer.number, generation, ledger.close_for_appends)
+            self._take_step(writer.number, generation, ledger.close_for_appends)
             raise
         finally:
             writer.close()
 
-    def drop(self, segment_class: SegmentClass) -> None:
-        """After a failure: no more appends. What was published stays, and is verified at each read."""
+    def close_for_appends(self, segment_class: SegmentClass) -> None:
+        """After a failure: no more appends to the class's segment. Its published pages stay."""
         current = self._writers.pop(segment_class, None)
         self._used_at.pop(segment_class, None)
         self._dirty.discard(segment_class)
@@ -240,47 +245,43 @@ class ActiveSegments:
             return
         writer, generation = current
         writer.close()
-        self._leave(writer.number, generation, ledger.close_for_appends)
+        self._take_step(writer.number, generation, ledger.close_for_appends)
 
-    def _leave(self, number: int, generation: str, step: ledger.Step) -> None:
-        """Take the next step of a segment that failed, now or when the index answers again.
+    def _take_step(self, number: int, generation: str, step: ledger.Step) -> None:
+        """Take the next step of a failed segment, now or in ``tidy``: a live owner's active row cannot be evicted."""
+        self._pending_steps.append((number, generation, step))
+        self._take_pending_steps()
 
-        A row that stays active with a living owner would be charged, and nobody could reclaim it.
-        """
-        self._left.append((number, generation, step))
-        self._finish_left()
-
-    def _finish_left(self) -> None:
-        for left in list(self._left):
-            number, generation, step = left
+    def _take_pending_steps(self) -> None:
+        for pending in list(self._pending_steps):
+            number, generation, step = pending
             if generation == self._c.index.generation:
+                take = partial(ledger.take_step, step, number, self._c.owner, generation)
                 try:
-                    self._c.index.write(
-                        partial(ledger.take_step, step, number, self._c.owner, generation), COMMIT_SECONDS
-                    )
+                    self._c.index.write(take, COMMIT_SECONDS)
                 except IndexUnavailableError:
                     self._c.counters.add("drop_errors")
                     return
             with contextlib.suppress(ValueError):
-                self._left.remove(left)
+                self._pending_steps.remove(pending)
 
-    def _leave_lost(self) -> None:
-        """Give up rows of this process that no writer stands for: an interrupt came between a commit and its use."""
+    def _release_rows_without_writer(self) -> None:
+        """Release rows owned by this process that have no writer: an interrupt came between a commit and its use."""
         rows, generation = self._c.index.read(lambda s: (s.segments_in(ACTIVE), s.generation), COMMIT_SECONDS)
         for number, row in rows:
             if row.owner == self._c.owner and number not in self.active_numbers():
                 flags = row.flags & ~FLAG_DIRECT
-                classes = [SegmentClass(row.class_id, flags, *who) for who in product((False, True), range(LANES))]
+                classes = [SegmentClass(row.class_id, flags, *rest) for rest in product((False, True), range(LANES))]
                 if not all(map(self.class_locks.is_free_within, classes)):
                     continue  # next time
-                with contextlib.ExitStack() as locks:  # it may be about to be used, for a put or by an evictor
+                with contextlib.ExitStack() as locks:  # a put or an evictor may be about to use the row
                     for one in classes:
                         locks.enter_context(self.lock(one))
                     if number not in self.active_numbers():
-                        self._leave(number, generation, ledger.abandon_stale)
+                        self._take_step(number, generation, ledger.abandon_stale)
 
     def sync(self, writer: SegmentWriter) -> None:
-        """A failed sync may have lost pages that the next call calls clean: the segment is dropped, never retried."""
+        """fdatasync a segment. One that fails is dropped, not retried: the kernel may have marked lost pages clean."""
         try:
             self._c.files.fdatasync(writer.fd)
         except OSError:
@@ -310,34 +311,35 @@ class ActiveSegments:
                     try:
                         self.sync(current[0])
                     except (OSError, IndexUnavailableError):
-                        self.drop(segment_class)
+                        self.close_for_appends(segment_class)
 
     def tidy(self) -> None:
-        """Seal or trim active segments that nobody has written to for a while."""
-        self._finish_left()
-        self._leave_lost()
+        """Take pending steps, and seal or trim active segments that were not appended to for a while."""
+        self._take_pending_steps()
+        self._release_rows_without_writer()
         now, settings = self._c.files.monotonic(), self._c.settings
-        # prompts of many lifetimes and quotas: few segments stay open, since what is active is not to be evicted
+        # many lifetimes and quotas would keep many segments active, and a live owner's active segment is not evicted
         spare = len(self._writers) - min(CLASSES_MAX, 2 * settings.segments_bytes_max // settings.segment_bytes)
-        for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):  # those that rest first
-            rests = spare > 0 or now - self._used_at.get(segment_class, now) >= IDLE_SECONDS
-            if rests and self.class_locks.is_free_within(segment_class):
+        for segment_class in sorted(self._writers, key=lambda c: self._used_at.get(c, 0.0)):  # trimmed ones first
+            idle = spare > 0 or now - self._used_at.get(segment_class, now) >= IDLE_SECONDS
+            if idle and self.class_locks.is_free_within(segment_class):
                 self._used_at.pop(segment_class, None)
                 if spare > 0 or segment_class.expires:
-                    self.finish(segment_class)  # nothing is added to a lifetime that is past; sealed, it can go
+                    self.finish(segment_class)  # later pages get a later lifetime, which is another class
                 else:
                     with self.lock(segment_class):
-                        self._rest(segment_class, release=False)
+                        self._seal_or_trim(segment_class, release=False)
                 spare -= 1
 
-    def _rest(self, segment_class: SegmentClass, *, release: bool) -> None:
+    def _seal_or_trim(self, segment_class: SegmentClass, *, release: bool) -> None:
+        """Seal a segment that is more than half full, trim another one; ``release``: and release its ownership."""
         current = self._writers.get(segment_class)
         if current is None:
             return
         writer, generation = current
         try:
             if writer.dead or generation != self._c.index.generation:
-                self.drop(segment_class)
+                self.close_for_appends(segment_class)
             elif writer.tail > self._c.settings.segment_bytes // 2:
                 self._seal(segment_class)
             else:
@@ -348,51 +350,51 @@ class ActiveSegments:
                     self._writers.pop(segment_class, None)
                     writer.close()
         except StaleWriterError:
-            self.drop(segment_class)  # somebody dropped the segment, and waits until it is let go
+            self.close_for_appends(segment_class)  # the segment was dropped, and its evictor waits for this flock
         except (OSError, IndexUnavailableError):
             self._c.counters.add("tidy_errors")
 
     def finish(self, segment_class: SegmentClass) -> None:
-        """Seal the class's segment now, unless an append to it hangs: nothing more belongs in it."""
+        """Seal the class's segment now, unless an append to it hangs."""
         if self.class_locks.is_free_within(segment_class, CLOSE_SECONDS):
             with self.lock(segment_class):
                 if segment_class in self._writers:
-                    self._seal_or_drop(segment_class)
+                    self._seal_or_close(segment_class)
 
-    def _seal_or_drop(self, segment_class: SegmentClass) -> None:
+    def _seal_or_close(self, segment_class: SegmentClass) -> None:
         try:
             self._seal(segment_class)
         except (OSError, IndexUnavailableError):
-            self.drop(segment_class)
+            self.close_for_appends(segment_class)
 
     def finish_all(self, ids: Container[bytes] | None = None) -> None:
-        """Seal all active segments, or those of them that are in ``ids``."""
+        """Seal all active segments, or those whose ids are in ``ids``."""
         for segment_class, (writer, _) in list(self._writers.items()):
             if ids is None or writer.segment_id in ids:
                 self.finish(segment_class)
 
     def close(self) -> bool:
-        """Leave the active segments, trimmed, to whoever comes next.
+        """Seal the active segments, or trim them for other processes to adopt.
 
-        False if a disk that hangs keeps one of them: nobody else may append where that write may still come.
+        False if an append hangs: this process must stay the owner, since the write may still reach the file.
         """
         end = self._c.files.monotonic() + CLOSE_SECONDS
         for segment_class in list(self._writers):
             if not self.class_locks.is_free_within(segment_class, max(0.0, end - self._c.files.monotonic())):
                 continue
             with self.lock(segment_class):
-                self._rest(segment_class, release=True)
+                self._seal_or_trim(segment_class, release=True)
                 current = self._writers.pop(segment_class, None)
                 if current is not None:
                     current[0].close()
         return not self._writers
 
     def abandon(self) -> None:
-        """In a forked child: the parent goes on writing its segments; this process starts its own."""
+        """In a forked child: close the parent's segments, which the parent goes on writing."""
         for writer, _ in self._writers.values():
             writer.close()
         self.class_locks = ClassLocks()
-        self._writers, self._used_at, self._dirty, self._left = {}, {}, set(), []
+        self._writers, self._used_at, self._dirty, self._pending_steps = {}, {}, set(), []
 
     def active_numbers(self) -> set[int]:
-        return {writer.number for writer, _ in list(self._writers.values())}  # others add to them meanwhile
+        return {writer.number for writer, _ in list(self._writers.values())}  # a copy: other threads add to them

@@ -1,8 +1,8 @@
 """Saving: claims, appends, the commit point.
 
-claim   one transaction: drop what is present or claimed, reserve capacity, claim the rest
-append  checksums, payloads, leaf tables, entries, into space that is reserved
-publish one transaction: the commit point
+claim    one transaction: drop what is stored or claimed, reserve capacity, claim the rest
+append   checksums, payloads, leaf tables, entries, into space that is reserved
+publish  one transaction: the commit point
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory.config import Settings
@@ -20,24 +20,46 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES
 from kvfs.index import ledger
 from kvfs.index.ledger import NeedSpaceError, StaleWriterError
-from kvfs.index.row_updates import Publish, RunKeys, Target, claim_run, move, publish
+from kvfs.index.row_updates import Claims, Publish, RunKeys, Target, claim_run, move, publish
 from kvfs.index.rows import Place
 from kvfs.index.session import Session
+from kvfs.index.tables import SegmentRow
 from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.writer import Placed, Record, SegmentWriter
 from kvfs.write import class_locks
-from kvfs.write.active_segments import STEP, ActiveSegments, Declined, SegmentClass
+from kvfs.write.active_segments import STEP, Active, ActiveSegments, Declined, SegmentClass
 from kvfs.write.encode import encode_records
 
-BATCH_PAGES = 256  # pages per commit: 8 rows of 32 chunks, well under a millisecond of the lock
-BATCH_BYTES = 64 << 20
-SPACE_SECONDS = 5.0  # how long a batch waits for eviction before the save declines
-
-
+BATCH_PAGES = 256  # of one commit: 8 rows of 32 chunks, well under a millisecond of the lock
+BATCH_BYTES = 64 << 20  # of one gathered write
+SPACE_SECONDS = 5.0  # that a batch waits for eviction before the save declines
+SPARE_RECORDS = 8  # charged for access times of entries that an append adds: descriptor, chain entries
 ANYTHING = SegmentClass()
+
+
+class PartShape(NamedTuple):
+    """Sizes of one part of a page of one group."""
+
+    page_bytes: int  # of the part, raw
+    leaf_bytes: int
+    leaves: int
+
+    @classmethod
+    def of(cls, group: Group, part: Part) -> PartShape:
+        """ConfigError if the part reaches outside the group."""
+        leaves, leaf_bytes = group.leaves(part), group.leaf_bytes(part)
+        return cls(leaves * leaf_bytes, leaf_bytes, leaves)
+
+    def need(self, writer: SegmentWriter, digest: bytes, descriptor: bytes, pages: int) -> int:
+        """Bytes that an append of so many pages takes."""
+        return writer.need(digest, descriptor, self.page_bytes, LEAF_BYTES * self.leaves, pages)
+
+    def need_fresh(self, descriptor_bytes: int, pages: int = 1) -> int:
+        """Bytes of a sealed segment that holds so many pages and nothing else."""
+        return SegmentWriter.need_fresh(descriptor_bytes, self.page_bytes, LEAF_BYTES * self.leaves, pages)
 
 
 @dataclass(frozen=True)
@@ -50,16 +72,57 @@ class AppendJob:
     group: Group
     part: Part
     prompt: Prompt
-    payload: Callable[[int], Any]  # chunk number -> buffer of part_bytes
+    payload: Callable[[int], Any]  # chunk number -> buffer of shape.page_bytes
     expires: int = 0
     at_us: int = 0  # when the request began that these pages belong to
     attempt: bytes = bytes(8)
     segment_class: SegmentClass = ANYTHING
     table: Callable[[int], bytes] | None = None  # chunk number -> leaf table, where it was made with the payload
-    codec: int = fmt.CODEC_RAW  # that payloads are to be stored in, where it makes them smaller
+    codec: int = fmt.CODEC_RAW  # of stored payloads, where it makes them smaller
+    shape: PartShape = field(init=False)
+    packed_part: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", PartShape.of(self.group, self.part))
+        object.__setattr__(self, "packed_part", self.part.pack())
 
     def row_key(self, chunk_hash: bytes) -> bytes:
-        return page_key(self.identity.digest, self.group.name, chunk_hash) + self.part.pack()
+        return page_key(self.identity.digest, self.group.name, chunk_hash) + self.packed_part
+
+    def need(self, writer: SegmentWriter, pages: int) -> int:
+        return self.shape.need(writer, self.identity.digest, self.descriptor, pages)
+
+    def need_fresh(self, pages: int = 1) -> int:
+        return self.shape.need_fresh(len(self.descriptor), pages)
+
+
+class Move(NamedTuple):
+    """A record to be copied, and the place in the index that names it."""
+
+    source: int  # number of its segment
+    seq: int
+    slot: int  # chunk of its run
+    record: Record
+    used_us: int  # its access time, which the copy keeps
+
+
+@dataclass(frozen=True)
+class RelocateJob:
+    """Records of one part of one group of a namespace, to be copied to another segment."""
+
+    digest: bytes
+    descriptor: bytes
+    row_key: Callable[[bytes], bytes]
+    shape: PartShape  # page_bytes: of the largest stored payload
+    moves: Sequence[Move]
+    segment_class: SegmentClass
+    durable: bool = False  # synced before the index names the copies, unless the store's level is ``cache``
+
+    def need(self, writer: SegmentWriter) -> int:
+        return self.shape.need(writer, self.digest, self.descriptor, len(self.moves))
+
+    def need_fresh(self) -> int:
+        return self.shape.need_fresh(len(self.descriptor), len(self.moves))
 
 
 @dataclass
@@ -74,7 +137,11 @@ class Outcome:
 
 
 class Appender:
-    """Stores pages. Thread-safe: one batch at a time per class of segments."""
+    """Stores and relocates pages. Thread-safe: one batch at a time per class of segments.
+
+    Owns the order claim, append, publish; delegates the choice of the segment to ``ActiveSegments``, its file to
+    ``SegmentWriter``, index rows to ``kvfs.index.row_updates``.
+    """
 
     def __init__(self, context: Context, active: ActiveSegments, stored: Callable[[int], None]) -> None:
         self._c = context
@@ -95,7 +162,7 @@ class Appender:
             try:
                 with self._active.class_locks.acquire_within(job.segment_class):
                     done += self._batch(job, chunks[done:], outcome, deadline)
-                deadline = self._c.files.monotonic() + SPACE_SECONDS  # the time that it took was none of waiting
+                deadline = self._c.files.monotonic() + SPACE_SECONDS  # of the next batch, which has not waited yet
                 continue
             except Declined as exc:
                 outcome.reason = exc.reason
@@ -112,12 +179,12 @@ class Appender:
                     contextlib.suppress(class_locks.AppendTimeoutError),
                     self._active.class_locks.acquire_within(job.segment_class),
                 ):
-                    self._active.drop(job.segment_class)
-                # the file system is smaller than the capacity, or others fill it
+                    self._active.close_for_appends(job.segment_class)
+                # the file system is smaller than the capacity, or other files fill it
                 if (
                     full
                     and self._c.files.monotonic() < deadline
-                    and self._active.free(self._c.settings.segment_bytes, deadline)
+                    and self._active.evict_for_full_disk(self._c.settings.segment_bytes, deadline)
                 ):
                     outcome.reason = ""
                     continue
@@ -130,199 +197,181 @@ class Appender:
             self._c.counters.add(f"pages_declined_{outcome.reason}", outcome.declined)
         return outcome
 
-    def _wait_for_turn(self, segment_class: SegmentClass) -> None:
-        if not self._active.class_locks.is_free_within(segment_class, class_locks.APPEND_SECONDS):
-            raise Declined("io")
-
     def _batch(self, job: AppendJob, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:
         """Store the leading chunks that fit one batch; returns how many chunks were dealt with."""
-        size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
-        wanted = min(len(chunks), BATCH_PAGES, max(1, BATCH_BYTES // size))
-        digest = job.identity.digest
-        fresh = SegmentWriter.need_fresh(len(job.descriptor), size, leaf_bytes)
-        everything = SegmentWriter.need_fresh(len(job.descriptor), size, leaf_bytes, len(chunks))
-        writer, generation = self._active.writer(
-            job.segment_class,
-            fresh,
-            everything,
-            lambda w: w.need(digest, job.descriptor, size, leaf_bytes, 1),
-            deadline,
+        active = self._active.writer(
+            job.segment_class, job.need_fresh(), job.need_fresh(len(chunks)), lambda w: job.need(w, 1), deadline
         )
-        room = writer.room(ledger.segment_limit(self._c.settings, fresh))
-        while wanted > 1 and (over := writer.need(digest, job.descriptor, size, leaf_bytes, wanted) - room) > 0:
-            wanted = max(1, wanted - max(1, over // fmt.align(size)))
-        batch = chunks[:wanted]
+        batch = chunks[: self._fitting(job, active.writer, len(chunks))]
         try:
-            targets, skipped, in_flight = self._claim(job, batch, writer, generation, fresh, deadline)
+            claims = self._claim(job, batch, active, deadline)
+            stored = self._append(job, claims.targets, active) if claims.targets else 0
         except StaleWriterError:
-            self._active.drop(job.segment_class)
+            self._active.close_for_appends(job.segment_class)
             raise Declined("index") from None
-        if targets:
-            raw = [self._record(job, t) for t in targets]
-            records = encode_records(raw, job.codec, job.group.cell.element_bytes, self._c.counters)
-            placed = writer.append(records, job.identity.digest, job.descriptor, job.at_us)
-            if self._c.settings.sync == "sync":
-                self._active.sync(writer)
-            else:
-                self._active.note_dirty(job.segment_class)
-            self._publish(job, targets, records, placed, writer, generation, outcome)
-            written = sum(len(r.payload) for r in records)
-            self._c.counters.add("bytes_written", written)
-            self._stored(written)
-        outcome.skipped += skipped
-        outcome.in_flight += in_flight
+        outcome.stored += stored
+        outcome.skipped += claims.skipped + len(claims.targets) - stored  # the rest another writer has published
+        outcome.in_flight += claims.in_flight
         self._active.note_use(job.segment_class)
         return len(batch)
+
+    def _fitting(self, job: AppendJob, writer: SegmentWriter, pages: int) -> int:
+        """How many of so many pages one batch appends to a segment: one at least."""
+        size = job.shape.page_bytes
+        limit = writer.remaining_bytes(ledger.segment_limit(self._c.settings, job.need_fresh()))
+        count = min(pages, BATCH_PAGES, max(1, BATCH_BYTES // size))
+        while count > 1 and (over := job.need(writer, count) - limit) > 0:
+            count = max(1, count - max(1, over // fmt.align(size)))
+        return count
+
+    def _claim(self, job: AppendJob, chunks: Sequence[int], active: Active, deadline: float) -> Claims:
+        """Claim chunks and reserve space for those that are neither stored nor claimed; the file grows to it."""
+
+        def transact(session: Session) -> tuple[Claims, int]:
+            row = self._own_row(session, active)
+            claims = [claim_run(session, run, slots, active.writer.number) for run, slots in _runs_of(job, chunks)]
+            targets = [target for c in claims for target in c.targets]
+            allocated = active.writer.allocated
+            if targets:  # a purge finds the namespace from here on, also if the append fails
+                session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.packed_part)
+                allocated = self._reserve(session, row, job, active.writer, len(targets))
+            return Claims(targets, sum(c.skipped for c in claims), sum(c.in_flight for c in claims)), allocated
+
+        claims, allocated = self._active.with_room(transact, deadline, job.segment_class)
+        if allocated > active.writer.allocated:
+            active.writer.grow(allocated)
+        return claims
+
+    def _reserve(self, session: Session, row: SegmentRow, job: AppendJob, writer: SegmentWriter, pages: int) -> int:
+        """Charge an append of so many pages, in steps of a segment; returns the file's size to allocate."""
+        limits = job.segment_class.limits(self._c.settings)
+        segment_bytes = ledger.segment_limit(self._c.settings, job.need_fresh())
+        allocated, end = writer.allocated, writer.tail + job.need(writer, pages)
+        if end > allocated:
+            step = max(end, allocated + segment_bytes // STEP)
+            # segment_bytes may have shrunk since the batch was made to fit
+            allocated = max(fmt.align(end), min(segment_bytes, fmt.align(step)))
+        records = writer.records + pages + SPARE_RECORDS
+        try:
+            ledger.reserve(session, writer.number, row, allocated, records, limits)
+        except NeedSpaceError:  # for a whole step; the append itself may fit
+            allocated = max(writer.allocated, fmt.align(end))
+            ledger.reserve(session, writer.number, row, allocated, records, limits)
+        return allocated
+
+    def _append(self, job: AppendJob, targets: Sequence[Target], active: Active) -> int:
+        """Write and publish the pages of claimed chunks; how many were published."""
+        writer = active.writer
+        raw = [self._record(job, t) for t in targets]
+        records = encode_records(raw, job.codec, job.group.cell.element_bytes, self._c.counters)
+        placed = writer.append(records, job.identity.digest, job.descriptor, job.at_us)
+        places = [_place(r, p, writer.number) for r, p in zip(records, placed, strict=True)]
+        named = [Publish(t.head, t.slot, place) for t, place in zip(targets, places, strict=True)]
+        if self._c.settings.sync == "sync":
+            self._active.sync(writer)
+        else:
+            self._active.note_dirty(job.segment_class)
+        stored = self._publish(job, named, active)
+        written = sum(len(r.payload) for r in records)
+        self._c.counters.add("bytes_written", written)
+        self._stored(written)
+        return stored
 
     def _record(self, job: AppendJob, target: Target) -> Record:
         payload = job.payload(target.chunk)
         return Record(
-            payload, job.group.leaf_bytes(job.part), job.group.leaves(job.part), len(payload), job.group_number,
-            target.chunk, job.part.pack(), target.chunk_hash, target.head, job.expires,
+            payload, job.shape.leaf_bytes, job.shape.leaves, len(payload), job.group_number, target.chunk,
+            job.packed_part, target.chunk_hash, target.head, job.expires,
             table=job.table(target.chunk) if job.table is not None else b"", attempt=job.attempt,
         )  # fmt: skip
 
-    def _claim(
-        self, job: AppendJob, chunks: Sequence[int], writer: SegmentWriter, generation: str, fresh: int, deadline: float
-    ) -> tuple[list[Target], int, int]:
-        """Reserve and claim; grows the file to what was reserved. (claimed, present, in flight)"""
-        size, leaf_bytes = job.group.part_bytes(job.part), LEAF_BYTES * job.group.leaves(job.part)
-        limits = ledger.budget(self._c.settings, job.segment_class.class_id, evictor=job.segment_class.evictor)
-        segment_bytes = ledger.segment_limit(self._c.settings, fresh)
-
-        def transact(session: Session) -> tuple[list[Target], int, int, int]:
-            row = ledger.own_segment(session, writer.number, self._c.owner, generation)
-            targets: list[Target] = []
-            skipped = in_flight = 0
-            for run in _runs_of(job, chunks):
-                claims = claim_run(session, run[0], run[1], writer.number)
-                targets += claims.targets
-                skipped += claims.skipped
-                in_flight += claims.in_flight
-            allocated = writer.allocated
-            if targets:  # known before its bytes lie anywhere: who wants them gone names it, whatever comes of this
-                session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
-                end = writer.tail + writer.need(job.identity.digest, job.descriptor, size, leaf_bytes, len(targets))
-                if end > allocated:
-                    step = max(end, allocated + segment_bytes // STEP)
-                    # segment_bytes may have shrunk since the batch was made to fit
-                    allocated = max(fmt.align(end), min(segment_bytes, fmt.align(step)))
-                records = writer.records + len(targets) + 8
-                try:
-                    ledger.reserve(session, writer.number, row, allocated, records, limits)
-                except NeedSpaceError:  # for a whole step; the append itself may fit
-                    allocated = max(writer.allocated, fmt.align(end))
-                    ledger.reserve(session, writer.number, row, allocated, records, limits)
-            return targets, skipped, in_flight, allocated
-
-        targets, skipped, in_flight, allocated = self._active.with_room(transact, deadline, job.segment_class)
-        if allocated > writer.allocated:
-            writer.grow(allocated)
-        return targets, skipped, in_flight
-
-    def _publish(
-        self, job: AppendJob, targets: Sequence[Target], records: Sequence[Record], placed: Sequence[Placed],
-        writer: SegmentWriter, generation: str, outcome: Outcome,
-    ) -> None:  # fmt: skip
-        named = [
-            Publish(
-                t.head, t.slot,
-                Place(t.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
-                      p.leaves // 8, p.seq, job.expires),
-            )
-            for t, r, p in zip(targets, records, placed, strict=True)
-        ]  # fmt: skip
+    def _publish(self, job: AppendJob, named: Sequence[Publish], active: Active) -> int:
+        """Name records in the index: the commit point. How many were named; the rest another writer has published."""
 
         def transact(session: Session) -> int:
-            row = ledger.own_segment(session, writer.number, self._c.owner, generation)
+            row = self._own_row(session, active)
             # again: it had no page, and may have been forgotten
-            session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.part.pack())
-            count, stored_bytes = publish(session, job.row_key, job.group.leaves(job.part), named)
-            session.add_contents(writer.number, job.identity.digest, count, stored_bytes)
-            moved = row._replace(
-                records=writer.records, tail=writer.tail, table=writer.table,
-                expires=max(row.expires, job.expires) if job.expires else row.expires,
-            )  # fmt: skip
-            session.set_segment(writer.number, row, moved)
+            session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.packed_part)
+            count, stored_bytes = publish(session, job.row_key, job.shape.leaves, named)
+            session.add_contents(active.writer.number, job.identity.digest, count, stored_bytes)
+            _advance(session, row, active.writer, job.expires)
             return count
 
-        try:
-            count = self._c.index.write(transact, COMMIT_SECONDS)
-        except StaleWriterError:
-            self._active.drop(job.segment_class)
-            raise Declined("index") from None
-        outcome.stored += count
-        outcome.skipped += len(targets) - count  # another writer was first
+        return self._c.index.write(transact, COMMIT_SECONDS)
 
-    def relocate(
-        self, segment_class: SegmentClass, digest: bytes, descriptor: bytes, row_key: Callable[[bytes], bytes],
-        leaves: int, moves: Sequence[tuple[int, int, int, Record]], stamps: Sequence[int], *, durable: bool = False,
-    ) -> int:  # fmt: skip
+    def _own_row(self, session: Session, active: Active) -> SegmentRow:
+        return ledger.own_segment(session, active.writer.number, self._c.owner, active.generation)
+
+    # -- relocating --------------------------------------------------------------------------
+
+    def relocate(self, job: RelocateJob) -> int:
         """Copy records to the active segment of a class and point the index to the copies; returns how many.
-
-        ``moves``: (source segment, seq there, chunk of the run, record), all of one part shape of a namespace;
-        ``stamps``: when each was last used; ``durable``: synced first, unless the store's level is ``cache``.
-        Declined, OSError or IndexUnavailableError if that cannot be done; the sources are untouched then.
-        """
-        limits = ledger.budget(self._c.settings, segment_class.class_id, evictor=segment_class.evictor)
-        size = max(len(m[3].payload) for m in moves)
-        shape = (size, LEAF_BYTES * leaves, len(moves))
-        self._wait_for_turn(segment_class)
-        with self._active.lock(segment_class):
-            writer, generation = self._active.writer(
-                segment_class, SegmentWriter.need_fresh(len(descriptor), *shape), 0,
-                lambda w: w.need(digest, descriptor, *shape), self._c.files.monotonic(),
-            )  # fmt: skip
-
-            def claim(session: Session) -> int:
-                row = ledger.own_segment(session, writer.number, self._c.owner, generation)
-                allocated = max(writer.allocated, fmt.align(writer.tail + writer.need(digest, descriptor, *shape)))
-                ledger.reserve(session, writer.number, row, allocated, writer.records + len(moves) + 8, limits)
-                return allocated
-
+        Declined, OSError or IndexUnavailableError if that cannot be done; the sources are unchanged then."""
+        if not self._active.class_locks.is_free_within(job.segment_class, class_locks.APPEND_SECONDS):
+            raise Declined("io")
+        with self._active.lock(job.segment_class):
+            now = self._c.files.monotonic()  # the deadline: callers make room before
+            active = self._active.writer(job.segment_class, job.need_fresh(), 0, job.need, now)
             try:
-                allocated = self._c.index.write(claim, COMMIT_SECONDS)
-                if allocated > writer.allocated:
-                    writer.grow(allocated)
-                placed = writer.append([m[3] for m in moves], digest, descriptor, self._c.files.now_us())
-                self._active.note_use(segment_class)
-                for p, stamp in zip(placed, stamps, strict=True):
-                    self._c.access_times.stamp(writer.segment_id, p.seq, [stamp])
-                if durable and self._c.settings.sync != "cache":
-                    self._active.sync(writer)
-                expires = max(m[3].expires for m in moves) if segment_class.expires else 0
-                return self._c.index.write(
-                    lambda s: self._move(s, writer, generation, digest, row_key, leaves, moves, placed, expires),
-                    COMMIT_SECONDS,
-                )
+                return self._copy(job, active)
             except NeedSpaceError:
                 raise Declined("space") from None
             except (OSError, StaleWriterError):
-                self._active.drop(segment_class)
+                self._active.close_for_appends(job.segment_class)
                 raise Declined("io") from None
 
-    def _move(
-        self, session: Session, writer: SegmentWriter, generation: str, digest: bytes,
-        row_key: Callable[[bytes], bytes], leaves: int, moves: Sequence[tuple[int, int, int, Record]],
-        placed: Sequence[Placed], expires: int,
-    ) -> int:  # fmt: skip
-        row = ledger.own_segment(session, writer.number, self._c.owner, generation)
+    def _copy(self, job: RelocateJob, active: Active) -> int:
+        writer, limits = active.writer, job.segment_class.limits(self._c.settings)
+        records = writer.records + len(job.moves) + SPARE_RECORDS
+
+        def reserve(session: Session) -> int:
+            allocated = max(writer.allocated, fmt.align(writer.tail + job.need(writer)))
+            ledger.reserve(session, writer.number, self._own_row(session, active), allocated, records, limits)
+            return allocated
+
+        allocated = self._c.index.write(reserve, COMMIT_SECONDS)
+        if allocated > writer.allocated:
+            writer.grow(allocated)
+        placed = writer.append([m.record for m in job.moves], job.digest, job.descriptor, self._c.files.now_us())
+        self._active.note_use(job.segment_class)
+        for p, m in zip(placed, job.moves, strict=True):
+            self._c.access_times.stamp(writer.segment_id, p.seq, [m.used_us])
+        if job.durable and self._c.settings.sync != "cache":
+            self._active.sync(writer)
+        return self._c.index.write(lambda session: self._move(session, job, placed, active), COMMIT_SECONDS)
+
+    def _move(self, session: Session, job: RelocateJob, placed: Sequence[Placed], active: Active) -> int:
+        """Point the index to copies where it still names their sources; how many."""
+        writer, leaves = active.writer, job.shape.leaves
+        row = self._own_row(session, active)
         moved = 0
-        for (source, seq, slot, r), p in zip(moves, placed, strict=True):
-            place = Place(r.chunk_hash, p.root, r.codec, 0, writer.number, p.payload // fmt.BLOCK, len(r.payload),
-                          p.leaves // 8, p.seq, r.expires)  # fmt: skip
-            was = move(session, row_key, leaves, source, seq, Publish(r.run_hash, slot, place))
-            if was is None and r.run_hash != r.chunk_hash:  # its slot went to another continuation when it was stored
-                was = move(session, row_key, leaves, source, seq, Publish(r.chunk_hash, slot, place))
-            if was is not None:
+        for m, p in zip(job.moves, placed, strict=True):
+            r, place = m.record, _place(m.record, p, writer.number)
+            old = move(session, job.row_key, leaves, m.source, m.seq, Publish(r.run_hash, m.slot, place))
+            if old is None and r.run_hash != r.chunk_hash:  # its slot went to another continuation when it was stored
+                old = move(session, job.row_key, leaves, m.source, m.seq, Publish(r.chunk_hash, m.slot, place))
+            if old is not None:
                 moved += 1
-                session.add_contents(source, digest, -1, -was.stored_bytes)
-                session.add_contents(writer.number, digest, 1, place.stored_bytes)
-        grown = row._replace(
-            records=writer.records, tail=writer.tail, table=writer.table, expires=max(row.expires, expires)
-        )
-        session.set_segment(writer.number, row, grown)
+                session.add_contents(m.source, job.digest, -1, -old.stored_bytes)
+                session.add_contents(writer.number, job.digest, 1, place.stored_bytes)
+        expires = max(m.record.expires for m in job.moves) if job.segment_class.expires else 0
+        _advance(session, row, writer, expires)
         return moved
+
+
+def _place(record: Record, placed: Placed, segment: int) -> Place:
+    return Place(
+        record.chunk_hash, placed.root, record.codec, 0, segment, placed.payload // fmt.BLOCK, len(record.payload),
+        placed.leaves // LEAF_BYTES, placed.seq, record.expires,
+    )  # fmt: skip
+
+
+def _advance(session: Session, row: SegmentRow, writer: SegmentWriter, expires: int) -> None:
+    """Note in a segment's row what is published: all that its writer has appended."""
+    advanced = row._replace(
+        records=writer.records, tail=writer.tail, table=writer.table, expires=max(row.expires, expires)
+    )
+    session.set_segment(writer.number, row, advanced)
 
 
 def _runs_of(job: AppendJob, chunks: Sequence[int]) -> list[tuple[RunKeys, list[int]]]:
@@ -334,7 +383,7 @@ def _runs_of(job: AppendJob, chunks: Sequence[int]) -> list[tuple[RunKeys, list[
     result = []
     for number, slots in runs.items():
         first, count = job.prompt.run(number)
-        keys = RunKeys(first, job.prompt.hashes[first : first + count], job.row_key, job.group.leaves(job.part))
+        keys = RunKeys(first, job.prompt.hashes[first : first + count], job.row_key, job.shape.leaves)
         result.append((keys, slots))
     return result
 
@@ -342,8 +391,7 @@ def _runs_of(job: AppendJob, chunks: Sequence[int]) -> list[tuple[RunKeys, list[
 def check_pages_fit(layout: PageLayout, descriptor_bytes: int, settings: Settings) -> None:
     """NoSpaceError if a page of the layout is larger than a segment of the store may be."""
     for group in layout.groups:
-        need = SegmentWriter.need_fresh(descriptor_bytes, group.page_bytes, LEAF_BYTES * group.leaves(group.full))
-        if need > ledger.page_limit(settings):
+        if PartShape.of(group, group.full).need_fresh(descriptor_bytes) > ledger.page_limit(settings):
             raise NoSpaceError(
                 f"a page of group {group.name} has {group.page_bytes} bytes, a segment of this store may hold "
                 f"{ledger.page_limit(settings)}: use a smaller page_tokens or a larger capacity"

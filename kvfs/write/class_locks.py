@@ -1,4 +1,4 @@
-"""Whose turn it is to append to a segment: one lock for each class of segments, and waits for it that end."""
+"""Locks of segment classes: an append holds the lock of its class, and every wait for one is bounded."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from collections.abc import Hashable
 from contextlib import AbstractContextManager
 
 POLL_SECONDS = 0.001
-APPEND_SECONDS = 30.0  # that other appends to a segment may take: longer, and the disk hangs
+APPEND_SECONDS = 30.0  # longest wait for other appends: a disk that needs longer hangs
 
-#: Each as long as somebody refers to it: holds it, or is about to.
+#: A lock exists while a thread holds it or is about to acquire it.
 _Locks = weakref.WeakValueDictionary[Hashable, threading.Lock]
 
 
 class AppendTimeoutError(OSError):
-    """Another write has hung for too long."""
+    """Another append has held the lock for APPEND_SECONDS."""
 
     def __init__(self) -> None:
         super().__init__(errno.ETIMEDOUT, f"another write has hung for {APPEND_SECONDS:g} s")
 
 
 class _Bounded:
-    """For threads that no signal handler runs in: who only looked first, and was overtaken, would wait for ever."""
+    """A lock with a bounded wait, for threads in which no signal handler runs.
+
+    To look first and acquire then is not bounded: another append may take the lock in between.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
@@ -38,9 +41,9 @@ class _Bounded:
 
 
 class ClassLocks:
-    """One lock for each class of segments; an append holds the lock of its class.
+    """Owns one lock for each class of segments. Thread-safe.
 
-    An append enters ``acquire_within``. Background tasks, which can skip a round, look first::
+    Appends enter ``acquire_within``. Background tasks, which can skip a round, look first::
 
         if locks.is_free_within(key, 1.0):
             with locks.lock(key): ...
@@ -55,9 +58,9 @@ class ClassLocks:
             return self._locks.setdefault(key, threading.Lock())
 
     def acquire_within(self, key: Hashable) -> AbstractContextManager[object]:
-        """Context that holds the lock; to be entered at once.
+        """Context that holds the lock; the caller enters it at once.
 
-        AppendTimeoutError, here or at its entry, if another append has hung for APPEND_SECONDS.
+        AppendTimeoutError, here or at the entry, if another append has held the lock for APPEND_SECONDS.
         """
         if threading.current_thread() is not threading.main_thread():
             return _Bounded(self.lock(key))
@@ -66,9 +69,9 @@ class ClassLocks:
         return self.lock(key)
 
     def is_free_within(self, key: Hashable, seconds: float = 0.0) -> bool:
-        """Whether the lock is free within so many seconds. Not held then: only ``with`` never leaves one held for good.
+        """Whether the lock becomes free within so many seconds. Does not acquire it for the caller: use ``with``.
 
-        In the main thread an interrupt may come between acquiring a lock and knowing that, so that one only looks.
+        The main thread only polls: an interrupt between acquiring a lock and the next statement would leave it locked.
         """
         lock = self.lock(key)
         if threading.current_thread() is not threading.main_thread():

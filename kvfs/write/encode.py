@@ -1,4 +1,4 @@
-"""Encoding the pages of a batch on their way to a segment: a sample first, then all of them, in several threads."""
+"""Encoding the pages of a batch before an append: the first one as a sample, then the rest in several threads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import leaf_table
 from kvfs.segments.writer import OVERLAP_BYTES, WRITERS, Record
 
-GAIN_MIN = 0.9  # a batch whose first page shrinks to no less than this share is stored as it is
+GAIN_MIN = 0.9  # a batch whose first page does not shrink below this share is stored raw
 
 
 def encode_records(records: Sequence[Record], codec: int, element_bytes: int, counters: Counters) -> list[Record]:
-    """Records of one shape whose payloads are raw, with payloads of ``codec`` where that saves something.
+    """Raw records of one shape, encoded in ``codec`` where that saves at least a block.
 
-    A payload that was encoded brings its leaf table along: tables are of the raw bytes.
+    An encoded record has its leaf table, which is computed from the raw bytes.
     """
-    if codec == fmt.CODEC_RAW or not records or records[0].raw_bytes <= fmt.BLOCK:  # a block cannot be saved
+    if codec == fmt.CODEC_RAW or not records or records[0].raw_bytes <= fmt.BLOCK:  # a codec cannot save a block
         return list(records)
     encode = partial(_encode, codec=codec, element_bytes=element_bytes)
     first = encode(records[0])

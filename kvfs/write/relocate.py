@@ -1,4 +1,4 @@
-"""Copying records between segments: eviction carries hot pages forward, pins collect theirs.
+"""Copying records between segments, for eviction (hot pages of a victim), pins and recompression.
 
 Only bytes that verify are copied; the index is changed only where it still names the source.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from kvfs.context import Context
 from kvfs.format import codec as codecs
@@ -23,15 +24,25 @@ from kvfs.segments.open_segments import OpenSegment
 from kvfs.segments.scan import Scan, read_descriptor, scan_segment
 from kvfs.segments.writer import Record
 from kvfs.write.active_segments import Declined, SegmentClass
-from kvfs.write.appender import Appender
+from kvfs.write.appender import Appender, Move, PartShape, RelocateJob
 from kvfs.write.encode import encode_records
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 8 << 20  # of payloads in memory at a time
 RECORDS = 256  # index rows per short hold of the index
+_Key: TypeAlias = tuple[int, int, bytes]  # what the records of a batch share: ns_seq, group, part
+
+
+class _Source(NamedTuple):
+    """Namespace and part of the records of one key."""
+
+    described: Described
+    descriptor: bytes
+    group: Group
+    shape: PartShape
 
 
 class Relocator:
-    """Copies records that the index names."""
+    """Copies records that the index names; delegates reading to ``_SegmentCopy``, appending to ``Appender``."""
 
     def __init__(self, context: Context, appender: Appender) -> None:
         self._c = context
@@ -40,7 +51,7 @@ class Relocator:
     def copy_match(
         self, segment_class: SegmentClass, match: PrefixMatch, sources: set[int], make_room: Callable[[int], object]
     ) -> int:
-        """Copy the pages of a match that lie in segments ``sources``; Declined if not all of them could be.
+        """Copy the pages of a match that are in segments ``sources``; Declined if not all of them could be.
 
         ``make_room`` is called with the bytes that are about to be copied.
         """
@@ -55,7 +66,7 @@ class Relocator:
         for number, seqs in wanted.items():
             held = self._c.segments.acquire(number, match.segments[number], match.generation)
             if held is None:
-                raise Declined("a segment is gone")
+                raise Declined("a segment was dropped or cannot be opened")
             make_room(sum(seqs.values()))
             copied += self.copy(segment_class, number, held, sorted(seqs))
         if copied < sum(map(len, wanted.values())):
@@ -63,81 +74,110 @@ class Relocator:
         return copied
 
     def copy(
-        self,
-        segment_class: SegmentClass,
-        number: int,
-        held: OpenSegment,
-        seqs: Sequence[int],
-        *,
+        self, segment_class: SegmentClass, number: int, held: OpenSegment, seqs: Sequence[int], *,
         recode: int | None = None,
-    ) -> int:
-        """Copy records ``seqs`` of a segment, whose number is ``number``; how many the index names at their new place
-        now. (Who has held the segment for long may know it by its number in an index that is no more.)
+    ) -> int:  # fmt: skip
+        """Copy records ``seqs`` of a segment; returns how many the index names at their new place now.
 
-        ``recode``: store what is raw in this codec, where that makes it smaller. Then the copies are durable before
-        the index names them (as far as the store's level asks for that), and a page that a disk does not give up, or
-        that a purge may mean, or a table or descriptor that is damaged ends it with Declined: the source is to go for
-        the sake of its bytes, not its pages.
+        ``number`` is the segment's in the current index; ``held.number`` may be from an earlier one.
+
+        ``recode``: store raw payloads in this codec where that makes them smaller. The caller drops the source then,
+        so the copies are synced before the index names them (unless the store's level is ``cache``), and Declined is
+        raised for a page that cannot be read or may be purged, and for a damaged table or descriptor.
         """
         scan = scan_segment(held.fd, self._c.files)
         if recode is not None and (scan is None or max(seqs, default=-1) >= len(scan.entries)):
             raise Declined("unreadable")
         if scan is None:
             return 0
-        mark = self._c.marks.read(held.segment_id)  # a copy of a purged record would come back in a rebuild
-        stamps = self._c.access_times.stamps(held.segment_id, [e.written_us for e in scan.entries])
+        return _SegmentCopy(self._c, self._appender, segment_class, number, held, scan, recode).run(seqs)
+
+
+class _SegmentCopy:
+    """One copy of records of one segment: reads and verifies them, and hands them to the appender in batches."""
+
+    def __init__(
+        self, context: Context, appender: Appender, segment_class: SegmentClass, number: int, held: OpenSegment,
+        scan: Scan, recode: int | None,
+    ) -> None:  # fmt: skip
+        self._c = context
+        self._appender = appender
+        self._class = segment_class
+        self._number = number
+        self._held = held
+        self._scan = scan
+        self._recode = recode
+        self._mark = context.marks.read(held.segment_id)  # a copy of a purged record would come back in a rebuild
+        self._used_us = context.access_times.stamps(held.segment_id, [e.written_us for e in scan.entries])
+        self._sources: dict[_Key, _Source] = {}
+
+    def run(self, seqs: Sequence[int]) -> int:
         copied = 0
-        batch: list[tuple[int, int, int, Record]] = []
-        largest = 0  # room is asked for as if all of a batch were that large: codecs make sizes differ
+        batch: list[Move] = []
+        largest = 0  # space is reserved as if all records of a batch were that large: codecs make sizes differ
         limit = min(BATCH_BYTES, self._c.settings.segment_bytes // 4)
-        key: tuple[int, int, bytes] | None = None
+        key: _Key | None = None
         for seq in seqs:
-            entry = scan.entries[seq] if seq < len(scan.entries) else None
+            entry = self._scan.entries[seq] if seq < len(self._scan.entries) else None
             if entry is None or entry.kind != fmt.KIND_PART:
                 continue
-            if mark is not None and mark.covers(entry):
-                if recode is not None:
-                    raise Declined("a mark")  # of a purge that is not over, or one that cannot be read now
+            if self._mark is not None and self._mark.covers(entry):
+                if self._recode is not None:
+                    raise Declined("a mark")  # of a purge in progress, or one that cannot be read now
                 continue
-            shape = (entry.ns_seq, entry.group, entry.part)
             cost = fmt.align(entry.stored_bytes)
             full = len(batch) == RECORDS or (len(batch) + 1) * max(largest, cost) > limit
-            if batch and (shape != key or full):
-                copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
+            if batch and (key != _key_of(entry) or full):
+                copied += self._write(batch, key)
                 batch, largest = [], 0
-            key = shape
-            record = self._read(held, scan, entry, whole=recode is not None)
+            key = _key_of(entry)
+            record = self._read(entry)
             if record is not None:
-                batch.append((number, seq, entry.chunk % RUN, record))
+                batch.append(Move(self._number, seq, entry.chunk % RUN, record, self._used_us[seq]))
                 largest = max(largest, cost)
         if batch:
-            copied += self._write(segment_class, held, scan, batch, key, stamps, recode)
+            copied += self._write(batch, key)
         return copied
 
-    def _shape(self, held: OpenSegment, scan: Scan, ns_seq: int, number: int) -> tuple[Described, bytes, Group] | None:
-        if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
-            return None
-        descriptor = read_descriptor(held.fd, self._c.files, scan.entries[ns_seq])
-        described = parse_descriptor(descriptor) if descriptor is not None else None
-        if descriptor is None or described is None or number >= len(described.layout.groups):
-            return None
-        return described, descriptor, described.layout.groups[number]
+    def _source(self, entry: Entry) -> _Source | None:
+        """Read once per key. None if the entry's namespace does not verify or lacks its group."""
+        key = _key_of(entry)
+        source = self._sources.get(key)
+        if source is None:
+            source = self._read_source(entry)
+            if source is not None:
+                self._sources[key] = source
+        return source
 
-    def _read(self, held: OpenSegment, scan: Scan, entry: Entry, *, whole: bool) -> Record | None:
-        """The record with its payload as it is stored, if it verifies. Declined if ``whole`` and it cannot be read."""
+    def _read_source(self, entry: Entry) -> _Source | None:
+        entries = self._scan.entries
+        if entry.ns_seq >= len(entries) or entries[entry.ns_seq].kind != fmt.KIND_NAMESPACE:
+            return None
+        descriptor = read_descriptor(self._held.fd, self._c.files, entries[entry.ns_seq])
+        described = parse_descriptor(descriptor) if descriptor is not None else None
+        if descriptor is None or described is None or entry.group >= len(described.layout.groups):
+            return None
+        group = described.layout.groups[entry.group]
+        return _Source(described, descriptor, group, PartShape.of(group, Part.unpack(entry.part)))
+
+    def _read(self, entry: Entry) -> Record | None:
+        """The record with its payload as it is stored, or None if it does not verify.
+
+        With ``recode``, Declined if it cannot be read.
+        """
+        whole = self._recode is not None
         try:
-            shape = self._shape(held, scan, entry.ns_seq, entry.group)
-            if shape is None and whole:
+            source = self._source(entry)
+            if source is None and whole:
                 raise Declined("unreadable")
-            if shape is None:
+            if source is None:
                 return None
-            group, part = shape[2], Part.unpack(entry.part)
-            raw_bytes = group.part_bytes(part)
-            if not codecs.fits(entry.codec, entry.stored_bytes, raw_bytes):
+            shape = source.shape
+            if not codecs.fits(entry.codec, entry.stored_bytes, shape.page_bytes):
                 return None
             payload = memoryview(bytearray(entry.stored_bytes))
-            self._c.segments.read(held, payload, entry.payload)
-            table = leaf_table(codecs.decoded(payload, entry.codec, raw_bytes), group.leaf_bytes(part))
+            self._c.segments.read(self._held, payload, entry.payload)
+            table = leaf_table(codecs.decoded(payload, entry.codec, shape.page_bytes), shape.leaf_bytes)
         except CodecError as exc:
             if whole and isinstance(exc, CodecMemoryError):
                 raise Declined("memory") from None
@@ -151,38 +191,34 @@ class Relocator:
             self._c.counters.add("pages_corrupt")
             return None
         return Record(
-            payload, group.leaf_bytes(part), group.leaves(part), raw_bytes, entry.group, entry.chunk, entry.part,
+            payload, shape.leaf_bytes, shape.leaves, shape.page_bytes, entry.group, entry.chunk, entry.part,
             entry.chunk_hash, entry.run_hash, entry.expires, entry.codec, table, entry.attempt,
         )  # fmt: skip
 
-    def _write(
-        self, segment_class: SegmentClass, held: OpenSegment, scan: Scan, batch: Sequence[tuple[int, int, int, Record]],
-        key: tuple[int, int, bytes] | None, stamps: Sequence[int], recode: int | None,
-    ) -> int:  # fmt: skip
+    def _write(self, batch: Sequence[Move], key: _Key | None) -> int:
         assert key is not None
-        shape = self._shape(held, scan, key[0], key[1])
-        if shape is None and recode is not None:
-            raise Declined("unreadable")
-        if shape is None:
-            return 0
-        described, descriptor, group = shape
-        leaves = batch[0][3].leaves
-        if recode is not None:
-            batch = self._recode(batch, recode, group)
+        described, descriptor, group, shape = self._sources[key]
+        if self._recode is not None:
+            batch = self._encoded(batch, self._recode, group)
         if described.layout.kind == "opaque":
-            batch = [(number, seq, 0, record) for number, seq, _, record in batch]
+            batch = [move._replace(slot=0) for move in batch]
+        row_key = partial(_row_key, described.digest, group.name, key[2])
+        stored = shape._replace(page_bytes=max(len(move.record.payload) for move in batch))
         return self._appender.relocate(
-            segment_class, described.digest, descriptor, partial(_row_key, described.digest, group.name, key[2]),
-            leaves, batch, [stamps[seq] for _, seq, _, _ in batch], durable=recode is not None,
-        )  # fmt: skip
+            RelocateJob(
+                described.digest, descriptor, row_key, stored, batch, self._class, durable=self._recode is not None
+            )
+        )
 
-    def _recode(
-        self, batch: Sequence[tuple[int, int, int, Record]], codec: int, group: Group
-    ) -> list[tuple[int, int, int, Record]]:
-        """The batch with what is raw encoded; what has a codec keeps it."""
-        raw = [r for _, _, _, r in batch if r.codec == fmt.CODEC_RAW]
-        made = iter(encode_records(raw, codec, group.cell.element_bytes, self._c.counters))
-        return [(n, seq, slot, next(made) if r.codec == fmt.CODEC_RAW else r) for n, seq, slot, r in batch]
+    def _encoded(self, batch: Sequence[Move], codec: int, group: Group) -> list[Move]:
+        """The batch with raw records encoded; a record that has a codec keeps it."""
+        raw = [move.record for move in batch if move.record.codec == fmt.CODEC_RAW]
+        encoded = iter(encode_records(raw, codec, group.cell.element_bytes, self._c.counters))
+        return [m._replace(record=next(encoded)) if m.record.codec == fmt.CODEC_RAW else m for m in batch]
+
+
+def _key_of(entry: Entry) -> _Key:
+    return entry.ns_seq, entry.group, entry.part
 
 
 def _row_key(digest: bytes, group: str, part: bytes, chunk_hash: bytes) -> bytes:

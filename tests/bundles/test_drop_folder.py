@@ -1,4 +1,4 @@
-"""The drop folder: whole bundles are adopted, once, by somebody; anything else is moved aside or left alone."""
+"""The drop folder: complete bundles are adopted once, by one process; anything else is moved aside or left alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEDS, CHUNKS = 4, 40
 
 
 class Clock(Files):
-    """Time passes when a test says so, too."""
+    """Real time, which a test can advance."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -52,14 +52,14 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(store_path: Path, clock: Clock) -> Iterator[kvfs.Store]:
-    """A store whose drop folder is looked at only when a test does it."""
+    """A store whose drop folder is examined only when a test does it."""
     with kvfs.open(store_path, capacity="64MiB", files=clock) as made:
         by_hand(made)
         yield made
 
 
 def by_hand(store: kvfs.Store) -> None:
-    background = store._core.background
+    background = store._shared.background
     background._tasks = [c for c in background._tasks if c.name != DROPS]
 
 
@@ -75,8 +75,8 @@ def refused(store: kvfs.Store) -> dict[str, str]:
 
 
 def look(store: kvfs.Store) -> None:
-    """One look, and the work that follows from it."""
-    drops: DropFolder = store._core.drops
+    """One call of ``look``, and the import that it starts."""
+    drops: DropFolder = store._shared.services().drops
     drops.look()
     drops.join()
     assert drops._thread is None or not drops._thread.is_alive()
@@ -89,10 +89,10 @@ def settle(store: kvfs.Store, clock: Clock, seconds: float = SETTLE_SECONDS) -> 
 
 
 def drop(store: kvfs.Store, bundle: Path, name: str = "b.tar") -> Path:
-    """As `mv` and `kvfs export` do it: it appears complete."""
+    """Rename a bundle into the folder, as `mv` and `kvfs export` do: it is complete."""
     there = folder(store) / name
     os.rename(bundle, there)
-    store._core.drops.arrived(name)
+    store._shared.services().drops.arrived(name)
     return there
 
 
@@ -105,14 +105,14 @@ def empty(store: kvfs.Store) -> bool:
     return store.catalog.namespaces() == []
 
 
-def test_a_bundle_is_adopted_and_gone(store: kvfs.Store, bundle: Path) -> None:
+def test_a_bundle_is_adopted_and_removed(store: kvfs.Store, bundle: Path) -> None:
     there = drop(store, bundle)
     look(store)
     assert serves(store) and not there.exists() and refused(store) == {}
     assert counters(store)["bundles_adopted"] == 1 and store.verify().ok
 
 
-def test_a_file_that_is_copied_is_taken_when_it_is_whole(store: kvfs.Store, bundle: Path, clock: Clock) -> None:
+def test_a_file_that_is_copied_is_adopted_when_it_is_complete(store: kvfs.Store, bundle: Path, clock: Clock) -> None:
     data, there = bundle.read_bytes(), folder(store) / "b.tar"
     for share in (0, 100, len(data) // 2, len(data) - 1024):
         there.write_bytes(data[:share])
@@ -128,7 +128,7 @@ def test_a_file_that_is_copied_is_taken_when_it_is_whole(store: kvfs.Store, bund
     assert not there.exists() and serves(store)
 
 
-def test_a_file_that_never_becomes_whole_is_refused(store: kvfs.Store, bundle: Path, clock: Clock) -> None:
+def test_a_file_that_never_becomes_complete_is_refused(store: kvfs.Store, bundle: Path, clock: Clock) -> None:
     there = folder(store) / "b.tar"
     there.write_bytes(bundle.read_bytes()[:-2000])
     settle(store, clock, STALE_SECONDS)
@@ -178,7 +178,7 @@ def make_huge(path: Path, outside: Path) -> None:
     os.truncate(path, 1 << 40)
 
 
-def make_of_a_stranger(path: Path, outside: Path) -> None:
+def make_of_another_user(path: Path, outside: Path) -> None:
     path.write_bytes(outside.read_bytes())
     os.chown(path, 12345, 12345)
 
@@ -189,14 +189,14 @@ def make_of_a_stranger(path: Path, outside: Path) -> None:
         (make_symlink, "not a regular file"),
         (make_fifo, "not a regular file"),
         (make_socket, "not a regular file"),
-        (make_open_to_all, "anybody may change it"),
+        (make_open_to_all, "any user may change it"),
         (make_huge, "this store holds"),
         pytest.param(
-            make_of_a_stranger, "belongs to user 12345", marks=pytest.mark.needs_root("a file of somebody else")
+            make_of_another_user, "belongs to user 12345", marks=pytest.mark.needs_root("a file of another user")
         ),
     ],
 )
-def test_what_is_not_to_be_trusted_is_moved_aside(
+def test_what_cannot_be_trusted_is_moved_aside(
     store: kvfs.Store, bundle: Path, clock: Clock, make: Callable[[Path, Path], None], why: str
 ) -> None:
     before = (bundle.read_bytes(), bundle.stat().st_ctime_ns, bundle.stat().st_nlink)
@@ -207,7 +207,7 @@ def test_what_is_not_to_be_trusted_is_moved_aside(
     assert before == (bundle.read_bytes(), bundle.stat().st_ctime_ns, bundle.stat().st_nlink)
 
 
-def test_folders_are_not_looked_into(store: kvfs.Store, bundle: Path, clock: Clock) -> None:
+def test_other_folders_are_not_examined(store: kvfs.Store, bundle: Path, clock: Clock) -> None:
     (folder(store) / "more").mkdir()
     os.rename(bundle, folder(store) / "more" / "b.tar")
     settle(store, clock, STALE_SECONDS)
@@ -240,7 +240,7 @@ def test_what_is_refused_is_bounded(store: kvfs.Store, clock: Clock) -> None:
 def test_a_refused_bundle_that_is_too_large_to_be_kept_is_not_destroyed(
     store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the only copy: more than an eighth of the capacity was deleted, with advice to drop it again."""
+    """It may be the only copy: more than an eighth of the capacity was deleted, with the advice to drop it again."""
     monkeypatch.setattr(drop_folder, "REFUSED_SHARE", 64 << 20)
     there = drop(store, bundle)
     data = there.read_bytes()
@@ -251,13 +251,13 @@ def test_a_refused_bundle_that_is_too_large_to_be_kept_is_not_destroyed(
     assert "chmod o-w" in reason.read_text() and "stays in import/" in reason.read_text()
     assert counters(store)["bundles_refused"] == 1
     settle(store, clock)
-    other = DropFolder(store._core.c, store._core.active)  # another process, and a later one
-    judged: list[str] = []
-    monkeypatch.setattr(DropFolder, "_take", lambda self, name, *rest: judged.append(name))
+    other = DropFolder(store._shared.c, store._shared.services().active)  # another process, and a later one
+    tried: list[str] = []
+    monkeypatch.setattr(DropFolder, "_take", lambda self, name, *rest: tried.append(name))
     other.arrived("b.tar")
     other.look()
     other.join()
-    assert judged == [] and counters(store)["bundles_refused"] == 1
+    assert tried == [] and counters(store)["bundles_refused"] == 1
     monkeypatch.undo()
     if again:
         there.chmod(0o600)
@@ -269,7 +269,7 @@ def test_a_refused_bundle_that_is_too_large_to_be_kept_is_not_destroyed(
     assert serves(store) and not there.exists() and not reason.exists()
 
 
-def test_a_good_bundle_outlives_a_disk_that_is_full_for_long(
+def test_a_good_bundle_survives_a_disk_that_stays_full(
     store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Importer, fd: int) -> None:
@@ -289,7 +289,7 @@ def test_a_good_bundle_outlives_a_disk_that_is_full_for_long(
     assert serves(store) and not there.exists()
 
 
-def test_what_was_refused_before_makes_no_room_for_what_is_refused_now(store: kvfs.Store, clock: Clock) -> None:
+def test_refused_files_are_not_deleted_for_new_ones(store: kvfs.Store, clock: Clock) -> None:
     for name in ("first", "second"):
         (folder(store) / name).write_bytes(bytes(5 << 20))  # an eighth of the capacity holds one of them
         settle(store, clock, STALE_SECONDS)
@@ -297,7 +297,7 @@ def test_what_was_refused_before_makes_no_room_for_what_is_refused_now(store: kv
     assert (folder(store) / "refused" / "second.reason").exists()
 
 
-def test_a_symlink_in_place_of_refused_leads_nowhere(store: kvfs.Store, clock: Clock, tmp_path: Path) -> None:
+def test_a_symlink_in_place_of_refused_is_not_followed(store: kvfs.Store, clock: Clock, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (folder(store) / "refused").symlink_to(tmp_path / "outside")
     (folder(store) / "junk").write_bytes(b"nothing")
@@ -326,7 +326,7 @@ def test_four_processes_adopt_a_bundle_once(store_path: Path, bundle: Path) -> N
     def worker() -> int:
         with kvfs.open(store_path) as mine:
             by_hand(mine)
-            mine._core.drops.arrived("b.tar")
+            mine._shared.services().drops.arrived("b.tar")
             os.read(begin, 1)
             look(mine)
             return counters(mine).get("pages_imported", 0)
@@ -342,16 +342,16 @@ def test_four_processes_adopt_a_bundle_once(store_path: Path, bundle: Path) -> N
     assert sum(found) == SEEDS * CHUNKS
     with kvfs.open(store_path) as store:
         by_hand(store)
-        store._core.drops.arrived("b.tar")
+        store._shared.services().drops.arrived("b.tar")
         look(store)
         assert serves(store) and os.listdir(folder(store)) == []
 
 
 @pytest.mark.parametrize("step", [1, 2, 30, 160, 162, 170, 200, 300, 321])
-def test_killed_in_between_the_next_one_goes_on(
+def test_after_a_kill_the_next_process_completes_it(
     store_path: Path, bundle: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 at so many steps: digests first, then pages looked at, then pages stored."""
+    """kill -9 after so many steps: digests first, then pages verified, then pages stored."""
     with kvfs.open(store_path, capacity="64MiB") as first:
         by_hand(first)
     os.rename(bundle, store_path / "import" / "b.tar")
@@ -370,20 +370,22 @@ def test_killed_in_between_the_next_one_goes_on(
         DropFolder._step = count  # type: ignore[method-assign]
         mine = kvfs.open(store_path)
         by_hand(mine)
-        mine._core.drops.arrived("b.tar")
+        mine._shared.services().drops.arrived("b.tar")
         look(mine)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert (store_path / "import" / "b.tar").exists()
     with kvfs.open(store_path) as store:
         by_hand(store)
-        store._core.drops.arrived("b.tar")
+        store._shared.services().drops.arrived("b.tar")
         look(store)
         assert serves(store) and store.verify().ok and os.listdir(folder(store)) == []
         assert store.catalog.namespaces()[0].pages == SEEDS * CHUNKS
 
 
-def test_closing_ends_it_and_the_bundle_stays(store_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_store_ends_an_import_and_the_bundle_stays(
+    store_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = kvfs.open(store_path, capacity="64MiB")
     by_hand(store)
     there = drop(store, bundle)
@@ -395,27 +397,27 @@ def test_closing_ends_it_and_the_bundle_stays(store_path: Path, bundle: Path, mo
         original(self)
 
     monkeypatch.setattr(DropFolder, "_step", count)
-    store._core.drops.look()
-    thread = store._core.drops._thread
+    store._shared.services().drops.look()
+    thread = store._shared.services().drops._thread
     assert thread is not None and reached.wait(60.0)
     store.close()
     assert not thread.is_alive() and there.exists()
 
 
-def test_who_only_reads_or_looks_adopts_nothing(store_path: Path, bundle: Path) -> None:
+def test_read_only_and_uncounted_stores_adopt_nothing(store_path: Path, bundle: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB"):
         pass
     os.rename(bundle, store_path / "import" / "b.tar")
     with kvfs.open(store_path, counted=False) as store:
-        store._core.drops.arrived("b.tar")
+        store._shared.services().drops.arrived("b.tar")
         look(store)
         assert empty(store)
     with kvfs.open(store_path, read_only=True) as store:
-        assert DROPS not in {c.name for c in store._core.background._tasks}
+        assert DROPS not in {c.name for c in store._shared.background._tasks}
     assert os.listdir(store_path / "import") == ["b.tar"]
 
 
-def test_without_room_it_is_tried_again_and_not_for_ever(
+def test_without_room_it_is_tried_again_and_not_forever(
     store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = []
@@ -437,7 +439,7 @@ def test_without_room_it_is_tried_again_and_not_for_ever(
     with monkeypatch.context() as patch:
         patch.setattr(Importer, "take", full)
         (folder(store) / "c.tar").write_bytes(b"x")
-        store._core.drops.arrived("c.tar")
+        store._shared.services().drops.arrived("c.tar")
         for _ in range(drop_folder.TRIES_MAX):
             look(store)
             clock.ahead += drop_folder.AGAIN_SECONDS
@@ -472,13 +474,13 @@ def test_a_bug_refuses_the_file_and_not_the_next(
     monkeypatch.setattr(Importer, "take", crash)
     (folder(store) / "a.tar").write_bytes(b"x")
     drop(store, bundle)
-    store._core.drops.arrived("a.tar")
+    store._shared.services().drops.arrived("a.tar")
     look(store)
     assert "kvfs failed on it" in refused(store)["a.tar"] and serves(store)
 
 
-def test_a_bundle_that_came_by_itself_is_adopted_by_a_worker(store_path: Path, bundle: Path) -> None:
-    """The whole of it: a worker of another process, its background, its watch."""
+def test_a_dropped_bundle_is_adopted_by_a_worker(store_path: Path, bundle: Path) -> None:
+    """End to end: a worker in another process, its background tasks and its watch."""
     with kvfs.open(store_path, capacity="64MiB"):
         pass
 
@@ -498,11 +500,11 @@ def test_a_bundle_that_came_by_itself_is_adopted_by_a_worker(store_path: Path, b
     [({"members_max": 1}, "more than 1 files"), ({"records_max": 20}, "records"), ({"page_bytes_max": 9}, "a page of")],
 )
 @pytest.mark.parametrize("renamed", [True, False])
-def test_what_would_be_worked_on_without_a_rest_is_refused(
+def test_what_would_be_worked_on_without_a_pause_is_refused(
     store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: dict[str, int], why: str,
     renamed: bool,
 ) -> None:  # fmt: skip
-    """A bundle of 99 000 empty files, or one segment of millions of records, took the interpreter from an engine."""
+    """A bundle of 99,000 empty files, or one segment of millions of records, kept the GIL from an engine."""
     monkeypatch.setattr(drop_folder, "PACE", drop_folder.PACE._replace(**bound))
     if renamed:
         drop(store, bundle)
@@ -514,10 +516,10 @@ def test_what_would_be_worked_on_without_a_rest_is_refused(
     assert serves(store)
 
 
-def test_looking_into_a_bundle_rests_between_its_files_and_tables(store: kvfs.Store, bundle: Path) -> None:
+def test_reading_a_bundle_pauses_between_its_files_and_tables(store: kvfs.Store, bundle: Path) -> None:
     steps: list[int] = []
     pace = Pace(step=lambda: steps.append(1))
-    importer = Importer(store._core.c, store._core.active, partial_=False, pace=pace)
+    importer = Importer(store._shared.c, store._shared.services().active, partial_=False, pace=pace)
     with open(bundle, "rb") as file:
         members = importer.members(file.fileno(), bundle.stat().st_size)
         assert len(steps) == len(members) + 1  # and the manifest
@@ -525,7 +527,7 @@ def test_looking_into_a_bundle_rests_between_its_files_and_tables(store: kvfs.St
         assert importer._scan(file.fileno(), members[0]) is not None and len(steps) > 2
 
 
-def test_a_file_that_is_not_complete_is_looked_into_ever_less_often(
+def test_an_incomplete_file_is_examined_ever_less_often(
     store: kvfs.Store, bundle: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, original = [], Importer.members
@@ -543,10 +545,10 @@ def test_a_file_that_is_not_complete_is_looked_into_ever_less_often(
 
 
 @pytest.mark.parametrize("moment", ["before", "killed"])
-def test_a_bundle_that_comes_over_one_that_was_adopted_is_not_deleted_unread(
+def test_a_bundle_that_replaces_an_adopted_one_is_not_deleted_unread(
     store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Between the last look at a name and its removal somebody renames a new bundle over it."""
+    """Another process renames a new bundle over an adopted one just before that is removed."""
     with kvfs.open(tmp_path / "more", capacity="32MiB") as other:
         other.namespace("beta", tiny(), "1b").put(tokens_of(9, CHUNKS), seeded(9, CHUNKS * TINY_BYTES))
         other.export(str(tmp_path / "new.tar"), ["beta"])

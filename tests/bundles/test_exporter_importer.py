@@ -1,4 +1,4 @@
-"""Bundles: what is exported here is matched and loaded there, byte for byte; what was changed is refused."""
+"""Bundles: pages exported from one store are matched and loaded in another, byte for byte; changed ones are refused."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_an_export_of_nothing_is_a_mistake(source: kvfs.Store, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
-def test_forks_are_reachable_whatever_the_other_store_has_of_them(
+def test_forks_are_reachable_in_a_store_that_has_some_of_them(
     source: kvfs.Store, target: kvfs.Store, tmp_path: Path, order: int
 ) -> None:
-    """Continuations of one head, stored here and there in different orders, so that their rows differ."""
+    """Continuations of one head, stored in different orders in the two stores, so that their rows differ."""
     trunk = tokens_of(50, 70)
     forks = [trunk[: at * 16] + tokens_of(60 + at, 70 - at) for at in (0, 3, 5, 31, 32, 33, 40)] + [trunk]
     content = {i: [f"{tuple(p[: (c + 1) * 16])}" for c in range(70)] for i, p in enumerate(forks)}
@@ -234,7 +234,7 @@ def test_an_import_keeps_within_the_limit(source: kvfs.Store, tmp_path: Path) ->
 
 
 def active_rows(store: kvfs.Store) -> int:
-    return len(store._core.c.index.read(lambda s: s.segments_in(ACTIVE), 2.0))
+    return len(store._shared.c.index.read(lambda s: s.segments_in(ACTIVE), 2.0))
 
 
 def test_an_index_that_is_replaced_during_an_import_is_an_error_of_kvfs(
@@ -249,11 +249,11 @@ def test_an_index_that_is_replaced_during_an_import_is_an_error_of_kvfs(
         patch.setattr(ledger, "own_segment", stale)
         with pytest.raises(kvfs.KvfsError, match="import again"):
             target.import_bundle(str(tmp_path / "b"))
-    assert not target._core.active.active_numbers() and not active_rows(target)
+    assert not target._shared.services().active.active_numbers() and not active_rows(target)
     assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok
 
 
-def test_a_write_error_of_an_import_leaves_no_segment_that_nobody_can_reclaim(
+def test_a_write_error_of_an_import_leaves_no_segment_that_cannot_be_reclaimed(
     source: kvfs.Store, target: kvfs.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.export(str(tmp_path / "b"), ["alpha"])
@@ -265,5 +265,5 @@ def test_a_write_error_of_an_import_leaves_no_segment_that_nobody_can_reclaim(
         patch.setattr(SegmentWriter, "append", full)
         with pytest.raises(kvfs.KvfsError):
             target.import_bundle(str(tmp_path / "b"))
-    assert not target._core.active.active_numbers() and not active_rows(target)
+    assert not target._shared.services().active.active_numbers() and not active_rows(target)
     assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok

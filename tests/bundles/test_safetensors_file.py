@@ -15,7 +15,7 @@ import pytest
 
 import kvfs
 from kvfs.bundles import safetensors_file
-from kvfs.bundles.safetensors_file import UnverifiedError, pieces
+from kvfs.bundles.safetensors_file import UnverifiedError, components
 from kvfs.errors import ConfigError, NoSpaceError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.system.files import Files
@@ -153,8 +153,8 @@ def test_parts_of_several_ranks_become_one_tensor(store: kvfs.Store, tmp_path: P
 
 
 @pytest.mark.parametrize("part", [Part(1, 1, 0, 2), Part(0, 2, 1, 1)])
-def test_a_rank_s_match_is_not_written_as_if_it_were_whole_pages(store: kvfs.Store, tmp_path: Path, part: Part) -> None:
-    """Pages of a part are shorter: they were cut at the places of whole ones, without an error."""
+def test_a_rank_s_match_is_not_written_as_whole_pages(store: kvfs.Store, tmp_path: Path, part: Part) -> None:
+    """Pages of a part are shorter: they were cut at the offsets of whole ones, without an error."""
     ns = store.namespace("m", tiny(), "r1")
     ns.put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
     with ns.match(tokens_of(1, CHUNKS), part=part) as match:
@@ -178,7 +178,7 @@ def test_a_prefix_by_its_id(store: kvfs.Store, tmp_path: Path) -> None:
         ns.get(shorter, bytearray(shorter.nbytes))
     with pytest.raises(ConfigError, match="begins at chunk 32"):
         store.match_prefix(prefix.last_hash.hex())
-    with pytest.raises(kvfs.KvfsError, match="nothing here answers"):
+    with pytest.raises(kvfs.KvfsError, match="no page has the id"):
         store.match_prefix("0123456789ab")
 
 
@@ -201,8 +201,8 @@ def test_a_damaged_page_leaves_no_file(store: kvfs.Store, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("policy", ["off", "first"])
-def test_a_damaged_page_is_not_exported_whatever_this_process_verifies(tmp_path: Path, policy: str) -> None:
-    """The file is for others, who take its pages for verified."""
+def test_a_damaged_page_is_not_exported_under_any_verify_policy(tmp_path: Path, policy: str) -> None:
+    """The file is for other tools, which rely on its pages being verified."""
     with kvfs.open(tmp_path / "store", capacity="64MiB", verify=policy) as store:
         ns = store.namespace("m", tiny(), "r1")
         ns.put(tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES))
@@ -218,7 +218,7 @@ def test_a_damaged_page_is_not_exported_whatever_this_process_verifies(tmp_path:
 
 
 @pytest.mark.parametrize(("folder", "mode"), [(0o755, 0o600), (0o770, 0o600), (0o2770, 0o640)])
-def test_what_a_private_store_held_is_not_readable_by_everybody(
+def test_an_export_of_a_private_store_is_not_readable_by_other_users(
     store: kvfs.Store, tmp_path: Path, folder: int, mode: int
 ) -> None:
     ns = store.namespace("m", tiny(), "r1")
@@ -261,6 +261,6 @@ def test_nothing_to_export(store: kvfs.Store, tmp_path: Path) -> None:
     ("encoding", "nbytes"),
     [("bf16 k4+v4", 15), ("bf16 k4+v", 16), ("f64 k4+v4", 64), ("bf16 k999999999+v999999999", 8), ("int4 k4+v4", 4)],
 )
-def test_a_cell_that_is_not_what_its_name_says_is_bytes(encoding: str, nbytes: int) -> None:
-    (piece,) = pieces(Cell(encoding, nbytes))
+def test_a_cell_that_contradicts_its_encoding_is_bytes(encoding: str, nbytes: int) -> None:
+    (piece,) = components(Cell(encoding, nbytes))
     assert (piece.name, piece.dtype, piece.nbytes) == ("cell", "U8", nbytes)

@@ -1,4 +1,4 @@
-"""The command as a process: exit codes, one-line errors, what it loads, what it prints for people and for programs."""
+"""The command as a process: exit codes, one-line errors, imports, output for people and for programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(*arguments: str, stdin: bytes | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
+    """The command in a new process."""
     done = subprocess.run(
         [sys.executable, "-m", "kvfs.cli.main", *arguments], env=environment(**variables), capture_output=True,
         input=stdin if stdin is not None else b"", timeout=60,
@@ -45,7 +45,7 @@ def command(*arguments: str, stdin: bytes | None = None, **variables: str) -> su
 
 
 def called(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in this process: the same, and fast."""
+    """The command in this process: equivalent, and faster."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.startswith("KVFS_")]:
@@ -81,9 +81,9 @@ def no_settings(path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "arguments", "spoil"),
     [
-        (1, ("ls", "nobody"), None),
+        (1, ("ls", "missing"), None),
         (1, ("inspect", "0123456789"), None),
-        (1, ("unpin", "nobody"), None),
+        (1, ("unpin", "missing"), None),
         (1, ("import", "kvfs.toml", "--read-only"), None),
         (2, ("nonsense",), None),
         (2, ("ls", "--nonsense"), None),
@@ -148,21 +148,21 @@ def test_an_interrupt_is_130_without_a_traceback_and_leaves_the_index_clean(
     child = subprocess.Popen(
         [sys.executable, "-m", "kvfs.cli.main", "-C", str(store), "stats", "--watch", "--interval", "60"],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # whoever runs the tests may ignore it
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # the runner of the tests may ignore it
     )  # fmt: skip
     assert child.stdout is not None
     child.stdout.readline()
     child.send_signal(number)
     end = time.monotonic() + 30.0
     while number != signal.SIGINT and child.poll() is None and time.monotonic() < end:
-        child.send_signal(number)  # `timeout` sends it twice: at any moment of the end
+        child.send_signal(number)  # `timeout` sends it twice, at any moment of the cleanup
         time.sleep(0.001)
     _, err = child.communicate(timeout=30)
     assert child.returncode == 130 and err == "kvfs: interrupted\n"
     assert json.loads((store / "state").read_text())["clean"]
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(store: Path) -> None:
+def test_a_reader_that_closes_its_end_ends_the_command_quietly(store: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "{sys.executable}" -m kvfs.cli.main -C {store} stats --json | true'],
         env=environment(), capture_output=True, text=True, timeout=60,
@@ -191,7 +191,7 @@ def test_no_command_that_looks_loads_torch(store: Path) -> None:
 
 
 def on_a_terminal(arguments: list[str], answer: bytes = b"", **variables: str) -> tuple[int, str]:
-    """Run the command with a terminal for its three streams; (exit code, all that it wrote)."""
+    """Run the command with a terminal as its three streams. Returns (exit code, output)."""
     main, side = pty.openpty()
     child = subprocess.Popen(
         [sys.executable, "-m", "kvfs.cli.main", *arguments], env=environment(**variables), stdin=side, stdout=side,
@@ -317,7 +317,7 @@ def test_a_salted_namespace_needs_its_salt(store_path: Path, tmp_path: Path) -> 
 
 
 def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, tmp_path: Path) -> None:
-    """Of a window a match has the last pages only; all of them go."""
+    """Of a window a match has the last pages only; rm removes all of them."""
     full = kvfs.PageLayout.kv(layers=[0], kv_heads=1, head_dim=16, dtype="bfloat16", page_tokens=16)
     window = kvfs.PageLayout.kv(layers=[1], kv_heads=1, head_dim=16, dtype="bfloat16", page_tokens=16, window=16)
     layout = kvfs.PageLayout.of([*full.groups, *window.groups], 16)
@@ -330,17 +330,15 @@ def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, t
     assert would["pages"] == did["pages"] == 40 and would["bytes"] == 20 * layout.page_bytes
 
 
-def test_gc_that_may_not_evict_does_not_say_that_it_has(store: Path) -> None:
+def test_gc_that_cannot_evict_fails(store: Path) -> None:
     with open(store / "run" / "gc", "rb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = called("-C", str(store), "gc", "--apply", "--target", "0", "--max-duration", "0.1s")
-    assert done.returncode == 11 and "somebody else evicts" in done.stderr
+    assert done.returncode == 11 and "evicts" in done.stderr
     assert called("-C", str(store), "gc", "--apply", "--target", "0").stdout.startswith("dropped 1 segments")
 
 
-def test_what_others_store_meanwhile_is_not_freed_less_than_nothing(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_freed_are_never_negative(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grown = {"segments_dropped": 0, "bytes_before": 1, "bytes_after": 9000}
     monkeypatch.setattr(kvfs.Store, "gc", lambda *_, **__: grown)
     monkeypatch.setattr(kvfs.Store, "recompress", lambda *_, **__: Recompressed(bytes_before=1, bytes_after=9000))
@@ -349,7 +347,7 @@ def test_what_others_store_meanwhile_is_not_freed_less_than_nothing(
         assert done.returncode == 0 and "freed 0 B; in use 8.8 KiB" in done.stdout, done
 
 
-def test_a_page_that_is_evicted_while_it_is_explained_is_not_kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_of_a_page_that_is_evicted_at_that_moment_says_so(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = kvfs.Store.gc_plan
 
     def late(self: kvfs.Store, target: int | None = None) -> Any:
@@ -367,7 +365,7 @@ def test_a_namespace_that_is_named_twice_counts_once(store: Path) -> None:
     assert json.loads(done.stdout)["pages"] == 10
 
 
-def test_an_index_that_somebody_holds_is_not_waited_for_like_a_rebuild(
+def test_the_wait_for_an_index_that_is_held_is_shorter_than_that_for_a_rebuild(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvfs.cli.app.SILENT_SECONDS", 0.1)
@@ -379,15 +377,15 @@ def test_an_index_that_somebody_holds_is_not_waited_for_like_a_rebuild(
         fcntl.flock(gate, fcntl.LOCK_EX)
         done = called("-C", str(store), "ls")
     assert done.returncode == 11 and "does not answer" in done.stderr, done.stderr
-    assert sum(waited) < 20.0, "it waited as for a rebuild"
+    assert sum(waited) < 20.0, "it waited as long as for a rebuild"
 
 
-def test_a_salt_that_is_no_text_is_a_mistake_of_usage(store: Path) -> None:
+def test_a_salt_that_is_not_text_is_a_usage_error(store: Path) -> None:
     done = called("-C", str(store), "rm", "--tenant", "-y", KVFS_SALT="\udcff")
     assert done.returncode == 2 and "not Unicode text" in done.stderr
 
 
-def test_config_keeps_comments_and_refuses_what_would_not_hold(store: Path) -> None:
+def test_config_keeps_comments_and_refuses_invalid_values(store: Path) -> None:
     settings = store / "kvfs.toml"
     settings.write_text('# ours\ncapacity = "64MiB"  # for now\n\n[quota."a b"]  # theirs\ncap = 1000\n')
     assert called("-C", str(store), "config", "set", "capacity", "128MiB").returncode == 0
@@ -418,7 +416,7 @@ def test_a_line_of_the_settings_ends_where_toml_says(store: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["sync", "quota.a\udcff.cap"], ids=ascii)
-def test_settings_that_are_no_text_are_named_in_one_line(store: Path, key: str) -> None:
+def test_settings_that_are_not_text_are_named_in_one_line(store: Path, key: str) -> None:
     settings = store / "kvfs.toml"
     if key == "sync":
         settings.write_bytes(settings.read_bytes() + b"# caf\xe9\n")
@@ -428,11 +426,11 @@ def test_settings_that_are_no_text_are_named_in_one_line(store: Path, key: str) 
     assert settings.read_bytes() == before
 
 
-def test_index_bytes_cannot_change_under_a_user(store: Path) -> None:
+def test_index_bytes_cannot_change_while_the_store_is_open(store: Path) -> None:
     with kvfs.open(store):
         assert called("-C", str(store), "config", "set", "index_bytes", "8MiB").returncode == 11
     done = called("-C", str(store), "config", "set", "index_bytes", "8MiB")
-    assert done.returncode == 0 and done.stdout.endswith("for those who open the store from now on\n")
+    assert done.returncode == 0 and done.stdout.endswith("for processes that open the store from now on\n")
 
 
 def test_completion_offers_commands_and_namespaces(store: Path) -> None:
@@ -444,8 +442,8 @@ def test_completion_offers_commands_and_namespaces(store: Path) -> None:
     assert "plain,alpha" in complete("kvfs ls a")
 
 
-def test_completion_waits_for_no_index(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever presses Tab has a shell that stands still meanwhile."""
+def test_completion_does_not_wait_for_the_index(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell is blocked while it waits for a completion."""
     monkeypatch.setattr("kvfs.cli.app._rebuilt", lambda _: pytest.fail("waited for a rebuild"))
     monkeypatch.setattr(kvfs.Store, "wait_ready", lambda _, timeout=60.0: timeout > 1.0)
     app = App()
@@ -455,7 +453,7 @@ def test_completion_waits_for_no_index(store: Path, monkeypatch: pytest.MonkeyPa
     assert complete_pins(context, click.Argument(["x"]), "") == []
 
 
-def test_the_watch_shows_what_others_do(store: Path) -> None:
+def test_watch_shows_the_counts_of_other_processes(store: Path) -> None:
     done = called("-C", str(store), "stats", "--watch", "--interval", "0.1", "--times", "2", "--json")
     decoder, found, text = json.JSONDecoder(), [], done.stdout
     while text.strip():
@@ -466,7 +464,7 @@ def test_the_watch_shows_what_others_do(store: Path) -> None:
     assert found[0]["pages_stored"] == 10
 
 
-def test_a_watch_may_rest_for_ages(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_accepts_any_interval(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rest(seconds: float) -> None:
         assert seconds <= threading.TIMEOUT_MAX
         raise KeyboardInterrupt
@@ -475,7 +473,7 @@ def test_a_watch_may_rest_for_ages(store: Path, monkeypatch: pytest.MonkeyPatch)
     assert called("-C", str(store), "stats", "--watch", "--interval", "999999999999").returncode == 130
 
 
-def test_without_a_command_the_help_is_shown_as_it_is(store: Path) -> None:
+def test_without_a_command_the_help_is_shown(store: Path) -> None:
     for arguments in ((), ("pin",)):
         done = called(*arguments)
         assert done.returncode == 2 and not done.stdout and "\nCommands:\n" in done.stderr
@@ -484,7 +482,7 @@ def test_without_a_command_the_help_is_shown_as_it_is(store: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [(1,), (1, 2), (0, 1, 2)])
-def test_closed_streams_are_no_bug(store: Path, closed: tuple[int, ...]) -> None:
+def test_closed_streams_are_replaced(store: Path, closed: tuple[int, ...]) -> None:
     def close() -> None:
         for number in closed:
             os.close(number)
@@ -497,13 +495,13 @@ def test_closed_streams_are_no_bug(store: Path, closed: tuple[int, ...]) -> None
     assert done.returncode == 0 and not done.stderr
 
 
-def test_letters_that_the_locale_lacks_are_no_bug(store: Path) -> None:
+def test_letters_that_the_locale_lacks_are_escaped(store: Path) -> None:
     store = store.rename(store.with_name("\u4e2d"))
     done = command("-C", str(store), "config", PYTHONIOENCODING="latin-1")
     assert done.returncode == 0 and "\\u4e2d" in done.stdout, done
 
 
-def test_an_export_replaces_nothing_but_files(store: Path, tmp_path: Path) -> None:
+def test_an_export_replaces_only_files(store: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
@@ -513,7 +511,7 @@ def test_an_export_replaces_nothing_but_files(store: Path, tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != store.name) == ["folder", "link", "pipe"]
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
     done = called("-C", str(store), "export", "-", "alpha")
-    assert done.returncode == 2 and "no stream" in done.stderr
+    assert done.returncode == 2 and "name a file" in done.stderr
     for name in ("folder", "pipe"):
         done = called("-C", str(store), "import", str(tmp_path / name))
         assert done.returncode == 2 and "no regular file" in done.stderr
@@ -545,7 +543,7 @@ def test_an_error_names_the_size_that_was_given(tmp_path: Path) -> None:
         assert done.returncode == 2 and "is 1:" in done.stderr
 
 
-def test_a_folder_that_init_refuses_is_not_opened_to_its_group(tmp_path: Path) -> None:
+def test_a_directory_that_init_refuses_keeps_its_mode(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir(0o755)
     (theirs / "file").touch()
@@ -573,8 +571,8 @@ def test_namespaces_of_one_name_are_told_apart(store: Path, tmp_path: Path) -> N
     assert done.returncode == 2 and "alpha, twin@aaaa, twin@bbbb" in done.stderr
 
 
-def test_who_may_only_read_can_look(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the directory takes no file of this user, the command looks without one."""
+def test_a_user_who_may_only_read_can_list(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this user may create no files in the store, the command reads without registering."""
 
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -1,4 +1,4 @@
-"""One store in several containers, as far as namespaces alone make one: equal pids, a read-only bind mount."""
+"""One store in several containers, simulated by namespaces: equal pids, a read-only bind mount."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with kvfs.open(sys.argv[1]) as store:
 
 
 def unshared(*command: str) -> list[str]:
-    """The command as pid 1 of a PID namespace, with mounts of its own."""
+    """The command as pid 1 of new PID and mount namespaces."""
     tool = shutil.which("unshare")
     if tool is None:
         pytest.skip("there is no unshare here")

@@ -1,4 +1,4 @@
-"""Segment files that cannot be removed keep none of the others; those that somebody has removed are stored anew."""
+"""Segment files that cannot be removed do not stop eviction; pages of removed files are stored again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKS = 50  # a prompt takes most of a segment
 
 
 class Stubborn(Files):
-    """Files some of which some calls refuse."""
+    """Files for which chosen calls fail."""
 
     refused: Callable[[str, str], bool] = staticmethod(lambda call, name: False)
     error = errno.EIO
@@ -52,14 +52,14 @@ def files() -> Stubborn:
 
 @pytest.fixture
 def store(memory_path: Path, files: Stubborn) -> Iterator[kvfs.Store]:
-    """One that carries nothing, so that all of it can be dropped."""
+    """A store that relocates nothing, so that all of it can be dropped."""
     with kvfs.open(memory_path / "store", capacity="24MiB", segment_bytes="1MiB", files=files) as opened:
-        opened._core.evictor._carry = lambda *_: None  # type: ignore[method-assign]
+        opened._shared.services().evictor._relocate = lambda *_: None  # type: ignore[method-assign]
         yield opened
 
 
 def fill(store: kvfs.Store, prompts: int) -> list[str]:
-    """Names of the segments, of which there are several then."""
+    """Store so many prompts; the names of the segments, which are several."""
     ns = store.namespace("m", LAYOUT, "r1")
     for seed in range(prompts):
         result = ns.put(tokens_of(seed, CHUNKS, 64), seeded(seed, CHUNKS * LAYOUT.page_bytes))
@@ -68,11 +68,13 @@ def fill(store: kvfs.Store, prompts: int) -> list[str]:
 
 
 @pytest.mark.parametrize("call", ["rename", "unlink", "open"])
-def test_one_segment_that_cannot_be_removed_keeps_no_others(store: kvfs.Store, files: Stubborn, call: str) -> None:
+def test_one_segment_that_cannot_be_removed_does_not_keep_the_others(
+    store: kvfs.Store, files: Stubborn, call: str
+) -> None:
     names = fill(store, 8)
     assert len(names) > 4
     files.refused = lambda what, name: (what, name) == (call, names[0])
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     states = store.stats()["segments"]
     assert states["dropped"] == 1 and states["sealed"] + states["active"] == 0
@@ -87,8 +89,8 @@ def test_one_segment_that_cannot_be_removed_keeps_no_others(store: kvfs.Store, f
 def test_a_store_goes_on_although_a_segment_cannot_be_removed(store: kvfs.Store, files: Stubborn) -> None:
     names = fill(store, 8)
     files.refused = lambda what, name: (what, name) == ("unlink", names[0])
-    store._core.active.finish_all()
-    store._core.evictor.reclaimer.drop(store._core.c.index.read(lambda s: s.segments()[0][0], 5.0))
+    store._shared.services().active.finish_all()
+    store._shared.services().evictor.reclaimer.drop(store._shared.c.index.read(lambda s: s.segments()[0][0], 5.0))
     fill(store, 40)
     assert store.namespace("m", LAYOUT, "r1").match(tokens_of(39, CHUNKS, 64)).chunks == CHUNKS
     assert counters(store)["segments_reclaimed"] > 2
@@ -98,19 +100,19 @@ def test_a_directory_in_the_way_is_moved_aside(store: kvfs.Store) -> None:
     names, path = fill(store, 8), Path(store.path)
     (path / "doomed" / names[0]).mkdir()
     (path / "doomed" / names[0] / "notes").write_text("mine")
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     assert store.stats()["used_bytes"] == 0 and segment_files(path) == []
     [aside] = (path / "quarantine").iterdir()
     assert aside.name.startswith(names[0]) and (aside / "notes").read_text() == "mine"
 
 
-def test_where_nothing_can_be_removed_no_more_is_dropped(store: kvfs.Store, files: Stubborn) -> None:
-    """It would lose pages and free nothing."""
+def test_if_nothing_can_be_removed_nothing_more_is_dropped(store: kvfs.Store, files: Stubborn) -> None:
+    """To drop more would lose pages and free nothing."""
     names = fill(store, 8)
     assert len(names) > FAILURES_MAX
     files.refused = lambda what, name: what == "unlink" and name.endswith(".kvs")
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     for _ in range(3):
         store.gc(0)
     assert store.stats()["segments"]["dropped"] == FAILURES_MAX
@@ -119,29 +121,29 @@ def test_where_nothing_can_be_removed_no_more_is_dropped(store: kvfs.Store, file
     assert store.stats()["used_bytes"] == 0
 
 
-def test_a_purge_says_that_a_dropped_segment_is_still_to_be_found(store: kvfs.Store, files: Stubborn) -> None:
+def test_a_purge_reports_a_dropped_segment_that_could_not_be_removed(store: kvfs.Store, files: Stubborn) -> None:
     """A rebuild would name its pages again."""
     names = fill(store, 8)
     files.refused = lambda what, name: (what, name) == ("rename", names[0])
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     store.gc(0)
     with pytest.raises(kvfs.StoreAccessError, match="refused"):
         store.purge("m")
 
 
-# -- files that are gone ---------------------------------------------------------------------
+# -- files that were removed -------------------------------------------------------------------
 
 
 def rows(store: kvfs.Store) -> list[tuple[int, SegmentRow]]:
-    return store._core.c.index.read(lambda s: s.segments(), 5.0)
+    return store._shared.c.index.read(lambda s: s.segments(), 5.0)
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_pages_of_segments_that_vanish_are_stored_anew(store: kvfs.Store, sealed: bool) -> None:
-    """The index called them stored: each match came to nothing, and no put stored them again."""
+def test_pages_of_segments_that_vanish_are_stored_again(store: kvfs.Store, sealed: bool) -> None:
+    """The index called them stored: each match restored nothing, and no put stored them again."""
     fill(store, 3)
     if sealed:
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
     for file in segment_files(Path(store.path)):
         file.unlink()
     ns = store.namespace("m", LAYOUT, "r1")
@@ -156,12 +158,12 @@ def test_pages_of_segments_that_vanish_are_stored_anew(store: kvfs.Store, sealed
     assert store.verify().ok
 
 
-def test_a_segment_that_cannot_be_opened_now_is_not_given_up(store: kvfs.Store, files: Stubborn) -> None:
+def test_a_segment_that_cannot_be_opened_now_is_not_dropped(store: kvfs.Store, files: Stubborn) -> None:
     names = fill(store, 3)
     files.refused = lambda what, name: what == "open" and name in names
     ns = store.namespace("m", LAYOUT, "r1")
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [0] * 3
-    store._core.evictor.drop_missing()
+    store._shared.services().evictor.drop_missing()
     files.refused = lambda what, name: False
     assert [ns.match(tokens_of(seed, CHUNKS, 64)).chunks for seed in range(3)] == [CHUNKS] * 3
     assert "segments_missing" not in counters(store)
@@ -171,9 +173,9 @@ def test_a_segment_that_cannot_be_opened_now_is_not_given_up(store: kvfs.Store, 
 def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
     store: kvfs.Store, files: Stubborn, error: int
 ) -> None:
-    names, core = fill(store, 3), store._core
+    names, core = fill(store, 3), store._shared
     core.background.stop()
-    core.active.finish_all()
+    core.services().active.finish_all()
     core.c.index.retire()
     files.error, files.refused = error, lambda what, name: (what, name) == ("open", names[0])
     with pytest.raises(OSError, match="refused"):
@@ -185,13 +187,13 @@ def test_a_rebuild_by_a_process_short_of_descriptors_leaves_no_segment_out(
 
 
 def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
-    """Not a segment whose file is there, nor one that another generation knew, nor one that is being made."""
+    """Neither a segment that has its file, nor one of another generation, nor one that is being created."""
     fill(store, 3)
-    core, path = store._core, Path(store.path)
+    core, path = store._shared, Path(store.path)
     generation = core.c.index.generation
 
     def dropped(number: int, row: SegmentRow, generation: str) -> bool:
-        return core.evictor.reclaimer.drop_missing(row.segment_id, number, generation)
+        return core.services().evictor.reclaimer.drop_missing(row.segment_id, number, generation)
 
     assert not any(dropped(number, row, generation) for number, row in rows(store))
     for file in segment_files(path):
@@ -204,18 +206,21 @@ def test_only_what_is_missing_is_dropped(store: kvfs.Store) -> None:
         limits = ledger.budget(core.settings)
         return ledger.new_segment(session, bytes(16), core.c.owner, ledger.ANY_CLASS, 0, 4096, limits)
 
-    with core.active.lock(next(iter(core.active._writers))):  # the upkeep gives up lost rows
+    with core.services().active.lock(
+        next(iter(core.services().active._writers))
+        # background tasks would release a row without a writer
+    ):
         number = core.c.index.write(make, 5.0)
         assert not dropped(number, dict(rows(store))[number], generation)
     assert dropped(first, one, generation) and dropped(second, another, generation)
     assert not dropped(first, one, generation)
 
 
-def test_a_table_that_could_not_be_read_once_is_judged_anew(store: kvfs.Store, files: Stubborn) -> None:
-    """It counted as a segment without pages for as long as nobody used it, and was dropped first."""
-    names, evictor = fill(store, 3), store._core.evictor
+def test_a_table_that_could_not_be_read_once_is_read_again(store: kvfs.Store, files: Stubborn) -> None:
+    """It counted as a segment without pages until its next use, and was dropped first."""
+    names, evictor = fill(store, 3), store._shared.services().evictor
     files.refused = lambda what, name: what == "open" and name in names
     _, blind, _ = evictor.victims.survey()
     files.refused = lambda what, name: False
     _, seen, _ = evictor.victims.survey()
-    assert not any(summary.pieces.stamps for summary in blind) and all(summary.pieces.stamps for summary in seen)
+    assert not any(summary.fragments.stamps for summary in blind) and all(summary.fragments.stamps for summary in seen)

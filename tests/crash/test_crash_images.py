@@ -1,4 +1,4 @@
-"""What a crash may leave of the files: CI size of ``python -m tools.torture crash``."""
+"""What a crash may leave of the files: the CI size of ``python -m tools.torture crash``."""
 
 from __future__ import annotations
 

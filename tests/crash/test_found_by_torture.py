@@ -1,4 +1,4 @@
-"""Faults that the tools found, each as small as it could be made."""
+"""Regression tests for faults that ``tools.torture`` found, each reduced as far as possible."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def judge() -> Iterator[Judge]:
     assert not found.failed, "\n".join([found.line(), *found.notes])
 
 
-def test_a_rebuild_counts_the_doomed_segments(tmp_path: Path, judge: Judge) -> None:
-    """The ledger had more segments going than coming: every eviction raised from then on."""
+def test_a_rebuild_counts_dropped_segments(tmp_path: Path, judge: Judge) -> None:
+    """The ledger counted more segments reclaimed than dropped: every later eviction raised."""
     path = tmp_path / "store"
     with open_store(path) as store:
         put(namespace(store), PROMPTS.tokens(1, 30), judge)
@@ -45,11 +45,11 @@ def test_a_rebuild_counts_the_doomed_segments(tmp_path: Path, judge: Judge) -> N
         store.wait_ready()
         assert not list((path / "doomed").iterdir())
         assert store.stats()["segments"]["dropped"] == 0
-        assert store._core.c.index.read(lambda s: s.check_ledger(), 5.0)
+        assert store._shared.c.index.read(lambda s: s.check_ledger(), 5.0)
 
 
 def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> None:
-    """It opened all; a store of more segments than a process may have files lost the others, ledger included."""
+    """It opened all: a store with more segments than the limit of descriptors lost the others, ledger included."""
     path = tmp_path / "store"
     with open_store(path, capacity="64MiB") as store:
         ns = namespace(store)
@@ -63,7 +63,7 @@ def test_a_rebuild_opens_one_segment_at_a_time(tmp_path: Path, judge: Judge) -> 
     try:
         with open_store(path) as store:
             assert store.wait_ready()
-            assert store._core.rebuilt is not None and store._core.rebuilt.unreadable_segments == 0
+            assert store._shared.rebuilt is not None and store._shared.rebuilt.unreadable_segments == 0
             assert store.stats()["used_bytes"] >= used * 0.9
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             assert all(get(namespace(store), PROMPTS.tokens(f, 25), judge) == 25 for f in range(FAMILIES))
@@ -75,7 +75,7 @@ def test_a_failed_unlock_leaves_no_lock(tmp_path: Path, judge: Judge) -> None:
     path, files = tmp_path / "store", FaultyFiles()
     with open_store(path, files) as store:
         ns = namespace(store)
-        for _ in range(8):  # the n-th flock from now: takes and gives of gate and main
+        for _ in range(8):  # the n-th flock from now: locks and unlocks of gate and main
             files.arm(Fault(files.calls["flock"] + 1 + _, "flock", error=errno.EIO))
             get(ns, PROMPTS.tokens(1, 3), judge)
             put(ns, PROMPTS.tokens(_, 3), judge)
@@ -85,7 +85,7 @@ def test_a_failed_unlock_leaves_no_lock(tmp_path: Path, judge: Judge) -> None:
         assert get(ns, PROMPTS.tokens(50, 3), judge) == 3
 
 
-def test_a_segment_that_cannot_be_sealed_is_not_charged_for_ever(tmp_path: Path, judge: Judge) -> None:
+def test_a_segment_that_cannot_be_sealed_does_not_stay_active(tmp_path: Path, judge: Judge) -> None:
     path, files = tmp_path / "store", FaultyFiles()
     with open_store(path, files) as store:
         ns = namespace(store)
@@ -98,7 +98,7 @@ def test_a_segment_that_cannot_be_sealed_is_not_charged_for_ever(tmp_path: Path,
         assert get(ns, PROMPTS.tokens(0, 30), judge) > 0
 
 
-def test_a_file_that_cannot_be_made_is_not_charged(tmp_path: Path, judge: Judge) -> None:
+def test_a_file_that_cannot_be_created_is_not_charged(tmp_path: Path, judge: Judge) -> None:
     path, files = tmp_path / "store", FaultyFiles()
     with open_store(path, files) as store:
         ns = namespace(store)
@@ -122,7 +122,7 @@ def test_pages_skipped_by_a_put_that_fails_are_counted_once(tmp_path: Path, judg
 
 
 def test_an_open_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Descriptors, threads and locks of a half-opened store stayed until the process ended."""
+    """Descriptors, threads and locks of a partly opened store stayed until the process ended."""
     path = tmp_path / "store"
     open_store(path).close()
     before = len(os.listdir("/proc/self/fd"))
@@ -138,21 +138,21 @@ def test_an_open_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert locks_left(path) == []
 
 
-def test_pages_that_somebody_else_is_writing_are_in_flight_and_not_skipped(tmp_path: Path, judge: Judge) -> None:
-    """The writer may die before he publishes: "skipped" promised pages that were never there (kill, seed 1)."""
+def test_pages_that_another_writer_has_claimed_are_in_flight_and_not_skipped(tmp_path: Path, judge: Judge) -> None:
+    """The writer may die before it publishes: "skipped" promised pages that were never stored (kill, seed 1)."""
     with open_store(tmp_path / "store") as store:
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 4), judge)
-        publish = store._core.appender._publish
+        publish = store._shared.services().appender._publish
         during: list[kvfs.PutResult | None] = []
 
-        def look_first(*args: Any) -> None:
+        def look_first(*args: Any) -> int:
             if not during:
                 during.append(None)
                 during[0] = put(namespace(store), PROMPTS.tokens(1, 8), judge)
-            publish(*args)
+            return publish(*args)
 
-        store._core.appender._publish = look_first  # type: ignore[method-assign]
+        store._shared.services().appender._publish = look_first  # type: ignore[method-assign]
         result = put(ns, PROMPTS.tokens(1, 8), judge)
         assert result is not None and (result.stored, result.skipped) == (4, 4)
         assert during[0] is not None
@@ -162,7 +162,7 @@ def test_pages_that_somebody_else_is_writing_are_in_flight_and_not_skipped(tmp_p
 @pytest.mark.parametrize("sync", ["batch", "sync"])
 @pytest.mark.parametrize("lost", ["payload", "leaf table"])
 def test_a_page_that_a_power_cut_has_torn_is_not_skipped(tmp_path: Path, judge: Judge, sync: str, lost: str) -> None:
-    """Its entry was on the disk and its bytes were not. The next put skipped it, that is, said that it was there
+    """Its entry was on the disk and its bytes were not. The next put skipped it, which reports it as stored
     (power, seed 11, cycles 98, 177, 212, 230, 266: 10 prompts lost at level sync)."""
     path = tmp_path / "store"
     with open_store(path, sync=sync) as store:
@@ -179,11 +179,11 @@ def test_a_page_that_a_power_cut_has_torn_is_not_skipped(tmp_path: Path, judge: 
         result = put(namespace(store), PROMPTS.tokens(1, 6), judge)
         assert result is not None and result.stored >= 1 and result.declined == 0
         assert get(namespace(store), PROMPTS.tokens(1, 6), judge) == 6
-        assert store._core.rebuilt is not None and store._core.rebuilt.torn >= 1
+        assert store._shared.rebuilt is not None and store._shared.rebuilt.torn >= 1
 
 
 def test_a_segment_with_a_torn_page_is_not_sealed_over_it(tmp_path: Path, judge: Judge) -> None:
-    """Rebuilds believe sealed segments: the next one named the torn page in place of the one that was stored anew
+    """Rebuilds trust sealed segments: the next one named the torn page in place of the one that was stored again
     (power, seed 51, cycle 93: 5 prompts lost at level sync after the second of two cuts)."""
     path, tokens = tmp_path / "store", PROMPTS.tokens(1, 5)
     with open_store(path, sync="sync") as store:
@@ -199,7 +199,7 @@ def test_a_segment_with_a_torn_page_is_not_sealed_over_it(tmp_path: Path, judge:
         for family in range(10, 20):  # more than a segment takes
             put(ns, PROMPTS.tokens(family, 20), judge)
         assert store.stats()["segments"]["sealed"] >= 2
-    assert segment.read_bytes() == torn, "somebody went on with it"
+    assert segment.read_bytes() == torn, "a process has appended to it"
     for _ in range(2):
         lose_index(path)
         with open_store(path, sync="sync") as store:
@@ -207,7 +207,7 @@ def test_a_segment_with_a_torn_page_is_not_sealed_over_it(tmp_path: Path, judge:
 
 
 def _tear(path: Path, page: bytes) -> Path:
-    """The page's bytes are not there, its table entry is; the segment."""
+    """Zero the page's bytes and keep its table entry; the segment."""
     [segment] = (path / "segments").iterdir()
     data = segment.read_bytes()
     with segment.open("r+b") as file:
@@ -217,7 +217,7 @@ def _tear(path: Path, page: bytes) -> Path:
 
 
 class LaterFiles(Files):
-    """A clock that can be put forward."""
+    """A clock that can be advanced."""
 
     later_us = 0
 
@@ -236,8 +236,8 @@ with open_store(sys.argv[1]) as store:
 """
 
 
-def test_what_a_killed_writer_has_not_published_hides_nothing_after_a_rebuild(tmp_path: Path, judge: Judge) -> None:
-    """Its record named a fork's first page in the common row; the rest lay in the fork's own, which nothing led to."""
+def test_an_unpublished_record_of_a_killed_writer_hides_nothing_after_a_rebuild(tmp_path: Path, judge: Judge) -> None:
+    """A rebuild named a fork's first page in the common row, so lookups never read the fork's own row with the rest."""
     path, files = tmp_path / "store", LaterFiles()
     stem, fork = PROMPTS.tokens(1, 20), PROMPTS.tokens(1, 20, fork=7)
     with open_store(path, files) as store:
@@ -246,7 +246,7 @@ def test_what_a_killed_writer_has_not_published_hides_nothing_after_a_rebuild(tm
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", KILLED_BEFORE_THE_COMMIT, str(path)]
         assert subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=60).returncode == 7
-        files.later_us += 10_000_000  # its claim has ended
+        files.later_us += 10_000_000  # its claim has expired
         store.gc()
         put(ns, stem, judge)
         put(ns, fork, judge)

@@ -29,13 +29,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_store_opens_and_evicts_while_not_one_block_is_free(small_disk: Path) -> None:
-    """Whoever comes to make room must be let in."""
+    """A process that opens the store to make room must not need a free block for that."""
     path = small_disk / "store"
     tokens, pages = [7] * 64 * 16, random.Random(7).randbytes(16 * LAYOUT.page_bytes)
     with kvfs.open(path, capacity="20MiB") as store:
-        store._core.c.index.keep_slack()
+        store._shared.c.index.keep_slack()
         assert store.namespace("m", LAYOUT, revision="r1").put(tokens, pages).stored == 16
-    with open(small_disk / "somebody else's", "wb") as file, contextlib.suppress(OSError):
+    with open(small_disk / "other data", "wb") as file, contextlib.suppress(OSError):
         while True:
             os.write(file.fileno(), bytes(4096))
     assert os.statvfs(small_disk).f_bfree == 0
@@ -53,7 +53,7 @@ def test_a_store_opens_and_evicts_while_not_one_block_is_free(small_disk: Path) 
 
 
 def test_a_full_disk_makes_room_for_the_next_put(small_disk: Path) -> None:
-    """ENOSPC while the ledger had room: puts were declined for ever, and nothing was evicted."""
+    """ENOSPC while the ledger had room: every later put was declined, and nothing was evicted."""
     with kvfs.open(small_disk / "store", capacity="64MiB") as store:
         ns = store.namespace("m", LAYOUT, revision="r1")
         last_stored = 0

@@ -1,4 +1,4 @@
-"""A current index that may be trusted is neither given up nor replaced because one process has trouble."""
+"""A current index that may be trusted is neither discarded nor replaced because one process has an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_index_that_is_only_locked_is_not_rebuilt(tmp_path: Path, judge: Judg
         fd = os.open(path / "main", os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            store._core.rebuild_if_needed()
+            store._shared.rebuild_if_needed()
             assert get(ns, PROMPTS.tokens(1, 5), judge) == 0
         finally:
             os.close(fd)
@@ -54,7 +54,7 @@ def test_a_second_rebuild_finds_the_first_one_done(tmp_path: Path, judge: Judge)
     with open_store(path) as store:
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 5), judge)
-        c = store._core.c
+        c = store._shared.c
         done = rebuild(c.directory, c.index, c.settings, c.store_id, alone=False, cancelled=lambda: False)
         assert done is None
         os.mkdir(path / "index" / "00000000000000aa")
@@ -65,8 +65,8 @@ def test_a_second_rebuild_finds_the_first_one_done(tmp_path: Path, judge: Judge)
 
 @contextmanager
 def of_others(store: kvfs.Store, path: Path) -> Iterator[Index]:
-    """The index, which another process works with while this one has closed it; that must not change which it is."""
-    generation, index = store.stats()["index"]["generation"], store._core.c.index
+    """The index of the store, which another process uses while this one closes it; its generation must not change."""
+    generation, index = store.stats()["index"]["generation"], store._shared.c.index
     other = os.open(path / "index" / generation / "users", os.O_RDONLY)
     try:
         fcntl.flock(other, fcntl.LOCK_SH)
@@ -81,13 +81,13 @@ def of_others(store: kvfs.Store, path: Path) -> Iterator[Index]:
 def test_a_process_that_lacks_its_last_descriptor_leaves_the_index_alone(
     tmp_path: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """What it could not read was no state to it: it removed the index that all others were working with."""
+    """It took a state that it could not read for none, and removed the index that all others were using."""
     path = tmp_path / "store"
     with open_store(path) as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns = namespace(store)
         put(ns, PROMPTS.tokens(1, 5), judge)
-        files = store._core.c.files
+        files = store._shared.c.files
 
         def fail(wanted: str, flags: int, mode: int = 0o600, **where: Any) -> int:
             if wanted == name:

@@ -1,4 +1,4 @@
-"""Processes that are killed and frozen: CI size of ``python -m tools.torture kill``, and who holds the gate."""
+"""Processes that are killed and frozen: the CI size of ``python -m tools.torture kill``, and holders of the gate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.crew import ROOT
 from tools.torture.judge import Judge
 
-#: A call may wait for its deadline and for a commit that has begun; the rest is a slow machine.
+#: A call may wait for its deadline and for a commit in progress; the rest allows for a slow machine.
 BOUND_SECONDS = COMMIT_SECONDS + GRACE_SECONDS + 7.0
 HOLD_THE_GATE = """
 import os, signal, sys, time
@@ -32,7 +32,7 @@ def freeze(session):
     time.sleep(0.3)  # another thread may be the one that stops the process
     return session.generation
 print("ready", flush=True)
-print(store._core.c.index.write(freeze, 60.0), flush=True)
+print(store._shared.c.index.write(freeze, 60.0), flush=True)
 assert get(namespace(store), PROMPTS.tokens(1, 4), Judge()) == 4
 store.close()
 """
@@ -52,7 +52,7 @@ def test_nothing_is_lost_or_wrong_when_processes_are_killed(tmp_path: Path, judg
     assert judge.counts["acknowledged"] > 20
 
 
-def test_a_frozen_holder_of_the_index_blocks_nobody(tmp_path: Path, judge: Judge) -> None:
+def test_a_frozen_holder_of_the_index_blocks_no_other_process(tmp_path: Path, judge: Judge) -> None:
     path = tmp_path / "store"
     with open_store(path) as store:
         ns = namespace(store)
@@ -72,7 +72,7 @@ def test_a_frozen_holder_of_the_index_blocks_nobody(tmp_path: Path, judge: Judge
                 assert result is not None and (result.declined, result.reason) == (2, "index")
                 assert time.monotonic() - start < BOUND_SECONDS
                 calls += 1
-            assert calls > 10, "the breaker did not open: calls waited one after the other"
+            assert calls > 10, "the breaker did not open: each call waited for its deadline"
             os.kill(holder.pid, signal.SIGCONT)
             generation = holder.stdout.readline().strip()
             assert store.wait_ready(10.0)

@@ -1,6 +1,6 @@
-"""One file-system call of a small workload goes wrong, then the next one: nothing may leak, block, raise or lie.
+"""Each of many file-system calls of a small workload fails in turn: nothing may leak, block, raise or be wrong.
 
-Here a sample of the calls; ``python -m tools.torture model`` does all of them, over long random workloads.
+This is a sample of the calls; ``python -m tools.torture model`` fails all of them, and runs long random workloads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tools.torture.judge import Judge
 
 CALLS_MAX = 1800  # of the workload, about
 WRITES_MAX = 60
-CREATION_WRITES = 4  # a flipped bit in the super file or the settings is refused in words, not survived
+CREATION_WRITES = 4  # of super file and settings: with a flipped bit there, the store is refused, with a clear error
 STRIDE, SHARES = 11, 4
 STAGING_STRIDE = 211  # on a disk: fewer
 
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """What went wrong, threads included."""
+    """Collects what went wrong, also in threads."""
     found = Judge()
     monkeypatch.setattr(threading, "excepthook", lambda args: found.found("raised", f"in a thread: {args.exc_value!r}"))
     yield found
@@ -70,7 +70,7 @@ def test_wrong_bytes_are_never_served(memory_path: Path, judge: Judge, kind: str
     run_all(memory_path, judge, [Fault(n, kind, action) for n in range(CREATION_WRITES + 1, WRITES_MAX, 4)])
 
 
-# ---------------------------------------------------------------- payloads past the page cache
+# ---------------------------------------------------------------- payloads with O_DIRECT
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from_then_on"])

@@ -1,4 +1,4 @@
-"""What must be on the disk, and in the ledger, before what: each rule that a planted bug broke unnoticed or late."""
+"""The order of writes to the disk and to the ledger: one test for each rule that a planted bug once broke unnoticed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def judge() -> Iterator[Judge]:
 
 
 class Log(Files):
-    """Files that notes what it does to which file, in order."""
+    """Files that logs its changes, with the name of the file, in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
@@ -53,8 +53,8 @@ class Log(Files):
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         done = super().pwritev(fd, buffers, offset)
-        past = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-        self.note("direct write" if past else "write", self._name(fd), offset)
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        self.note("direct write" if direct else "write", self._name(fd), offset)
         return done
 
     def fsync(self, fd: int) -> None:
@@ -75,7 +75,7 @@ class Log(Files):
 
 
 def log_commits(store: kvfs.Store, files: Log) -> None:
-    index, write = store._core.c.index, store._core.c.index.write
+    index, write = store._shared.c.index, store._shared.c.index.write
 
     def logged(function: Callable[[Session], Any], timeout: float) -> Any:
         result = write(function, timeout)
@@ -85,8 +85,8 @@ def log_commits(store: kvfs.Store, files: Log) -> None:
     index.write = logged  # type: ignore[method-assign]
 
 
-def test_a_store_is_there_when_its_name_is_durable(tmp_path: Path) -> None:
-    """super is synced, gets its name, and then the directory is synced: nothing is acknowledged before."""
+def test_a_store_exists_when_its_name_is_durable(tmp_path: Path) -> None:
+    """super is synced, gets its name, then the directory is synced: ``open`` returns only after that."""
     files = Log()
     create(str(tmp_path / "store"), b"capacity = 16777216\n", files)
     last = [(kind, name.split(".")[1] if name.startswith(".") else name) for kind, name, _ in files.events[-4:]]
@@ -122,10 +122,10 @@ def test_payloads_then_entries_then_the_sync_then_the_commit(
         assert get(namespace(store), PROMPTS.tokens(2, 3), judge) == 3
     steps = [
         kind if kind in ("commit", "sync") else
-        "entries" if at < fmt.FIRST_PAYLOAD else "payload past the page cache" if kind == "direct write" else "payload"
+        "entries" if at < fmt.FIRST_PAYLOAD else "direct payload" if kind == "direct write" else "payload"
         for kind, _, at in of_segment
     ]  # fmt: skip
-    written = ["payload"] if mode == "cache" else ["payload past the page cache", "payload"]  # and then leaf tables
+    written = ["payload"] if mode == "cache" else ["direct payload", "payload"]  # and then leaf tables
     assert steps == ["commit", *written, "entries", *(["sync"] if sync == "sync" else []), "commit"]
 
 
@@ -133,21 +133,21 @@ def test_payloads_then_entries_then_the_sync_then_the_commit(
 def test_what_a_seal_covers_is_on_the_disk_before_the_seal(
     tmp_path: Path, judge: Judge, sync: str, syncs: set[str]
 ) -> None:
-    """A rebuild believes what is sealed."""
+    """A rebuild trusts sealed segments."""
     files = Log()
     with open_store(tmp_path / "store", files, sync=sync) as store:
         put(namespace(store), PROMPTS.tokens(1, 3), judge)
         files.events.clear()
-        store._core.appender._active.finish_all()
+        store._shared.services().appender._active.finish_all()
     events = [(kind, at) for kind, name, at in files.events if name.endswith(".kvs")]
     [seal] = [i for i, (kind, at) in enumerate(events) if kind == "write" and at >= fmt.FIRST_PAYLOAD]
-    for around in (events[:seal], events[seal + 1 :]):  # in batches, the background may have synced it once more
+    for around in (events[:seal], events[seal + 1 :]):  # at level batch, a background task may sync in addition
         assert {kind for kind, _ in around} == syncs
 
 
 @pytest.mark.parametrize("mode", ["cache", "staging"])
-def test_a_failed_sync_is_not_tried_again(disk_path: Path, judge: Judge, mode: str) -> None:
-    """The kernel calls the pages clean after it lost them: the segment is dropped."""
+def test_a_failed_sync_is_not_retried(disk_path: Path, judge: Judge, mode: str) -> None:
+    """The kernel marks lost pages clean: the segment is dropped."""
     files = FaultyFiles()
     with open_store(disk_path / "store", files, sync="sync", mode=mode) as store:
         ns = namespace(store)
@@ -161,7 +161,7 @@ def test_a_failed_sync_is_not_tried_again(disk_path: Path, judge: Judge, mode: s
 
 
 @pytest.mark.parametrize("mode", ["cache", "staging"])
-def test_what_a_short_write_left_is_written(disk_path: Path, judge: Judge, mode: str) -> None:
+def test_a_short_write_is_continued(disk_path: Path, judge: Judge, mode: str) -> None:
     files = FaultyFiles()
     with open_store(disk_path / "store", files, mode=mode) as store:
         ns = namespace(store)
@@ -173,7 +173,7 @@ def test_what_a_short_write_left_is_written(disk_path: Path, judge: Judge, mode:
         assert store.verify().ok
 
 
-def test_the_end_of_a_file_is_an_error_and_no_page(tmp_path: Path) -> None:
+def test_the_end_of_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"abc")
     with (tmp_path / "short").open("rb") as file:
         assert Files().read(file.fileno(), 3, 0) == b"abc"
@@ -253,7 +253,7 @@ def _in(file: Path, segments: dict[int, bytes]) -> bool:
     return bytes.fromhex(file.stem) in segments.values()
 
 
-def test_a_claim_ends() -> None:
+def test_a_claim_expires() -> None:
     now_s = 1_000_000
     session = Session(DictTxn(), DB, "", now_s)
     number = session.add_segment(SegmentRow(bytes(16), b"o" * 16, bytes(16), ACTIVE, 0, 1, 0, 4096, 0, 0, 0))
@@ -261,8 +261,8 @@ def test_a_claim_ends() -> None:
     assert [session.claimed_until(number, end) for end in ends] == [False, False, True, True, False, False]
 
 
-def test_what_somebody_else_has_claimed_is_in_flight() -> None:
-    """Neither stored twice nor called present: its writer may still die."""
+def test_a_claim_of_another_writer_is_in_flight() -> None:
+    """The chunk is neither stored twice nor called present: its writer may still die."""
     session = Session(DictTxn(), DB, "", 1_000_000)
     row = SegmentRow(bytes(16), b"o" * 16, bytes(16), ACTIVE, 0, 1, 0, 4096, 0, 0, 0)
     mine, others = session.add_segment(row), session.add_segment(row._replace(segment_id=b"i" * 16))
@@ -275,7 +275,7 @@ def test_what_somebody_else_has_claimed_is_in_flight() -> None:
 
 
 class SteppingFiles(Files):
-    """Time passes only where somebody sleeps."""
+    """Time passes only in ``sleep``."""
 
     seconds = 0.0
 
@@ -287,7 +287,7 @@ class SteppingFiles(Files):
 
 
 @pytest.mark.parametrize("name", ["gate", "main"])
-def test_a_lock_that_does_not_come_is_given_up_at_the_deadline(tmp_path: Path, name: str) -> None:
+def test_the_wait_for_a_lock_ends_at_the_deadline(tmp_path: Path, name: str) -> None:
     open_store(tmp_path / "store").close()
     files = SteppingFiles()
     directory = Directory(str(tmp_path / "store"), files, read_only=False)
@@ -299,14 +299,14 @@ def test_a_lock_that_does_not_come_is_given_up_at_the_deadline(tmp_path: Path, n
             with pytest.raises(IndexUnavailableError, match="timeout"):
                 gate.acquire(exclusive=exclusive, deadline=start + 0.02)
             assert 0.02 <= files.seconds - start < 0.03
-    gate.acquire(exclusive=True, deadline=files.seconds)  # and nothing was left held
+    gate.acquire(exclusive=True, deadline=files.seconds)  # the failed try has left no lock
     gate.release()
     gate.close()
     directory.close()
 
 
 def test_the_newest_of_two_records_wins_a_rebuild(tmp_path: Path) -> None:
-    """A segment that was lost and found again brings back nothing that was replaced meanwhile."""
+    """A segment that was lost and found again brings back no record that was replaced meanwhile."""
     path, tokens = tmp_path / "store", PROMPTS.tokens(1, 3)
     aside = tmp_path / "aside.kvs"
     old, new = (bytes([n]) * (3 * PAGE_BYTES) for n in (1, 2))
@@ -329,7 +329,7 @@ def test_the_newest_of_two_records_wins_a_rebuild(tmp_path: Path) -> None:
 
 
 class LaterFiles(Files):
-    """A clock that can be put forward."""
+    """A clock that can be advanced."""
 
     later_us = 0
 

@@ -1,4 +1,4 @@
-"""What is appended after a rebuild goes behind all that the segment holds: leaf tables, too, reach over blocks."""
+"""An append after a rebuild begins behind all that the segment holds, leaf tables included, which may cross blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.stores import counters, run_child, scanned, seeded, segment_files, to
 LAYERS, PAGES, TOKENS = 80, 2, 64
 LAYOUT = kvfs.PageLayout.kv(layers=LAYERS, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=TOKENS)
 BYTES = PAGES * LAYOUT.page_bytes
-#: stores of children that are not to be closed
+#: Stores of children that exit without closing them.
 KEPT: list[kvfs.Store] = []
-CHECKED = Part(0, 1, 0, LAYERS)  # what is read of half a page is checked leaf by leaf
+CHECKED = Part(0, 1, 0, LAYERS)  # half a page: a read of it checks its leaves one by one
 
 
 def content(seed: int, codec: str) -> bytes:
@@ -26,7 +26,7 @@ def content(seed: int, codec: str) -> bytes:
 
 
 def fill(path: Path, codec: str, names: tuple[str, ...]) -> Path:
-    """What a process leaves that is killed; the last leaf table of its segment crosses a block."""
+    """The store of a killed process; the last leaf table of its segment crosses a block."""
 
     def killed() -> None:
         store = kvfs.open(path, capacity="256MiB", segment_bytes="16MiB", codec=codec)
@@ -41,7 +41,7 @@ def fill(path: Path, codec: str, names: tuple[str, ...]) -> Path:
 
 
 def checks(store: kvfs.Store, codec: str, names: tuple[str, ...]) -> bool:
-    """Whether all pages are there, and the halves of them, of which each leaf is checked."""
+    """Whether all pages are restored, and their halves, of which each leaf is checked."""
     for seed, name in enumerate(names, 1):
         ns = store.namespace(name, LAYOUT, "r1")
         for part, nbytes in ((None, BYTES), (CHECKED, BYTES // 2)):
@@ -57,14 +57,14 @@ def checks(store: kvfs.Store, codec: str, names: tuple[str, ...]) -> bool:
 def test_an_append_after_a_rebuild_spares_the_leaf_tables(tmp_path: Path, codec: str, names: tuple[str, ...]) -> None:
     fill(tmp_path / "store", codec, names)
     with kvfs.open(tmp_path / "store") as store:
-        assert store._core.rebuilt is not None and store._core.rebuilt.pages == PAGES * len(names)
+        assert store._shared.rebuilt is not None and store._shared.rebuilt.pages == PAGES * len(names)
         assert store.namespace(names[0], LAYOUT, "r1").put(tokens_of(9, PAGES, TOKENS), content(9, codec)).stored
-        assert len(segment_files(tmp_path / "store")) == 1, "it went on with the segment"
+        assert len(segment_files(tmp_path / "store")) == 1, "the segment was adopted"
         assert checks(store, codec, names)
 
 
-def test_nobody_goes_on_where_a_layout_is_not_known(tmp_path: Path) -> None:
-    """Another version's, or a descriptor that a disk has lost: how long its leaf tables are, nobody can tell."""
+def test_a_segment_with_an_unknown_layout_is_not_adopted(tmp_path: Path) -> None:
+    """A layout of another version, or a lost descriptor: the size of its leaf tables is unknown."""
     segment = fill(tmp_path / "store", "raw", ("m", "other"))
     [_, entry] = [e for e in scanned(segment).entries if e.kind == KIND_NAMESPACE]
     with segment.open("r+b") as file:
@@ -78,8 +78,8 @@ def test_nobody_goes_on_where_a_layout_is_not_known(tmp_path: Path) -> None:
     assert segment.read_bytes() == before and len(segment_files(tmp_path / "store")) == 2
 
 
-def test_a_tail_that_is_short_is_not_gone_on_from(tmp_path: Path) -> None:
-    """As rebuilds of earlier versions may have left it."""
+def test_a_segment_with_a_short_tail_is_not_adopted(tmp_path: Path) -> None:
+    """Rebuilds of earlier versions may have left one."""
     fill(tmp_path / "store", "raw", ("m",))
     with kvfs.open(tmp_path / "store") as store:
 
@@ -88,7 +88,7 @@ def test_a_tail_that_is_short_is_not_gone_on_from(tmp_path: Path) -> None:
             session.set_segment(number, row, row._replace(tail=row.tail - BLOCK))
             return row
 
-        store._core.c.index.write(shorten, 2.0)
+        store._shared.c.index.write(shorten, 2.0)
         assert store.namespace("m", LAYOUT, "r1").put(tokens_of(9, PAGES, TOKENS), seeded(9, BYTES)).stored == PAGES
         assert counters(store)["adopt_errors"] == 1
         assert len(segment_files(tmp_path / "store")) == 2 and checks(store, "raw", ("m",))

@@ -1,4 +1,4 @@
-"""Recompressing that is cut short, by a call that fails or by a kill: every page is there, here or there."""
+"""A recompress that a failed call or a kill ends early: every page is found, at its old or its new place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fill(path: Path, files: FaultyFiles | None = None, sync: str = "cache") -> k
     ns = store.namespace("model", LAYOUT, "1")
     for prompt in PROMPTS:
         assert ns.put(tokens_of(prompt, 6), PAGES).stored == 6
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     return store
 
 
@@ -56,7 +56,7 @@ def test_no_page_is_lost_when_a_call_fails(memory_path: Path, kind: str, sync: s
             files.arm(Fault(files.calls[kind] + n, kind, "torn" if kind == "pwritev" and n % 3 else "error", code))
             try:
                 stopped = store.recompress(idle=0).stopped
-            except kvfs.KvfsError:  # it could not even begin
+            except kvfs.KvfsError:  # it could not begin
                 stopped = ""
             files.arm()
             if files.fired == before:
@@ -64,7 +64,7 @@ def test_no_page_is_lost_when_a_call_fails(memory_path: Path, kind: str, sync: s
             fired += 1
             assert stopped in ("", "io", "space", "a segment is gone", "a mark")
             whole = all_there(store)
-            assert whole or kind == "fdatasync", n  # a segment that could not be synced is dropped, like any other
+            assert whole or kind == "fdatasync", n  # a segment whose sync failed is dropped
             store.recompress(idle=0)
             assert all_there(store) == whole and store.verify().ok
     assert fired or (kind, sync) == ("fdatasync", "cache")
@@ -90,6 +90,6 @@ def test_a_kill_in_the_middle_loses_nothing(tmp_path: Path, seed: int) -> None:
             assert store.verify().ok
         if done:
             break
-    os.unlink(path / "index" / "CURRENT")  # and the segments alone say the same
+    os.unlink(path / "index" / "CURRENT")  # and a rebuild finds the same
     with kvfs.open(path) as store:
         assert store.wait_ready() and all_there(store)

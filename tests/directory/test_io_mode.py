@@ -1,4 +1,4 @@
-"""What the modes of a store promise: staging leaves the page cache alone, memory lives on tmpfs."""
+"""What the modes of a store promise: staging does not fill the page cache, memory is on tmpfs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHUNKS = 9
 
 @pytest.fixture
 def path(disk_path: Path) -> Path:
-    """Where a store of mode staging may be made."""
+    """Where a test may create a store of mode staging."""
     return disk_path / "store"
 
 
@@ -66,17 +66,17 @@ def put(store: kvfs.Store, layout: kvfs.PageLayout = ODD, seeds: Sequence[int] =
 
 
 def found(ns: kvfs.Namespace, seed: int = 1) -> bool:
-    """Whether all pages of a prompt come back, each with its bytes."""
+    """Whether all pages of a prompt are loaded, each with its bytes."""
     data = restored(ns, tokens_of(seed, CHUNKS, ns.layout.page_tokens))
     assert data == bytes_of(ns.layout, seed)[: len(data)]
     return len(data) == CHUNKS * ns.layout.page_bytes
 
 
 def was_spared(path: Path) -> bool:
-    """Whether the page cache was: it holds less than half of all payload.
+    """Whether the page cache holds less than half of all payload.
 
-    Some of it the kernel may read by itself, whatever a descriptor was advised: a table that was being written when
-    memory was short bears the mark of "read ahead from here" (PG_reclaim and PG_readahead are the same bit).
+    The kernel may read some of it ahead in spite of its advice: a table that was being written when memory was short
+    has the flag "read ahead from here" (PG_reclaim and PG_readahead are the same bit).
     """
     cached, stored = map(sum, zip(*map(cached_of, segment_files(path)), strict=True))
     return cached < stored / 2
@@ -86,7 +86,7 @@ def flags_of(path: Path) -> list[int]:
     return [scanned(file).header.flags for file in segment_files(path)]
 
 
-# ---------------------------------------------------------------- bytes past the page cache
+# ---------------------------------------------------------------- bytes that bypass the page cache
 
 
 class Halting(Files):
@@ -109,7 +109,7 @@ class Halting(Files):
 
 
 @pytest.mark.parametrize("files", [Files(), Halting()], ids=["whole", "short"])
-def test_any_memory_and_any_size_goes_past_the_page_cache(
+def test_any_memory_and_any_size_bypasses_the_page_cache(
     path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct_io, "BOUNCE_BYTES", 16384)
@@ -149,14 +149,14 @@ def test_staging_stores_and_loads_and_leaves_the_page_cache_alone(path: Path, na
         tokens, size = tokens_of(3, CHUNKS, layout.page_tokens), CHUNKS * layout.page_bytes
         with counted(store) as moved, ns.match(tokens) as match:
             assert {ref.tier for ref in match.pages} == {Tier.DISK}
-            for shift in (0, 1, 512):  # memory that O_DIRECT takes, and such that it does not
+            for shift in (0, 1, 512):  # memory that O_DIRECT accepts, and memory that it refuses
                 out = direct_io.aligned(size + 4096)[shift:][:size]
                 assert ns.get(match, out) == CHUNKS and out == bytes_of(layout, 3)
             assert moved("direct_reads") > 0
         assert store.verify().ok
         assert was_spared(path)
         assert set(flags_of(path)) == {fmt.FLAG_DIRECT}
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         assert all(found(ns, seed) for seed in range(12)) and was_spared(path)
         assert store.stats()["mode"] == "staging"
 
@@ -170,7 +170,7 @@ def test_what_was_read_once_is_read_from_the_disk_again(path: Path) -> None:
 
 
 def test_pages_outlive_a_reader_that_is_short_of_descriptors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which pages there are is everybody's; that a segment cannot be opened once more is the reader's own trouble."""
+    """A segment that one reader cannot open again does not leave the index that all share."""
 
     def short(*_: Any) -> int:
         raise OSError(errno.EMFILE, "too many open files")
@@ -233,14 +233,14 @@ def test_eviction_recompression_bundles_and_rebuilds(path: Path, tmp_path: Path)
                 other.put(tokens_of(seed, CHUNKS, 32), bytes(CHUNKS * ODD.page_bytes))
                 assert seed % 8 or (found(ns) and found(ns, 2))
             assert moved("segments_evicted") and moved("pages_carried")
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         assert store.recompress("zstd", idle=0).pages > 0
         assert found(ns) and found(ns, 2)
         store.export(str(tmp_path / "bundle"), ["model"])
         store.purge("other")
         assert was_spared(path) and all(flags & fmt.FLAG_DIRECT for flags in flags_of(path))
     (path / "state").unlink()
-    with opened(path, sync="batch") as store:  # the rebuild looks at the payloads of segments without a seal
+    with opened(path, sync="batch") as store:  # the rebuild reads the payloads of segments without a seal
         assert store.wait_ready() and store.stats()["counters"]["rebuilds"] == 1
         assert found(store.namespace("model", ODD, "1"))
         assert was_spared(path)
@@ -251,10 +251,10 @@ def test_eviction_recompression_bundles_and_rebuilds(path: Path, tmp_path: Path)
 
 
 def test_a_match_outlives_its_segments(path: Path) -> None:
-    """What was dropped has no name any more, and is read past the page cache all the same."""
+    """A dropped segment has no name any more, and is still read with O_DIRECT."""
     with opened(path) as store:
         ns = put(store)
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         with ns.match(tokens_of(1, CHUNKS, 32)) as match:
             store.gc(target_bytes=0)
             assert segment_files(path) == []
@@ -274,14 +274,14 @@ def test_what_needs_the_page_cache_says_so(path: Path) -> None:
 # ---------------------------------------------------------------- one store, one mode after the other
 
 
-def test_segments_of_both_ways_are_read_side_by_side(path: Path) -> None:
+def test_segments_of_both_modes_are_read_side_by_side(path: Path) -> None:
     ways = ["cache", "staging", "cache", "staging"]
     for step, mode in enumerate(ways):
         with opened(path, mode) as store:
             ns = put(store, seeds=[step])
             assert all(found(ns, seed) for seed in range(step + 1))
             assert store.stats()["mode"] == mode and store.verify().ok
-    # each mode goes on with its own segment, where it left it
+    # each mode goes on with its own segment
     assert sorted(flags_of(path)) == [0, fmt.FLAG_DIRECT]
     assert {scanned(f).entries[-1].epoch for f in segment_files(path)} == {2}
 
@@ -289,7 +289,7 @@ def test_segments_of_both_ways_are_read_side_by_side(path: Path) -> None:
 def test_the_mode_is_that_of_the_open(path: Path) -> None:
     with opened(path, "cache") as store:
         set_mode(path, "staging")
-        store._core._follow_settings()
+        store._shared._follow_settings()
         assert store.settings.mode == "cache" and store.stats()["mode"] == "cache"
         put(store)
         assert flags_of(path) == [0]
@@ -299,7 +299,7 @@ def test_the_mode_is_that_of_the_open(path: Path) -> None:
         assert sorted(flags_of(path)) == [0, fmt.FLAG_DIRECT]
 
 
-def test_a_segment_written_past_the_page_cache_is_mapped_when_sealed(path: Path) -> None:
+def test_a_segment_written_with_o_direct_is_mapped_when_sealed(path: Path) -> None:
     class Mapped(Files):
         maps = 0
 
@@ -317,14 +317,14 @@ def test_a_segment_written_past_the_page_cache_is_mapped_when_sealed(path: Path)
             assert b"".join(ns.view(match)) == bytes_of(ODD, 1) and files.maps == 0
     with opened(path) as store:
         put(store, seeds=[2])
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
     with opened(path, "cache", files) as store:
         ns = store.namespace("model", ODD, "1")
         with ns.match(tokens) as match:
             assert b"".join(ns.view(match)) == bytes_of(ODD, 1) and files.maps > 0
 
 
-# ---------------------------------------------------------------- what a file system must offer
+# ---------------------------------------------------------------- what a file system must support
 
 
 class NoDirect(Files):
@@ -337,7 +337,7 @@ class NoDirect(Files):
 
 
 class LateRefusal(Files):
-    """One that opens with O_DIRECT, and then takes no blocks."""
+    """One that opens with O_DIRECT, and then refuses blocks."""
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
@@ -346,14 +346,14 @@ class LateRefusal(Files):
 
 
 class Pretending(Files):
-    """One that takes the flag and goes through the page cache."""
+    """One that accepts the flag and uses the page cache."""
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
         return nbytes
 
 
 class NoTemporary(Files):
-    """One without files that have no name."""
+    """One without O_TMPFILE."""
 
     def open(self, name: str, flags: int, *args: Any, **more: Any) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
@@ -365,7 +365,7 @@ class NoTemporary(Files):
 def test_pages_outlive_a_reader_without_memory_for_a_bounce_buffer(
     path: Path, monkeypatch: pytest.MonkeyPatch, part: Part | None
 ) -> None:
-    """Its own trouble was taken for the disk's: pages that nothing was wrong with left the index for all."""
+    """Its lack of memory was taken for a fault of the disk: intact pages left the index that all share."""
 
     def short(nbytes: int) -> memoryview:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -421,13 +421,13 @@ def test_staging_on_tmpfs_and_memory_elsewhere_are_refused(path: Path, memory_pa
         pytest.skip("no tmpfs")
     with pytest.raises(ConfigError, match=r'mode is "staging".*tmpfs.*mode "cache"'):
         opened(memory_path / "store")
-    with pytest.raises(ConfigError, match=rf'mode is "memory".*{path} lies on \w+: .*tmpfs.*mode "cache"'):
+    with pytest.raises(ConfigError, match=rf'mode is "memory".*{path} is on \w+: .*tmpfs.*mode "cache"'):
         opened(path, "memory")
     assert not path.exists() and not (memory_path / "store").exists()
     with opened(path, "cache") as store:
         put(store)
     with pytest.raises(ConfigError, match='mode is "memory"'):
-        set_mode(path, "memory")  # by kvfs config set: what could not be opened is not written
+        set_mode(path, "memory")  # by kvfs config set: a mode that could not be opened is not written
     with opened(path, "cache") as store:
         assert found(store.namespace("model", ODD, "1"))
 
@@ -436,7 +436,7 @@ def test_staging_on_tmpfs_and_memory_elsewhere_are_refused(path: Path, memory_pa
 
 
 class Direct(Files):
-    """Counts what memory has no use for."""
+    """Counts calls that mode memory does not need."""
 
     count = 0
 
@@ -461,7 +461,7 @@ def test_a_store_on_tmpfs(tmpfs: Path, mode: str) -> None:
     files = Direct()
     with opened(tmpfs, mode, files) as store:
         ns = put(store, seeds=range(12))
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         with ns.match(tokens_of(1, CHUNKS, 32)) as match:
             assert {ref.tier for ref in match.pages} == {Tier.HOST}
             assert b"".join(ns.view(match)) == bytes_of(ODD, 1)
@@ -471,7 +471,7 @@ def test_a_store_on_tmpfs(tmpfs: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("sync", ["batch", "sync"])
-def test_memory_knows_no_sync(tmpfs: Path, sync: str) -> None:
+def test_mode_memory_refuses_a_sync_level(tmpfs: Path, sync: str) -> None:
     with pytest.raises(ConfigError, match=rf'sync is "{sync}".*mode "memory".*power.*sync = "cache"'):
         opened(tmpfs, "memory", sync=sync)
     assert not tmpfs.exists()
@@ -488,7 +488,7 @@ def test_levels_belong_to_modes_while_a_store_is_open(tmpfs: Path) -> None:
         set_mode(tmpfs, "cache")
         config_file.change(str(tmpfs), "sync", "sync", Files())
         config_file.change(str(tmpfs), "capacity", "48MiB", Files())
-        store._core._follow_settings()
+        store._shared._follow_settings()
         now = store.settings
         assert (now.mode, now.sync, now.capacity_bytes) == ("memory", "cache", 48 << 20)
 

@@ -29,7 +29,7 @@ def path(memory_path: Path) -> Path:
 
 
 def heartbeat(path: Path, boot: str, age_seconds: float) -> Path:
-    """What a process leaves that beat so long ago."""
+    """The file of a process whose last heartbeat is this old."""
     file = path / "run" / f"{os.urandom(16).hex()}.live"
     stamp = int((time.time() - age_seconds) * 1e6)
     file.write_bytes(f"{boot} {stamp:020d}\n".encode().ljust(64))
@@ -38,7 +38,7 @@ def heartbeat(path: Path, boot: str, age_seconds: float) -> Path:
 
 @pytest.mark.parametrize("age", [0.0, 20.0, -20.0])
 def test_a_store_in_use_under_another_kernel_is_refused(path: Path, age: float) -> None:
-    """A clock that differs a little is no excuse."""
+    """A clock may differ a little."""
     file = heartbeat(path, FOREIGN, age)
     with pytest.raises(StoreLockedError, match="another kernel"):
         kvfs.open(path)
@@ -49,7 +49,7 @@ def test_a_store_in_use_under_another_kernel_is_refused(path: Path, age: float) 
 
 
 @pytest.mark.parametrize("content", ["old", "of this boot", "empty", "nonsense", "directory"])
-def test_other_heartbeats_refuse_nobody(path: Path, content: str) -> None:
+def test_other_heartbeats_do_not_refuse_an_open(path: Path, content: str) -> None:
     file = heartbeat(
         path, boot_id(Files()) if content == "of this boot" else FOREIGN, 31.0 if content == "old" else 0.0
     )
@@ -66,7 +66,7 @@ def test_other_heartbeats_refuse_nobody(path: Path, content: str) -> None:
 
 def test_a_heartbeat_says_boot_and_time(path: Path) -> None:
     with kvfs.open(path) as store:
-        liveness = store._core.c.liveness
+        liveness = store._shared.c.liveness
         assert liveness is not None
         file = path / "run" / f"{liveness.owner.hex()}.live"
         for _ in range(2):
@@ -79,7 +79,7 @@ def test_a_heartbeat_says_boot_and_time(path: Path) -> None:
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
     assert filesystem_of("/proc") == "proc"
     assert filesystem_of(str(tmp_path / "missing")) is None
-    with pytest.raises(StoreAccessError, match=r"/proc lies on proc.*bind mount"):
+    with pytest.raises(StoreAccessError, match=r"/proc is on proc.*bind mount"):
         check_filesystem("/proc")
     if os.path.isdir("/dev/shm"):
         assert filesystem_of("/dev/shm") in ("tmpfs", "overlay", None)
@@ -87,23 +87,23 @@ def test_file_systems_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.needs_root("mounting")
 def test_an_overlay_is_refused_and_what_lies_below_it_is_not(tmp_path: Path) -> None:
-    """Locks on an overlay are not seen below it: two containers would each believe to be alone."""
+    """Locks on an overlay are not seen below it: each of two containers would take itself for the only user."""
     lower, work = tmp_path / "lower", tmp_path / "work"
     upper, merged = tmp_path / "upper", tmp_path / "a mount"
     for folder in (lower, upper, work, merged):
         folder.mkdir()
     if filesystem_of(str(tmp_path)) == "overlay":
-        pytest.skip("the tests' own directory lies on an overlay")
+        pytest.skip("the tests' own directory is on an overlay")
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
     done = subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(merged)], capture_output=True)
     if done.returncode:
         pytest.skip(f"no overlays here: {done.stderr.decode().strip()}")
     try:
-        with pytest.raises(StoreAccessError, match="lies on overlay"):
+        with pytest.raises(StoreAccessError, match="is on overlay"):
             kvfs.open(merged / "store", capacity="16MiB")
         with kvfs.open(lower / "store", capacity="16MiB"):
             pass
-        with pytest.raises(StoreAccessError, match="lies on overlay"):
+        with pytest.raises(StoreAccessError, match="is on overlay"):
             kvfs.open(merged / "store", read_only=True)
     finally:
         subprocess.run(["umount", "-l", str(merged)], check=True)

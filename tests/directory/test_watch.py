@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def until(what: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait for something that must come; how long it takes is no matter of these tests."""
+    """Wait until ``what()`` is true. How long it takes does not matter to these tests."""
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "it never happened"
@@ -32,8 +32,8 @@ def until(what: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 def never_polls(store: kvfs.Store, *tasks: str) -> None:
-    """From now on these tasks run only when they are hinted at."""
-    background: BackgroundScheduler = store._core.background
+    """From now on these tasks run only after a hint."""
+    background: BackgroundScheduler = store._shared.background
     background._tasks = [c._replace(every=1e9) if c.name in tasks else c for c in background._tasks]
     for name in tasks:
         background._due[name] = 1e12
@@ -48,9 +48,9 @@ def store(store_path: Path) -> Iterator[kvfs.Store]:
 @pytest.fixture
 def watching(store: kvfs.Store) -> kvfs.Store:
     """A store whose watch has started, and that does not poll."""
-    store._core.background.wake("watch")
+    store._shared.background.wake("watch")
     until(lambda: store.stats()["watch"] == "inotify")
-    until(lambda: store._core._follower._seen is not None)
+    until(lambda: store._shared._follower._seen is not None)
     never_polls(store, SETTINGS, HOLDS)
     return store
 
@@ -100,19 +100,19 @@ def test_a_worker_in_another_process_evicts_down_to_the_new_capacity(store_path:
     assert before > 32 * MIB > 14 * MIB > after
 
 
-def test_settings_that_do_not_hold_are_counted_and_the_old_ones_stay(
+def test_invalid_settings_are_counted_and_the_old_ones_stay(
     store: kvfs.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     never_polls(store, SETTINGS, "watch")
-    core, path = store._core, Path(store.path) / "kvfs.toml"
+    core, path = store._shared, Path(store.path) / "kvfs.toml"
     core._follower.look()
     good = path.read_text()
     with caplog.at_level(logging.WARNING, logger="kvfs"):
         for text in ("capacity = ", 'capacity = "1MiB"\n', 'colour = "red"\n', "x" * 300_000):
             path.with_suffix(".new").write_text(text)
-            path.with_suffix(".new").replace(path)  # whole, whoever looks when
+            path.with_suffix(".new").replace(path)  # complete at every moment
             core._follow_settings()
-            core._follow_settings()  # the same file is told of once
+            core._follow_settings()  # one file is reported once
     assert counters(store)["settings_refused"] == 4 == len(caplog.records)
     assert store.settings.capacity_bytes == 64 * MIB
     assert store.namespace("m", tiny(), "r").put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES)).stored == 4
@@ -131,7 +131,7 @@ def test_the_size_of_an_open_index_does_not_change_under_it(store: kvfs.Store) -
     never_polls(store, SETTINGS, "watch")
     before = store.settings.index_bytes
     (Path(store.path) / "kvfs.toml").write_text('capacity = "128MiB"\nindex_bytes = "8MiB"\n')
-    store._core._follow_settings()
+    store._shared._follow_settings()
     assert (store.settings.capacity_bytes, store.settings.index_bytes) == (128 * MIB, before)
     with pytest.raises(ConfigError):  # and the command says so
         change(store, "index_bytes", "huge")
@@ -165,17 +165,17 @@ def test_without_inotify_polling_finds_what_changed(
 ) -> None:
     without(monkeypatch)
     before = len(os.listdir("/proc/self/fd"))
-    store._core.background.wake("watch")
-    until(lambda: store._core.watch.why not in ("", "not started yet"))
+    store._shared.background.wake("watch")
+    until(lambda: store._shared.services().watch.why not in ("", "not started yet"))
     assert store.stats()["watch"] == "polling"
-    assert store._core.watch._thread is None and not store._core.watch.works
+    assert store._shared.services().watch._thread is None and not store._shared.services().watch.works
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
     change(store, "capacity", "32MiB")
     until(lambda: store.settings.capacity_bytes == 32 * MIB)
 
 
-def test_segments_that_others_drop_are_let_go_of(watching: kvfs.Store) -> None:
-    """What sweeps registered maps and expired holds runs at the hint, not a second later."""
+def test_segments_that_others_drop_are_released_at_once(watching: kvfs.Store) -> None:
+    """The task that sweeps registered maps and expired holds runs at the hint, not a second later."""
     swept = threading.Event()
 
     class Transport:
@@ -189,7 +189,7 @@ def test_segments_that_others_drop_are_let_go_of(watching: kvfs.Store) -> None:
     ns = watching.namespace("m", tiny(), "r1")
     ns.put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
     transport = Transport()
-    watching._core.c.attached.add(transport)
+    watching._shared.c.attached.add(transport)
     for file in segment_files(Path(watching.path)):
         file.unlink()  # as another process's eviction does it, without the index
     assert swept.wait(30.0)
@@ -197,7 +197,7 @@ def test_segments_that_others_drop_are_let_go_of(watching: kvfs.Store) -> None:
 
 def test_parent_and_child_each_watch(watching: kvfs.Store) -> None:
     def child() -> str:
-        watching._core.background.wake("watch")
+        watching._shared.background.wake("watch")
         until(lambda: watching.stats()["watch"] == "inotify")
         change(watching, "capacity", "32MiB")
         until(lambda: watching.settings.capacity_bytes == 32 * MIB)
@@ -206,7 +206,7 @@ def test_parent_and_child_each_watch(watching: kvfs.Store) -> None:
 
     assert run_child(child) == "fine"
     until(lambda: watching.settings.capacity_bytes == 32 * MIB)
-    change(watching, "capacity", "48MiB")  # the end of the child took no watch of the parent away
+    change(watching, "capacity", "48MiB")  # the end of the child ended no watch of the parent
     until(lambda: watching.settings.capacity_bytes == 48 * MIB)
 
 
@@ -214,13 +214,13 @@ def test_nothing_is_left_when_the_store_is_closed(store_path: Path) -> None:
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(5):
         with kvfs.open(store_path, capacity="64MiB") as store:
-            store._core.background.wake("watch")
+            store._shared.background.wake("watch")
             until(lambda store=store: store.stats()["watch"] == "inotify")
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
 
 
-def test_a_watch_that_ended_begins_anew(watching: kvfs.Store) -> None:
-    watch = watching._core.watch
+def test_a_watch_that_ended_is_restarted(watching: kvfs.Store) -> None:
+    watch = watching._shared.services().watch
     assert watch._stop is not None
     os.eventfd_write(watch._stop.fd, 1)
     until(lambda: not watch.works)
@@ -233,7 +233,7 @@ def test_a_watch_that_ended_begins_anew(watching: kvfs.Store) -> None:
 
 def test_a_full_queue_is_a_hint_for_everything(watching: kvfs.Store) -> None:
     heard: list[Heard] = []
-    watch = Watch(watching._core.directory, heard.append, adopts=True)
+    watch = Watch(watching._shared.directory, heard.append, adopts=True)
     watch._tell(None, "", False, {1: SETTINGS, 2: HOLDS, 3: DROPS})
     watch._tell(SETTINGS, "state", True, {})
     watch._tell(DROPS, "x.tar", True, {})
@@ -243,7 +243,7 @@ def test_a_full_queue_is_a_hint_for_everything(watching: kvfs.Store) -> None:
 def test_a_reader_follows_the_settings_too(watching: kvfs.Store) -> None:
     def reader() -> str:
         with kvfs.open(watching.path, read_only=True) as mine:
-            mine._core.background.wake("watch")
+            mine._shared.background.wake("watch")
             until(lambda: mine.stats()["watch"] == "inotify")
             change(watching, "capacity", "32MiB")
             until(lambda: mine.settings.capacity_bytes == 32 * MIB)
@@ -262,11 +262,11 @@ def test_a_store_that_is_switched_off_watches_nothing(tmp_path: Path, monkeypatc
 
 def test_how_many_processes_watch_is_known_while_they_live(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB") as store:
-        core = store._core
-        core._tally()
+        core = store._shared
+        core._publish()
         assert store.stats()["totals"]["now_polling"] == 1
-        core.watch.keep()
-        core._tally()
+        core.services().watch.keep()
+        core._publish()
         totals = store.stats()["totals"]
         assert totals["now_inotify"] == 1 and "now_polling" not in totals
     with kvfs.open(store_path, counted=False) as store:

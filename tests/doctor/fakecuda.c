@@ -1,5 +1,5 @@
-/* A driver for tests of kvfs doctor: the calls that kvfs/doctor/gpu_probe.py makes, and what can be wrong with them.
-   FAKE_CUDA: nothing, or one of init=CODE, hang, crash, none, register=CODE, second=CODE, lies. */
+/* A driver for tests of kvfs doctor: the calls that kvfs/doctor/gpu_probe.py makes, and their failures.
+   FAKE_CUDA: nothing, or one of init=CODE, hang, crash, none, register=CODE, second=CODE, wrong. */
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -48,6 +48,6 @@ int cuMemFree_v2(uint64_t memory) { free((void *)(uintptr_t)memory); return 0; }
 int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) { memcpy((void *)(uintptr_t)to, from, size); return 0; }
 int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
     memcpy(to, (void *)(uintptr_t)from, size);
-    if (is("lies")) ((char *)to)[size / 2] ^= 1;
+    if (is("wrong")) ((char *)to)[size / 2] ^= 1;
     return 0;
 }

@@ -1,4 +1,4 @@
-"""doctor: each thing that can be wrong around a store is named, with who holds it and a remedy."""
+"""doctor: each problem around a store is named, with the processes that cause it and a remedy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_stopped_process_that_holds_a_lock_is_named(path: Path, monkeypatch: p
 def test_a_dead_process_and_the_index_that_it_left(path: Path) -> None:
     child = os.fork()
     if not child:
-        store = kvfs.open(path)  # kept: what is dropped is closed
+        store = kvfs.open(path)  # referenced: a store that is garbage collected is closed
         assert store.path
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
@@ -105,7 +105,7 @@ def test_settings_super_permissions_and_leftovers(path: Path) -> None:
     assert findings(path)["format"].status == BAD
 
 
-def test_where_there_is_no_store_it_says_so(tmp_path: Path) -> None:
+def test_a_missing_store_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(kvfs.StoreNotFoundError):
         checks.diagnose(str(tmp_path / "none"), Files())
 
@@ -123,7 +123,7 @@ def test_the_drop_folder_and_what_was_refused(path: Path) -> None:
     assert findings(path)["drop folder"].data == {"waiting": 0, "refused": 0}
     (path / "import" / "b.tar").write_bytes(b"x")
     found = findings(path)["drop folder"]
-    assert found.status == WARN and "nobody has the store open" in found.detail and "kvfs import" in found.remedy
+    assert found.status == WARN and "no process has the store open" in found.detail and "kvfs import" in found.remedy
     with kvfs.open(path):
         assert findings(path)["drop folder"].status == OK
     (path / "import" / "refused").mkdir()

@@ -1,4 +1,4 @@
-"""doctor and GPUs: a driver that works, that fails, lies, hangs or crashes, is told as what it is, and hurts nobody."""
+"""doctor and GPUs: a driver that works, fails, returns wrong bytes, hangs or crashes is reported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check(path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch, mode: str, 
 
 
 def test_without_a_driver_it_is_one_line(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "libcuda.so.1").write_text("no library")  # whatever the host has
+    (tmp_path / "libcuda.so.1").write_text("no library")  # instead of the host's library
     found = check(path, tmp_path, monkeypatch, "")
     assert (found.status, found.detail, found.remedy) == (OK, "no CUDA driver: host transfers only", "")
 
@@ -81,7 +81,7 @@ def test_an_empty_store_is_tried_with_a_file(tmp_path: Path, driver: Path, monke
         ("register=801", WARN, "cannot be read in place: cuMemHostRegister_v2: error 801", "ring"),
         ("register=2", WARN, "error 2", "memlock"),
         ("second=1", WARN, "cannot be read in place by device 1", "ring"),
-        ("lies", WARN, "the device read other bytes", "ring"),
+        ("wrong", WARN, "the device read other bytes", "ring"),
         ("crash", BAD, "ended the process that asked it (registration on device 0)", "nvidia-smi"),
     ],
 )
@@ -93,9 +93,12 @@ def test_what_is_wrong_is_named_with_a_remedy(
     assert detail in found.detail and remedy in found.remedy and "\n" not in found.detail
 
 
-def test_a_driver_that_hangs_is_left_behind(path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check(path, driver, monkeypatch, "hang", seconds=2.0)
-    assert found.status == BAD and "did not answer within 2 s (registration on device 0)" in found.detail
+def test_a_driver_that_hangs_is_reported(path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in (2, 8, 32):  # a loaded machine may need more to get so far
+        found = check(path, driver, monkeypatch, "hang", seconds=seconds)
+        if "registration" in found.detail:
+            break
+    assert found.status == BAD and f"did not answer within {seconds} s (registration on device 0)" in found.detail
     assert found.data["devices"][0]["name"] == "Fake 9000"
 
 
@@ -129,7 +132,7 @@ def test_the_blocks_that_a_probe_may_hold_stay_charged(path: Path) -> None:
             assert os.readlink(f"/proc/self/fd/{file.fd}").endswith(".kvs")
             again = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
             assert not Files().flock(again, fcntl.LOCK_EX)
-        assert Files().flock(again, fcntl.LOCK_EX)  # as who is about to unlink it
+        assert Files().flock(again, fcntl.LOCK_EX)  # as an evictor that is about to unlink it
         with contextlib.closing(_sample(directory).file) as file:
             assert os.readlink(f"/proc/self/fd/{file.fd}").endswith("super")
         os.close(again)

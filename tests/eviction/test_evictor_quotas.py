@@ -1,4 +1,4 @@
-"""Quotas and lifetimes: what is promised is kept, a cap is a cap, what has expired is gone."""
+"""Quotas and lifetimes: guarantees are kept, caps hold, expired pages are misses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import kvfs
 from kvfs import Quota
 from kvfs.errors import ConfigError
-from kvfs.eviction.evictor import CARRIED
+from kvfs.eviction.evictor import RELOCATED
 from kvfs.format import segment as fmt
 from kvfs.index.ledger import NO_QUOTA
 from kvfs.pages.identity import salt_digest
@@ -47,7 +47,7 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
 
 
 def clock(store: kvfs.Store) -> Clock:
-    files = store._core.c.files
+    files = store._shared.c.files
     assert isinstance(files, Clock)
     return files
 
@@ -80,7 +80,7 @@ def there(ns: kvfs.Namespace, seeds: range) -> list[int]:
 def charged(store: kvfs.Store, name: str) -> int:
     from kvfs.directory.config import quota_id
 
-    used: int = store._core.c.index.read(lambda s: s.quota_used(quota_id(name)), 2.0)
+    used: int = store._shared.c.index.read(lambda s: s.quota_used(quota_id(name)), 2.0)
     return used
 
 
@@ -91,7 +91,7 @@ def test_what_is_guaranteed_outlives_any_churn_of_others(store: kvfs.Store) -> N
     kept = space(store, "kept")
     assert all(r.stored == CHUNKS for r in fill(kept, range(9)))  # the oldest in the store
     assert charged(store, "kept") <= 2 * MIB
-    fill(space(store, "anybody"), range(100, 450))
+    fill(space(store, "other"), range(100, 450))
     assert store.stats()["counters"]["segments_evicted"] > 20
     assert there(kept, range(9)) == list(range(9))
 
@@ -100,13 +100,13 @@ def test_above_its_guarantee_a_quota_shrinks_to_it_and_no_further(store: kvfs.St
     kept = space(store, "kept")
     fill(kept, range(60))
     assert charged(store, "kept") > 4 * MIB
-    fill(space(store, "anybody"), range(100, 600))
+    fill(space(store, "other"), range(100, 600))
     assert 2 * MIB <= charged(store, "kept") < 3 * MIB
     assert len(there(kept, range(60))) >= 5
 
 
-def test_a_quota_at_its_cap_evicts_its_own_and_nobody_elses(store: kvfs.Store) -> None:
-    other = space(store, "anybody")
+def test_a_quota_at_its_cap_evicts_its_own_pages_only(store: kvfs.Store) -> None:
+    other = space(store, "other")
     fill(other, range(200, 205))
     capped = space(store, "capped")
     for seeds in (range(20), range(20, 40), range(40, 60)):
@@ -124,8 +124,8 @@ def test_a_quota_whose_cap_is_its_guarantee_still_takes_new_pages(store: kvfs.St
     assert 39 in there(both, range(40))
 
 
-def test_pages_that_are_used_are_carried_when_a_quota_evicts_at_its_cap(store: kvfs.Store) -> None:
-    store._core.background.stop()
+def test_pages_that_are_used_are_relocated_when_a_quota_evicts_at_its_cap(store: kvfs.Store) -> None:
+    store._shared.background.stop()
     capped, hot = space(store, "capped"), tokens_of(1000, 4)
     assert capped.put(hot, PAGES[: 4 * TINY_BYTES]).stored == 4
     highest = 0
@@ -136,7 +136,7 @@ def test_pages_that_are_used_are_carried_when_a_quota_evicts_at_its_cap(store: k
         highest = max(highest, charged(store, "capped"))
     counters = store.stats()["counters"]
     assert counters["pages_carried"] > 0 and "carry_errors" not in counters
-    assert highest <= 2 * MIB, "the carry is paid for by its victim"
+    assert highest <= 2 * MIB, "the victim pays for the copies"
 
 
 def test_a_tenants_namespaces_share_a_cap(store: kvfs.Store) -> None:
@@ -151,7 +151,7 @@ def test_quotas_survive_a_new_index(memory_path: Path) -> None:
     path = memory_path / "store"
     with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB", quotas=QUOTAS, files=Clock()) as store:
         fill(space(store, "capped"), range(20))
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         before = charged(store, "capped")
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, files=Clock()) as store:
@@ -164,16 +164,16 @@ def test_quotas_survive_a_new_index(memory_path: Path) -> None:
 # ---------------------------------------------------------------- lifetimes
 
 
-def test_pages_are_misses_when_their_time_has_passed(store: kvfs.Store) -> None:
-    short, long = space(store, "short"), space(store, "anybody")
+def test_pages_are_misses_when_they_have_expired(store: kvfs.Store) -> None:
+    short, long = space(store, "short"), space(store, "other")
     fill(short, range(2))
-    fill(short, range(2, 4), ttl="1h")  # a put may say otherwise
+    fill(short, range(2, 4), ttl="1h")  # a put may set its own
     fill(long, range(2))
     clock(store).advance(590)
     assert there(short, range(4)) == [0, 1, 2, 3]
     clock(store).advance(15)
     assert (there(short, range(4)), there(long, range(2))) == ([2, 3], [0, 1])
-    assert all(r.stored == CHUNKS for r in fill(short, range(2))), "what has expired can be stored anew"
+    assert all(r.stored == CHUNKS for r in fill(short, range(2))), "what has expired can be stored again"
     clock(store).advance(3600)
     assert (there(short, range(4)), there(long, range(2))) == ([], [0, 1])
 
@@ -181,34 +181,34 @@ def test_pages_are_misses_when_their_time_has_passed(store: kvfs.Store) -> None:
 def test_expired_segments_are_dropped_though_their_owner_lives(store: kvfs.Store) -> None:
     short = space(store, "short")
     fill(short, range(3))
-    fill(space(store, "anybody"), range(100, 101))
+    fill(space(store, "other"), range(100, 101))
     clock(store).advance(20)
-    store._core.active.tidy()  # idle: sealed, since nothing more belongs to this lifetime
+    store._shared.services().active.tidy()  # idle: sealed, since nothing more belongs to this lifetime
     clock(store).advance(580)
-    store._core.evictor.expire()
+    store._shared.services().evictor.expire()
     assert len(segment_files(Path(store.path))) == 2 or there(short, range(3)) == []
     clock(store).advance(300)
-    store._core.evictor.expire()
+    store._shared.services().evictor.expire()
     assert len(segment_files(Path(store.path))) == 1 and charged(store, "short") == 0
-    assert there(space(store, "anybody"), range(100, 101)) == [100]
+    assert there(space(store, "other"), range(100, 101)) == [100]
 
 
-def test_pages_that_expire_after_they_were_carried_are_worth_nothing_to_eviction(store: kvfs.Store) -> None:
-    """They were carried again and again, and better pages were dropped for them: their segments have no time."""
-    core, ns = store._core, space(store, "anybody")
+def test_pages_that_expire_after_they_were_relocated_are_worth_nothing_to_eviction(store: kvfs.Store) -> None:
+    """They were relocated again and again, and better pages were evicted for them: their segments do not expire."""
+    core, ns = store._shared, space(store, "other")
     core.background.stop()
     fill(ns, range(1), ttl=3000)
-    core.active.finish_all()
+    core.services().active.finish_all()
     ((number, row),) = core.c.index.read(lambda s: s.segments(), 2.0)
     held = core.c.segments.acquire(number, row.segment_id, core.c.index.generation)
     assert held is not None
-    carried = SegmentClass(NO_QUOTA + CARRIED, fmt.FLAG_CARRIED, evictor=True)
-    assert core.evictor.relocator.copy(carried, number, held, range(1, 1 + CHUNKS)) == CHUNKS
-    core.evictor.reclaimer.drop(number)
+    target = SegmentClass(NO_QUOTA + RELOCATED, fmt.FLAG_CARRIED, evictor=True)
+    assert core.services().evictor.relocator.copy(target, number, held, range(1, 1 + CHUNKS)) == CHUNKS
+    core.services().evictor.reclaimer.drop(number)
 
     def valued() -> int:
-        _, uses, _ = core.evictor.victims.survey()
-        return sum(sum(use.pieces.nbytes) for use in uses)
+        _, uses, _ = core.services().evictor.victims.survey()
+        return sum(sum(use.fragments.nbytes) for use in uses)
 
     assert there(ns, range(1)) == [0] and valued() == len(PAGES)
     clock(store).advance(4000)
@@ -224,23 +224,23 @@ def test_expired_segments_of_the_dead_are_dropped(store: kvfs.Store) -> None:
 
     assert run_child(die) == CHUNKS
     files.advance(2000)
-    store._core.evictor.expire()
+    store._shared.services().evictor.expire()
     assert not segment_files(Path(store.path)) and store.stats()["used_bytes"] == 0
 
 
 def test_many_lifetimes_keep_few_segments_open(store: kvfs.Store) -> None:
-    ns = space(store, "anybody")
+    ns = space(store, "other")
     for seed in range(40):
         assert ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * 2**seed if seed < 20 else 100.0 * seed).stored
         clock(store).advance(0.01)
-    store._core.active.tidy()
-    assert len(store._core.active.active_numbers()) <= CLASSES_MAX
+    store._shared.services().active.tidy()
+    assert len(store._shared.services().active.active_numbers()) <= CLASSES_MAX
     assert all(restored(ns, tokens_of(seed, 1)) == PAGES[:TINY_BYTES] for seed in range(40))
 
 
-def test_a_segment_that_is_made_meanwhile_disturbs_no_look_at_the_others(store: kvfs.Store) -> None:
-    """With several of them a put in another thread made the upkeep, and a rebuild, crash."""
-    active = store._core.active
+def test_a_segment_that_is_made_meanwhile_does_not_break_active_numbers(store: kvfs.Store) -> None:
+    """With several of them a put in another thread made background tasks and a rebuild crash."""
+    active = store._shared.services().active
 
     class Growing:
         number = property(lambda _: active._writers.setdefault(SegmentClass(lane=2), Active(last, "")) and 1)
@@ -252,13 +252,13 @@ def test_a_segment_that_is_made_meanwhile_disturbs_no_look_at_the_others(store: 
         assert active.active_numbers() == {1, 3}
 
 
-def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Path) -> None:
+def test_many_resting_segments_do_not_seal_those_that_are_written(memory_path: Path) -> None:
     names = [f"quota {i}" for i in range(CLASSES_MAX + 4)]
     quotas = dict.fromkeys(names, Quota(cap_bytes=8 * MIB))
     path = memory_path / "store"
     with kvfs.open(path, capacity="64MiB", segment_bytes="2MiB", quotas=quotas, files=Clock()) as store:
-        store._core.background.stop()
-        active, busy = store._core.active, space(store, "anybody")
+        store._shared.background.stop()
+        active, busy = store._shared.services().active, space(store, "other")
         for name in names:
             fill(space(store, name), range(1))
         clock(store).advance(20.0)
@@ -278,12 +278,12 @@ def test_many_resting_segments_do_not_end_those_that_are_written(memory_path: Pa
 def test_lifetimes_in_a_store_of_few_segments_leave_something_to_evict(memory_path: Path) -> None:
     """32 segments that were open took all of it, and further puts were declined after five seconds each."""
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="1600KiB", files=Clock()) as store:
-        store._core.background.stop()
-        ns, stored = space(store, "anybody"), 0
+        store._shared.background.stop()
+        ns, stored = space(store, "other"), 0
         for seed in range(30):
             stored += ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=100.0 * 1.5**seed).stored
             if seed % 4 == 3:
-                store._core.active.tidy()
+                store._shared.services().active.tidy()
         assert stored == 30
 
 
@@ -293,36 +293,36 @@ def test_a_segment_that_nothing_was_appended_to_gives_its_blocks_back(
     def declines(*args: Any) -> Any:
         raise Declined("space")
 
-    store._core.background.stop()
+    store._shared.background.stop()
     with monkeypatch.context() as patch:
         patch.setattr(Appender, "_claim", declines)
-        assert space(store, "anybody").put(tokens_of(0, CHUNKS), PAGES).declined == CHUNKS
+        assert space(store, "other").put(tokens_of(0, CHUNKS), PAGES).declined == CHUNKS
     used = store.stats()["used_bytes"]
     clock(store).advance(20.0)
-    store._core.active.tidy()
+    store._shared.services().active.tidy()
     assert 0 < store.stats()["used_bytes"] < used
 
 
-def test_locks_of_classes_that_are_gone_take_no_memory(store: kvfs.Store) -> None:
-    store._core.background.stop()
-    ns = space(store, "anybody")
+def test_locks_of_closed_classes_take_no_memory(store: kvfs.Store) -> None:
+    store._shared.background.stop()
+    ns = space(store, "other")
     for seed in range(40):
         ns.put(tokens_of(seed, 1), PAGES[:TINY_BYTES], ttl=60.0 * (seed + 1))
-    store._core.active.finish_all()
-    assert not store._core.active._used_at and len(store._core.active.class_locks._locks) == 0
+    store._shared.services().active.finish_all()
+    assert not store._shared.services().active._used_at and len(store._shared.services().active.class_locks._locks) == 0
 
 
 def test_a_rebuild_brings_nothing_expired_back(memory_path: Path) -> None:
     path, files = memory_path / "store", Clock()
     with kvfs.open(path, capacity="16MiB", quotas=QUOTAS, files=files) as store:
         fill(space(store, "short"), range(1))
-        fill(space(store, "anybody"), range(1))
+        fill(space(store, "other"), range(1))
     (path / "index" / "CURRENT").unlink()
     files.advance(1000)
     with kvfs.open(path, files=files) as store:
         assert store.wait_ready()
         assert there(space(store, "short"), range(1)) == []
-        assert there(space(store, "anybody"), range(1)) == [0]
+        assert there(space(store, "other"), range(1)) == [0]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ PAGES = seeded(2, 4 * PAGE)
 
 
 class Clock(FakeClock, Files):
-    """The real file system under a clock that is set by hand; each write takes ``seconds`` of it."""
+    """The real file system under a clock that is set by hand; each write takes ``seconds``."""
 
     seconds = 0.0
 
@@ -37,10 +37,10 @@ class Clock(FakeClock, Files):
         return super().write_all(*args, **how)
 
 
-def test_a_put_on_a_slow_disk_may_take_its_time_in_a_full_store(memory_path: Path) -> None:
+def test_a_put_on_a_slow_disk_does_not_time_out_in_a_full_store(memory_path: Path) -> None:
     files = Clock()
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
-        store._core.background.stop()  # or the clock goes on while it evicts, and the put waits for it in vain
+        store._shared.background.stop()  # or the clock advances while it evicts, and the put times out
         ns = store.namespace("model", LAYOUT, revision="r1")
         pages = seeded(1, 300 * PAGE)
         for seed in range(4):
@@ -56,7 +56,7 @@ def test_a_put_on_a_slow_disk_may_take_its_time_in_a_full_store(memory_path: Pat
 def test_a_stopped_evictor_costs_its_neighbours_one_deadline(memory_path: Path) -> None:
     files = Clock()
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns, pages = store.namespace("model", LAYOUT, revision="r1"), seeded(1, 100 * PAGE)
         for seed in range(8):
             assert ns.put(tokens_of(seed, 100), pages).stored == 100
@@ -82,7 +82,7 @@ def small(memory_path: Path) -> Iterator[kvfs.Store]:
     quotas = {"two": Quota(cap_bytes=2 * MIB), "less": Quota(cap_bytes=MIB // 2)}
     path = memory_path / "store"
     with kvfs.open(path, capacity="64MiB", segment_bytes="1MiB", quotas=quotas, files=Clock()) as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         yield store
 
 
@@ -101,22 +101,22 @@ def put(store: kvfs.Store, name: str, seed: int, lane: int = 0) -> kvfs.PutResul
 def test_a_quota_of_two_segments_is_enough_for_several_lanes(small: kvfs.Store) -> None:
     for seed in range(120):
         assert put(small, "two", seed, seed % LANES).stored == 4, seed
-        assert small._core.c.index.read(lambda s: s.quota_used(quota_id("two")), 2.0) <= 2 * MIB
+        assert small._shared.c.index.read(lambda s: s.quota_used(quota_id("two")), 2.0) <= 2 * MIB
     assert restored(small.namespace("two", LAYOUT, revision="r1"), tokens_of(119, 4)) == PAGES
-    assert small._core.c.files.monotonic() == 0.0, "somebody waited"
+    assert small._shared.c.files.monotonic() == 0.0, "a put waited"
 
 
 def test_a_quota_is_filled_and_then_declines_without_waiting(small: kvfs.Store) -> None:
     stored = 0
     while put(small, "less", stored).stored:
         stored += 1
-    assert stored == 7, "of 64 KiB, in 512: the eighth has no room beside the tables"
+    assert stored == 7, "of 64 KiB, in 512: the eighth has no room next to the tables"
     assert put(small, "less", 100).reason == "space"
-    assert small._core.c.files.monotonic() == 0.0, "somebody waited"
+    assert small._shared.c.files.monotonic() == 0.0, "a put waited"
 
 
 def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    active, files = small._core.active, small._core.c.files
+    active, files = small._shared.services().active, small._shared.c.files
     put(small, "less", 0, 1)
     busy = active.lock(next(iter(active._writers)))
     busy.acquire()
@@ -129,12 +129,12 @@ def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: p
     assert put(small, "less", seed, 0).stored == 4
 
 
-def test_who_could_not_remove_segments_evicts_again_when_others_have_removed_them(
+def test_an_evictor_that_could_not_remove_segments_evicts_again_when_another_process_has(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kvfs.open(memory_path / "s", capacity="16MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
-        store._core.background.stop()
-        ns, evictor = store.namespace("m", LAYOUT, revision="r1"), store._core.evictor
+        store._shared.background.stop()
+        ns, evictor = store.namespace("m", LAYOUT, revision="r1"), store._shared.services().evictor
         for n in range(40):
             assert ns.put(tokens_of(n, 4), PAGES).stored == 4
         with monkeypatch.context() as failing:
@@ -142,9 +142,9 @@ def test_who_could_not_remove_segments_evicts_again_when_others_have_removed_the
             def fail(*args: Any, **how: Any) -> None:
                 raise OSError(errno.EIO, "Input/output error")
 
-            failing.setattr(store._core.c.files, "rename", fail)
+            failing.setattr(store._shared.c.files, "rename", fail)
             while not evictor.reclaimer.fails:
                 assert evictor._evict_one() == 0
-        assert Reclaimer(store._core.c).reclaim_dropped() > 0, "another process"
+        assert Reclaimer(store._shared.c).reclaim_dropped() > 0, "another process"
         for n in range(40, 400):
             assert ns.put(tokens_of(n, 4), PAGES) == (4, 0, 0, 0, "")

@@ -23,7 +23,7 @@ PAGES = seeded(1, CHUNKS * TINY_BYTES)
 @pytest.fixture
 def store(memory_path: Path) -> Iterator[kvfs.Store]:
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as made:
-        made._core.background.stop()
+        made._shared.background.stop()
         yield made
 
 
@@ -42,14 +42,14 @@ def known(store: kvfs.Store) -> int:
 
 
 def seal(store: kvfs.Store) -> None:
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
 
 
 def drop_all(store: kvfs.Store) -> None:
-    """All segments, without the sweep that follows sooner or later."""
-    for number, row in store._core.c.index.read(lambda s: s.segments(), 2.0):
+    """Drop all segments, without the sweep that follows."""
+    for number, row in store._shared.c.index.read(lambda s: s.segments(), 2.0):
         if row.state == SEALED:
-            assert store._core.evictor.reclaimer.drop(number)
+            assert store._shared.services().evictor.reclaimer.drop(number)
 
 
 def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.Store) -> None:
@@ -59,17 +59,19 @@ def test_what_has_no_page_is_forgotten_and_comes_back_with_the_next(store: kvfs.
     drop_all(store)
     kept = put(store, 7)
     assert known(store) == 150
-    store._core.evictor.reclaimer.sweep_all()
+    store._shared.services().evictor.reclaimer.sweep_all()
     assert known(store) == 1 and store.stats()["counters"]["namespaces_forgotten"] == 149
-    assert store._core.c.index.read(lambda s: s.txn.stat(s.db.namespaces)["entries"], 2.0) == 2, "and a shape of parts"
+    assert store._shared.c.index.read(lambda s: s.txn.stat(s.db.namespaces)["entries"], 2.0) == 2, (
+        "and a shape of parts"
+    )
     assert restored(kept, tokens_of(0, CHUNKS)) == PAGES
     assert restored(space_of(store, 8), tokens_of(0, CHUNKS)) == b""
     assert restored(put(store, 8), tokens_of(0, CHUNKS)) == PAGES
     assert store.verify().ok
 
 
-def test_a_namespace_is_known_before_its_bytes_lie_anywhere(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rebuild may bring back what a dead writer had appended: whoever wants it gone must be able to name it."""
+def test_a_namespace_is_known_before_its_bytes_are_written(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuild may bring back what a dead writer appended: a purge must be able to name it."""
 
     def die(*args: Any, **how: Any) -> Any:
         raise OSError(5, "Input/output error")
@@ -88,7 +90,7 @@ def test_a_purged_namespace_is_no_longer_listed(store: kvfs.Store) -> None:
     assert restored(other, tokens_of(1, CHUNKS)) == PAGES
 
 
-def test_an_index_has_room_for_any_number_of_namespaces_one_after_the_other(memory_path: Path) -> None:
+def test_an_index_has_room_for_any_number_of_successive_namespaces(memory_path: Path) -> None:
     with kvfs.open(memory_path / "store", capacity="32MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
         for tenant in range(5000):
             ns = space_of(store, tenant)
@@ -112,14 +114,14 @@ def store_and_seal(store: kvfs.Store) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", [store_again, store_in_a_new_segment, store_and_seal])
-def test_a_page_that_comes_while_namespaces_are_looked_at_keeps_its_own(
+def test_a_page_stored_while_namespaces_are_read_keeps_its_own(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[kvfs.Store], None]
 ) -> None:
     for tenant in (1, 2):
         put(store, tenant)
     seal(store)
     drop_all(store)
-    put(store, 3)  # some segment is active
+    put(store, 3)  # a segment is active
     calls = []
 
     def forget(session: Any, growing: Any, digests: Any) -> int:
@@ -128,7 +130,7 @@ def test_a_page_that_comes_while_namespaces_are_looked_at_keeps_its_own(
 
     gc_forget = reclaimer._forget
     monkeypatch.setattr(reclaimer, "_forget", forget)
-    read, index = store._core.c.index.read, store._core.c.index
+    read, index = store._shared.c.index.read, store._shared.c.index
 
     def read_and_store(function: Callable[..., Any], timeout: float) -> Any:
         result = read(function, timeout)
@@ -138,7 +140,7 @@ def test_a_page_that_comes_while_namespaces_are_looked_at_keeps_its_own(
         return result
 
     monkeypatch.setattr(index, "read", read_and_store)
-    assert reclaimer.forget_namespaces(store._core.c) == 1 and len(calls[0]) == 2
+    assert reclaimer.forget_namespaces(store._shared.c) == 1 and len(calls[0]) == 2
     assert restored(space_of(store, 1), tokens_of(1, CHUNKS)) == PAGES
     assert known(store) == 2
 
@@ -160,7 +162,7 @@ def test_pages_that_were_claimed_before_their_namespace_was_forgotten_are_found(
 
     def append_and_forget(*args: Any, **how: Any) -> Any:
         assert times == [1], "claimed, not published"
-        assert reclaimer.forget_namespaces(store._core.c) == 1
+        assert reclaimer.forget_namespaces(store._shared.c) == 1
         return append(*args, **how)
 
     monkeypatch.setattr("kvfs.segments.writer.SegmentWriter.append", append_and_forget)
@@ -175,8 +177,8 @@ def test_a_round_of_sweeping_counts_once_when_no_namespace_can_be_forgotten(
     for tenant in (1, 2):
         put(store, tenant)
         seal(store)
-    first, second = [n for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
-    tested, forget = store._core.evictor.reclaimer, reclaimer.forget_namespaces
+    first, second = [n for n, row in store._shared.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
+    tested, forget = store._shared.services().evictor.reclaimer, reclaimer.forget_namespaces
     tested.drop(first)
 
     def fail(context: Any) -> int:
@@ -186,17 +188,17 @@ def test_a_round_of_sweeping_counts_once_when_no_namespace_can_be_forgotten(
 
     monkeypatch.setattr(reclaimer, "forget_namespaces", fail)
     tested.sweep_all()
-    assert store._core.c.index.read(lambda s: s.ledger().unswept, 2.0) == 0
-    assert store._core.c.index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == 0
+    assert store._shared.c.index.read(lambda s: s.ledger().unswept, 2.0) == 0
+    assert store._shared.c.index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == 0
     assert known(store) == 0
 
 
-def test_a_new_index_is_left_alone(store: kvfs.Store) -> None:
+def test_namespaces_of_a_new_index_are_not_forgotten(store: kvfs.Store) -> None:
     put(store, 1)
     seal(store)
     drop_all(store)
-    index = store._core.c.index
-    growing = index.read(reclaimer._see, 2.0)
+    index = store._shared.c.index
+    growing = index.read(reclaimer._read_growing, 2.0)
     digests, _ = index.read(lambda s: s.digests(b"", 10), 2.0)
     assert len(digests) == 1
     assert index.write(lambda s: reclaimer._forget(s, growing._replace(generation="another"), digests), 2.0) == 0
@@ -209,26 +211,26 @@ def damage_contents(session: Any) -> None:
         cursor.put(cursor.key(), b"nonsense")
 
 
-def test_damaged_contents_count_as_some(store: kvfs.Store) -> None:
+def test_damaged_contents_count_as_pages(store: kvfs.Store) -> None:
     ns = put(store, 1)
 
     seal(store)
-    store._core.c.index.write(damage_contents, 2.0)
-    assert reclaimer.forget_namespaces(store._core.c) == 0
+    store._shared.c.index.write(damage_contents, 2.0)
+    assert reclaimer.forget_namespaces(store._shared.c) == 0
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
 
-def test_damaged_contents_stay_some_whatever_is_added_and_taken_away(store: kvfs.Store) -> None:
+def test_damaged_contents_stay_some_after_puts_and_purges(store: kvfs.Store) -> None:
     ns = put(store, 1)
 
-    store._core.c.index.write(damage_contents, 2.0)
+    store._shared.c.index.write(damage_contents, 2.0)
     put(store, 1, seed=1)  # into the same segment
     store.purge(ns, prefix=tokens_of(1, CHUNKS))
-    assert reclaimer.forget_namespaces(store._core.c) == 0
+    assert reclaimer.forget_namespaces(store._shared.c) == 0
     assert restored(ns, tokens_of(0, CHUNKS)) == PAGES
 
 
-def test_whatever_is_stored_and_dropped_a_namespace_is_known_while_it_has_pages(store: kvfs.Store) -> None:
+def test_a_namespace_is_known_while_it_has_pages(store: kvfs.Store) -> None:
     draw, forgotten = random.Random(5), 0
     for step in range(400):
         tenant = draw.randrange(12)
@@ -236,12 +238,12 @@ def test_whatever_is_stored_and_dropped_a_namespace_is_known_while_it_has_pages(
         if step % 10 == 0:
             seal(store)
         if step % 25 == 0:
-            rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
+            rows = store._shared.c.index.read(lambda s: s.segments(), 2.0)
             sealed = [number for number, row in rows if row.state == SEALED]
             for number in draw.sample(sealed, len(sealed) // 2):
-                store._core.evictor.reclaimer.drop(number)
+                store._shared.services().evictor.reclaimer.drop(number)
             before = store.catalog.contents()
-            forgotten += reclaimer.forget_namespaces(store._core.c)
+            forgotten += reclaimer.forget_namespaces(store._shared.c)
             assert {d.digest for d in store.catalog.described()} == {c.digest for c in before}
     assert forgotten > 5
     assert store.verify().ok

@@ -1,4 +1,4 @@
-"""Fragments of prompts in columns, and chains of them that are kept from one look to the next."""
+"""Fragments of prompts in columns, and request chains that are kept between calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfs.eviction.usage import SCALE_US, Fragments, RequestChains, group
 
 
 def drawn(draw: random.Random) -> Fragments:
-    """A segment with records of few stamps, so that many are shared; some are dead, some behind gaps."""
+    """A segment with records of few access times, so that many are shared; some are dead, some behind gaps."""
     count = draw.randrange(12)
     stamps = [draw.choice([0, *range(1, 9)]) for _ in range(count)]
     return group(
@@ -24,11 +24,11 @@ def drawn(draw: random.Random) -> Fragments:
 
 
 def expected(segments: dict[int, Fragments]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """(tails, reached) by the definition, each chain followed anew for each of its pieces."""
+    """(tails, reached) by the definition: each chain is followed for each of its fragments."""
     tails = {n: [0.0] * len(p.stamps) for n, p in segments.items()}
     reached = {n: [0.0] * len(p.stamps) for n, p in segments.items()}
-    for number, pieces in segments.items():
-        for i, stamp in enumerate(pieces.stamps):
+    for number, fragments in segments.items():
+        for i, stamp in enumerate(fragments.stamps):
             chain = sorted(
                 (p.first[j], p.last[j], n, p.weights[j])
                 for n, p in segments.items()
@@ -42,12 +42,12 @@ def expected(segments: dict[int, Fragments]) -> tuple[dict[int, list[float]], di
             order = [n for _, _, n, _ in chain]
             if number in order:
                 tails[number][i] = sum(w for *_, w in chain[order.index(number) :])
-                reached[number][i] = pieces.weights[i]
+                reached[number][i] = fragments.weights[i]
     return tails, reached
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_chains_are_what_following_each_anew_gives_whatever_changes(seed: int) -> None:
+def test_kept_chains_equal_chains_followed_from_scratch(seed: int) -> None:
     draw, chains = random.Random(seed), RequestChains()
     segments: dict[int, Fragments] = {}
     for _ in range(40):
@@ -62,7 +62,7 @@ def test_chains_are_what_following_each_anew_gives_whatever_changes(seed: int) -
         assert {n: list(t) for n, t in chains.reached.items()} == reached
 
 
-def test_an_update_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_after_an_interrupted_one_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(3)
     for halt in range(1, 60, 4):
         chains, segments = RequestChains(), {n: drawn(draw) for n in range(8)}
@@ -91,7 +91,7 @@ def test_an_update_that_was_interrupted_is_made_up_for(monkeypatch: pytest.Monke
         assert {n: list(t) for n, t in chains.tails.items()} == tails
 
 
-def test_what_has_not_changed_is_not_looked_at_again() -> None:
+def test_unchanged_fragments_are_not_followed_again() -> None:
     chains, draw = RequestChains(), random.Random(4)
     segments = {n: drawn(draw) for n in range(6)}
     chains.update(segments)
@@ -100,9 +100,9 @@ def test_what_has_not_changed_is_not_looked_at_again() -> None:
     assert all(chains.tails[n] is kept[n] for n in segments)
 
 
-def test_pieces_list_their_records_by_chunk() -> None:
-    pieces = group([7, 0, 5, 7, 5, 7], [10, 1, 20, 30, 40, 50], [4, 0, 1, 2, 0, 3])
-    assert list(pieces.stamps) == [5, 7]
-    assert [list(pieces.ordinals_of(i)) for i in range(2)] == [[4, 2], [3, 5, 0]]
-    assert (list(pieces.first), list(pieces.last)) == ([0, 2], [1, 4])
-    assert (list(pieces.nbytes), pieces.weights) == ([60, 90], array("d", [60.0, 90.0]))
+def test_fragments_list_their_records_by_chunk() -> None:
+    fragments = group([7, 0, 5, 7, 5, 7], [10, 1, 20, 30, 40, 50], [4, 0, 1, 2, 0, 3], [0] * 6)
+    assert list(fragments.stamps) == [5, 7]
+    assert [list(fragments.ordinals_of(i)) for i in range(2)] == [[4, 2], [3, 5, 0]]
+    assert (list(fragments.first), list(fragments.last)) == ([0, 2], [1, 4])
+    assert (list(fragments.nbytes), fragments.weights) == ([60, 90], array("d", [60.0, 90.0]))

@@ -1,4 +1,4 @@
-"""Victims of one look: taken in its order, and each only if it may still go."""
+"""Victims of one ranking: taken in its order, and each only if it may still be evicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import kvfs
 from kvfs import Quota
 from kvfs.eviction import victims
-from kvfs.eviction.victims import LOOK_SECONDS
+from kvfs.eviction.victims import RANKING_SECONDS
 from kvfs.index.tables import SEALED
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
@@ -30,8 +30,8 @@ class Clock(FakeClock, Files):
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many segments each look was; one serves for a third of them."""
+def rankings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many segments each ranking covered; one serves for a third of them."""
     monkeypatch.setattr(victims, "SEGMENTS_PER_VICTIM", 3)
     made, survey = list[int](), victims.Victims.survey
 
@@ -45,22 +45,22 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def store(memory_path: Path, looks: list[int]) -> Iterator[kvfs.Store]:
-    """Of one quota; each prompt is a segment, and a second older than the next."""
+def store(memory_path: Path, rankings: list[int]) -> Iterator[kvfs.Store]:
+    """A store of one quota; each prompt is a segment, a second older than the next."""
     quotas = {"m": Quota(guaranteed_bytes=4096)}
     path = memory_path / "store"
     with kvfs.open(path, capacity="32MiB", segment_bytes="256KiB", quotas=quotas, files=Clock()) as made:
-        made._core.background.stop()
+        made._shared.background.stop()
         ns = made.namespace("m", tiny(), revision="r1")
         for seed in range(SEGMENTS):
             assert ns.put(tokens_of(seed, CHUNKS), PAGES).stored == CHUNKS
-            made._core.active.finish_all()
+            made._shared.services().active.finish_all()
             clock(made).advance(1.0)
         yield made
 
 
 def clock(store: kvfs.Store) -> Clock:
-    files = store._core.c.files
+    files = store._shared.c.files
     assert isinstance(files, Clock)
     return files
 
@@ -72,102 +72,102 @@ def left(store: kvfs.Store) -> list[int]:
 
 def evict(store: kvfs.Store, times: int) -> None:
     for _ in range(times):
-        assert store._core.evictor._evict_one()
+        assert store._shared.services().evictor._evict_one()
 
 
-def test_one_look_serves_for_a_share_of_the_segments_in_order(store: kvfs.Store, looks: list[int]) -> None:
+def test_one_ranking_serves_for_a_share_of_the_segments_in_order(store: kvfs.Store, rankings: list[int]) -> None:
     evict(store, 4)
-    assert looks == [SEGMENTS]
+    assert rankings == [SEGMENTS]
     evict(store, 1)
-    assert looks == [SEGMENTS, SEGMENTS - 4] and left(store) == list(range(5, SEGMENTS))
+    assert rankings == [SEGMENTS, SEGMENTS - 4] and left(store) == list(range(5, SEGMENTS))
 
 
-def test_a_small_store_is_looked_at_for_each_victim(
-    store: kvfs.Store, looks: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_small_store_is_ranked_for_each_victim(
+    store: kvfs.Store, rankings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(victims, "SEGMENTS_PER_VICTIM", 512)
     evict(store, 3)
-    assert looks == [SEGMENTS, SEGMENTS - 1, SEGMENTS - 2]
+    assert rankings == [SEGMENTS, SEGMENTS - 1, SEGMENTS - 2]
 
 
-def test_a_look_is_good_for_a_moment_only(store: kvfs.Store, looks: list[int]) -> None:
+def test_a_ranking_is_used_for_a_moment_only(store: kvfs.Store, rankings: list[int]) -> None:
     evict(store, 1)
     ns = store.namespace("m", tiny(), revision="r1")
     assert restored(ns, tokens_of(1, CHUNKS)) == PAGES  # used now
-    clock(store).advance(LOOK_SECONDS)
+    clock(store).advance(RANKING_SECONDS)
     evict(store, 1)
-    assert len(looks) == 2 and left(store) == [1, *range(3, SEGMENTS)]
+    assert len(rankings) == 2 and left(store) == [1, *range(3, SEGMENTS)]
 
 
-def test_what_was_pinned_or_is_held_since_the_look_stays(store: kvfs.Store, looks: list[int]) -> None:
+def test_what_was_pinned_or_is_held_since_the_ranking_stays(store: kvfs.Store, rankings: list[int]) -> None:
     ns = store.namespace("m", tiny(), revision="r1")
     evict(store, 1)
     store.pin("one", ns, tokens_of(1, CHUNKS))
     with ns.match(tokens_of(2, CHUNKS)) as held:
         assert held.tokens
         evict(store, 2)
-        assert len(looks) == 2
+        assert len(rankings) == 2
     assert left(store) == [1, 2, *range(4, SEGMENTS)]
     assert store.verify().ok
 
 
-def test_what_was_purged_or_carried_since_the_look_is_no_victim(store: kvfs.Store, looks: list[int]) -> None:
+def test_what_was_purged_since_the_ranking_is_no_victim(store: kvfs.Store, rankings: list[int]) -> None:
     evict(store, 1)
     ns = store.namespace("m", tiny(), revision="r1")
     assert store.purge(ns, prefix=tokens_of(1, CHUNKS)).pages == CHUNKS
     evict(store, 1)
-    assert len(looks) == 2 and left(store) == list(range(3, SEGMENTS))
+    assert len(rankings) == 2 and left(store) == list(range(3, SEGMENTS))
     assert ns.put(tokens_of(1, CHUNKS), PAGES).stored == CHUNKS
 
 
 @pytest.mark.parametrize("change", ["pinned", "dropped by another process"])
-def test_a_victim_that_is_not_what_it_was_is_not_taken(store: kvfs.Store, looks: list[int], change: str) -> None:
-    evictor = store._core.evictor
+def test_a_victim_that_has_changed_is_not_taken(store: kvfs.Store, rankings: list[int], change: str) -> None:
+    evictor = store._shared.services().evictor
     evict(store, 1)
-    number, row = store._core.c.index.read(lambda s: s.segments(), 2.0)[0]
+    number, row = store._shared.c.index.read(lambda s: s.segments(), 2.0)[0]
     if change == "pinned":
         evictor.victims.pinned = lambda: {row.segment_id}
     else:
         assert evictor.reclaimer.drop(number)
     evict(store, 1)
-    assert len(looks) == 2
+    assert len(rankings) == 2
     assert left(store) == ([1] if change == "pinned" else []) + list(range(3, SEGMENTS))
 
 
-def promise(store: kvfs.Store, segments: int) -> list[int]:
+def guarantee(store: kvfs.Store, segments: int) -> list[int]:
     """Guarantee the quota so many segments; the numbers of all that are not dropped."""
-    rows = [(n, row) for n, row in store._core.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
-    store._core.c.settings.quotas["m"] = Quota(guaranteed_bytes=segments * rows[0][1].allocated)  # type: ignore[index]
+    rows = [(n, row) for n, row in store._shared.c.index.read(lambda s: s.segments(), 2.0) if row.state == SEALED]
+    store._shared.c.settings.quotas["m"] = Quota(guaranteed_bytes=segments * rows[0][1].allocated)  # type: ignore[index]
     return [number for number, _ in rows]
 
 
-def test_what_a_quota_was_promised_stays(store: kvfs.Store, looks: list[int]) -> None:
-    promise(store, 2)
-    while store._core.evictor._evict_one():
+def test_what_a_quota_is_guaranteed_stays(store: kvfs.Store, rankings: list[int]) -> None:
+    guarantee(store, 2)
+    while store._shared.services().evictor._evict_one():
         pass
     assert left(store) == [SEGMENTS - 2, SEGMENTS - 1]
-    assert len(looks) < SEGMENTS - 2
+    assert len(rankings) < SEGMENTS - 2
 
 
-def test_what_a_quota_has_lost_since_the_look_does_not_count_although_it_is_charged(store: kvfs.Store) -> None:
+def test_dropped_segments_of_a_quota_do_not_count_although_they_are_charged(store: kvfs.Store) -> None:
     ns = store.namespace("m", tiny(), revision="r1")
     with contextlib.ExitStack() as held:
         for seed in (9, 10, 11):
             held.enter_context(ns.match(tokens_of(seed, CHUNKS)))
-        numbers = promise(store, 8)
+        numbers = guarantee(store, 8)
         evict(store, 1)
         for number in numbers[-3:]:
-            assert not store._core.evictor.reclaimer.drop(number), "somebody holds it"
-        assert not store._core.evictor._evict_one()
+            assert not store._shared.services().evictor.reclaimer.drop(number), "a reader holds it"
+        assert not store._shared.services().evictor._evict_one()
         assert left(store) == list(range(1, 9))
 
 
 def test_what_was_used_before_a_restart_outlives_what_was_not(memory_path: Path) -> None:
-    """AccessTimes is in the store: another process evicts by it."""
+    """Access times are in the store: another process evicts by them."""
     files, hot = Clock(), range(0, 40, 8)
 
     def fill(store: kvfs.Store, seeds: range) -> kvfs.Namespace:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns = store.namespace("m", LAYOUT, revision="r1")
         for seed in seeds:
             assert ns.put(tokens_of(seed, CHUNKS), LARGE).stored == CHUNKS

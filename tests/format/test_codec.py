@@ -1,4 +1,4 @@
-"""Codecs: what is stored smaller is the same page again, whoever reads it, and nothing else ever comes out."""
+"""Codecs: an encoded page decodes to the same bytes on every way to read it, and nothing else ever comes out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ assert LAYOUT.page_bytes == PAGE
 
 
 def bf16(seed: int, nbytes: int) -> bytes:
-    """Numbers as in a KV cache: normally distributed, each channel with a scale of its own."""
+    """Numbers as in a KV cache: normally distributed, with one scale per channel."""
     draw = random.Random(seed)
     scales = [2.0 ** draw.uniform(-3, 3) for _ in range(64)]
     words = (struct.pack("<f", draw.gauss(0, 1) * scales[i % 64])[2:] for i in range(-(-nbytes // 2)))
@@ -55,7 +55,7 @@ def entries_of(store: kvfs.Store) -> list[fmt.Entry]:
     found: list[fmt.Entry] = []
     for path in segment_files(Path(store.path)):
         with path.open("rb") as file:
-            scan = scan_segment(file.fileno(), store._core.c.files)
+            scan = scan_segment(file.fileno(), store._shared.c.files)
             assert scan is not None
             found += scan.parts()
     return found
@@ -116,7 +116,7 @@ def planes(*stored: bytes, count: int | None = None, pad: bytes = bytes(3)) -> b
 
 
 HALF = frame(bytes(PAGE // 2))
-BOMB = frame(bytes(64 << 20))  # a few KiB that become 64 MiB
+BOMB = frame(bytes(64 << 20))  # a few KiB that decode to 64 MiB
 assert len(BOMB) < PAGE // 2
 
 
@@ -223,7 +223,7 @@ def test_roots_and_names_do_not_depend_on_the_codec(store: kvfs.Store, tmp_path:
     assert roots["raw"] == roots["zstd"] == roots["planes"]
 
 
-def test_pages_of_all_codecs_lie_side_by_side(store: kvfs.Store) -> None:
+def test_pages_of_all_codecs_share_a_namespace(store: kvfs.Store) -> None:
     tokens = tokens_of(1, 6)
     for chunk, name in enumerate(("raw", "zstd", "planes", "raw", "raw", "zstd")):
         ns = store.namespace("model", LAYOUT, "1", codec=name)
@@ -259,7 +259,7 @@ def test_single_pages_of_a_batch_that_do_not_shrink_are_raw(store: kvfs.Store) -
     assert restored(ns, tokens_of(1, 3)) == pages
 
 
-def test_the_setting_of_the_store_is_what_namespaces_begin_with(tmp_path: Path) -> None:
+def test_the_setting_of_the_store_is_the_default_of_its_namespaces(tmp_path: Path) -> None:
     with kvfs.open(tmp_path / "store", capacity="64MiB", codec="planes") as store:
         assert store.settings.codec == "planes"
         assert store.namespace("model", LAYOUT, "1").codec == "planes"
@@ -321,7 +321,7 @@ def _zero(data: bytearray) -> None:
 @pytest.mark.parametrize("policy", ["always", "first", "off"])
 @pytest.mark.parametrize("change", [_bit, _header, _zero])
 @pytest.mark.parametrize("name", CODECS)
-def test_a_damaged_page_is_refused_and_can_be_stored_anew(
+def test_a_damaged_page_is_refused_and_can_be_stored_again(
     tmp_path: Path, name: str, change: Callable[[bytearray], None], policy: str
 ) -> None:
     tokens = tokens_of(1, 6)
@@ -335,7 +335,7 @@ def test_a_damaged_page_is_refused_and_can_be_stored_anew(
                 assert len(ns.view(match)) == 4
                 assert moved("pages_corrupt") == 1
             out = bytearray(match.nbytes)
-            with counted(store) as moved:  # the match knows the page still, the index no longer
+            with counted(store) as moved:  # the match still names the page, the index does not
                 assert ns.get(match, out) == 4 and out[: 4 * PAGE] == PAGES[: 4 * PAGE]
                 assert moved("pages_corrupt") == 1
         assert ns.match(tokens).chunks == 4
@@ -344,7 +344,7 @@ def test_a_damaged_page_is_refused_and_can_be_stored_anew(
 
 
 @pytest.mark.parametrize("number", [3, 200])
-def test_a_codec_that_is_not_known_is_a_miss(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_an_unknown_codec_is_a_miss(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     ns, tokens = store.namespace("model", LAYOUT, "1", codec="zstd"), tokens_of(1, 6)
     encode = codec.encode
     with monkeypatch.context() as later:
@@ -371,7 +371,7 @@ def test_pages_of_an_unknown_codec_do_not_block_their_own_replacement(
     assert codec.NAMES.keys() == fmt.KNOWN_CODECS
 
 
-def test_a_page_that_unpacks_to_much_is_not_in_memory_twice() -> None:
+def test_a_large_page_is_not_decoded_into_two_buffers() -> None:
     nbytes = 16 << 20
     used, stored = codec.encode(bytes(nbytes), fmt.CODEC_ZSTD, 2)
     tracemalloc.start()
@@ -383,7 +383,7 @@ def test_a_page_that_unpacks_to_much_is_not_in_memory_twice() -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_want_of_memory_is_no_exception_that_nobody_catches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_a_codec_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
@@ -472,7 +472,7 @@ def test_opaque_pages_are_zstd_only(store: kvfs.Store) -> None:
         assert ns.get(match, out) == 2 and out == PAGES[: 2 * PAGE]
 
 
-def test_windows_and_snapshots_are_encoded_too(store: kvfs.Store) -> None:
+def test_windows_and_snapshots_are_encoded(store: kvfs.Store) -> None:
     layout = PageLayout.of(
         [
             Group("window", (0,), 1, Cell("bf16 k256+v256", 1024), Need.window_of(32), 16),
@@ -491,7 +491,7 @@ def test_windows_and_snapshots_are_encoded_too(store: kvfs.Store) -> None:
 
 
 def test_a_view_of_a_damaged_page_forgets_it(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended every later view at that page, and the page could not be stored anew."""
+    """It ended every later view at that page, and the page could not be stored again."""
     ns, tokens = store.namespace("model", LAYOUT, "1", codec="zstd"), tokens_of(1, 6)
     assert ns.put(tokens, PAGES).stored == 6
     with ns.match(tokens) as match, monkeypatch.context() as patch:
@@ -503,10 +503,10 @@ def test_a_view_of_a_damaged_page_forgets_it(store: kvfs.Store, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["zstd", "planes"])
-def test_pages_outlive_a_reader_that_is_short_of_memory(
+def test_a_reader_that_is_short_of_memory_removes_no_page(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Which pages there are is everybody's; that one cannot be decoded now is the reader's own trouble."""
+    """All processes share the index; that a page cannot be decoded now concerns this reader alone."""
 
     def short(*_: object, **__: object) -> bytes:
         raise MemoryError
@@ -524,7 +524,7 @@ def test_pages_outlive_a_reader_that_is_short_of_memory(
 
 
 def test_a_repair_that_is_short_of_memory_removes_no_page(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It called every encoded page bad that it could not decode, and took it out of the index."""
+    """It called every encoded page bad that it could not decode, and removed it from the index."""
 
     def short(*_: object) -> bytes:
         raise codec.CodecMemoryError

@@ -1,4 +1,4 @@
-"""Bytes on disk: golden bytes, round trips, and that nothing damaged is believed."""
+"""Bytes on disk: golden bytes, round trips, and that damaged structures are refused."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_arbitrary_bytes_never_raise(data: bytes, seed: int) -> None:
 @given(st.binary(min_size=108, max_size=108), st.binary(min_size=152, max_size=152), u64)
 @settings(max_examples=300)
 def test_arbitrary_bytes_with_a_good_checksum_never_raise(header: bytes, entry: bytes, seed: int) -> None:
-    """Whoever can write the file can make checksums."""
+    """A process that can write the file can compute checksums."""
     assert fmt.parse_header(header + struct.pack("<Q", xxhash.xxh3_64_intdigest(header))) is None
     parsed = fmt.parse_entry(entry + struct.pack("<Q", xxhash.xxh3_64_intdigest(entry, seed=seed)), seed)
     assert (parsed is not None) == (entry[0] in (1, 2, 3))
@@ -159,7 +159,7 @@ def test_an_entry_of_another_segment_is_refused() -> None:
     assert fmt.parse_entry(data, 0) is None
 
 
-def test_zeros_are_no_entry() -> None:
+def test_zeros_are_not_an_entry() -> None:
     """Table slots that were never used are zero: they must end a scan, whatever the segment's id is."""
     for seed in (0, SEED, 2**64 - 1):
         assert fmt.parse_entry(bytes(fmt.ENTRY_BYTES), seed) is None
@@ -176,7 +176,7 @@ def test_zeros_are_no_entry() -> None:
         (84, struct.pack("<I", 4096)),  # size of later tables
     ],
 )
-def test_a_header_that_this_code_must_not_read_is_refused(offset: int, packed: bytes) -> None:
+def test_a_header_that_this_version_must_not_read_is_refused(offset: int, packed: bytes) -> None:
     body = bytearray(fmt.pack_header(HEADER)[:108])
     body[offset : offset + len(packed)] = packed
     page = bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(body)))

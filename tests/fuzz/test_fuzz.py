@@ -1,7 +1,7 @@
-"""Every parser against bytes that were changed on purpose: CI size of ``python -m tools.torture fuzz``.
+"""Every parser against mutated bytes: the CI size of ``python -m tools.torture fuzz``.
 
-``corpus/`` holds inputs that got different answers, and one for each bug that the fuzzer found (their notes begin with
-"raised", "wrong", "blocked" or "over", which is what they did before).
+``corpus/`` holds inputs with different answers, and one for each bug that the fuzzer found (its note begins with
+"raised", "wrong", "blocked" or "over", the failure that it caused).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tools.torture.mutators import slot_offset
 from tools.torture.parsers import SEED, TARGETS
 
 EXECUTIONS = {"segment": 120, "store": 6, "identity": 150, "descriptor": 300, "hf_config": 150, "layout": 200}
-ALLOCATED_BYTES_MAX = 16 << 20  # by one input, beside the input itself
+ALLOCATED_BYTES_MAX = 16 << 20  # by one input, in addition to the input itself
 
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What threads of a store raise is a finding, too; and files of the process itself are nobody's."""
+    """Exceptions in a store's threads are findings, and so are calls on the process's own files."""
     raised: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
-    with Path("/dev/zero").open("rb") as mine:  # takes one of the lowest numbers
+    with Path("/dev/zero").open("rb") as mine:  # gets one of the lowest numbers
         yield
         assert mine.read(1) == b"\0"
     assert raised == []
@@ -74,7 +74,7 @@ def test_what_was_never_valid_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_unchanged_inputs_are_accepted(name: str) -> None:
-    """Otherwise the fuzzer would only knock at the door."""
+    """Otherwise no mutated input would pass the first check."""
     target = TARGETS[name]
     texts = [execute(target, image).text for image in target.seeds()]
     assert any(t.startswith(("accepted", "read", "StoreLocked", "0 accepted", "2", "False False")) for t in texts), (
@@ -83,7 +83,7 @@ def test_unchanged_inputs_are_accepted(name: str) -> None:
 
 
 def segment_with(**changes: int) -> Image:
-    """A segment that is not sealed and whose last entry is forged, with a check that agrees."""
+    """A segment without a seal whose last entry is forged, with a valid check word."""
     image = TARGETS["segment"].seeds()[1]
     at = slot_offset(4)  # of five records: two namespaces, then one page and two
     entry = fmt.parse_entry(image.read(at, fmt.ENTRY_BYTES), SEED)
@@ -97,11 +97,11 @@ def segment_with(**changes: int) -> Image:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"epoch": 2**32 - 1},  # could not be raised when the segment was taken over: every put raised
-        {"leaves": 2**36, "size": 2**37},  # no row could name them: the rebuild raised, and was tried for ever
+        {"epoch": 2**32 - 1},  # could not be raised when the segment was adopted: every put raised
+        {"leaves": 2**36, "size": 2**37},  # too large for an index row: the rebuild raised, and was retried endlessly
         {"payload": 2**45, "size": 2**46},
         {"payload": 2**62, "size": 2**63 - 1},
-        {"stored_bytes": 2**32 - 1, "size": 2**35},  # eviction would have made a buffer for it
+        {"stored_bytes": 2**32 - 1, "size": 2**35},  # eviction would have allocated a buffer of that size
         {"expires": 2**32 - 1},
         {"chunk": 2**32 - 1},
         {"raw_bytes": 2**32 - 1},
@@ -112,17 +112,17 @@ def test_extremes_of_a_record_neither_raise_nor_block(name: str, changes: dict[s
     assert not execute(TARGETS[name], segment_with(**changes)).failure
 
 
-def test_a_damaged_ledger_is_built_anew(tmp_path: Path) -> None:
-    """It was taken for an empty store's: new segments got the numbers of old ones, and the limit was forgotten."""
+def test_a_damaged_ledger_is_rebuilt(tmp_path: Path) -> None:
+    """It was taken for that of an empty store: new segments got the numbers of old ones, and the limit was exceeded."""
     judge = Judge()
     with open_store(tmp_path / "store") as store:
         put(namespace(store), PROMPTS.tokens(1, 20), judge)
-        index = store._core.c.index
+        index = store._shared.c.index
         index.write(lambda s: s.txn.put(tables.LEDGER_KEY, b"damaged", db=s.db.meta), 5.0)
         generation = index.generation
         result = put(namespace(store), PROMPTS.tokens(2, 60), judge)
         assert result is not None and result.declined == 60
-        store._core.background.wake("rebuild")
+        store._shared.background.wake("rebuild")
         assert store.wait_ready(20.0) and index.generation != generation
         assert get(namespace(store), PROMPTS.tokens(1, 20), judge) == 20
         assert index.read(lambda s: s.check_ledger(), 5.0)
@@ -130,13 +130,13 @@ def test_a_damaged_ledger_is_built_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["a" + ".a" * 100_000 + " = 1", "[" + "a." * 100_000 + "a]", 'q."a"' + '."a"' * 60_000])
-def test_a_key_of_very_many_parts_is_refused_at_once(key: str) -> None:
+def test_a_key_of_many_parts_is_refused_at_once(key: str) -> None:
     """tomllib takes minutes for it."""
     with pytest.raises(ConfigError, match="dots"):
         parse_toml(b'capacity = "1GiB"\n' + key.encode(), "kvfs.toml")
 
 
-def test_stamps_of_segments_that_are_gone_go_with_the_next_rebuild(tmp_path: Path) -> None:
+def test_a_rebuild_removes_access_times_of_missing_segments(tmp_path: Path) -> None:
     judge, path = Judge(), tmp_path / "store"
     with open_store(path) as store:
         put(namespace(store), PROMPTS.tokens(1, 5), judge)
@@ -147,13 +147,13 @@ def test_stamps_of_segments_that_are_gone_go_with_the_next_rebuild(tmp_path: Pat
     lose_index(path)
     with open_store(path) as store:
         assert store.wait_ready(20.0)
-        store._core._rebuilder.join(20.0)  # type: ignore[union-attr]
+        store._shared._rebuilder.join(20.0)  # type: ignore[union-attr]
         assert list((path / "run" / "use").iterdir()) == [kept]
     assert not judge.failed, judge.notes
 
 
 def test_a_parser_that_skips_its_check_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle does not believe the parser."""
+    """The oracle checks the input itself."""
     monkeypatch.setattr(fmt, "_body", lambda data, size, seed=0: bytes(data[:size]) if len(data) >= size + 8 else None)
     pool, chance = Pool(TARGETS["entry"], CORPUS), random.Random(1)
     assert any(pool.step(chance).failure == "wrong" for _ in range(400))

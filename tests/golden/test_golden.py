@@ -19,7 +19,7 @@ from tools import golden
 from tools.golden import CASES, GQA, PINNED, Case, get, unpack
 
 ARCHIVE = Path(__file__).parent / "format1.tar.xz"
-#: of the archive as it was committed, and of all pages that it must hold: neither may ever change
+#: Digests of the archive as it was committed, and of all pages that it must hold: neither may ever change.
 ARCHIVE_SHA256 = "5d65cbe0f7358ffc1bbcba36e1dd6423e44da305d874b77b2484c65dd74141c1"
 PAGES_SHA256 = "89a42caa69eae261dc494b470193a130357500b55b83b56ecb1fb37a2203281f"
 LIVE = [case for case in CASES if case.ttl is None]
@@ -50,7 +50,7 @@ def scans(path: Path) -> dict[str, Scan]:
 
 
 def everything(store: kvfs.Store) -> None:
-    """All live pages are found, verify, and are byte for byte what their names say."""
+    """All live pages are found, verify, and have the bytes that follow from their names."""
     assert store.wait_ready(20)
     for case in LIVE:
         pages, chunks = case.pages(), case.chunks
@@ -60,7 +60,7 @@ def everything(store: kvfs.Store) -> None:
 
 
 def persistent(path: Path) -> set[str]:
-    """Segments with pages that have not expired: what has goes whenever a process finds the time."""
+    """Segments with pages that have not expired; a background task drops the others."""
     return {
         name
         for name, scan in scans(path).items()
@@ -87,7 +87,7 @@ def test_the_archive_holds_segments_of_every_kind(path: Path) -> None:
 
 
 @pytest.mark.parametrize("read_only", [False, True], ids=["for_writing", "read_only"])
-def test_every_page_of_format_1_is_found_and_right(path: Path, read_only: bool) -> None:
+def test_every_page_of_format_1_is_found_and_correct(path: Path, read_only: bool) -> None:
     with kvfs.open(path, read_only=read_only) as store:
         everything(store)
         report = store.verify()
@@ -96,12 +96,12 @@ def test_every_page_of_format_1_is_found_and_right(path: Path, read_only: bool) 
         assert [pin.name for pin in store.pins()] == [PINNED]
 
 
-def test_what_has_expired_is_not_served_and_goes(path: Path) -> None:
+def test_expired_pages_are_not_served_and_are_dropped(path: Path) -> None:
     (expired,) = (case for case in CASES if case.ttl is not None)
     with kvfs.open(path) as store:
         assert store.wait_ready(20)
         assert expired.namespace(store).match(expired.tokens).tokens == 0
-        store._core.evictor.expire()
+        store._shared.services().evictor.expire()
         everything(store)
 
 
@@ -115,14 +115,14 @@ def test_pages_of_format_1_are_read_at_other_degrees(path: Path) -> None:
                 assert (first, data) == (0, case.part_of(case.pages()["full"], part)), (case.name, part)
 
 
-def test_a_store_of_format_1_is_gone_on_with(path: Path) -> None:
-    """New pages go into the segment that was left active; what was there is still right, after a rebuild too."""
+def test_a_store_of_format_1_takes_new_pages(path: Path) -> None:
+    """New pages go to the segment that was left active; earlier ones stay correct, also after a rebuild."""
     before = {name: (path / "segments" / name).read_bytes() for name in persistent(path)}
     new = Case("new", GQA, 7)
     with kvfs.open(path) as store:
         assert store.wait_ready(20)
         golden.put(store, new)
-    for name, data in before.items():  # what was published has not changed: only a table may have got entries
+    for name, data in before.items():  # published bytes have not changed: only a table may have new entries
         now = (path / "segments" / name).read_bytes()
         assert now[: fmt.FIRST_TABLE] == data[: fmt.FIRST_TABLE]
         assert now[fmt.FIRST_PAYLOAD : len(data)] == data[fmt.FIRST_PAYLOAD :]
@@ -144,7 +144,7 @@ def test_a_pin_of_format_1_protects_its_pages(path: Path) -> None:
         assert store.unpin(PINNED)
 
 
-# ---------------------------------------------------------------- what this version does not know
+# ---------------------------------------------------------------- formats and features of later versions
 
 
 def test_another_format_is_refused_and_nothing_is_touched(path: Path) -> None:
@@ -183,12 +183,12 @@ def set_feature(file: Path, offset: int) -> None:
 
 @pytest.fixture
 def active(path: Path) -> Iterator[Path]:
-    """The segment that takes any page, and is not sealed."""
+    """The segment for any page that is not sealed."""
     (name,) = (name for name, scan in scans(path).items() if scan.seal is None and not any(scan.header.class_id))
     yield path / "segments" / name
 
 
-def test_a_segment_with_unknown_compatible_bits_is_like_any_other(path: Path, active: Path) -> None:
+def test_a_segment_with_unknown_compatible_bits_is_used_as_any_other(path: Path, active: Path) -> None:
     set_feature(active, 16)
     before = persistent(path)
     with kvfs.open(path) as store:

@@ -15,7 +15,7 @@ from tools import golden
 from tools.golden import BYTES, CODEC_CASES, WIDE, Case, get, unpack
 
 ARCHIVE = Path(__file__).parent / "format1-codecs.tar.xz"
-#: of the archive as it was committed; it may never change
+#: Digest of the archive as it was committed; it may never change.
 ARCHIVE_SHA256 = "8312d4def836d5963fde315823161c563ba6a62d0b9623e44c3531a41f7fce1a"
 
 
@@ -40,14 +40,14 @@ def test_the_archive_never_changes_and_holds_records_of_every_codec(path: Path) 
 
 
 @pytest.mark.parametrize("read_only", [False, True], ids=["for_writing", "read_only"])
-def test_every_encoded_page_is_found_and_right(path: Path, read_only: bool) -> None:
+def test_every_encoded_page_is_found_and_correct(path: Path, read_only: bool) -> None:
     with kvfs.open(path, read_only=read_only) as store:
         everything(store)
         report = store.verify()
         assert report.ok and report.pages == len([e for s in scans(path).values() for e in s.parts()]), report.problems
 
 
-def test_a_store_with_codecs_is_gone_on_with(path: Path) -> None:
+def test_a_store_with_codecs_takes_new_pages(path: Path) -> None:
     new = Case("new", WIDE, 3, codec="planes")
     with kvfs.open(path) as store:
         assert store.wait_ready(20)

@@ -26,7 +26,7 @@ from kvfs.format import segment as fmt
 from kvfs.gpu import lane
 from kvfs.gpu.gpu_io import GpuIO
 from kvfs.gpu.registration import PinnedBudget, RegisteredMaps
-from kvfs.gpu.registration_cache import PIECE_BYTES
+from kvfs.gpu.registration_cache import REGION_BYTES
 from kvfs.kernels.driver import CudaError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.system.files import Files
@@ -210,7 +210,7 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
     device = SimulatedDevice()
     with attach(ns, target.kv, device=device) as io, ns.match(prompt(5), part=io.parts) as match:
         if piece_bytes is not None:
-            io._gpu_desk.in_place._piece_bytes = piece_bytes
+            io._gpu_context.regions._region_bytes = piece_bytes
         io.warm(match)  # the kernel may have paged out what was saved
         launches = device.launches
         result = io.load(match, range(10), NOW, layerwise=True).wait(SECONDS)
@@ -252,7 +252,7 @@ def test_a_save_on_a_full_disk_goes_on_when_room_was_made(store_path: Path) -> N
     with kvfs.open(store_path, capacity="16MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         saved(ns, 3, first=10_000)
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         engine = Engine(seed=7)
         with attach(ns, engine.kv) as io:
             files.arm(Fault(1, "pwritev", error=errno.ENOSPC))
@@ -350,9 +350,9 @@ def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_
     store: kvfs.Store, tmp_path: Path
 ) -> None:
     files, device = ClockFiles(), SimulatedDevice()
-    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._shared.c.pinned, files, 1 << 40))
     (tmp_path / "file").write_bytes(b"")
-    os.truncate(tmp_path / "file", PIECE_BYTES)
+    os.truncate(tmp_path / "file", REGION_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
     held: Any = SimpleNamespace(fd=fd, mappable=True)
 
@@ -362,8 +362,8 @@ def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_
             SimulatedDevice.register(device, address, nbytes, read_only=read_only)
 
         device.register = slowly  # type: ignore[method-assign]
-        for _ in range(int(gib * 2**30) // PIECE_BYTES):
-            made = maps.make(held, 0, PIECE_BYTES, ahead=True)
+        for _ in range(int(gib * 2**30) // REGION_BYTES):
+            made = maps.make(held, 0, REGION_BYTES, ahead=True)
             assert made is not None
             maps.free(made)
 
@@ -410,7 +410,7 @@ def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load plans its pages a window at a time; what the first window makes must do for the others."""
-    monkeypatch.setattr("kvfs.gpu.load.WINDOW_PAGES", 1)
+    monkeypatch.setattr("kvfs.gpu.page_feed.WINDOW_PAGES", 1)
     source, target = saved(ns, 8), Engine()
     with attach(ns, target.kv) as io, ns.match(prompt(8)) as match:
         monkeypatch.setattr(io.ring, "acquire", lambda *args, **kwargs: pytest.fail("the ring was used"))
@@ -463,7 +463,7 @@ def test_an_arena_is_filled_ahead_and_kept(ns: kvfs.Namespace) -> None:
         pinned = dict(device.registered)
         assert io.warm(match) == match.nbytes
         blocks = {address: size for address, (size, _) in device.registered.items() if address not in pinned}
-        assert list(blocks.values()) == [PIECE_BYTES], "more than the block that the segment needs"
+        assert list(blocks.values()) == [REGION_BYTES], "more than the block that the segment needs"
         assert device.maps() == 0, "a map of a file was registered"
         slots = io.ring.free
         for _ in range(3):
@@ -474,16 +474,22 @@ def test_an_arena_is_filled_ahead_and_kept(ns: kvfs.Namespace) -> None:
     assert not device.registered, "something is still pinned"
 
 
-def test_what_a_load_asks_for_twice_comes_to_the_arena(ns: kvfs.Namespace) -> None:
-    saved(ns, 4)
-    target = Engine()
-    with attach(ns, target.kv, transport="arena") as io, ns.match(prompt(4)) as match:
-        pieces = io._gpu_desk.in_place
-        assert pieces is not None
+def test_an_arena_grows_in_the_background_by_what_loads_have_lacked(ns: kvfs.Namespace) -> None:
+    source, target, device = saved(ns, 4), Engine(), SimulatedDevice()
+    with attach(ns, target.kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
+        regions, pinned = io._gpu_context.regions, len(device.registered)
+        assert regions is not None
         for _ in range(2):  # through the ring: to pin a block takes longer than that
             io.load(match, range(8), NOW).wait(SECONDS)
-        io.sweep()
-        assert pieces.nbytes >= match.nbytes
+        assert regions.nbytes == 0 and len(device.registered) == pinned
+        for _ in range(2):
+            io.sweep()
+            assert len(device.registered) == pinned + 1, "one region was lacking"
+        io.ring.acquire = lambda *args, **kwargs: pytest.fail("the ring was used")  # type: ignore[method-assign]
+        target.memory[...] = 0xA5A5
+        io.load(match, range(8), NOW).wait(SECONDS)
+        assert regions.nbytes >= match.nbytes and target.tokens(range(8)) == source.tokens(range(8))
+    assert not device.registered
 
 
 def test_an_arena_makes_nothing_once_it_is_closed(ns: kvfs.Namespace) -> None:
@@ -491,21 +497,23 @@ def test_an_arena_makes_nothing_once_it_is_closed(ns: kvfs.Namespace) -> None:
     saved(ns, 4)
     device = SimulatedDevice()
     with attach(ns, Engine().kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
-        pieces = io._gpu_desk.in_place
-        assert pieces is not None
+        regions = io._gpu_context.regions
+        assert regions is not None
+        io.load(match, range(8), NOW).wait(SECONDS)
+        assert regions.short
         io.close()
         assert io.warm(match) == 0
-        pieces.work()
-    assert pieces.nbytes == 0 and not device.registered
+        regions.sweep(())
+    assert regions.nbytes == 0 and not device.registered
 
 
 def test_an_arena_that_is_full_takes_the_oldest_piece(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     sources = [saved(ns, 2, seed=i, first=1000 * i) for i in range(3)]
     target, device = Engine(), SimulatedDevice()
     with attach(ns, target.kv, device=device, transport="arena", registered_bytes=2 * 4096) as io:
-        pieces = io._gpu_desk.in_place
+        pieces = io._gpu_context.regions
         assert pieces is not None
-        pieces._piece_bytes = pieces.backing._block_bytes = 4096  # two blocks in all
+        pieces._region_bytes = pieces.source._block_bytes = 4096  # two blocks in all
         for i in (0, 1, 2, 0, 2, 1):
             with ns.match(prompt(2, 1000 * i)) as match:
                 io.warm(match)
@@ -542,7 +550,7 @@ def test_processes_of_a_host_share_what_may_be_pinned(store_path: Path) -> None:
             other.say_pinned(60 << 20)
             with attach(ns, Engine().kv, registered_bytes="64MiB") as io, ns.match(prompt(4)) as match:
                 assert io.warm(match) == match.nbytes
-                assert ns._c.pinned.mine == io._gpu_desk.in_place.nbytes  # type: ignore[union-attr]
+                assert ns._c.pinned.mine == io._gpu_context.regions.nbytes  # type: ignore[union-attr]
                 mine = PinnedBytes(other)
                 assert not mine.take(64 << 20, 64 << 20, 0.0), "what this process has is not counted"
             other.say_pinned((64 << 20) - 1)
@@ -722,8 +730,8 @@ def test_what_will_be_registered_is_filled_in_as_a_whole_and_once(
 ) -> None:
     """What the page cache lacks of a piece when it is registered would be read by the thread that loads, alone."""
     files, device = ColdFiles(), SimulatedDevice()
-    monkeypatch.setattr("kvfs.gpu.populate.FILL_BYTES", 1 << 14)
-    monkeypatch.setattr("kvfs.gpu.load.WINDOW_PAGES", 1)
+    monkeypatch.setattr("kvfs.gpu.populate.PREFETCH_BYTES", 1 << 14)
+    monkeypatch.setattr("kvfs.gpu.page_feed.WINDOW_PAGES", 1)
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = saved(ns, 12), Engine()

@@ -237,8 +237,8 @@ def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace
     """The engine may have all of the GPU's memory."""
     device = SimulatedDevice()
     with attach(ns, Engine(seed=1).kv, device=device) as io:
-        lane = io._gpu_desk.saves
-        lane.give_back(lane.sheet(1))
+        lane = io._gpu_context.saves
+        lane.give_back(lane.commands(1))
         before, memory, most = len(device.registered), device.memory, device.pinned_max
         if lacking == "device":
             device.memory = full  # type: ignore[method-assign]
@@ -246,10 +246,10 @@ def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace
             device.pinned_max = 1 << 20
         for _ in range(3):
             with pytest.raises((MemoryError, CudaError)):
-                lane.sheet(2 << 20)
+                lane.commands(2 << 20)
         device.memory, device.pinned_max = memory, most  # type: ignore[method-assign]
         assert len(device.registered) < before
-        sheet = lane.sheet(1)
+        sheet = lane.commands(1)
         device.check_host(sheet._back.address, 1)
         assert len(device.registered) == before
 
@@ -258,16 +258,16 @@ def test_a_long_prompt_finds_the_work_list_of_the_last_one(ns: kvfs.Namespace) -
     """To make one takes longer than to plan the load of a short prompt."""
     device = SimulatedDevice()
     with attach(ns, Engine(seed=1).kv, device=device) as io:
-        lane = io._gpu_desk.loads
-        made = lane.sheet(2 << 20)
+        lane = io._gpu_context.loads
+        made = lane.commands(2 << 20)
         lane.give_back(made)
         for nbytes in (1 << 20, 2 << 20, 1):
-            sheet = lane.sheet(nbytes)
+            sheet = lane.commands(nbytes)
             assert (sheet is made) == (nbytes > 1 << 20)
             lane.give_back(sheet)
-        few, more = lane.sheet(1), [lane.sheet(2 << 20) for _ in range(2)]
+        few, more = lane.commands(1), [lane.commands(2 << 20) for _ in range(2)]
         assert few.nbytes == 1 << 20 and more[0] is made and more[1] is not made
-        assert len(lane._sheets) == UNDER_WAY
+        assert len(lane._buffers) == UNDER_WAY
 
 
 def full(_: int) -> Any:
@@ -297,9 +297,9 @@ def test_a_piece_that_hangs_while_it_is_made_keeps_nobody_from_loading_and_closi
     source, target = saved(ns, 4), Engine()
     device, go, stuck = SimulatedDevice(), threading.Event(), threading.Event()
     io = attach(ns, target.kv, device=device, transport=transport)
-    maps = io._gpu_desk.in_place
+    maps = io._gpu_context.regions
     assert maps is not None
-    make_now = maps.backing.make
+    make_now = maps.source.make
 
     def make(*args: Any, **options: Any) -> Any:
         stuck.set()
@@ -307,7 +307,7 @@ def test_a_piece_that_hangs_while_it_is_made_keeps_nobody_from_loading_and_closi
         return make_now(*args, **options)
 
     with ns.match(prompt(4)) as match:
-        monkeypatch.setattr(maps.backing, "make", make)
+        monkeypatch.setattr(maps.source, "make", make)
         hanging = threading.Thread(target=io.warm, args=(match,))
         hanging.start()
         assert stuck.wait(SECONDS)
@@ -333,9 +333,9 @@ def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done
     saved(ns, 4)
     go, stuck = threading.Event(), threading.Event()
     with attach(ns, Engine().kv, device=SimulatedDevice()) as io, ns.match(prompt(4)) as match:
-        maps = io._gpu_desk.in_place
+        maps = io._gpu_context.regions
         assert maps is not None
-        make_now, waits = maps.backing.make, list[float | None]()
+        make_now, waits = maps.source.make, list[float | None]()
         wait_for = maps._made.wait_for
 
         def make(*args: Any, **options: Any) -> Any:
@@ -347,7 +347,7 @@ def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done
             waits.append(timeout)
             return wait_for(ready, timeout)
 
-        monkeypatch.setattr(maps.backing, "make", make)
+        monkeypatch.setattr(maps.source, "make", make)
         monkeypatch.setattr(maps._made, "wait_for", counted_wait)
         hanging = threading.Thread(target=io.warm, args=(match,))
         hanging.start()
@@ -377,7 +377,7 @@ def test_a_store_is_closed_though_its_gpu_is_broken(
         assert io.warm(match)
     monkeypatch.setattr(*((device, "current") if where == "current" else (DmaLane, "quiet")), broken)
     store.close()
-    assert "could not be let go of" in caplog.text
+    assert "could not be released" in caplog.text
     assert bool(device.registered) == (where == "current"), "one step that fails keeps the others"
     assert not list((store_path / "run").glob("*.live"))
 

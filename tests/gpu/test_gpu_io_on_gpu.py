@@ -312,7 +312,7 @@ def test_the_driver_launches_what_triton_has_compiled(store: kvfs.Store) -> None
             with ns.match(tokens) as match:
                 loaded = loads.load(match, blocks, event()).wait(SECONDS)
                 assert loaded is not None and loaded.tokens == 512, loaded
-        for stream in (saves._gpu_desk.saves.kernels, loads._gpu_desk.loads.kernels):
+        for stream in (saves._gpu_context.saves.kernels, loads._gpu_context.loads.kernels):
             assert stream._launches and all(stream._launches.values()), stream._launches
     used = [*range(32), *range(10, 42)]
     for mine, theirs in zip(target.tensors, source.tensors, strict=True):
@@ -326,10 +326,10 @@ def test_what_was_used_last_is_pinned_before_the_first_load(store: kvfs.Store, t
     save(ns, source, tokens, range(32))
     with ns.attach(target.kv, transport=transport) as io, ns.match(tokens) as match:
         assert io.warm_hottest("1GiB") >= match.nbytes
-        before = io._gpu_desk.in_place.nbytes
+        before = io._gpu_context.regions.nbytes
         result = io.load(match, range(32), event()).wait(SECONDS)
         assert result is not None and result.tokens == 512, result
-        assert io._gpu_desk.in_place.nbytes == before, "the load had to pin more"
+        assert io._gpu_context.regions.nbytes == before, "the load had to pin more"
     assert target.same(source, 32)
 
 
@@ -342,7 +342,7 @@ def test_graphs_are_captured_while_pages_are_moved_and_pinned(
     save(ns, source, tokens, range(32))
     over, happened, turns = threading.Event(), event(), list[tuple[bool, int]]()
     with ns.attach(target.kv) as io:
-        monkeypatch.setattr(io, "_gone", lambda segment_id: True)  # each sweep unpins all
+        monkeypatch.setattr(io, "_is_dropped", lambda segment_id: True)  # each sweep unpins all
 
         def serve() -> None:
             while not over.is_set():

@@ -75,7 +75,7 @@ def test_a_lane_knows_which_batch_has_to_be_over() -> None:
         assert (due is None) == (number < 2)
         if due is not None:
             assert due is ends[number - 2], "the oldest of two"
-        slot = lane.slot(256, lane.dma)
+        slot = lane.slice(256, lane.dma)
         assert slot is not None
         lane.finished(slot, lane.kernels)
         ends.append(lane._ends[number % 2])
@@ -86,7 +86,7 @@ def test_a_batch_of_many_calls_counts_for_several(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lane, "CALLS", 10)
     tested = DmaLane(LateDevice(), 1 << 20)
     for number, calls, last in [(1, 6, None), (2, 4, None), (3, 1, 0), (4, 9, 1), (5, 30, 4), (6, 2, 4), (7, 8, 4)]:
-        slot = tested.slot(256, tested.dma)
+        slot = tested.slice(256, tested.dma)
         assert slot is not None
         tested.finished(slot, tested.kernels, calls)
         due = tested.due()
@@ -145,7 +145,7 @@ def test_a_load_that_waits_for_room_can_be_ended(ns: kvfs.Namespace, end: str) -
     with attach(ns, target.kv, device=device, scratch_bytes=1) as io, ns.match(prompt(CHUNKS)) as match:
         io.warm(match)
         device.asks = float("inf")
-        lane = io._gpu_desk.loads
+        lane = io._gpu_context.loads
         transfer = io.load(match, range(2 * CHUNKS), NOW, deadline=SECONDS if end == "cancel" else 0.5)
         stop = time.monotonic() + SECONDS
         while lane.due() is None:
@@ -217,7 +217,7 @@ def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
 ) -> None:
     files, device = SparseFiles(), SimulatedDevice()
     files.code = code
-    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._shared.c.pinned, files, 1 << 40))
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
@@ -232,7 +232,7 @@ def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
             maps.free(made)
     finally:
         os.close(fd)
-    assert not device.registered and store._core.c.pinned.mine == 0 and maps.failed == 0
+    assert not device.registered and store._shared.c.pinned.mine == 0 and maps.failed == 0
 
 
 class HalfCachedFiles(Files):
@@ -245,7 +245,7 @@ class HalfCachedFiles(Files):
 def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path) -> None:
     """A process may have 65530, and the engine wants some."""
     files, device, size = HalfCachedFiles(), SimulatedDevice(), 16 * HUGE_BYTES
-    maps = RegisteredMaps(device, files, PinnedBudget(store._core.c.pinned, files, 1 << 40))
+    maps = RegisteredMaps(device, files, PinnedBudget(store._shared.c.pinned, files, 1 << 40))
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, size)
@@ -264,7 +264,7 @@ def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path)
 def test_nothing_is_read_for_a_piece_that_the_budget_does_not_allow(store: kvfs.Store, tmp_path: Path) -> None:
     """A rank that begins when others have spent it would read for its whole deadline, for nothing."""
     files = SparseFiles()
-    maps = RegisteredMaps(SimulatedDevice(), files, PinnedBudget(store._core.c.pinned, files, HUGE_BYTES))
+    maps = RegisteredMaps(SimulatedDevice(), files, PinnedBudget(store._shared.c.pinned, files, HUGE_BYTES))
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 4 * HUGE_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
@@ -276,4 +276,4 @@ def test_nothing_is_read_for_a_piece_that_the_budget_does_not_allow(store: kvfs.
         assert maps.make(held, 4 * HUGE_BYTES, HUGE_BYTES, ahead=True) is None, "behind the end of the file"
     finally:
         os.close(fd)
-    assert store._core.c.pinned.mine == 0
+    assert store._shared.c.pinned.mine == 0

@@ -225,18 +225,18 @@ def test_layers_that_have_come_do_not_wait_for_a_disk(
     target, reading, go_on = Engine(), threading.Event(), threading.Event()
     with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
         io.warm(match)
-        in_place, segments = PageSource.in_place, io._gpu_desk.context.segments
+        registered, segments = PageSource.registered, io._gpu_context.store.segments
         read = segments.read
 
-        def only_the_window(self: PageSource, run: Any, *, filled: bool = False) -> Any:
-            return in_place(self, run, filled=filled) if self._attached.group.name == "window" else None
+        def only_the_window(self: PageSource, run: Any, *, prefetched: bool = False) -> Any:
+            return registered(self, run, prefetched=prefetched) if self._attached.group.name == "window" else None
 
         def slowly(*args: Any, **kwargs: Any) -> None:
             reading.set()
             assert go_on.wait(SECONDS)
             read(*args, **kwargs)
 
-        monkeypatch.setattr(PageSource, "in_place", only_the_window)
+        monkeypatch.setattr(PageSource, "registered", only_the_window)
         monkeypatch.setattr(PageSource, "prepare", lambda self, run: None)
         monkeypatch.setattr(segments, "read", slowly)
         transfer = io.load(match, units(), NOW, layerwise=True)
@@ -274,8 +274,8 @@ def test_whichever_launch_fails_what_came_before_counts(
             fine(target, source, told)
             loaded.add(result.pages)
             assert io.ring.free == io.ring.slots
-            maps = io._gpu_desk.in_place
-            assert maps is None or not any(piece.users for piece in maps._pieces.values())
+            maps = io._gpu_context.regions
+            assert maps is None or not any(piece.users for piece in maps._regions.values())
             device.fails_at = -1
             assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
     assert loaded >= {0, WINDOW}, "the first group is thrown away with the second"
@@ -299,10 +299,10 @@ def test_a_load_that_ends_at_any_launch_vouches_for_what_came(
             if device.launches != begin + launch:
                 return
             if why == "deadline":
-                object.__setattr__(transfer._task, "deadline", 0.0)
+                object.__setattr__(transfer._control.task, "deadline", 0.0)
             else:
                 threading.Thread(target=transfer.cancel).start()
-                while not transfer.stopped:
+                while not transfer._control.stopped:
                     pass
 
         device.before_launch = end
@@ -325,7 +325,7 @@ def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(
         def cancel() -> None:
             if device.launches == begin + 1:
                 threading.Thread(target=transfer.cancel).start()
-                while not transfer.stopped:
+                while not transfer._control.stopped:
                     pass
 
         started = threading.Event()
@@ -370,13 +370,13 @@ def test_what_has_come_does_not_wait_for_the_rest_of_a_piece(store_path: Path) -
         with attach(ns, *source.kvs) as io:
             assert io.save(ns.plan_save(TOKENS), units(), NOW).wait(SECONDS)
         with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
-            maps = io._gpu_desk.in_place
+            maps = io._gpu_context.regions
             assert maps is not None
-            maps._piece_bytes = PIECE
+            maps._region_bytes = PIECE
             assert io.warm(match)
             window = [ref.place for refs in match.group("window").sources().values() for ref in refs]
             keep = {place.block * 4096 // PIECE for place in window[-WINDOW:]}
-            for key in [key for key in maps._pieces if key[1] not in keep]:
+            for key in [key for key in maps._regions if key[1] not in keep]:
                 assert maps._drop_unused(key)
             files.cold = True
             transfer = io.load(match, units(), NOW)

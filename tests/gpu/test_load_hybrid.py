@@ -80,7 +80,7 @@ class CountingDevice(SimulatedDevice):
 
     def ring_copies(self, io: HostIO) -> list[int]:
         assert isinstance(io, GpuIO)
-        first, ring = io._gpu_desk.ring_address, io.ring
+        first, ring = io._gpu_context.ring_address, io.ring
         return [nbytes for address, nbytes in self.copies if 0 <= address - first < ring.slots * ring.slot_bytes]
 
 
@@ -234,9 +234,9 @@ def test_a_failing_launch_in_the_second_group_leaves_nothing_under_way(ns: kvfs.
         assert save(ns, io).declined == 0
 
 
-def test_one_sheet_has_room_for_all_groups(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_command_buffer_has_room_for_all_groups(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each page is a batch of its own."""
-    monkeypatch.setattr(DmaLane, "sheet", lambda lane, nbytes: CommandBuffer(lane.device, nbytes))
+    monkeypatch.setattr(DmaLane, "commands", lambda lane, nbytes: CommandBuffer(lane.device, nbytes))
     layout = hybrid(3, 3)
     ns = store.namespace("even", layout, "1")
     with attach(ns, *Engine(layout, seed=1).kvs, ring_bytes=8192) as io:

@@ -246,7 +246,7 @@ def test_pages_whose_flags_nobody_can_wait_for_are_not_loaded(
     stored(ns)
     late, refused = LateDevice(1), list[int]()
     with attach(ns, Engine().kv, device=late) as io, ns.match(prompt(CHUNKS)) as match:
-        kernels, record_now = io._gpu_desk.loads.kernels, LateStream.record
+        kernels, record_now = io._gpu_context.loads.kernels, LateStream.record
 
         def record(stream: LateStream, event: Any = None) -> Event:
             if stream is kernels and event is None and not refused:

@@ -156,7 +156,7 @@ def test_layers_are_told_of_by_whoever_sees_them_first(ns: kvfs.Namespace, monke
     source, target, go, units = saved(ns, 8), Engine(), threading.Event(), range(16)
     with attach(ns, target.kv, device=LateDevice(seed=1), scratch_bytes=1) as io, ns.match(prompt(8)) as match:
         io.warm(match)
-        io._gpu_desk.ends.put(lambda: go.wait(SECONDS) and None)
+        io._gpu_context.ends.put(lambda: go.wait(SECONDS) and None)
         transfer = io.load(match, units, NOW, deadline=LATE, layerwise=True)
         try:
             assert transfer.layer_ready(0).wait(SECONDS) and not transfer.done.is_set()

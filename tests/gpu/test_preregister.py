@@ -37,11 +37,11 @@ class Rank:
     def __init__(self, ns: kvfs.Namespace, piece: int = PIECE, **changes: Any) -> None:
         self.ns, self.engine, self.device = ns, Engine(), SimulatedDevice()
         self.io: GpuIO = attach(ns, self.engine.kv, device=self.device, **changes)
-        maps = self.io._gpu_desk.in_place
+        maps = self.io._gpu_context.regions
         assert maps is not None
-        self.maps, maps._piece_bytes = maps, piece
+        self.maps, maps._region_bytes = maps, piece
         if self.io.transport == "arena":
-            maps.backing._block_bytes = piece  # type: ignore[attr-defined]
+            maps.source._block_bytes = piece  # type: ignore[attr-defined]
 
     def __enter__(self) -> Rank:
         return self
@@ -129,7 +129,7 @@ def test_a_piece_that_is_copied_from_is_not_taken_away_for_a_larger_one(ns: kvfs
     with Rank(ns, piece=1 << 20) as rank, ns.match(prompt(1)) as match:
         assert rank.io.warm(match) == match.nbytes
         there = dict(rank.device.registered)
-        [piece] = rank.maps._pieces.values()
+        [piece] = rank.maps._regions.values()
         piece.users += 1
         saved(ns, 1, seed=2, first=1000)
         rank.io.warm_hottest("1GiB")
@@ -182,7 +182,7 @@ def test_a_sealed_segment_whose_table_was_never_filled_is_pinned_by_a_reader(sto
     with kvfs.open(store_path, capacity="64MiB") as writer:
         saved(writer.namespace("model", LAYOUT, "1"), CHUNKS)
     with kvfs.open(store_path, read_only=True) as reader, Rank(reader.namespace("model", LAYOUT, "1")) as rank:
-        rank.maps._piece_bytes = 1 << 20
+        rank.maps._region_bytes = 1 << 20
         assert rank.io.warm_hottest("1GiB") >= CHUNKS * PAGE * 256
         assert rank.pinned(0)
 
@@ -199,13 +199,13 @@ def test_where_the_budget_is_spent_each_piece_is_tried_once_and_not_for_each_of_
         kvfs.open(store_path, read_only=True) as reader,
         Rank(reader.namespace("model", LAYOUT, "1"), piece=1 << 20, registered_bytes=4096) as rank,
     ):
-        make = rank.maps.backing.make
+        make = rank.maps.source.make
 
         def counted(held: Any, start: int, nbytes: int, *, ahead: bool) -> Any:
             tries.append((held.segment_id, start))
             return make(held, start, nbytes, ahead=ahead)
 
-        monkeypatch.setattr(rank.maps.backing, "make", counted)
+        monkeypatch.setattr(rank.maps.source, "make", counted)
         assert rank.io.warm_hottest("1GiB") == 0
     assert tries and len(tries) == len(set(tries))
 
@@ -353,8 +353,8 @@ def test_a_pinned_piece_needs_no_descriptor_beside_its_segments(ns: kvfs.Namespa
     with Rank(ns) as rank:
         before = descriptors()  # of segments that are appended to
         assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes
-        segments = {key[0] for key in rank.maps._pieces}
-        assert descriptors() - before == len(segments) < len(rank.maps._pieces) - 10
+        segments = {key[0] for key in rank.maps._regions}
+        assert descriptors() - before == len(segments) < len(rank.maps._regions) - 10
 
 
 def test_pinned_pieces_keep_a_bounded_number_of_segments_open(store_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_pinned_pieces_keep_a_bounded_number_of_segments_open(store_path: Path) 
                 for first, engine in zip(firsts, written, strict=True):
                     with ns.match(prompt(CHUNKS, first)) as match:
                         rank.io.warm(match)
-                        assert len({key[0] for key in rank.maps._pieces}) <= 2
+                        assert len({key[0] for key in rank.maps._regions}) <= 2
                     assert rank.load(first) == engine.tokens(range(2 * CHUNKS))
             there = rank.maps.nbytes
             assert rank.io.warm_hottest("1GiB") == there, "others went for what is only likely to be wanted"
@@ -392,7 +392,7 @@ def test_the_upkeep_asks_nothing_of_the_driver_while_there_is_nothing_to_do(
         rank.io.sweep()
         assert not calls
         pinned = rank.device.maps()
-        monkeypatch.setattr(rank.io, "_gone", lambda _: True)
+        monkeypatch.setattr(rank.io, "_is_dropped", lambda _: True)
         rank.io.sweep()
         assert calls and rank.device.maps() < pinned
 
@@ -418,7 +418,7 @@ def test_what_is_pinned_is_let_go_of_and_read_though_the_disk_hangs(store_path: 
             assert rank.io.warm_hottest("1GiB") > 0
             files.hangs = True
             try:
-                key = next(reversed(rank.maps._pieces))
+                key = next(reversed(rank.maps._regions))
                 with rank.maps._lock:
                     assert rank.maps._drop_unused(key)
                 assert ns._c.pinned.mine == rank.maps.nbytes

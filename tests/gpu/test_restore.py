@@ -14,9 +14,8 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import PageOutcome
 from kvfs.errors import ConfigError
-from kvfs.gpu import batches, lane
+from kvfs.gpu import batches, lane, page_feed
 from kvfs.gpu import page_source as gpusource
-from kvfs.gpu import restore as gpurestore
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import PrefixMatch
 from tests.gpu.test_gpu_io import LATE, LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
@@ -30,7 +29,7 @@ UNITS = range(2 * CHUNKS)
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpurestore, "FIRST_PAGES", 2)
+    monkeypatch.setattr(page_feed, "FIRST_PAGES", 2)
 
 
 def restored(io: Any, tokens: list[int], units: Any = UNITS, **how: Any) -> kvfs.TransferResult:
@@ -203,29 +202,29 @@ def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace,
         assert [moved(name) for name in names] == [1, CHUNKS * PAGE, 5 * PAGE, 5 * PAGE, 1]
     assert moved("bytes_loaded") == 5 * ns.layout.groups[0].page_bytes
     assert not [hold for hold in ns._c.holds if hold.held], "a restore that is over holds segments"
-    cells = [cell.cell_contents for cell in transfer._summarise.__closure__ or ()]
+    cells = [cell.cell_contents for cell in transfer._control._summarise.__closure__ or ()]
     held = [cell.hold and cell.hold.held for cell in cells if isinstance(cell, PrefixMatch)]
     assert held == [{}] and Lookahead not in map(type, cells), "whoever keeps the transfer holds them"
 
 
 def test_work_lists_take_as_much_room_as_what_is_found(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not as much as all of the prompt would; where that is more than was thought, they go on another sheet."""
-    monkeypatch.setattr(lane, "SHEET_BYTES", 4096)
-    monkeypatch.setattr(gpurestore, "SHEET_PAGES", 1)
+    monkeypatch.setattr(lane, "COMMANDS_BYTES_MIN", 4096)
+    monkeypatch.setattr(page_feed, "COMMANDS_PAGES", 1)
     monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     source, target = saved(ns, CHUNKS), Engine()
     with attach(ns, target.kv, scratch_bytes="32KiB") as io:
-        loads, taken = io._gpu_desk.loads, list[int]()
-        sheet = loads.sheet
-        loads.sheet = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
+        loads, taken = io._gpu_context.loads, list[int]()
+        sheet = loads.commands
+        loads.commands = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
         for many in (CHUNKS, CHUNKS, 40_000):
             target.memory[...] = 0xA5A5
             assert restored(io, prompt(many), [*UNITS, *[31] * (2 * many - len(UNITS))]).tokens == CHUNKS * PAGE
             assert target.tokens(UNITS) == source.tokens(UNITS)
             assert len(taken) > 1 or many > CHUNKS
-            assert len(loads._sheets) == len(loads._free)
+            assert len(loads._buffers) == len(loads._free)
             taken.clear()
-        assert sum(sheet.nbytes for sheet in loads._sheets) < 80 * many
+        assert sum(sheet.nbytes for sheet in loads._buffers) < 80 * many
 
 
 @pytest.mark.parametrize("way", [{}, {"transport": "arena"}], ids=["in place", "arena"])
@@ -249,10 +248,10 @@ def test_an_active_segment_is_read_in_place_as_far_as_it_is_published(
 
 
 @pytest.mark.parametrize("how", ["load", "restore"])
-def test_a_conversation_that_grows_in_an_active_segment_is_read_in_place_soon(
+def test_a_conversation_that_grows_in_an_active_segment_is_read_in_place(
     store_path: Path, through_ring: list[int], how: str
 ) -> None:
-    """The first turn's piece is too short for the second turn, and in use when that finds out."""
+    """The first turn's region is too short for the second turn, whose first copies use it by then."""
     source, target = Engine(seed=1), Engine()
     with kvfs.open(store_path, capacity="1GiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
@@ -260,10 +259,8 @@ def test_a_conversation_that_grows_in_an_active_segment_is_read_in_place_soon(
             for chunks in (8, 16, 16):
                 result = saves.save(ns.plan_save(prompt(chunks)), range(2 * chunks), NOW, LATE).wait(SECONDS)
                 assert result is not None and not result.declined
-                through_ring.clear()
                 assert come(ns, io, how, prompt(chunks), range(2 * chunks)).tokens == chunks * PAGE
-                io.sweep()
-            assert not through_ring, "the piece was not made anew"
+                assert not through_ring, "the region was not replaced by a longer one"
         assert (target.memory == source.memory).all()
 
 

@@ -70,7 +70,7 @@ def test_a_deadline_that_passes_while_it_is_looked_up_leaves_what_was_found(
     source, target = saved(ns, CHUNKS), Engine()
     with attach(ns, target.kv) as io:
         transfer, looking = half_looked_up(io, monkeypatch)
-        monkeypatch.setattr(type(io._gpu_desk), "late", lambda _, transfer: transfer._note("deadline") or True)
+        monkeypatch.setattr(type(io._gpu_context), "late", lambda _, transfer: transfer.note("deadline") or True)
         looking.go.set()
         result = transfer.wait(SECONDS)
         assert result is not None and (result.tokens, result.reason) == (2 * PAGE, "deadline"), result

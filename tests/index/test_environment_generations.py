@@ -1,4 +1,4 @@
-"""An index that is built anew while something is in progress: numbers of segments mean other segments then."""
+"""An index that is rebuilt while an operation is in progress: numbers of segments mean other segments then."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SEGMENTS = 4
 @pytest.fixture
 def store(memory_path: Path) -> Iterator[kvfs.Store]:
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as made:
-        made._core.background.stop()
+        made._shared.background.stop()
         for n in range(SEGMENTS):
             assert put(made, n).put(tokens_of(n, CHUNKS), PAGES).skipped == CHUNKS
-            made._core.active.finish_all()
+            made._shared.services().active.finish_all()
         yield made
 
 
@@ -52,9 +52,9 @@ def put(store: kvfs.Store, n: int) -> kvfs.Namespace:
 
 
 def rebuild(store: kvfs.Store) -> None:
-    """As ``verify --repair`` of another process, or an error of LMDB, makes one. The newest segment comes first."""
-    store._core.c.index.retire()
-    store._core.rebuild_if_needed()
+    """Replace the index, as ``verify --repair`` of another process does. The newest segment gets the first number."""
+    store._shared.c.index.retire()
+    store._shared.rebuild_if_needed()
 
 
 def there(store: kvfs.Store) -> list[bool]:
@@ -62,7 +62,7 @@ def there(store: kvfs.Store) -> list[bool]:
 
 
 def after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, meanwhile: Callable[[], None]) -> None:
-    """Let something happen behind the first call of a method."""
+    """Call ``meanwhile`` after the first call of a method."""
     call = getattr(target, name)
 
     def once(*args: Any, **how: Any) -> Any:
@@ -74,10 +74,10 @@ def after(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, meanwhile: Ca
     monkeypatch.setattr(target, name, once)
 
 
-def test_a_segment_whose_file_was_made_behind_a_rebuild_s_back_is_not_left_behind(
+def test_a_segment_whose_file_a_rebuild_has_missed_is_removed(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No index knew of it: nobody was charged for its blocks, and nobody would ever have removed it."""
+    """No index knew of it: its blocks were not charged, and no process would ever have removed it."""
     path, create = Path(store.path), SegmentWriter.create
 
     def late(*args: Any, **how: Any) -> SegmentWriter:
@@ -93,8 +93,10 @@ def test_a_segment_whose_file_was_made_behind_a_rebuild_s_back_is_not_left_behin
     assert there(store) == [True] * SEGMENTS
 
 
-def test_an_eviction_spares_what_has_its_victims_number_now(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    evictor = store._core.evictor
+def test_an_eviction_spares_the_segment_that_has_its_victims_number_now(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evictor = store._shared.services().evictor
     after(monkeypatch, evictor.victims, "choose", lambda: rebuild(store))
     evictor._evict_one()
     assert there(store) == [True] * SEGMENTS
@@ -103,11 +105,11 @@ def test_an_eviction_spares_what_has_its_victims_number_now(store: kvfs.Store, m
     assert store.verify().ok
 
 
-def test_a_segment_that_is_about_to_be_removed_does_not_take_another_with_it(
+def test_reclaiming_a_segment_spares_another_that_has_its_number_now(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is held stays charged, whatever becomes of one that had its number."""
-    reclaimer, index = store._core.evictor.reclaimer, store._core.c.index
+    """A held segment stays charged while one that had its number is reclaimed."""
+    reclaimer, index = store._shared.services().evictor.reclaimer, store._shared.c.index
     number, row = index.read(lambda s: s.segments(), 2.0)[0]
     with space_of(store, SEGMENTS - 1).match(tokens_of(SEGMENTS - 1, CHUNKS)):
         last = index.read(lambda s: s.segments(), 2.0)[-1][0]
@@ -118,20 +120,20 @@ def test_a_segment_that_is_about_to_be_removed_does_not_take_another_with_it(
             assert index.read(lambda s: s.segment(number), 2.0).segment_id != row.segment_id
 
         used = index.read(lambda s: s.ledger().used, 2.0)
-        after(monkeypatch, store._core.c.access_times, "forget", meanwhile)
+        after(monkeypatch, store._shared.c.access_times, "forget", meanwhile)
         reclaimer.drop(number)
         rows = index.read(lambda s: s.segments(), 2.0)
         assert sum(r.allocated for _, r in rows) == index.read(lambda s: s.ledger().used, 2.0) <= used
         files = {f.stem for folder in ("segments", "doomed") for f in (Path(store.path) / folder).glob("*.kvs")}
-        assert files <= {r.segment_id.hex() for _, r in rows}, "a file that nobody is charged for"
+        assert files <= {r.segment_id.hex() for _, r in rows}, "a file that is not charged"
 
 
-def test_a_purge_does_not_report_what_an_index_that_was_built_beside_it_may_name(
+def test_a_purge_fails_if_an_index_that_was_built_meanwhile_may_name_its_pages(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    purger = store._core.purger
+    purger = store._shared.services().purger
     monkeypatch.setattr(purger, "_finish", lambda *args: rebuild(store))
-    with pytest.raises(StoreLockedError, match="ask again"):
+    with pytest.raises(StoreLockedError, match="again"):
         store.purge(namespace="m", salt="tenant 1")
     monkeypatch.undo()
     store.purge(namespace="m", salt="tenant 1")
@@ -140,24 +142,24 @@ def test_a_purge_does_not_report_what_an_index_that_was_built_beside_it_may_name
 
 
 @pytest.mark.parametrize("how", ["match", "select"])
-def test_groups_that_were_looked_up_in_two_indices_are_no_match(
+def test_groups_that_were_looked_up_in_two_generations_are_not_a_match(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """What has been verified is not summed again at level "first": another segment's page must not be taken for it."""
+    """At level "first" a page is verified once: another segment's page must not be taken for it."""
     cell = Cell("u8", 1)
     layout = kvfs.PageLayout.of([Group(name, (n,), 1, cell, Need.all(), 16) for n, name in enumerate(("a", "b"))], 16)
     size, tokens = layout.groups[0].page_bytes, tokens_of(0, CHUNKS)
     pages = {name: seeded(n, CHUNKS * size) for n, name in enumerate(("a", "b"))}
     with kvfs.open(memory_path / "two", capacity="16MiB", segment_bytes="256KiB", verify="first") as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns = store.namespace("m", layout, revision="r1")
         for name in pages:
             other = ({*pages} - {name}).pop()
             ns.put(tokens, {name: pages[name], other: b""}, {name: 0, other: CHUNKS})
-            store._core.active.finish_all()
+            store._shared.services().active.finish_all()
         with ns.match(tokens) as match:
             assert match.tokens == len(tokens) and load(ns, match) == pages
-        after(monkeypatch, store._core.c.index, "read", lambda: rebuild(store))
+        after(monkeypatch, store._shared.c.index, "read", lambda: rebuild(store))
         prompt = Prompt(ns.identity.digest, ns.chunk_hashes(tokens))
         found = ns.match(tokens) if how == "match" else ns._matcher.select(prompt, {"a": 0, "b": 0})
         with found:
@@ -167,7 +169,7 @@ def test_groups_that_were_looked_up_in_two_indices_are_no_match(
             assert load(ns, match) == pages
 
 
-def test_a_segment_that_somebody_holds_since_an_earlier_index_can_be_pinned(store: kvfs.Store) -> None:
+def test_a_segment_that_is_held_since_an_earlier_index_can_be_pinned(store: kvfs.Store) -> None:
     with space_of(store, 0).match(tokens_of(0, CHUNKS)) as earlier:
         assert earlier.tokens
         rebuild(store)
@@ -175,32 +177,32 @@ def test_a_segment_that_somebody_holds_since_an_earlier_index_can_be_pinned(stor
     assert there(store) == [True] * SEGMENTS
 
 
-def test_recompressing_moves_what_is_held_under_an_earlier_number(
+def test_recompressing_moves_a_segment_that_is_held_under_an_earlier_number(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load of a match from before opens the segment when it has been looked at."""
+    """A load of an earlier match opens the segment after recompress has looked at it."""
     layout = tiny(head_dim=64)
     ns, pages = store.namespace("zeros", layout, revision="r1"), bytes(CHUNKS * layout.page_bytes)
     for n in range(3):
         ns.put(tokens_of(n, CHUNKS), pages)
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     match = pickle.loads(pickle.dumps(ns.match(tokens_of(0, CHUNKS))))
     gc.collect()
     rebuild(store)
-    evictor, held = store._core.evictor, []
+    evictor, held = store._shared.services().evictor, []
 
     def hold() -> None:
-        held.append(store._core.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
+        held.append(store._shared.c.segments.acquire(*next(iter(match.segments.items())), match.generation))
 
-    after(monkeypatch, Recompressor, "_look", hold)
-    done = Recompressor(store._core.c, evictor, store._core.active).run(CODEC_PLANES, 0.0)
+    after(monkeypatch, Recompressor, "_examine", hold)
+    done = Recompressor(store._shared.c, evictor, store._shared.services().active).run(CODEC_PLANES, 0.0)
     assert done.segments
     assert [restored(ns, tokens_of(n, CHUNKS)) == pages for n in range(3)] == [True] * 3
 
 
 def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that syncs slowly: who has asked for it waits no longer, and it becomes current all the same."""
-    core, write_state, index = store._core, environment.write_state, store._core.c.index
+    """A disk syncs slowly: the caller times out, and the generation becomes current all the same."""
+    core, write_state, index = store._shared, environment.write_state, store._shared.c.index
     index.retire()
     installed = threading.Event()
 
@@ -221,9 +223,9 @@ def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: p
     assert (Path(store.path) / "index" / current / "users").exists()
 
 
-def test_a_sweep_begins_anew_in_a_new_index(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_starts_over_in_a_new_index(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaimer, "SWEEP_ROWS", 1)
-    index, tested = store._core.c.index, store._core.evictor.reclaimer
+    index, tested = store._shared.c.index, store._shared.services().evictor.reclaimer
 
     def first_segment(session: Session) -> int:
         with session.txn.cursor(db=session.db.pages) as cursor:

@@ -1,4 +1,4 @@
-"""Rows of the index, and what becomes of prompts that share a beginning: a model against a real LMDB environment."""
+"""Rows of the index, and prompts that share a beginning: a model against a real LMDB environment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ u32 = st.integers(0, 2**32 - 1)
 
 
 def place(seq: int, segment: int = 1, block: int | None = None, leaves: int = 4, **other: Any) -> Place:
-    """A record that lies where an append would put it."""
+    """A record at the offset at which an append would write it."""
     fields = {
         "chunk_hash": hashlib.sha256(bytes([seq % 256])).digest(), "root": hashlib.md5(bytes([seq % 256])).digest(),
         "codec": 0, "flags": 0, "segment": segment, "block": 16 + 3 * seq if block is None else block,
@@ -95,11 +95,11 @@ def test_chunks_stored_together_share_an_extent() -> None:
         ({"seq": 99}, 3),
         ({"leaf": 7}, 3),
         ({"block": 4000}, 3),
-        ({"block": 1}, 3),  # behind its neighbour: strides are positive
+        ({"block": 1}, 3),  # before its neighbour: strides are positive
         ({"root": bytes(16), "chunk_hash": bytes(32)}, 1),
     ],
 )
-def test_what_differs_gets_an_extent_of_its_own(changed: dict[str, Any], extents: int) -> None:
+def test_a_place_that_differs_gets_an_extent_of_its_own(changed: dict[str, Any], extents: int) -> None:
     places = {j: place(j) for j in range(8)}
     places[4] = places[4]._replace(**changed)
     row = parse_row(KEY, pack_row(KEY, places, 4))
@@ -123,7 +123,7 @@ def test_claims_keep_their_chunks_owner_and_end() -> None:
 
 
 def forged(*extents: tuple[int, ...], leaves: int = 4) -> bytes:
-    """A row of these extents whose check agrees."""
+    """A row of these extents with a valid check word."""
     present = sum((1 << e[1]) - 1 << e[0] for e in extents)
     body = rows._HEAD.pack(0, 1, len(extents), 0, present, leaves)[8:]
     body += b"".join(rows._EXTENT.pack(*e) for e in extents) + bytes(48 * present.bit_count())
@@ -131,7 +131,7 @@ def forged(*extents: tuple[int, ...], leaves: int = 4) -> bytes:
 
 
 def test_extents_out_of_order_are_a_miss() -> None:
-    """Places would take the hashes of other chunks."""
+    """Places would get the hashes of other chunks."""
     one, other = (0, 1, 0, 0, 1, 4, 0, 4096, 0, 0, 0), (5, 2, 0, 0, 1, 9, 3, 4096, 8, 2, 0)
     assert parse_row(KEY, forged(one, other)) is not None
     assert parse_row(KEY, forged(other, one)) is None
@@ -139,8 +139,8 @@ def test_extents_out_of_order_are_a_miss() -> None:
 
 
 @pytest.mark.parametrize("field", range(2, 10))
-def test_a_claim_that_says_where_it_lies_is_a_miss(field: int) -> None:
-    """Claims next to each other share an extent: what differs would be lost, or no longer fit the row (fuzz, 6001)."""
+def test_a_claim_with_an_offset_is_a_miss(field: int) -> None:
+    """Neighbouring claims share an extent: differing offsets would be lost, or not fit the row (fuzz, 6001)."""
     extent = [3, 2, 0, CLAIM, 7, 0, 0, 0, 0, 0, 1234]
     row = parse_row(KEY, forged(tuple(extent)))
     assert row is not None and dict(row.places()) == {j: claim(bytes(32), 7, 1234) for j in (3, 4)}
@@ -205,7 +205,7 @@ def chain_of(names: tuple[int, ...]) -> list[bytes]:
 
 
 class Tree:
-    """A real index, and next to it what it must hold: chunk hash -> its newest record, and its claim."""
+    """A real index, and a model of what it must hold: chunk hash -> its newest record, and its claim."""
 
     def __init__(self, env: lmdb.Environment) -> None:
         self.env = env
@@ -243,12 +243,12 @@ class Tree:
         return record[0] in self.alive and record not in self.forgotten
 
     def newest_is_live(self, chunk_hash: bytes) -> bool:
-        """Its newest record can be read: then it must be found."""
+        """Whether its newest record can be read: then a lookup must find it."""
         records = self.records.get(chunk_hash)
         return bool(records) and self.readable(records[-1])
 
     def some_is_live(self, chunk_hash: bytes) -> bool:
-        """Any of its records can be read: only then may it be found."""
+        """Whether any of its records can be read: only then may a lookup find it."""
         return any(map(self.readable, self.records.get(chunk_hash, ())))
 
     def is_claimed(self, chunk_hash: bytes) -> bool:
@@ -258,7 +258,7 @@ class Tree:
     # -- what happens ----------------------------------------------------------------------
 
     def put(self, hashes: list[bytes], first: int, last: int, publish_share: float) -> None:
-        """What a writer does with chunks [first, last) that it believes to be missing."""
+        """Claim, write and publish chunks [first, last) as a writer does that believes them to be missing."""
         draw = random.Random(self.seq)
         with self.session() as session:
             present = self.find(session, hashes)
@@ -304,7 +304,7 @@ class Tree:
         return lookup.found.present
 
     def walk(self, session: Session, hashes: list[bytes]) -> int:
-        """Length of the prefix, the way that a lookup of full attention goes."""
+        """Length of the prefix that a lookup of full attention finds."""
         lookup = GroupLookup(Prompt(DIGEST, hashes), GROUP, GROUP.full)
         lookup.use_parts((GROUP.full,))
         for run in range(lookup.prompt.runs()):
@@ -313,7 +313,7 @@ class Tree:
                 break
         return prefix_length(lookup.found.present)
 
-    def doom(self, number: int) -> None:
+    def drop(self, number: int) -> None:
         with self.session(write=True) as session:
             row = session.segment(number)
             assert row is not None
@@ -324,7 +324,7 @@ class Tree:
             self.new_segment()
 
     def forget(self, chunk_hash: bytes) -> None:
-        """A reader found the record to be bad."""
+        """Remove the record, as a reader does that found it to be bad."""
         with self.session(write=True) as session:
             with session.txn.cursor(db=self.tables.pages) as cursor:
                 keys = [bytes(key) for key, _ in cursor]
@@ -333,7 +333,7 @@ class Tree:
         self.forgotten.add(record)
 
     def rebuild(self) -> None:
-        """From the segments, newest first, with what was written and never published; what is bad is left out."""
+        """Rebuild from the segments, newest first, including unpublished records; bad ones are left out."""
         self.written = [(n, r) for n, r in self.written if self.readable((n, r.place.seq))]
         self.written.sort(key=lambda x: (x[0], x[1].place.seq))
         self.claims.clear()
@@ -368,7 +368,7 @@ class Tree:
 
 
 class Forks(RuleBasedStateMachine):
-    """Prompts that share beginnings, saved whole and in pieces, while segments die and records turn out bad."""
+    """Prompts that share beginnings, saved whole and in pieces, while segments are dropped and records found bad."""
 
     env: lmdb.Environment
 
@@ -407,7 +407,7 @@ class Forks(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 20), first=st.integers(0, 36), count=st.integers(1, 6))
     def put_piece(self, which: int, first: int, count: int) -> None:
-        """As groups of windows and snapshots are saved."""
+        """Save a piece, as is done for groups of windows and snapshots."""
         hashes = self.pick(which)
         first = min(first, len(hashes) - 1)
         self.tree.put(hashes, first, min(len(hashes), first + count), 1.0)
@@ -418,7 +418,7 @@ class Forks(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 20))
     def another_writer(self, which: int) -> None:
-        """Whose segment is older."""
+        """Append to an older segment."""
         alive = sorted(self.tree.alive)
         self.tree.segment = alive[which % len(alive)]
 
@@ -429,7 +429,7 @@ class Forks(RuleBasedStateMachine):
     @rule(which=st.integers(0, 20))
     def evict(self, which: int) -> None:
         alive = sorted(self.tree.alive)
-        self.tree.doom(alive[which % len(alive)])
+        self.tree.drop(alive[which % len(alive)])
 
     @rule(which=st.integers(0, 20), chunks=st.sets(st.integers(0, 9) | st.integers(30, 34), min_size=1, max_size=3))
     def find_bad_records(self, which: int, chunks: set[int]) -> None:
@@ -478,8 +478,8 @@ def tree(env: lmdb.Environment) -> Tree:
     return tree
 
 
-def test_a_chunk_stored_anew_goes_where_the_walk_comes_by(tree: Tree) -> None:
-    """Two rows of a fork: a chunk that is lost before the second one must not go to the second one."""
+def test_a_chunk_that_is_stored_again_goes_to_a_row_that_lookups_read(tree: Tree) -> None:
+    """A fork has two rows: a chunk that was lost before the second row must not be stored in the second row."""
     late = (*B[:5], *[9] * 5)
     tree.put(chain_of(B), 0, 10, 1.0)  # its own row from chunk 2 on
     tree.put(chain_of(late), 0, 10, 1.0)  # and from chunk 5 on
@@ -491,7 +491,7 @@ def test_a_chunk_stored_anew_goes_where_the_walk_comes_by(tree: Tree) -> None:
     assert all(tree.newest_is_live(h) for p in prompts for h in p)
 
 
-def test_a_row_behind_two_gaps_is_not_written_over(tree: Tree) -> None:
+def test_a_row_behind_two_gaps_is_not_overwritten(tree: Tree) -> None:
     late = (*B[:5], *[9] * 5)
     tree.put(chain_of(B), 0, 10, 1.0)
     tree.put(chain_of(late), 0, 10, 1.0)
@@ -502,24 +502,24 @@ def test_a_row_behind_two_gaps_is_not_written_over(tree: Tree) -> None:
 
 
 def test_a_row_behind_a_gap_stays_in_reach(tree: Tree) -> None:
-    """The fork's first chunk is stored anew while nothing else leads to its row."""
+    """The fork's first chunk is stored again while lookups reach its row in no other way."""
     tree.new_segment()
     tree.put(chain_of(B), 2, 10, 1.0)
     tree.forget(chain_of(B)[2])
-    tree.doom(1)
+    tree.drop(1)
     tree.put(chain_of(B), 0, 10, 1.0)
     tree.check([chain_of(A), chain_of(B)])
 
 
-def test_pages_of_a_window_stay_in_reach_when_one_is_stored_anew(tree: Tree) -> None:
+def test_pages_of_a_window_stay_in_reach_when_one_is_stored_again(tree: Tree) -> None:
     tree.put(chain_of(B), 5, 9, 1.0)  # a row of its own, behind a gap
     tree.forget(chain_of(B)[5])
     tree.put(chain_of(B), 5, 9, 1.0)
     tree.check([chain_of(A), chain_of(B)])
 
 
-def test_a_claim_that_has_ended_keeps_its_slot_for_its_chunk_while_its_segment_lives(env: lmdb.Environment) -> None:
-    """Sweeps included: the record of a killed writer may be there, and a rebuild would name it in that slot."""
+def test_an_expired_claim_reserves_its_slot_for_its_chunk_until_its_segment_is_dropped(env: lmdb.Environment) -> None:
+    """Also after a sweep: the segment may hold the killed writer's record, and a rebuild would name it in that slot."""
     tree = Tree(env)
     fork, stem = chain_of((0, 0, 0, 1, 1)), chain_of((0, 0, 0, 2, 2))
     tree.put(fork, 0, 3, 1.0)
@@ -535,8 +535,8 @@ def test_a_claim_that_has_ended_keeps_its_slot_for_its_chunk_while_its_segment_l
 
     tree.now += CLAIM_SECONDS + 1
     tree.sweep(256)
-    assert heads_of(stem) == {stem[3]}, "it took the killed writer's slots"
+    assert heads_of(stem) == {stem[3]}, "the put took the killed writer's slots"
     assert heads_of(fork) == {fork[0]}
-    tree.doom(killed)
+    tree.drop(killed)
     tree.sweep(256)
     assert heads_of(stem) == {stem[0]}

@@ -1,6 +1,6 @@
-"""transformers, the real library on tiny random models: restoring changes nothing but the work done.
+"""The real transformers library on tiny random models: restoring changes only the amount of work.
 
-The process that saves is a child of the one that restores, so that nothing but the store connects them.
+The process that saves is a child of the one that restores, so that only the store connects them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ VOCABULARY = 96
 WINDOW = 24
 NEW = {"max_new_tokens": 12, "do_sample": False}
 CAPACITY = "64MiB"
+pytestmark = pytest.mark.timeout(660)  # the process that saves may be slow on a busy machine
 
 
 def config_of(kind: str, **changes: Any) -> Any:
@@ -71,14 +72,14 @@ def prompt(length: int, seed: int = 7) -> Any:
 
 
 def plain(model: Any, ids: Any, **options: Any) -> list[list[int]]:
-    """What the library generates without a store."""
+    """The tokens that the library generates without a store."""
     tokens: list[list[int]] = model.generate(ids, **NEW, **options).tolist()
     return tokens
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny models lose time to threads."""
+    """Tiny models are slower with threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -104,7 +105,7 @@ CASES = [Case(kind, dtype, size) for kind in MODELS for dtype in DTYPES for size
 
 
 def save_all(path: Path) -> list[list[int]]:
-    """Run by the child: save what every case computes; the tokens that the library alone generates."""
+    """Run by the child: save the KV of every case. Returns the tokens that the library generates alone."""
     outputs = []
     with kvfs.open(path, capacity=CAPACITY) as opened:
         for case in CASES:
@@ -119,10 +120,10 @@ def save_all(path: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[Case, list[int]]]]:
-    """A store that a process filled which is gone now, and what that process generated."""
+    """A store that another process has filled and closed, and the tokens that it generated."""
     path = tmp_path_factory.mktemp("transformers") / "store"
     command = [sys.executable, "-m", "tests.integrations.test_transformers", str(path)]
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout.splitlines()[-1])
     with kvfs.open(path) as opened:
@@ -136,7 +137,7 @@ def test_a_new_process_restores_and_generates_the_same(case: Case, saved: tuple[
     done = generate(model, namespace_for(opened, model, page_tokens=case.page_tokens), prompt(100), **NEW)
     assert done.restored == 99 // case.page_tokens * case.page_tokens
     assert done.output.tolist() == [outputs[case]]
-    assert len(set(outputs[case][100:])) > 2, "a model that repeats itself would prove nothing"
+    assert len(set(outputs[case][100:])) > 2, "a model that repeats one token proves nothing"
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 64, 65])
@@ -194,7 +195,7 @@ def test_on_a_gpu(kind: str, store: Any) -> None:
 
 
 def test_pages_are_in_canonical_order(store: Any) -> None:
-    """[granule][layer][head][token], keys before values, spelt out."""
+    """[granule][layer][head][token], keys before values, index by index."""
     model = model_of("gemma3")
     cache = namespace_for(store, model, page_tokens=32)
     past = transformers.DynamicCache()
@@ -245,7 +246,7 @@ def test_a_second_turn_restores_the_first_and_adds_its_own_pages(kind: str, stor
     assert (second.saved.stored, second.saved.skipped) == (3 * groups, 4 * groups)  # 123 tokens
 
 
-def test_saving_in_small_pieces_stores_the_same(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_in_small_pieces_stores_the_same_pages(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "SAVE_BYTES", 1)
     model = model_of("gemma3")
     cache = namespace_for(store, model, page_tokens=16)
@@ -259,8 +260,8 @@ def test_saving_in_small_pieces_stores_the_same(store: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
-def test_a_windowed_cache_gives_only_pages_that_it_holds_whole(kind: str, store: Any) -> None:
-    """The library's own cache has forgotten the beginning; what it still holds is stored, the rest is not."""
+def test_of_a_windowed_cache_only_complete_pages_are_saved(kind: str, store: Any) -> None:
+    """The library's own cache has dropped the beginning; only what it still holds is stored."""
     model = model_of(kind)
     cache = namespace_for(store, model, page_tokens=16)
     own = transformers.DynamicCache(config=model.config)
@@ -269,7 +270,7 @@ def test_a_windowed_cache_gives_only_pages_that_it_holds_whole(kind: str, store:
     missing = cache.namespace.plan_save(prompt(80)[0]).missing
     assert missing == {g.name: (0, 1, 2, 3) if g.name == "window" else () for g in cache.namespace.layout.groups}
     assert cache.load(prompt(100))[1] == 0
-    # a cache without a config has kept everything, and completes what is stored
+    # a cache without a config has kept everything, and adds the missing pages
     whole = transformers.DynamicCache()
     model(prompt(80), past_key_values=whole)
     assert cache.save(prompt(80), whole).stored == 4
@@ -279,7 +280,7 @@ def test_a_windowed_cache_gives_only_pages_that_it_holds_whole(kind: str, store:
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
-def test_a_cache_from_load_is_saved_like_one_that_kept_everything(kind: str, tmp_path: Path) -> None:
+def test_a_cache_from_load_keeps_its_whole_history(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
     pages = []
     for number, make in enumerate((lambda c: c.load(prompt(80))[0], lambda _: transformers.DynamicCache())):
@@ -359,7 +360,7 @@ def test_a_flipped_byte_in_every_page_leaves_nothing(store_path: Path) -> None:
 
 
 def flip(store_path: Path, payload: bytes) -> None:
-    """Flip one bit in the middle of these bytes, wherever they lie in the segments."""
+    """Flip one bit in the middle of these bytes, wherever the segments hold them."""
     for path in (store_path / "segments").glob("*.kvs"):
         where = path.read_bytes().find(payload)
         if where >= 0:
@@ -419,7 +420,7 @@ def test_what_changes_kv_is_not_shared(model: dict[str, Any], options: dict[str,
         pytest.param({"dtype": "bfloat16"}, id="dtype"),
     ],
 )
-def test_a_revision_does_not_hide_what_the_config_says(changes: dict[str, Any], store: Any) -> None:
+def test_a_given_revision_does_not_replace_the_identity_of_the_config(changes: dict[str, Any], store: Any) -> None:
     same = {"revision": "0123abc"}
     assert restored_after(store, model_of("llama"), model_of("llama", **changes), same, same) == 0
 
@@ -436,8 +437,8 @@ def test_a_revision_is_trusted(store: Any) -> None:
     assert restored_after(store, model_of("llama"), model_of("llama", seed=2), same, same) == 48
 
 
-def test_weights_do_not_pass_for_those_of_the_commit_that_their_config_came_from(store: Any) -> None:
-    """A config read from a checkpoint bears its commit in some releases; so does a model made of it anew."""
+def test_the_commit_of_a_config_does_not_identify_the_weights(store: Any) -> None:
+    """In some releases a config holds the commit of its checkpoint, also in a new model that is made from it."""
     one, two = model_of("llama"), model_of("llama", seed=2)
     one.config._commit_hash = two.config._commit_hash = "0123abc" * 5
     assert restored_after(store, one, two, {}, {}) == 0
@@ -458,7 +459,7 @@ def test_the_digest_of_weights_sees_one_changed_number() -> None:
     with torch.no_grad():
         model.lm_head.weight.copy_(twin.lm_head.weight)
     assert weights_digest(model) == before
-    model.model.rotary_emb.inv_freq[1] *= 1.01  # a buffer that no checkpoint holds
+    model.model.rotary_emb.inv_freq[1] *= 1.01  # a buffer that is in no checkpoint
     assert weights_digest(model) != before
 
 
@@ -477,7 +478,7 @@ def test_equal_weights_in_other_code_are_another_model(store: Any) -> None:
         assert restored_after(store, model_of("llama"), other, same, same) == 0
 
 
-def test_an_attention_function_of_ones_own_is_another_model(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_attention_function_is_another_model(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sdpa = transformers.AttentionInterface._global_mapping["sdpa"]
 
     def backwards(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -494,7 +495,7 @@ def test_an_attention_function_of_ones_own_is_another_model(store: Any, monkeypa
 
 
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "float16")])
-def test_a_model_that_was_cast_gets_no_kv_of_the_dtype_before(before: str, after: str, store: Any) -> None:
+def test_a_cast_model_gets_no_kv_of_its_previous_dtype(before: str, after: str, store: Any) -> None:
     model = model_of("llama", before)
     cache = namespace_for(store, model, revision="0123abc", page_tokens=16)
     generate(model, cache, prompt(50), **NEW)
@@ -504,8 +505,8 @@ def test_a_model_that_was_cast_gets_no_kv_of_the_dtype_before(before: str, after
     assert "dtype" in done.saved.reason
 
 
-def test_a_window_that_was_taken_away_behind_the_cache_is_noticed(store: Any) -> None:
-    """Masks are made of the config with each forward."""
+def test_a_window_that_is_removed_from_the_config_is_noticed(store: Any) -> None:
+    """Each forward pass derives its masks from the config."""
     model = model_of("mistral")
     cache = namespace_for(store, model, page_tokens=16)
     model.config.sliding_window = None
@@ -513,8 +514,8 @@ def test_a_window_that_was_taken_away_behind_the_cache_is_noticed(store: Any) ->
     assert "config" in cache.reason
 
 
-def test_weights_into_which_an_adapter_was_merged_are_others(store: Any) -> None:
-    """PEFT writes through ``tensor.data``, of which autograd keeps no count."""
+def test_weights_with_a_merged_adapter_are_another_model(store: Any) -> None:
+    """PEFT writes through ``tensor.data``, which autograd does not count."""
     model = model_of("llama")
     cache, before = namespace_for(store, model, page_tokens=16), weights_digest(model)
     delta = torch.randn(32, 2) @ torch.randn(2, 32) * 0.01
@@ -525,7 +526,7 @@ def test_weights_into_which_an_adapter_was_merged_are_others(store: Any) -> None
 
 
 @pytest.mark.parametrize("how", ["weights", "train", "train a part", "adapter"])
-def test_a_model_changed_behind_the_cache_gets_and_gives_nothing(how: str, store: Any) -> None:
+def test_a_changed_model_neither_loads_nor_saves(how: str, store: Any) -> None:
     model = model_of("llama")
     cache = namespace_for(store, model, page_tokens=16)
     generate(model, cache, prompt(50), **NEW)
@@ -553,7 +554,7 @@ def test_a_model_changed_behind_the_cache_gets_and_gives_nothing(how: str, store
 
 
 def left_padded(*lengths: int) -> tuple[Any, Any]:
-    """Rows that end together, padded with token 0; [batch, longest] of ids and of the mask."""
+    """Rows padded with token 0 on the left: [batch, longest] of ids and of the mask."""
     width = max(lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -583,12 +584,12 @@ def test_a_left_padded_batch_is_restored(kind: str, lengths: tuple[int, ...], re
         done = generate(model, cache, ids, attention_mask=mask, pad_token_id=0, **NEW)
         assert done.restored == expected
         assert done.output.tolist() == cold
-    # rows are saved as what they are, prompts
+    # rows are saved without their padding
     for row, length in enumerate(lengths):
         assert cache.load(ids[row, -length:])[1] == (length - 1) // 16 * 16
 
 
-def test_padding_is_inferred_like_the_library_does(store: Any) -> None:
+def test_padding_is_inferred_as_the_library_does(store: Any) -> None:
     model = model_of("llama")
     ids, mask = left_padded(50, 34)
     cold = plain(model, ids, attention_mask=mask, pad_token_id=0)
@@ -609,7 +610,7 @@ def test_a_batch_restores_what_all_rows_have(kind: str, store: Any) -> None:
     assert done.output.tolist() == plain(model, ids)
 
 
-def test_window_layers_with_paddings_that_do_not_line_up_are_computed(store: Any) -> None:
+def test_window_layers_with_unaligned_paddings_are_computed(store: Any) -> None:
     model = model_of("mistral")
     ids, mask = left_padded(100, 93)
     cache = namespace_for(store, model, page_tokens=16)
@@ -621,7 +622,7 @@ def test_window_layers_with_paddings_that_do_not_line_up_are_computed(store: Any
     assert "padding" in cache.reason
 
 
-def test_rows_that_end_early_are_saved_without_what_fills_them_up(store: Any) -> None:
+def test_rows_that_end_early_are_saved_without_their_padding(store: Any) -> None:
     model = model_of("llama")
     ids = torch.cat([prompt(50), prompt(50, seed=5)])
     end = plain(model, ids)[1][52]  # the second row ends with its third token
@@ -677,14 +678,14 @@ def unsupported() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", sorted(unsupported()))
-def test_models_whose_cache_is_not_understood_are_refused(what: str, store: Any) -> None:
+def test_models_with_an_unsupported_cache_are_refused(what: str, store: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_config(unsupported()[what]).eval()
     with pytest.raises(UnsupportedModelError):
         namespace_for(store, model)
 
 
 def test_latents_that_the_library_expands_are_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As early releases of transformers 5 do."""
+    """As in early releases of transformers 5."""
     model = model_of("deepseek_v3")
     monkeypatch.delattr(type(model.model.layers[0].self_attn), "expand_kv")
     with pytest.raises(UnsupportedModelError, match="expanded to all heads"):
@@ -707,7 +708,7 @@ def test_encoder_decoders_are_refused(store: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["quantised", "packed", "subclass", "adapter", "offloaded", "parallel"])
-def test_models_that_are_more_than_their_weights_are_refused(
+def test_models_whose_kv_depends_on_more_than_their_weights_are_refused(
     what: str, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama")
@@ -780,7 +781,7 @@ def test_kv_of_another_adapter_is_not_stored_under_the_digest_of_the_first(what:
     [{"is_prompt_learning": True}, {"peft_type": "XLORA"}, {"alora_invocation_tokens": [5, 6]}],
     ids=lambda config: next(iter(config)),
 )
-def test_adapters_with_which_kv_is_no_function_of_the_tokens_are_refused(config: dict[str, Any], store: Any) -> None:
+def test_adapters_that_make_kv_depend_on_more_than_the_tokens_are_refused(config: dict[str, Any], store: Any) -> None:
     model = model_of("llama")
     model.peft_config = {"default": SimpleNamespace(**config)}
     with pytest.raises(UnsupportedModelError, match="an adapter"):
@@ -796,7 +797,7 @@ def loud(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", ["hook", "method"])
-def test_kv_of_a_model_that_somebody_steers_is_not_restored_without_that(what: str, store: Any) -> None:
+def test_kv_of_a_model_with_hooks_is_not_restored_without_them(what: str, store: Any) -> None:
     model = model_of("llama")
     first, last = (layer.input_layernorm for layer in model.model.layers)
     before = namespace_for(store, model, page_tokens=16)
@@ -824,8 +825,8 @@ def test_a_model_in_training_mode_is_refused(store: Any) -> None:
         namespace_for(store, part)
 
 
-def test_nothing_computed_under_autocast_passes_for_full_precision(store: Any) -> None:
-    """The cache says float32: its numbers were rounded before they came there."""
+def test_kv_computed_under_autocast_is_not_saved_as_full_precision(store: Any) -> None:
+    """The cache is float32, but its values were rounded before."""
     model = model_of("llama")
     cache = namespace_for(store, model, page_tokens=16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -837,7 +838,7 @@ def test_nothing_computed_under_autocast_passes_for_full_precision(store: Any) -
         assert cache.load(prompt(50))[1] == 0
 
 
-def test_something_else_than_a_model_is_refused(store: Any) -> None:
+def test_an_argument_that_is_not_a_model_is_refused(store: Any) -> None:
     with pytest.raises(ConfigError, match="model"):
         namespace_for(store, "meta-llama/Llama-3.1-8B")
 
@@ -846,7 +847,7 @@ def strange_caches(model: Any) -> dict[str, Any]:
     from transformers.cache_utils import DynamicLayer
 
     class IndexedLayer(DynamicLayer):  # type: ignore[misc]
-        """A kind that keeps more than keys and values."""
+        """A layer that keeps more than keys and values."""
 
     mixed = transformers.DynamicCache()
     model(prompt(50), past_key_values=mixed)
@@ -886,7 +887,7 @@ STRANGE = (
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_caches_that_do_not_fit_are_declined_whole(what: str, store: Any) -> None:
+def test_caches_that_do_not_fit_are_declined_entirely(what: str, store: Any) -> None:
     model = model_of("llama")
     cache = namespace_for(store, model, page_tokens=16)
     with torch.no_grad():
@@ -930,7 +931,7 @@ def test_a_cache_of_another_model_object_is_refused(store: Any) -> None:
         generate(model_of("llama"), cache, prompt(50), **NEW)
 
 
-def test_a_store_serves_as_well_as_a_cache(store: Any) -> None:
+def test_generate_takes_a_store_in_place_of_a_cache(store: Any) -> None:
     model = model_of("llama")
     assert generate(model, store, prompt(100), **NEW).restored == 0
     assert generate(model, store, prompt(100), **NEW).restored == 64
@@ -947,7 +948,7 @@ def test_sampling_continues_the_same_random_sequence(store: Any) -> None:
     assert outputs[0].output.tolist() == outputs[1].output.tolist()
 
 
-def test_an_output_object_is_returned_as_the_library_made_it(store: Any) -> None:
+def test_an_output_object_is_returned_unchanged(store: Any) -> None:
     model = model_of("llama")
     cache = namespace_for(store, model, page_tokens=16)
     options = {"return_dict_in_generate": True, "output_scores": True, **NEW}
@@ -958,11 +959,11 @@ def test_an_output_object_is_returned_as_the_library_made_it(store: Any) -> None
         assert len(done.output.scores) == 12
 
 
-def test_a_cache_that_went_out_of_step_is_not_saved(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_with_other_columns_than_the_output_is_not_saved(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     cache = namespace_for(store, model, page_tokens=16)
     original = model.generate
-    # as if the library had put more into the cache than it returns
+    # as if the library had added more to the cache than it returns
     monkeypatch.setattr(model, "generate", lambda ids, **options: original(ids, **options)[:, :60])
     done = generate(model, cache, prompt(50), **NEW)
     assert done.saved.stored == 0

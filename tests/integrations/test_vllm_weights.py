@@ -1,4 +1,4 @@
-"""Which weights an engine runs, as far as its files say. Needs no engine."""
+"""The identity of an engine's weights from its files. Needs no engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG, WEIGHTS = "a" * 40, "b" * 40  # commits
 
 
 def cache(folder: Path, commit: str, file: str) -> Path:
-    """A cache of the hub's with one file of one commit."""
+    """A cache of the Hugging Face hub with one file of one commit."""
     model = folder / "models--org--model"
     for name, content in ((f"snapshots/{commit}/{file}", "{}"), ("refs/main", commit)):
         (model / name).parent.mkdir(parents=True)
@@ -22,7 +22,7 @@ def cache(folder: Path, commit: str, file: str) -> Path:
     return folder
 
 
-def test_kv_of_weights_in_a_folder_of_their_own_is_not_that_of_the_configs_commit(
+def test_weights_in_a_separate_folder_are_not_identified_by_the_commit_of_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")

@@ -90,7 +90,7 @@ def test_it_counts_as_one_lookup_and_its_hashes_are_remembered(store: kvfs.Store
     tokens = tokens_of(1, MOST)
     put(ns, tokens, {"full": 0}, {"full": 40})
     before = counters(store)
-    store._core.c.chains.forget()
+    store._shared.c.chains.forget()
     ahead = lookahead(ns, tokens, MOST)
     assert ahead.more(0, 10) == 10 and len(ahead._chain.hashes) == 10
     assert ahead.more(0, 60) == 40 == ahead.limit and len(ahead._chain.hashes) == 60
@@ -99,7 +99,7 @@ def test_it_counts_as_one_lookup_and_its_hashes_are_remembered(store: kvfs.Store
     after = counters(store)
     names = ("lookups", "tokens_queried", "tokens_matched")
     assert [after[name] - before.get(name, 0) for name in names] == [1, MOST * PAGE, 40 * PAGE]
-    assert store._core.c.chains._longest(ahead._chain._tokens, PAGE * 4, ns.identity.seed)[1] == 60 * PAGE * 4
+    assert store._shared.c.chains._longest(ahead._chain._tokens, PAGE * 4, ns.identity.seed)[1] == 60 * PAGE * 4
 
 
 def test_what_was_found_remains_when_the_index_stops_answering(

@@ -1,4 +1,4 @@
-"""Pins in a store that is full: room is made for them, and out of nothing that they need."""
+"""Pins in a full store: room is made for them, and never by evicting pages that they need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
 
 
 def advance(store: kvfs.Store, seconds: float) -> None:
-    files = store._core.c.files
+    files = store._shared.c.files
     assert isinstance(files, Clock)
     files.advance(seconds)
 
@@ -59,7 +59,7 @@ def test_a_full_store_makes_room_for_a_pin_and_keeps_it(store: kvfs.Store) -> No
 
 def test_a_pin_of_many_segments_evicts_neither_what_it_copies_nor_its_copies(store: kvfs.Store) -> None:
     ns = store.namespace("model", LAYOUT, revision="r1")
-    chunks = 300  # 4.7 of 12.5 MiB, the oldest in the store, so the first to go, and so are its copies
+    chunks = 300  # 4.7 of 12.5 MiB, the oldest in the store, so these and their copies rank first for eviction
     pages = seeded(2, chunks * LAYOUT.page_bytes)
     assert ns.put(tokens_of(500, chunks), pages).stored == chunks
     advance(store, 1000.0)
@@ -74,12 +74,12 @@ def test_a_pin_of_many_segments_evicts_neither_what_it_copies_nor_its_copies(sto
 
 def test_others_may_take_some_of_the_room_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     ns = fill(store, range(80))
-    pins = store._core.pins
+    pins = store._shared.services().pins
     make_room, seeds = pins._make_room, iter(range(300, 400))
 
     def made_and_taken(*args: Any) -> None:
         make_room(*args)
-        for seed in (next(seeds), next(seeds)):  # no lock that the pin holds is needed for what fits
+        for seed in (next(seeds), next(seeds)):  # puts that fit need no lock that the pin holds
             ns.put(tokens_of(seed, CHUNKS), PAGES)
 
     monkeypatch.setattr(pins, "_make_room", made_and_taken)
@@ -97,13 +97,13 @@ def test_no_more_than_half_the_capacity_is_pinned(store: kvfs.Store) -> None:
     assert pinned >= 20
 
 
-def test_a_pin_keeps_what_it_was_given_and_nothing_behind_it(store: kvfs.Store) -> None:
-    """The segments of whole prompts were kept for a shared beginning: 35 times the bytes that were asked for."""
+def test_a_pin_keeps_its_pages_and_none_after_them(store: kvfs.Store) -> None:
+    """The segments of whole prompts were kept for a shared beginning: 35 times the bytes of the pin."""
     ns = fill(store, range(40))
     for seed in range(20):
         assert store.pin(str(seed), ns, tokens_of(seed, CHUNKS)[:16]) == 16
-    rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
-    kept = [row for _, row in rows if row.segment_id in store._core.pins.segments()]
+    rows = store._shared.c.index.read(lambda s: s.segments(), 2.0)
+    kept = [row for _, row in rows if row.segment_id in store._shared.services().pins.segments()]
     assert len(kept) == 20 and all(row.flags & fmt.FLAG_PINNED for row in kept)
     fill(store, range(100, 250))
     for seed in range(20):

@@ -1,4 +1,4 @@
-"""Purging: what goes stays away, whatever happens to the index and to the process; the rest is served."""
+"""Purging: purged pages stay away after rebuilds and kills; the others are served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvfs.errors import ConfigError, StoreAccessError, StoreReadOnlyError
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counted, load, restored, run_child, seeded, segment_files, tiny, tokens_of
 
-CHUNKS = 40  # a run and a bit
+CHUNKS = 40  # more than a run
 SECRET = "correct horse battery staple"
 
 
@@ -53,7 +53,7 @@ def found(ns: kvfs.Namespace, seed: int, chunks: int = CHUNKS) -> int:
         data = restored(ns, tokens_of(seed, chunks))
         assert data == pages_of(seed, chunks)[: len(data)]
         if unanswered(ns) == before:
-            break  # else the machine was too slow for the lookup's deadline, which says nothing
+            break  # otherwise the lookup timed out on a loaded machine, which proves nothing
     return len(data) // TINY_BYTES
 
 
@@ -70,22 +70,22 @@ def reopened(path: Path, *, rebuilt: bool = True) -> kvfs.Store:
 
 
 def seal(store: kvfs.Store) -> None:
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
 
 
 def resume(store: kvfs.Store) -> None:
-    """Let the store's upkeep finish what is pending; it may be at it already."""
-    marks, deadline = store._core.c.marks, time.monotonic() + 10
+    """Let the background tasks finish what is pending; they may be running already."""
+    marks, deadline = store._shared.c.marks, time.monotonic() + 10
     while any(mark and mark.pending for mark in map(marks.read, marks.ids())):
         assert time.monotonic() < deadline, "a purge was not finished"
-        store._core.purger.resume()
+        store._shared.services().purger.resume()
 
 
-# ---------------------------------------------------------------- what goes, what stays
+# ---------------------------------------------------------------- what is purged, what stays
 
 
 @pytest.mark.parametrize("how", ["object", "name", "digest", "hex digest", "salt", "name and salt"])
-def test_what_is_named_goes_and_stays_away_and_the_rest_is_served(path: Path, how: str) -> None:
+def test_what_is_named_is_purged_permanently_and_the_rest_is_served(path: Path, how: str) -> None:
     with kvfs.open(path, capacity="32MiB") as store:
         mine, other, plain = space(store, salt=SECRET), space(store, salt="another tenant"), space(store, "n")
         for number, ns in enumerate((mine, other, plain)):
@@ -102,7 +102,7 @@ def test_what_is_named_goes_and_stays_away_and_the_rest_is_served(path: Path, ho
     with reopened(path) as store:
         mine, other, plain = space(store, salt=SECRET), space(store, salt="another tenant"), space(store, "n")
         assert [found(mine, 0), found(other, 1), found(plain, 2)] == [0, left, CHUNKS]
-        put(mine, 0)  # what is stored afterwards is served
+        put(mine, 0)  # what is stored after the purge is served
         assert found(mine, 0) == CHUNKS
         assert store.verify().ok
     with reopened(path) as store:
@@ -239,15 +239,15 @@ def test_a_mapped_segment_is_charged_until_the_view_ends(store: kvfs.Store) -> N
     assert store.stats()["used_bytes"] == 0 and not list((Path(store.path) / "purged").iterdir())
 
 
-def test_pages_of_a_living_writer_go_and_what_he_stores_later_stays(path: Path) -> None:
-    """His active segment is not taken from him; a rebuild still tells the purged records from the later ones."""
+def test_pages_of_a_living_writer_are_purged_and_what_it_stores_later_stays(path: Path) -> None:
+    """Its active segment is not taken over; a rebuild still distinguishes the purged records from the later ones."""
     with kvfs.open(path, capacity="32MiB") as store:
         ready, go = os.pipe(), os.pipe()
         child = os.fork()
         if not child:
             try:
                 mine = kvfs.open(path)
-                mine._core.background.stop()  # which seals what was purged
+                mine._shared.background.stop()  # a background task seals what was purged
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)
@@ -269,7 +269,7 @@ def test_pages_of_a_living_writer_go_and_what_he_stores_later_stays(path: Path) 
             os.waitpid(child, 0)
     with reopened(path) as store:
         assert found(space(store), 1) == CHUNKS
-        assert store._core.rebuilt is not None and store._core.rebuilt.purged == CHUNKS
+        assert store._shared.rebuilt is not None and store._shared.rebuilt.purged == CHUNKS
 
 
 def test_a_purged_active_segment_is_sealed_and_dropped_by_its_owner(path: Path) -> None:
@@ -277,9 +277,9 @@ def test_a_purged_active_segment_is_sealed_and_dropped_by_its_owner(path: Path) 
         put(space(store), 1)
         assert run_child(lambda: kvfs.open(path).purge("m").pages) == CHUNKS
         assert found(space(store), 1) == 0
-        store._core.background.wake("purge")
+        store._shared.background.wake("purge")
         deadline = time.monotonic() + 10
-        left = lambda: [*segment_files(path), *(path / "purged").iterdir()]  # noqa: E731 - the mark goes last
+        left = lambda: [*segment_files(path), *(path / "purged").iterdir()]  # noqa: E731 - the mark is removed last
         while left() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not left()
@@ -331,7 +331,7 @@ class Dying(Files):
 
 
 def ends_alive(work: Callable[[], object]) -> bool:
-    """Run ``work`` in a child that may kill itself; whether it came to its end."""
+    """Run ``work`` in a child that may kill itself; whether it completed."""
     child = os.fork()
     if not child:
         try:
@@ -346,7 +346,7 @@ def ends_alive(work: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("index", ["lives on", "is rebuilt"])
 def test_killed_at_any_step_of_a_purge(memory_path: Path, index: str) -> None:
-    """Nothing half done is served as if it were whole, whoever comes next finishes it, and others lose nothing."""
+    """No half-purged prompt is served as whole, the next process finishes the purge, and other pages stay."""
     for calls in range(200):
         path = memory_path / str(calls)
         with kvfs.open(path, capacity="32MiB") as store:
@@ -370,7 +370,7 @@ def test_killed_at_any_step_of_a_purge(memory_path: Path, index: str) -> None:
             assert store.wait_ready()
             if ended:
                 assert (found(space(store, salt=SECRET), 1), found(space(store, salt=SECRET), 3)) == (0, 0)
-            marked = store._core.c.marks.ids()
+            marked = store._shared.c.marks.ids()
             resume(store)
             if marked:
                 assert found(space(store, salt=SECRET), 1) == 0 or found(space(store, salt=SECRET), 3) == 0
@@ -384,7 +384,7 @@ def test_killed_at_any_step_of_a_purge(memory_path: Path, index: str) -> None:
             assert found(space(store, "n"), 2) == CHUNKS
         if ended:
             break
-    assert 5 < calls < 199, "the purge never came to its end"
+    assert 5 < calls < 199, "the purge never completed"
 
 
 def test_a_purge_while_the_index_is_rebuilt_is_finished_later(path: Path) -> None:
@@ -392,8 +392,8 @@ def test_a_purge_while_the_index_is_rebuilt_is_finished_later(path: Path) -> Non
         put(space(store), 1)
         put(space(store, "n"), 2)
         seal(store)
-        store._core.c.index.retire()
-        with pytest.raises(kvfs.StoreLockedError, match="ask again"):
+        store._shared.c.index.retire()
+        with pytest.raises(kvfs.StoreLockedError, match="again"):
             store.purge("m")
         assert store.wait_ready()
         resume(store)
@@ -401,7 +401,7 @@ def test_a_purge_while_the_index_is_rebuilt_is_finished_later(path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * 36, b"KVFSPRG1" + b"\0" * 36])
-def test_a_damaged_mark_is_taken_for_all(path: Path, content: bytes) -> None:
+def test_a_damaged_mark_means_the_whole_segment(path: Path, content: bytes) -> None:
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
         put(space(store, "n"), 2)
@@ -414,18 +414,18 @@ def test_a_damaged_mark_is_taken_for_all(path: Path, content: bytes) -> None:
         assert found(space(store), 1) == CHUNKS
 
 
-@pytest.mark.parametrize("by", ["a purge", "the upkeep"])
+@pytest.mark.parametrize("by", ["a purge", "the background"])
 def test_a_mark_that_cannot_be_read_for_lack_of_descriptors_drops_no_segment(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    store._core.background.stop()
+    store._shared.background.stop()
     spaces = [space(store, name) for name in "abc"]
     for number, ns in enumerate(spaces):
         put(ns, number, 8)
     seal(store)
     (segment,) = segment_files(Path(store.path))
     assert store.purge(spaces[2]).pages == 8
-    files = store._core.c.files
+    files = store._shared.c.files
 
     def fail(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
         if name == segment.stem:
@@ -435,33 +435,33 @@ def test_a_mark_that_cannot_be_read_for_lack_of_descriptors_drops_no_segment(
     with monkeypatch.context() as patch:
         patch.setattr(files, "open", fail)
         with pytest.raises((OSError, StoreAccessError), match="open files"):
-            store.purge(spaces[0]) if by == "a purge" else store._core.purger.resume()
+            store.purge(spaces[0]) if by == "a purge" else store._shared.services().purger.resume()
     assert found(spaces[1], 1, 8) == 8
     assert store.purge(spaces[0]).pages == 8
     assert [found(ns, number, 8) for number, ns in enumerate(spaces)] == [0, 8, 0]
 
 
-def test_a_segment_that_does_not_tell_what_it_holds_is_dropped(path: Path) -> None:
+def test_a_segment_whose_contents_are_unknown_is_dropped(path: Path) -> None:
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
         seal(store)
         (file,) = segment_files(path)
         data = bytearray(file.read_bytes())
-        data[4096 + 5 * 160 + 30] ^= 1  # the index still names what stands behind this entry
+        data[4096 + 5 * 160 + 30] ^= 1  # the index still names the records after this entry
         file.write_bytes(data)
         assert found(space(store), 1) == CHUNKS
         store.purge("m")
         assert found(space(store), 1) == 0 and not segment_files(path)
 
 
-def test_a_damaged_segment_of_a_living_writer_is_taken_from_him(path: Path) -> None:
+def test_a_damaged_segment_of_a_living_writer_is_taken_over(path: Path) -> None:
     with kvfs.open(path, capacity="32MiB") as store:
         ready, go = os.pipe(), os.pipe()
         child = os.fork()
         if not child:
             try:
                 mine = kvfs.open(path)
-                mine._core.background.stop()  # which finds out before he does
+                mine._shared.background.stop()  # a background task would notice before the put does
                 put(space(mine), 1)
                 os.write(ready[1], b"1")
                 os.read(go[0], 1)
@@ -501,7 +501,7 @@ def test_strange_and_unfinished_files_stop_no_purge(path: Path) -> None:
         assert len(list((path / "purged").iterdir())) == 1
 
 
-def test_eviction_carries_nothing_that_was_purged(path: Path) -> None:
+def test_eviction_relocates_nothing_that_was_purged(path: Path) -> None:
     """A copy in another segment would come back in a rebuild."""
     with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB") as store:
         ns, other = space(store), space(store, "n")
@@ -514,7 +514,7 @@ def test_eviction_carries_nothing_that_was_purged(path: Path) -> None:
             for seed in range(10, 130):
                 other.put(tokens_of(seed, CHUNKS), pages_of(seed))
                 found(ns, 1)
-                found(ns, 2)  # hot: worth carrying
+                found(ns, 2)  # hot: worth relocating
             assert moved("segments_evicted") and moved("pages_carried")
         assert found(ns, 0) == 0
         kept = [found(ns, 1), found(ns, 2)]

@@ -1,4 +1,4 @@
-"""Recompressing cold segments: the same pages in less room, none lost, and nothing that should stay as it is."""
+"""Recompression of cold segments: the same pages in less space, none lost; other segments stay as they are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fill(store: kvfs.Store, *, pages: bytes = PAGES, ttl: float | None = None) -
     ns = store.namespace("model", LAYOUT, "1")
     for prompt in PROMPTS:
         assert ns.put(tokens_of(prompt, 6), pages, ttl=ttl).stored == 6
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     return ns
 
 
@@ -51,7 +51,7 @@ def store(tmp_path: Path) -> Iterator[kvfs.Store]:
 
 
 @pytest.mark.parametrize("name", ["zstd", "planes"])
-def test_the_same_pages_take_less_room(store: kvfs.Store, name: str) -> None:
+def test_the_same_pages_take_less_space(store: kvfs.Store, name: str) -> None:
     ns = fill(store)
     before = store.stats()
     plan = store.recompress_plan(name, idle=0)
@@ -69,7 +69,7 @@ def test_the_same_pages_take_less_room(store: kvfs.Store, name: str) -> None:
     assert sum(p.stat().st_blocks * 512 for p in segment_files(Path(store.path))) <= after["used_bytes"]
     [info] = store.catalog.namespaces()
     assert (info.pages, info.nbytes) == (48, sum(e.stored_bytes for e in entries_of(store)))
-    assert not store.recompress_plan(name, idle=0).steps, "it finds something to do for ever"
+    assert not store.recompress_plan(name, idle=0).steps, "it finds something to do forever"
     assert store.recompress(name, idle=0).segments == 0
 
 
@@ -94,7 +94,7 @@ def test_what_is_used_pinned_held_or_dense_is_left_alone(store: kvfs.Store) -> N
     noise = store.namespace("noise", LAYOUT, "1")
     for prompt in range(3):
         noise.put(tokens_of(prompt, 6), seeded(prompt, 6 * PAGE))
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     assert store.recompress_plan(idle=0).left["would not shrink"] >= 1
     store.recompress(idle=0)
     assert found(ns) == 48
@@ -110,25 +110,25 @@ def test_it_ends_when_its_time_is_over(store: kvfs.Store) -> None:
 
 def test_uses_and_lifetimes_go_with_the_pages(store: kvfs.Store) -> None:
     ns = fill(store, ttl=3600)
-    now = store._core.c.files.now_us()
+    now = store._shared.c.files.now_us()
     rows = {r.segment_id: r for _, r in store.catalog.segment_rows()}
     before = {c.chunk_hash: c.expires for c in entries_of(store)}
     stamps = {
         e.chunk_hash: stamp
         for i in rows
-        for e, stamp in _stamped(store, i)
+        for e, stamp in _access_times(store, i)
     }  # fmt: skip
     assert store.recompress(idle=0).segments == 4
     assert {c.chunk_hash: c.expires for c in entries_of(store)} == before
     kept = {r.segment_id: r for _, r in store.catalog.segment_rows()}
     assert rows.keys().isdisjoint(kept)
     assert all(0 < r.expires <= now // 1_000_000 + 3601 for r in kept.values()), "it would never be dropped"
-    assert {e.chunk_hash: stamp for i in kept for e, stamp in _stamped(store, i)} == stamps
+    assert {e.chunk_hash: stamp for i in kept for e, stamp in _access_times(store, i)} == stamps
     assert found(ns) == 48
 
 
-def _stamped(store: kvfs.Store, segment_id: bytes) -> list[tuple[fmt.Entry, int]]:
-    c = store._core.c
+def _access_times(store: kvfs.Store, segment_id: bytes) -> list[tuple[fmt.Entry, int]]:
+    c = store._shared.c
     number = next(n for n, r in store.catalog.segment_rows() if r.segment_id == segment_id)
     held = c.segments.acquire(number, segment_id, c.index.generation)
     assert held is not None
@@ -141,7 +141,7 @@ def _stamped(store: kvfs.Store, segment_id: bytes) -> list[tuple[fmt.Entry, int]
 def test_damaged_pages_are_not_copied(store: kvfs.Store) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     ns.put(tokens_of(0, 6), PAGES)
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     flip(store, 3, lambda data: data.__setitem__(100, data[100] ^ 1))
     done = store.recompress(idle=0)
     assert (done.segments, done.pages) == (1, 5)
@@ -169,8 +169,8 @@ def test_a_segment_whose_table_is_damaged_is_not_dropped_with_its_good_pages(
 ) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     ns.put(tokens_of(0, 6), PAGES)
-    store._core.active.finish_all()
-    if late:  # after it was looked at
+    store._shared.services().active.finish_all()
+    if late:  # after it was examined
         rewrite = recompress.Recompressor._rewrite
 
         def breaks(*args: Any) -> None:
@@ -194,7 +194,7 @@ def test_forks_move_with_their_rows(store: kvfs.Store) -> None:
     prompts = [head + tokens_of(i, 3) for i in range(2, 8)]
     for prompt in prompts:
         ns.put(prompt, PAGES)
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     store.recompress(idle=0)
     for prompt in prompts:
         assert restored(ns, prompt) == PAGES
@@ -205,7 +205,7 @@ def test_opaque_namespaces_are_recompressed(store: kvfs.Store) -> None:
     ns = store.namespace("engine", PageLayout.opaque(PAGE, 16), "1")
     keys = [b"a", b"b", b"c"]
     ns.put_keys(keys, PAGES[: 3 * PAGE])
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     assert store.recompress(idle=0).pages == 3
     with ns.match_keys(keys) as match:
         out = bytearray(match.nbytes)
@@ -214,10 +214,11 @@ def test_opaque_namespaces_are_recompressed(store: kvfs.Store) -> None:
 
 def test_a_store_that_is_nearly_full_is_recompressed_within_its_limit(tmp_path: Path) -> None:
     with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
+        store._shared.background.stop()  # it may evict a segment while the copies use the reserve
         ns = store.namespace("model", LAYOUT, "1")
         for prompt in range(100):
             ns.put(tokens_of(prompt, 6), PAGES)
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         before = sum(ns.match(tokens_of(p, 6)).chunks for p in range(100))
         used = store.stats()["used_bytes"]
         done = store.recompress(idle=0)
@@ -229,7 +230,7 @@ def test_a_store_that_is_nearly_full_is_recompressed_within_its_limit(tmp_path: 
         assert store.verify().ok
 
 
-def test_a_segment_that_cannot_be_read_stays_and_the_others_go(memory_path: Path) -> None:
+def test_a_segment_that_cannot_be_read_stays_and_the_others_are_rewritten(memory_path: Path) -> None:
     failed = 0
     for n in range(4, 40, 4):
         files = FaultyFiles()
@@ -246,24 +247,24 @@ def test_a_segment_that_cannot_be_read_stays_and_the_others_go(memory_path: Path
     assert failed > 1
 
 
-def test_who_evicts_goes_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eviction_goes_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store)
     monkeypatch.setattr(recompress, "LOCK_SECONDS", 0.05)
-    with store._core.evictor.lock.hold(0.0) as held:
+    with store._shared.services().evictor.lock.hold(0.0) as held:
         assert held
         with pytest.raises(kvfs.StoreLockedError, match="try again"):
             store.recompress(idle=0)
     assert store.recompress(idle=0).segments == 4
 
 
-def test_a_reader_that_has_matched_before_goes_on(store: kvfs.Store) -> None:
+def test_a_reader_that_has_matched_before_still_reads(store: kvfs.Store) -> None:
     ns = fill(store)
     with ns.match(tokens_of(0, 6)) as match:
         there = pickle.dumps(match)
     assert store.recompress(idle=0).segments == 4
     late = pickle.loads(there)
     out = bytearray(late.nbytes)
-    chunks = ns.get(late, out)  # its segment is gone: nothing is restored, or the right bytes
+    chunks = ns.get(late, out)  # its segment is dropped: nothing is restored, or the right bytes
     assert out[: chunks * PAGE] == PAGES[: chunks * PAGE]
     assert found(ns) == 48
 
@@ -295,8 +296,8 @@ def test_a_quota_at_its_cap_does_not_end_recompressing_of_the_whole_store(tmp_pa
             capped.put(tokens_of(prompt, 6), PAGES)
         ns = fill(store)
         before = sum(capped.match(tokens_of(p, 6)).chunks for p in range(20, 24))
-        if lowered:  # no longer is there room for the copies, not even with the reserve
-            c = store._core.c
+        if lowered:  # there is no room for the copies any more, not even with the reserve
+            c = store._shared.c
             c.settings = replace(c.settings, quotas={"capped": kvfs.Quota(cap_bytes=4096)}, segment_bytes=256 << 10)
         done = store.recompress(idle=0)
         assert (done.segments, done.failed, done.stopped) == ((4, 1, "") if lowered else (6, 0, ""))
@@ -311,25 +312,25 @@ def test_one_large_page_among_small_ones_does_not_decline_them_all_for_space(tmp
     with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="1MiB", codec="zstd") as store:
         ns = store.namespace("model", layout, "1")
         assert ns.put(tokens_of(0, 100), pages).stored == 100
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         assert store.pin("prompt", ns, tokens_of(0, 100)) == 1600
         assert restored(ns, tokens_of(0, 100)) == pages
 
 
-def test_tiny_pages_do_not_hold_the_index_by_the_thousand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_pages_do_not_hold_the_index_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = seeded(1, 600 * TINY_BYTES)
     moved: list[int] = []
     relocate = Appender.relocate
 
-    def spied(*args: Any, **how: Any) -> int:
-        moved.append(len(args[6]))
-        return relocate(*args, **how)
+    def spied(appender: Appender, job: Any) -> int:
+        moved.append(len(job.moves))
+        return relocate(appender, job)
 
     monkeypatch.setattr(Appender, "relocate", spied)
     with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:
         ns = store.namespace("tiny", tiny(), "1")
         assert ns.put(tokens_of(0, 600), pages).stored == 600
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
         assert store.pin("prompt", ns, tokens_of(0, 600)) == 9600
         assert sum(moved) == 600 and max(moved) <= 256
         assert restored(ns, tokens_of(0, 600)) == pages

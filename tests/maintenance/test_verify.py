@@ -1,4 +1,4 @@
-"""verify names each kind of damage; --repair mends it or puts it aside, and finds nothing afterwards."""
+"""verify names each kind of damage; a repair mends it or moves it aside, and the next run finds none."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_damage_is_named_and_mended(path: Path, damage: Callable[[Path], None]) 
         report = store.verify()
         assert not report.ok and report.problems
         mended = store.verify(repair=True)
-        assert mended.repaired or damage is lost_segment  # the upkeep drops it, too, and may have been faster
+        assert mended.repaired or damage is lost_segment  # a background task drops it as well, and may have been faster
         assert store.wait_ready()
         left = store.verify()
         assert left.ok, left.problems
@@ -94,16 +94,16 @@ def test_damage_is_named_and_mended(path: Path, damage: Callable[[Path], None]) 
             assert seeded(seed, 60 * TINY_BYTES).startswith(restored(ns, tokens_of(seed, 60)))
 
 
-def test_repair_takes_nothing_out_of_an_index_that_it_did_not_check(path: Path) -> None:
-    """Numbers mean other segments there."""
+def test_repair_removes_nothing_from_an_index_that_it_did_not_check(path: Path) -> None:
+    """In another index, numbers mean other segments."""
     flip_payload(path)
     with kvfs.open(path) as store:
-        verifier = Verifier(store._core.c, 1.0, 0)
+        verifier = Verifier(store._shared.c, 1.0, 0)
         assert verifier.run().bad_pages == 1
         (number,) = verifier._bad
-        store._core.c.index.retire()
-        store._core.rebuild_if_needed()
-        rows = store._core.c.index.read(lambda s: s.segments(), 2.0)
+        store._shared.c.index.retire()
+        store._shared.rebuild_if_needed()
+        rows = store._shared.c.index.read(lambda s: s.segments(), 2.0)
         verifier._bad = {n: set(range(1000)) for n, _ in rows} | {number: set(range(1000))}
         verifier.repair()
         assert verifier.report.repaired == 0 and "check again" in verifier.report.problems[-1]
@@ -113,7 +113,7 @@ def test_repair_takes_nothing_out_of_an_index_that_it_did_not_check(path: Path) 
         assert whole == [0, 1, 2, 4, 5]
 
 
-def test_foreign_files_are_put_aside_and_never_deleted(path: Path) -> None:
+def test_foreign_files_are_moved_aside_and_never_deleted(path: Path) -> None:
     garbage(path)
     with kvfs.open(path) as store:
         store.verify(0.0, repair=True)
@@ -121,7 +121,7 @@ def test_foreign_files_are_put_aside_and_never_deleted(path: Path) -> None:
     assert kept == [b"hello"] * 3
 
 
-def test_a_full_quarantine_leaves_them_where_they_are(path: Path) -> None:
+def test_a_full_quarantine_leaves_foreign_files_in_place(path: Path) -> None:
     for i in range(70):
         (path / "segments" / f"notes-{i}").write_bytes(b"hello")
     with kvfs.open(path) as store:
@@ -137,11 +137,11 @@ def test_a_deleted_index_is_rebuilt_by_opening(path: Path) -> None:
         assert restored(store.namespace("alpha", tiny(), "1a"), tokens_of(1, 60)) == seeded(1, 60 * TINY_BYTES)
 
 
-def test_gc_does_about_what_its_plan_says(path: Path) -> None:
+def test_gc_does_about_what_its_plan_shows(path: Path) -> None:
     with kvfs.open(path) as store:
-        core = store._core
+        core = store._shared
         used = store.stats()["used_bytes"]
-        assert make_plan(core.c, core.evictor, None).steps == ()
+        assert make_plan(core.c, core.services().evictor, None).steps == ()
         plan = store.gc_plan(used // 2)
         before = {row.segment_id for _, row in store.catalog.segment_rows()}
         again = store.gc_plan(used // 2)
@@ -149,7 +149,7 @@ def test_gc_does_about_what_its_plan_says(path: Path) -> None:
         assert abs(len(again.steps) - len(plan.steps)) <= 1
         done = store.gc(used // 2)
         after = {row.segment_id for _, row in store.catalog.segment_rows()}
-        # ages move on meanwhile, so of two that are worth about the same the other may go
+        # ages change meanwhile, so of two that are worth about the same either may be evicted
         assert len(before - after) == done["segments_dropped"] > 1
         assert abs(len(plan.steps) - done["segments_dropped"]) <= 1
         assert done["bytes_after"] <= used // 2 and plan.used_bytes - plan.freed_bytes <= used // 2
@@ -161,16 +161,16 @@ def test_gc_ends_when_its_time_is_over(path: Path) -> None:
         assert store.gc(0)["segments_dropped"] > 0
 
 
-def test_looking_does_not_hang_where_the_index_is_gone(path: Path) -> None:
+def test_verify_does_not_hang_where_there_is_no_index(path: Path) -> None:
     with kvfs.open(path) as store:
-        store._core.c.index.retire()
+        store._shared.c.index.retire()
         with contextlib.suppress(IndexUnavailableError):
             store.catalog.namespaces()
         assert store.wait_ready() and store.catalog.namespaces()[0].pages == 60 * PROMPTS
 
 
 @pytest.mark.parametrize("wrong", [{"codec": 2}, {"stored_bytes": TINY_BYTES - 8}])
-def test_a_row_that_misreads_good_bytes_is_not_called_good(path: Path, wrong: dict[str, int]) -> None:
+def test_a_row_that_misreads_good_bytes_is_reported(path: Path, wrong: dict[str, int]) -> None:
     with kvfs.open(path) as store:
         ns = store.namespace("alpha", tiny(), "1a")
 
@@ -183,7 +183,7 @@ def test_a_row_that_misreads_good_bytes_is_not_called_good(path: Path, wrong: di
             places = {j: place._replace(**wrong) if not j else place for j, place in row.places()}
             session.put_row(key, pack_row(key, places, row.leaves))
 
-        store._core.c.index.write(damage, 2.0)
+        store._shared.c.index.write(damage, 2.0)
         assert store.verify(0.0).index_errors == 1
         store.verify(repair=True)
         assert store.wait_ready() and store.verify().ok
@@ -192,7 +192,7 @@ def test_a_row_that_misreads_good_bytes_is_not_called_good(path: Path, wrong: di
 
 
 class Refusing(Files):
-    """A user who may not read segments."""
+    """A user without read permission for segments."""
 
     def open(
         self, name: str, flags: int, mode: int = 0o600, *, dir_fd: int, keep: list[int | None] | None = None
@@ -202,8 +202,8 @@ class Refusing(Files):
         return super().open(name, flags, mode, dir_fd=dir_fd, keep=keep)
 
 
-def test_segments_that_may_not_be_read_are_no_empty_store(path: Path) -> None:
-    """The index that a reader builds for itself holds none of their pages, and so did not miss any."""
+def test_a_store_of_unreadable_segments_is_not_reported_as_empty(path: Path) -> None:
+    """The index that a reader builds for itself holds none of their pages, so none was missing."""
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, read_only=True, files=Refusing()) as store:
         assert store.wait_ready(30.0)
@@ -212,10 +212,10 @@ def test_segments_that_may_not_be_read_are_no_empty_store(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda p: p.symlink_to("/etc/passwd"), Path.mkdir], ids=["link", "folder"])
-def test_what_is_no_file_is_put_aside_though_it_is_called_like_a_segment(
+def test_what_is_no_file_is_moved_aside_even_if_it_has_a_segments_name(
     path: Path, make: Callable[[Path], None]
 ) -> None:
-    """No rebuild knows it: it was never repaired, and each repair threw the index away."""
+    """A rebuild ignores it: it was never repaired, and each repair discarded the index."""
     make(path / "segments" / f"{'0' * 32}.kvs")
     with kvfs.open(path) as store:
         assert store.wait_ready(30.0)

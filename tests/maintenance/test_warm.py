@@ -1,4 +1,4 @@
-"""Warming: what was asked for is in the page cache afterwards, and loading it reads nothing from the disk."""
+"""Warming: the pages are in the page cache afterwards, and loading them reads nothing from the disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def path(store_path: Path) -> Path:
 
 
 def forget(path: Path) -> None:
-    """Drop the segments from the page cache; skip where that cannot be done."""
+    """Drop the segments from the page cache; skip the test where that is impossible."""
     for file in segment_files(path):
         fd = os.open(file, os.O_RDONLY)
         os.fdatasync(fd)
@@ -34,7 +34,7 @@ def forget(path: Path) -> None:
         cached = Files().cached_bytes(fd, 0, os.fstat(fd).st_size)
         os.close(fd)
         if cached is None:
-            pytest.skip("this kernel does not say what is in the page cache")
+            pytest.skip("this kernel does not tell what is in the page cache")
         if cached:
             pytest.skip("this file system keeps everything in memory")
 
@@ -128,7 +128,7 @@ def test_kernels_without_large_folios_read_ahead(
     assert min(files.calls["populate_at"], 1) == maps
 
 
-def test_a_map_whose_bytes_cannot_be_had_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_a_map_whose_bytes_cannot_be_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
     files = Files()
     (tmp_path / "file").write_bytes(bytes(8 << 20))
     fd = os.open(tmp_path / "file", os.O_RDWR)
@@ -143,7 +143,7 @@ def test_a_map_whose_bytes_cannot_be_had_is_an_error_and_no_signal(tmp_path: Pat
 
 
 def test_other_threads_run_while_a_map_is_filled(tmp_path: Path) -> None:
-    """``mmap.madvise`` would keep the interpreter until the disk has answered."""
+    """``mmap.madvise`` would hold the GIL until the disk has answered."""
 
     class Watched(mmap.mmap):
         def madvise(self, *_: object) -> None:

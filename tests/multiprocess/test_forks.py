@@ -1,4 +1,4 @@
-"""A fork in the middle of something: the child starts with locks of its own and keeps none of the parent's."""
+"""A fork in the middle of an operation: the child has its own locks and keeps none of the parent's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ended_well(child: int) -> bool:
 
 
 def test_a_child_keeps_no_lock_of_an_eviction_or_a_rebuild(tmp_path: Path, judge: Judge) -> None:
-    """A child that was forked while its parent evicted held run/gc as long as it lived: nobody could evict."""
+    """A child that was forked while its parent evicted held run/gc as long as it lived: no process could evict."""
     path = tmp_path / "store"
     with open_store(path) as store:
         ns = namespace(store)
@@ -54,7 +54,7 @@ def test_a_child_keeps_no_lock_of_an_eviction_or_a_rebuild(tmp_path: Path, judge
         held, release = threading.Event(), threading.Event()
 
         def evict() -> None:
-            with store._core.evictor.lock.hold(store._core.c.files.monotonic() + 5.0) as got:
+            with store._shared.services().evictor.lock.hold(store._shared.c.files.monotonic() + 5.0) as got:
                 assert got
                 held.set()
                 release.wait(30.0)
@@ -80,7 +80,7 @@ def test_a_child_keeps_no_lock_of_an_eviction_or_a_rebuild(tmp_path: Path, judge
 def _works(store: kvfs.Store) -> bool:
     judge = Judge()
     ns = namespace(store)
-    mine = PROMPTS.tokens(1000 + os.getpid(), 5)  # nobody else is writing these
+    mine = PROMPTS.tokens(1000 + os.getpid(), 5)  # no other process writes these
     put(ns, PROMPTS.tokens(2, 5), judge)
     store.gc(0)
     result = put(ns, mine, judge)

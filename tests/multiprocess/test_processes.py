@@ -92,7 +92,7 @@ def test_eight_processes_do_everything_and_some_are_killed(tmp_path: Path, judge
 @pytest.mark.needs_root("PID namespaces are made with unshare")
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed")
 def test_equal_pids_in_two_containers(tmp_path: Path, judge: Judge) -> None:
-    """Each process is pid 1 of its own namespace; a holder of the store is nobody's dead process."""
+    """Each process is pid 1 of its own namespace; none takes another for dead."""
     prefix = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc")
     with open_store(tmp_path / "store", capacity="64MiB") as store, Crew(tmp_path, 4, {"capacity": "64MiB"}) as crew:
         names = [crew.start("mixed", prefix=prefix) for _ in range(4)]
@@ -101,8 +101,8 @@ def test_equal_pids_in_two_containers(tmp_path: Path, judge: Judge) -> None:
         while time.monotonic() < end:
             time.sleep(0.2)
             crew.check(judge)
-            assert store._core.c.liveness is not None
-            owners |= set(store._core.c.liveness.others())
+            assert store._shared.c.liveness is not None
+            owners |= set(store._shared.c.liveness.others())
         assert len(owners) >= len(names)
         for name in names[:2]:
             crew.kill(name)
@@ -144,7 +144,7 @@ def test_the_capacity_holds_at_every_moment(tmp_path: Path, judge: Judge, kind: 
 
 @pytest.mark.needs_root("file systems are mounted")
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
-def test_a_full_disk_harms_nobody(tmp_path: Path, judge: Judge, kind: str) -> None:
+def test_a_full_disk_does_no_harm(tmp_path: Path, judge: Judge, kind: str) -> None:
     _skip_without(kind)
     full.run(tmp_path, seed=6, seconds=1.0, judge=judge, kinds=(kind,))
     assert judge.counts["faults"] >= 1, "the disk was never full"

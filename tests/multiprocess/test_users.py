@@ -1,4 +1,4 @@
-"""One store for several users of one group (as containers with random users have it), and for nobody else."""
+"""One store for several users of one group, as containers with random users need it, and for no other user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.judge import Judge
 import tempfile
 with tempfile.TemporaryDirectory() as folder, open_store(folder + "/warm") as store:
-    # the interpreter may lie where the other users cannot read: everything is imported before
+    # other users may not be able to read the interpreter's files: everything is imported before
     put(namespace(store), PROMPTS.tokens(1, 6), Judge())
     get(namespace(store), PROMPTS.tokens(1, 6), Judge())
 os.setgroups([])
@@ -50,7 +50,7 @@ except KvfsError as exc:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory that the group may use, below ones that everybody may pass."""
+    """A directory that the group may use, below directories that every user may traverse."""
     with tempfile.TemporaryDirectory(prefix="kvfs-users-") as folder:
         os.chmod(folder, 0o755)
         path = Path(folder) / "store"
@@ -93,7 +93,7 @@ def test_a_dirty_index_of_another_user_is_rebuilt(shared: Path) -> None:
     assert found["served"] == [6], found
 
 
-def test_others_are_refused_in_words(shared: Path) -> None:
+def test_other_users_get_an_error_that_says_why(shared: Path) -> None:
     as_user(shared, 50001, GROUP, 1, [])
     found = as_user(shared, 50009, 50009, 2, [])
     assert found.get("refused") == "StoreAccessError", found

@@ -59,7 +59,7 @@ def store(native: library.Library, memory_path: Path) -> Iterator[kvfs.Store]:
 
 
 def index_of(store: kvfs.Store) -> Index:
-    return store._core.c.index
+    return store._shared.c.index
 
 
 def fresh(index: Index) -> NativeSession:
@@ -283,7 +283,7 @@ def test_random_stores_answer_alike(
     capacity = "64MiB" if seed else "16MiB"  # seed 0 evicts
     outcomes = set[str]()
     with kvfs.open(memory_path / "store", capacity=capacity, segment_bytes="256KiB") as store:
-        store._core.background.stop()  # its commits would take the gate
+        store._shared.background.stop()  # its commits would take the gate
         ns = store.namespace("m", layout, revision="r1")
         for turn in range(90):
             base = draw.choice(prompts) if prompts and draw.random() < 0.8 else []
@@ -308,7 +308,7 @@ def test_random_stores_answer_alike(
                 wanted: dict[str, Any] = {"part": part_wanted} if name == "full" else {}
                 got = []
                 for mode in ("python", "native", "python"):
-                    store._core.c.chains.forget()
+                    store._shared.c.chains.forget()
                     with only(monkeypatch, mode):
                         got.append(ns.match(asked, leave, **wanted))
                 if same(got[0], got[2]):  # nothing was evicted meanwhile
@@ -351,7 +351,7 @@ def test_what_is_being_written_is_in_flight(store: kvfs.Store, monkeypatch: pyte
     prompt = Prompt(ns.identity.digest, hashes)
     index = index_of(store)
     (segment,) = index.read(lambda s: [n for n, _ in s.segments_in(ACTIVE)], 5.0)
-    expires = store._core.c.files.now_us() // 1_000_000 + CLAIM_SECONDS
+    expires = store._shared.c.files.now_us() // 1_000_000 + CLAIM_SECONDS
     monkeypatch.setattr(Files, "now_us", lambda self: (expires - 1) * 1_000_000)
 
     def write(session: Session) -> None:
@@ -403,7 +403,7 @@ def test_a_new_generation_is_read_after_the_index_thread_has_opened_it(store: kv
     ns.put(tokens, seeded(1, 40 * tiny().page_bytes))
     old = fresh(index_of(store))
     index_of(store).retire()
-    store._core.rebuild_if_needed()
+    store._shared.rebuild_if_needed()
     with pytest.raises(HandOverError, match="stale"):
         old.check_last()
     assert ns.match(tokens).chunks == 40

@@ -58,7 +58,7 @@ class CodecMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["zstd", "planes"]), seal=st.booleans())
     def recompress(self, name: str, seal: bool) -> None:
         if seal:
-            self.store._core.active.finish_all()
+            self.store._shared.services().active.finish_all()
         before = self.store.stats()["used_bytes"]
         assert self.store.recompress(name, idle=0).stopped == ""
         assert self.store.stats()["used_bytes"] <= before + 2 * self.store.settings.segment_bytes

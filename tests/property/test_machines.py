@@ -149,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        assert self.store._core.c.index.read(lambda s: s.check_ledger(), 10.0)
+        assert self.store._shared.c.index.read(lambda s: s.check_ledger(), 10.0)
         used = sum(allocated_bytes(self.path / d) for d in ("segments", "doomed"))
         assert used <= self.store.settings.segments_bytes_max
         assert not [name for name in self.store.stats()["counters"] if name.endswith("_crashed")]

@@ -17,13 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvfs
 from kvfs.index.tables import ACTIVE
 from kvfs.runtime import open_store
 from kvfs.system.thread_pool import Pool
-from kvfs.transfer.handle import Transfer, TransferTask
+from kvfs.transfer.control import TransferControl, TransferTask
+from kvfs.transfer.handle import Transfer
 from kvfs.types import Tier
 from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
 
@@ -32,7 +34,7 @@ STORM_SECONDS = 2.0
 
 
 class Interrupted(BaseException):
-    """What the handler raises, as KeyboardInterrupt is."""
+    """What the handler raises, like KeyboardInterrupt."""
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def storm(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[], Any
         return ended, interrupted
 
     old, hook = signal.signal(signal.SIGALRM, strike), sys.unraisablehook
-    sys.unraisablehook = lambda _: None  # one may hit a __del__; pytest's hook keeps the frames and all in them
+    sys.unraisablehook = lambda _: None  # one may hit a __del__; pytest's hook would keep the frames and their objects
     yield run
     sys.unraisablehook = hook
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -77,7 +79,7 @@ def storm(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[], Any
 
 
 def is_free(path: Path) -> bool:
-    """Whether the lock could be had now, by anybody."""
+    """Whether any process could take the lock now."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         with open(path, "rb") as file:
@@ -100,7 +102,7 @@ def works(store: kvfs.Store, seed: int) -> None:
 
 
 def check_all(store: kvfs.Store, seeds: range) -> None:
-    """Whatever of the interrupted puts is there is right."""
+    """What the interrupted puts have stored is right."""
     ns = store.namespace("m", tiny(), revision="r1")
     for seed in seeds:
         found = restored(ns, tokens_of(seed, CHUNKS))
@@ -125,7 +127,7 @@ def test_interrupted_puts_leave_no_lock_and_no_wrong_byte(store: kvfs.Store, sto
 
 
 def test_interrupted_puts_survive_a_rebuild(memory_path: Path, storm: Any) -> None:
-    """What was stored between interrupts is found by whoever reads the segments."""
+    """A rebuild from the segments finds what was stored between interrupts."""
     path = memory_path / "store"
     stored: list[int] = []
     with kvfs.open(path, capacity="256MiB") as store:
@@ -165,7 +167,7 @@ def test_interrupted_matches_leave_no_lock_and_no_stuck_thread(store: kvfs.Store
 
 
 def open_files() -> Counter[str]:
-    """What this process has open, by name."""
+    """The open files of this process, by name."""
     names: Counter[str] = Counter()
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -175,28 +177,28 @@ def open_files() -> Counter[str]:
 
 
 def settled(store: kvfs.Store) -> None:
-    """Upkeep, as it comes every second or two."""
+    """Run the upkeep that a store does every second or two."""
     gc.collect()
-    store._core._expire_holds()
-    store._core.active.tidy()
+    store._shared._expire_holds()
+    store._shared.services().active.tidy()
 
 
 def rows_of(store: kvfs.Store) -> set[int]:
-    """Segments that are charged to this process as those that it appends to."""
-    c = store._core.c
+    """Active segments that the ledger charges to this process."""
+    c = store._shared.c
     return {n for n, row in c.index.read(lambda s: s.segments_in(ACTIVE), 2.0) if row.owner == c.owner}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_interrupted_matches_and_loads_hold_nothing(store: kvfs.Store, storm: Any, seed: int) -> None:
-    """Matches of several segments, each of which is opened and locked anew: none stays open."""
+    """Matches of several segments, each of which is opened and locked again: none stays open."""
     ns = store.namespace("m", tiny(), revision="r1")
     tokens, pages = tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES)
     for chunk in range(0, 40, 5):
         ns.put(tokens, pages[chunk * TINY_BYTES :][: 5 * TINY_BYTES], start=chunk)
-        store._core.active.finish_all()
+        store._shared.services().active.finish_all()
     out = bytearray(40 * TINY_BYTES)
-    ns.get(ns.match(tokens), out)  # stamps are open from here on
+    ns.get(ns.match(tokens), out)  # files of access times are open from here on
     settled(store)
     before = open_files()
 
@@ -210,13 +212,13 @@ def test_interrupted_matches_and_loads_hold_nothing(store: kvfs.Store, storm: An
     assert interrupted > 20, "the storm missed"
     settled(store)
     assert open_files() - before == Counter()
-    assert store._core.c.segments.count() == 0
+    assert store._shared.c.segments.count() == 0
     assert all(is_free(file) for file in segment_files(Path(store.path)))
     works(store, 5000)
 
 
 def test_interrupted_puts_keep_no_file_no_lock_and_no_charge(memory_path: Path, storm: Any) -> None:
-    """Segments are made, sealed, evicted and carried all the time: whatever is interrupted, nothing stays behind."""
+    """Segments are made, sealed, evicted and relocated all the time: an interrupt leaves nothing behind."""
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB") as store:
         ns = store.namespace("m", tiny(), revision="r1")
         pages, count = seeded(1, 40 * TINY_BYTES), 0
@@ -232,23 +234,24 @@ def test_interrupted_puts_keep_no_file_no_lock_and_no_charge(memory_path: Path, 
         assert interrupted > 20, "the storm missed"
         settled(store)
         store.gc()
-        c = store._core.c
-        assert rows_of(store) == store._core.active.active_numbers()
+        c = store._shared.c
+        active = store._shared.services().active
+        assert rows_of(store) == active.active_numbers()
         assert c.index.read(lambda s: s.check_ledger(), 2.0)
         held = [
             name for name, n in open_files().items() if name.endswith(".kvs") or "(deleted)" in name for _ in range(n)
         ]
-        assert len([name for name in held if "/store/" in name]) == len(store._core.active.active_numbers()), held
+        assert len([name for name in held if "/store/" in name]) == len(active.active_numbers()), held
         works(store, 100_000)
-        for _ in range(5):  # eviction carries a little to a segment of its own
-            store._core.active.finish_all()
+        for _ in range(5):  # eviction relocates a little to a segment of its own
+            store._shared.services().active.finish_all()
             assert all(is_free(file) for file in segment_files(Path(store.path)))
             left = store.gc(0)["bytes_after"]
-        assert left == 0, "something is charged, and nobody can reclaim it"
+        assert left == 0, "something is charged that no process can reclaim"
 
 
 def test_ctrl_c_ends_a_put_at_once(store: kvfs.Store) -> None:
-    """The interrupt reaches the caller, though the index is busy."""
+    """The interrupt reaches the caller although the index is busy."""
     ns = store.namespace("m", tiny(), revision="r1")
     with open(Path(store.path) / "gate", "rb") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
@@ -264,8 +267,23 @@ def test_ctrl_c_ends_a_put_at_once(store: kvfs.Store) -> None:
     works(store, 3000)
 
 
+def test_kvfs_installs_no_handler_and_an_engines_own_may_call_release(store: kvfs.Store) -> None:
+    ns, numbers = store.namespace("m", tiny(), revision="r1"), (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    blocks = np.zeros((2, CHUNKS, 16, 2, 8), "uint16")
+    with ns.attach(kvfs.describe(ns.layout.groups[0], blocks, "layer,block,token,head,2*dim")) as io:
+        old = signal.signal(signal.SIGALRM, lambda *_: io.release())
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            signal.signal(signal.SIGALRM, old)
+        saved = io.save(ns.plan_save(tokens_of(1, CHUNKS)), list(range(CHUNKS))).wait(30)
+        assert saved is not None and saved.pages == CHUNKS
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 def test_an_interrupted_load_has_ended_when_the_interrupt_arrives() -> None:
-    """The caller may use his buffer for something else at once: nothing writes into it behind his back."""
+    """The caller may use its buffer for something else at once: no thread writes into it any more."""
     pool = Pool(4, "test-pool")
     running, go_on = threading.Semaphore(0), threading.Event()
     buffer = bytearray(4)
@@ -282,7 +300,7 @@ def test_an_interrupted_load_has_ended_when_the_interrupt_arrives() -> None:
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        pool.run([partial(fill, at) for at in range(4)], beside=interrupted_caller)
+        pool.run([partial(fill, at) for at in range(4)], meanwhile=interrupted_caller)
     assert buffer == b"\1" * 4
     with pytest.raises(ZeroDivisionError):
         pool.run([lambda: 1, lambda: 1 // 0])
@@ -298,17 +316,18 @@ def test_a_transfer_ends_though_its_cancel_is_interrupted() -> None:
         signal.raise_signal(signal.SIGALRM)
         return 0, {}
 
-    ended: list[Transfer] = []
-    for stop in (Transfer.cancel, partial(Transfer.withdraw, timeout=0), Transfer._try_end):
+    ended: list[object] = []
+    for stop in ("cancel", "withdraw", "try_end"):
         task = TransferTask("load", {0: 0b11}, {0: ("full", (0,), 1)}, 0.0, summarise, on_done=ended.append)
-        transfer = Transfer(task, ended.append)
+        control = TransferControl(task, ended.append)
+        transfer = Transfer(control)
         old = signal.signal(signal.SIGALRM, strike)
         try:
             with pytest.raises(Interrupted):
-                stop(transfer)
+                control.try_end() if stop == "try_end" else getattr(transfer, stop)(timeout=0)
         finally:
             signal.signal(signal.SIGALRM, old)
-        assert transfer.wait(60) is not None and ended == [transfer, transfer]
+        assert transfer.wait(60) is not None and ended == [control, transfer]
         ended.clear()
 
 
@@ -326,13 +345,13 @@ def test_calls_that_have_not_begun_are_skipped_after_an_interrupt() -> None:
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        pool.run([first, *[partial(ran.append, n) for n in range(1, 5)]], beside=interrupted_caller)
+        pool.run([first, *[partial(ran.append, n) for n in range(1, 5)]], meanwhile=interrupted_caller)
     assert pool.run([lambda: "alive"]) == ["alive"]
     assert ran in ([], [0])
     pool.close()
 
 
-def test_threads_that_a_disk_keeps_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_wait_for_a_disk_share_one_timeout_at_close(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, release, waits = Pool(8, "test-pool"), threading.Event(), list[float]()
     held = pool.begin([partial(release.wait, 60)] * 8)
     join = threading.Thread.join
@@ -349,10 +368,10 @@ def test_threads_that_a_disk_keeps_are_not_waited_for_one_by_one(monkeypatch: py
     assert len(waits) == 8 and sum(waits) < 0.5, waits
 
 
-def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upkeep saw a new segment before its writer was noted, waited for the put, and dropped what it had stored."""
+def test_a_segment_that_was_sealed_meanwhile_is_not_dropped(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upkeep saw a new segment before its writer was registered, waited for the put, and dropped what it stored."""
     with kvfs.open(store_path, capacity="16MiB") as store:
-        active, index = store._core.active, store._core.c.index
+        active, index = store._shared.services().active, store._shared.c.index
         ns = store.namespace("model", tiny(), "1")
         read = index.read
         early: list[Any] = []
@@ -365,13 +384,13 @@ def test_a_segment_that_was_sealed_meanwhile_is_not_given_up(store_path: Path, m
         rows = [(n, row._replace(records=0)) for n, row in read(lambda s: s.segments_in(ACTIVE), 5.0)]
         early.append((rows, index.generation))
         active.finish_all()
-        active._leave_lost()
+        active._release_rows_without_writer()
         assert not early, "the upkeep looked elsewhere"
         assert restored(ns, tokens_of(1, 8)) == seeded(1, 8 * TINY_BYTES)
 
 
-def test_what_a_closed_pool_has_not_begun_ends_with_an_error() -> None:
-    """A disk may keep its only thread, or it may have ended: nobody is there to do it."""
+def test_calls_that_a_closed_pool_has_not_begun_end_with_an_error() -> None:
+    """Its only thread may wait for a disk, or may have ended."""
     pool, release = Pool(1, "test-pool"), threading.Event()
     held = pool.begin([partial(release.wait, 30)])
     queued = pool.begin([lambda: None])
@@ -384,7 +403,7 @@ def test_what_a_closed_pool_has_not_begun_ends_with_an_error() -> None:
     held.wait()
 
 
-def test_an_interrupt_before_an_open_has_its_parts_together_is_told_as_such(
+def test_an_interrupt_in_the_middle_of_an_open_is_raised_unchanged(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It came out as an AttributeError, and the index's thread and descriptors stayed."""

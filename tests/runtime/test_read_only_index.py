@@ -1,4 +1,4 @@
-"""Readers that may not write: whose index they use, and when they change it."""
+"""Read-only processes: which index they use, and when they change it."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ __all__ = ["path"]
 
 
 def put_and_distrust(path: Path) -> None:
-    """A store with a prompt, and no index to trust."""
+    """A store with a prompt, and without an index that may be trusted."""
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
     (path / "index" / "CURRENT").unlink()
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_a_reader_with_an_index_of_his_own_follows(path: Path, trusted: bool) -> None:
-    """Others have purged and stored: the store's index takes its place, or where that may not be trusted, a new one."""
+def test_a_reader_with_a_private_index_follows(path: Path, trusted: bool) -> None:
+    """After others purged and stored: the shared index replaces the private one, or a new private one does."""
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
         put(space(store, "n"), 2)
     (path / "index" / "CURRENT").unlink()
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.background.stop()
+        reader._shared.background.stop()
         assert found(space(reader), 1) == CHUNKS
-        reader._core._guest.follow()
-        assert reader._core.c.index.generation.startswith("private-")
+        reader._shared._read_only_index.follow()
+        assert reader._shared.c.index.generation.startswith("private-")
         with another_process(path) as writer:
             assert writer('store.purge("m").pages') == str(CHUNKS)
             assert writer('put(space(store, "n"), 3)') == "None"
         if not trusted:
             (path / "index" / "CURRENT").unlink()
-        reader._core._guest.follow()
-        assert reader._core.c.index.generation.startswith("private-") is not trusted
+        reader._shared._read_only_index.follow()
+        assert reader._shared.c.index.generation.startswith("private-") is not trusted
         assert [found(space(reader), 1), found(space(reader, "n"), 2), found(space(reader, "n"), 3)] == [
             0,
             CHUNKS,
@@ -57,39 +57,39 @@ def test_a_reader_with_an_index_of_his_own_follows(path: Path, trusted: bool) ->
         ]
 
 
-def test_a_reader_whose_index_is_given_up_builds_his_own_unless_somebody_else_does(path: Path) -> None:
+def test_a_reader_builds_a_private_index_only_if_no_writer_rebuilds_the_shared_one(path: Path) -> None:
     with kvfs.open(path, capacity="32MiB") as store:
         put(space(store), 1)
     files = Clock()
     with kvfs.open(path, read_only=True, files=files) as reader:
-        core = reader._core
+        core = reader._shared
         core.background.stop()
-        shared = core.c.index
+        store_index = core.c.index
         assert found(space(reader), 1) == CHUNKS
         (path / "index" / "CURRENT").rename(path / "index" / "aside")
         for passed in (0.0, MISSING_SECONDS / 2):
             files.advance(passed)
-            core._guest.follow()
-            assert core.c.index is shared
+            core._read_only_index.follow()
+            assert core.c.index is store_index
         (path / "index" / "aside").rename(path / "index" / "CURRENT")
-        core._guest.follow()
+        core._read_only_index.follow()
         assert found(space(reader), 1) == CHUNKS
         (path / "index" / "CURRENT").unlink()
         for passed in (MISSING_SECONDS, MISSING_SECONDS):
-            assert core.c.index is shared
+            assert core.c.index is store_index
             files.advance(passed)
-            core._guest.follow()
+            core._read_only_index.follow()
         assert core.c.index.generation.startswith("private-")
         assert found(space(reader), 1) == CHUNKS
 
 
 class Clock(FakeClock, Files):
-    """The real file system under a clock that is set by hand."""
+    """The real file system under a clock that the test sets."""
 
 
 @contextlib.contextmanager
 def another_process(path: Path) -> Iterator[Callable[[str], str]]:
-    """A writer; it evaluates lines, with ``store``, ``put`` and ``space``, and says what each made."""
+    """A writer that evaluates lines, with ``store``, ``put`` and ``space``, and prints each result."""
     code = (
         "import sys, kvfs\nfrom pathlib import Path\nfrom tests.maintenance.test_purge import put, space\n"
         "with kvfs.open(Path(sys.argv[1])) as store:\n    assert store.wait_ready()\n"
@@ -109,7 +109,7 @@ def another_process(path: Path) -> Iterator[Callable[[str], str]]:
     assert writer.returncode == 0
 
 
-def test_a_reader_goes_back_to_the_index_of_a_writer_at_work(path: Path) -> None:
+def test_a_reader_returns_to_the_index_of_an_active_writer(path: Path) -> None:
     put_and_distrust(path)
     with kvfs.open(path, read_only=True) as reader:
         ns = space(reader)
@@ -117,7 +117,7 @@ def test_a_reader_goes_back_to_the_index_of_a_writer_at_work(path: Path) -> None
             assert writer("put(space(store), 2)") == "None"
             deadline = time.monotonic() + 20
             while found(ns, 2) == 0 and time.monotonic() < deadline:
-                time.sleep(0.05)  # its own thread looks once a second
+                time.sleep(0.05)  # its background thread checks once a second
             assert writer("put(space(store), 3)") == "None"
             assert [found(ns, seed) for seed in (1, 2, 3)] == [CHUNKS] * 3
             assert match.pages and ns.get(match, bytearray(match.nbytes)) == CHUNKS
@@ -126,35 +126,35 @@ def test_a_reader_goes_back_to_the_index_of_a_writer_at_work(path: Path) -> None
 def test_a_reader_whose_new_index_fails_tries_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_and_distrust(path)
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.background.stop()
+        reader._shared.background.stop()
         code = "import sys, kvfs; kvfs.open(sys.argv[1]).purge('m')"
         with space(reader).match(tokens_of(1, CHUNKS)) as held:  # so that its segment stays
             assert held.tokens
             subprocess.run([sys.executable, "-c", code, str(path)], check=True)
-        (path / "index" / "CURRENT").unlink()  # nor is the one that they left to be trusted
-        private_index = reader._core.work().private_index
+        (path / "index" / "CURRENT").unlink()  # the index that the other process left may not be trusted either
+        private_index = reader._shared.services().private_index
 
         def fail(cancelled: Callable[[], bool]) -> None:
-            monkeypatch.setattr(reader._core.work(), "private_index", private_index)
+            monkeypatch.setattr(reader._shared.services(), "private_index", private_index)
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(reader._core.work(), "private_index", fail)
+        monkeypatch.setattr(reader._shared.services(), "private_index", fail)
         with pytest.raises(OSError, match="space"):
-            reader._core._guest.follow()
-        index = reader._core.c.index
-        reader._core._guest.follow()
-        assert reader._core.c.index is not index
+            reader._shared._read_only_index.follow()
+        index = reader._shared.c.index
+        reader._shared._read_only_index.follow()
+        assert reader._shared.c.index is not index
         assert found(space(reader), 1) == 0
 
 
 @pytest.mark.parametrize("lacking", ["CURRENT", "users", "state"])
-def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
+def test_a_reader_that_lacks_a_descriptor_returns_to_the_shared_index_later(
     path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     put_and_distrust(path)
     files = Files()
     with kvfs.open(path, read_only=True, files=files) as reader:
-        reader._core.background.stop()
+        reader._shared.background.stop()
         with another_process(path) as writer:
             assert writer("put(space(store), 2)") == "None"
 
@@ -165,20 +165,18 @@ def test_a_reader_who_lacks_a_descriptor_goes_back_to_the_store_s_index_later(
 
         with monkeypatch.context() as patch:
             patch.setattr(files, "open", fail)
-            reader._core._guest.follow()
+            reader._shared._read_only_index.follow()
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, 0]
-        reader._core._guest.follow()
+        reader._shared._read_only_index.follow()
         assert [found(space(reader), seed) for seed in (1, 2)] == [CHUNKS, CHUNKS]
 
 
-def test_a_reader_that_is_closed_while_it_builds_an_index_of_its_own_ends_that(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_close_cancels_the_build_of_a_private_index(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_and_distrust(path)
     files, begun = Files(), threading.Event()
     reader = kvfs.open(path, read_only=True, files=files)
-    core, index = reader._core, reader._core.c.index
-    monkeypatch.setattr(core.c.marks, "version", lambda: (1,))  # as after a purge: the index is built anew
+    core, index = reader._shared, reader._shared.c.index
+    monkeypatch.setattr(core.c.marks, "version", lambda: (1,))  # as after a purge: the index is rebuilt
 
     def slow(name: str, flags: int, mode: int = 0o600, **where: Any) -> int:
         if name.endswith(".kvs"):
@@ -188,18 +186,18 @@ def test_a_reader_that_is_closed_while_it_builds_an_index_of_its_own_ends_that(
         return Files.open(files, name, flags, mode, **where)
 
     monkeypatch.setattr(files, "open", slow)
-    assert begun.wait(20)  # the reader's own thread looks once a second
+    assert begun.wait(20)  # the reader's background thread checks once a second
     reader.close()
     assert core.c.index is index and core.c.counters.snapshot()["task_follow_failed"] == 1
 
 
-def test_a_reader_whose_own_index_was_closed_or_given_up_misses(path: Path) -> None:
+def test_lookups_miss_while_a_private_index_is_closed(path: Path) -> None:
     put_and_distrust(path)
     with kvfs.open(path, read_only=True) as reader:
-        reader._core.background.stop()
-        ns, index = space(reader), reader._core.c.index
-        index._worker.call(index._close_environment, 5.0)  # as between a lookup's first and second step, or by an error
+        reader._shared.background.stop()
+        ns, index = space(reader), reader._shared.c.index
+        index._worker.call(index._close_environment, 5.0)  # as between two steps of a lookup, or after an error
         assert not restored(ns, tokens_of(1, CHUNKS))
-        assert reader._core.c.counters.snapshot()["lookup_unavailable_rebuilding"] == 1
-        reader._core._guest.follow()
-        assert found(ns, 1) == CHUNKS and reader._core.c.index is not index
+        assert reader._shared.c.counters.snapshot()["lookup_unavailable_rebuilding"] == 1
+        reader._shared._read_only_index.follow()
+        assert found(ns, 1) == CHUNKS and reader._shared.c.index is not index

@@ -1,4 +1,4 @@
-"""A store that is open when the process forks: parent and child each go on, and neither takes the other's locks."""
+"""A store that is open when the process forks: parent and child both go on, and neither uses the other's locks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def serves(ns: kvfs.Namespace, *seeds: int) -> bool:
 
 
 def owner(store: kvfs.Store) -> bytes:
-    return store._core.c.owner
+    return store._shared.c.owner
 
 
 def test_parent_and_child_both_go_on(store: kvfs.Store, ns: kvfs.Namespace) -> None:
@@ -55,7 +55,7 @@ def test_parent_and_child_both_go_on(store: kvfs.Store, ns: kvfs.Namespace) -> N
 
 
 def test_parent_and_child_store_at_the_same_time(store: kvfs.Store, ns: kvfs.Namespace) -> None:
-    """Each in segments of its own: nobody writes over the other's records."""
+    """Each in its own segments: neither overwrites the other's records."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -97,10 +97,10 @@ def test_the_end_of_a_child_frees_nothing_of_the_parent(store: kvfs.Store, ns: k
 
 
 class observer:
-    """Who is alive, seen by somebody else."""
+    """The live processes, as another process sees them."""
 
     def __init__(self, store: kvfs.Store) -> None:
-        self.directory = store._core.directory
+        self.directory = store._shared.directory
 
     def __enter__(self) -> list[bytes]:
         self.liveness = Liveness(self.directory)
@@ -111,7 +111,7 @@ class observer:
 
 
 def test_the_end_of_the_parent_frees_nothing_of_the_child(memory_path: Path) -> None:
-    """The parent dies without a word; the child goes on, and its index is trusted as before."""
+    """The parent dies without a close; the child goes on, and its index is trusted as before."""
     path = memory_path / "store"
     (reader, writer), (dead, died) = os.pipe(), os.pipe()
     parent = os.fork()
@@ -134,7 +134,7 @@ def test_the_end_of_the_parent_frees_nothing_of_the_child(memory_path: Path) -> 
             os.write(writer, pickle.dumps(answer))
             os._exit(0)
     os.close(writer)
-    os.waitpid(parent, 0)  # until then, threads of it that are still ending have its files open
+    os.waitpid(parent, 0)  # until then, threads that are still ending have its files open
     os.write(died, b"x")
     with os.fdopen(reader, "rb") as pipe:
         assert pickle.loads(pipe.read()) == (True, CHUNKS, True, 0)
@@ -157,8 +157,8 @@ def test_a_match_of_the_parent_loads_in_the_child(store: kvfs.Store, ns: kvfs.Na
         assert load(ns, match)["full"] == pages
 
 
-def test_a_fork_while_other_threads_are_at_it(store: kvfs.Store, ns: kvfs.Namespace) -> None:
-    """No lock of the parent's threads is inherited as taken."""
+def test_a_fork_while_other_threads_use_the_store(store: kvfs.Store, ns: kvfs.Namespace) -> None:
+    """The child inherits no lock that a thread of the parent holds."""
     stop, wrong = threading.Event(), []
 
     def work(seed: int) -> None:
@@ -217,7 +217,7 @@ def test_a_read_only_store_forks_too(memory_path: Path) -> None:
         assert run_child(lambda: serves(ns, 1)) and serves(ns, 1)
 
 
-def test_the_last_to_leave_closes_the_index(memory_path: Path) -> None:
+def test_the_last_process_closes_the_index(memory_path: Path) -> None:
     path = memory_path / "store"
     store = kvfs.open(path, capacity="16MiB")
     ns = store.namespace("m", tiny(), revision="r1")
@@ -235,13 +235,13 @@ def test_the_last_to_leave_closes_the_index(memory_path: Path) -> None:
 
 
 def test_a_child_of_a_process_that_was_sweeping_sweeps(tmp_path: Path) -> None:
-    """The keeper's thread is not in the child, and a lock that it holds would be held for ever, with the evictors'."""
+    """The child has no background thread: an inherited lock would be held forever, and the evictors' lock too."""
     with kvfs.open(tmp_path / "swept", capacity="16MiB") as store:
 
         def sweep() -> dict[str, int]:
             signal.alarm(20)
             return store.gc(0)
 
-        with store._core.evictor.reclaimer._sweeping:
+        with store._shared.services().evictor.reclaimer._sweeping:
             assert run_child(sweep)["bytes_after"] >= 0
         assert store.gc(0)["bytes_after"] >= 0

@@ -1,8 +1,8 @@
-"""Somebody else can write the directory of a store: links, fifos, devices, swapped and huge files, odd names.
+"""Another user can write the directory of a store: links, fifos, devices, swapped and huge files, odd names.
 
 The promise: opening and using the store does not hang, raises nothing but kvfs's own errors, touches nothing outside
-the directory, and serves right bytes or none. Whoever may write the directory may delete what is in it, and may forge
-pages (XXH3 is no signature); see docs/reliability.md.
+the directory, and serves right bytes or none. A user who may write the directory may delete its files and forge pages
+(XXH3 is no signature); see docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files,
 CHUNKS = 6
 TOKENS, PAGES = tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES)
 SECRET = b"another program's data, 4 KiB of it. " * 111
-NOBODY = 65534
+NO_OWNER = 65534
 
 
 def namespace(store: kvfs.Store, **identity: str) -> kvfs.Namespace:
@@ -43,13 +43,13 @@ def path(memory_path: Path) -> Path:
         assert ns.put(TOKENS, PAGES).stored == CHUNKS
         assert ns.put(tokens_of(2, CHUNKS), seeded(2, CHUNKS * TINY_BYTES)).stored == CHUNKS
         store.pin("p", ns, TOKENS)
-        assert restored(ns, TOKENS) == PAGES  # makes stamps
+        assert restored(ns, TOKENS) == PAGES  # writes access times
     return memory_path / "store"
 
 
 @pytest.fixture
 def victim(memory_path: Path) -> Iterator[Path]:
-    """A folder beside the store; nothing in it may change."""
+    """A folder outside the store; nothing in it may change."""
     folder = memory_path / "victim"
     folder.mkdir()
     (folder / "file").write_bytes(SECRET)
@@ -67,7 +67,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def use(path: Path, *, read_only: bool = False) -> bool:
-    """Do everything with the store; whether all went well. Nothing but KvfsError may come out."""
+    """Use the whole store; whether every step succeeded. Only KvfsError may be raised."""
     try:
         with kvfs.open(path, read_only=read_only) as store:
             fine = store.wait_ready(20.0)
@@ -123,12 +123,12 @@ def generation(path: Path) -> Path:
 def active(path: Path) -> Path:
     """The segment that is not sealed."""
     with kvfs.open(path) as store:
-        rows = store._core.c.index.read(lambda s: s.segments_in(ACTIVE), 5.0)
+        rows = store._shared.c.index.read(lambda s: s.segments_in(ACTIVE), 5.0)
     (row,) = [row for _, row in rows]
     return path / "segments" / f"{row.segment_id.hex()}.kvs"
 
 
-def stamps(path: Path) -> Path:
+def access_times(path: Path) -> Path:
     return min((path / "run" / "use").iterdir())
 
 
@@ -144,7 +144,7 @@ PLACES: dict[str, tuple[Callable[[Path], Path], bool]] = {
     "data.mdb": (lambda p: generation(p) / "data.mdb", True),
     "users": (lambda p: generation(p) / "users", True),
     "a segment": (lambda p: segment_files(p)[0], True),
-    "stamps": (stamps, True),
+    "access times": (access_times, True),
     "a pin": (lambda p: next((p / "pins").iterdir()), True),
     "run/gc": (lambda p: p / "run" / "gc", False),
     "segments": (lambda p: p / "segments", False),
@@ -157,7 +157,7 @@ PLACES: dict[str, tuple[Callable[[Path], Path], bool]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_stands_in_place_of_a_file(path: Path, victim: Path, place: str, kind: str) -> None:
+def test_any_kind_of_file_in_place_of_another(path: Path, victim: Path, place: str, kind: str) -> None:
     find, goes_on = PLACES[place]
     at = find(path)
     directory = at.is_dir()
@@ -169,7 +169,7 @@ def test_whatever_stands_in_place_of_a_file(path: Path, victim: Path, place: str
 
 
 def restored_after(path: Path) -> bool:
-    """Both ways of opening; the second look at it for writing must be as good as the first."""
+    """Open it in both ways; the second open for writing must work like the first."""
     use(path, read_only=True)
     fine = use(path)
     assert use(path) >= fine
@@ -192,8 +192,8 @@ def test_devices_are_not_read(path: Path, victim: Path, place: str) -> None:
 # ---------------------------------------------------------------- hard links
 
 
-def test_stamps_are_not_written_through_a_hard_link(path: Path, victim: Path) -> None:
-    at = stamps(path)
+def test_access_times_are_not_written_through_a_hard_link(path: Path, victim: Path) -> None:
+    at = access_times(path)
     at.unlink()
     os.link(victim / "file", at)
     assert use(path)
@@ -223,7 +223,7 @@ def test_two_stores_do_not_share_an_index_by_hard_links(path: Path, victim: Path
             assert put.stored + put.skipped == 4
             assert restored(namespace(store), tokens) == pages
             assert restored(namespace(store), TOKENS) == PAGES
-            assert store._core.c.index.read(lambda s: s.check_ledger(), 5.0)
+            assert store._shared.c.index.read(lambda s: s.check_ledger(), 5.0)
             assert store.verify().ok
     assert not os.path.samefile(generation(path) / "data.mdb", generation(copy) / "data.mdb")
 
@@ -231,7 +231,7 @@ def test_two_stores_do_not_share_an_index_by_hard_links(path: Path, victim: Path
 # ---------------------------------------------------------------- swaps, while the store is in use
 
 
-def test_lock_files_that_were_replaced_exclude_nobody_and_are_not_used(path: Path) -> None:
+def test_lock_files_that_were_replaced_are_not_used(path: Path) -> None:
     """Two processes that lock different files would both write the index."""
     with kvfs.open(path) as store:
         ns = namespace(store)
@@ -247,7 +247,7 @@ def test_lock_files_that_were_replaced_exclude_nobody_and_are_not_used(path: Pat
 
 
 class SwappingFiles(Files):
-    """Just before the n-th open of a name it becomes a symlink to somewhere else."""
+    """Replaces a name by a symlink to another folder just before its n-th open."""
 
     def __init__(self, victim: Path, nth: int) -> None:
         self.left, self.victim = nth, victim
@@ -263,7 +263,7 @@ class SwappingFiles(Files):
 
 
 @pytest.mark.parametrize("share", range(3))
-def test_a_name_that_is_swapped_between_two_looks(path: Path, victim: Path, share: int) -> None:
+def test_a_name_that_is_swapped_between_two_opens(path: Path, victim: Path, share: int) -> None:
     for nth in range(1 + share, 40, 3):
         copy = path.parent / f"copy{nth}"
         shutil.copytree(path, copy)
@@ -281,19 +281,19 @@ def test_a_name_that_is_swapped_between_two_looks(path: Path, victim: Path, shar
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap two names in one moment (renameat2)."""
+    """Swap two names atomically (renameat2)."""
     at_cwd, swap = -100, 2
     call = ctypes.CDLL(None, use_errno=True).renameat2
     assert call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0, os.strerror(ctypes.get_errno())
 
 
 def test_a_directory_that_is_swapped_in_a_loop(path: Path, victim: Path) -> None:
-    """``segments`` is a directory in one moment and a symlink in the next."""
+    """``segments`` alternates between a directory and a symlink."""
     stop, link = threading.Event(), path.parent / "link"
     link.symlink_to(victim)
 
     def swap() -> None:
-        while not (stop.is_set() and link.is_symlink()):  # in the end all is in its place
+        while not (stop.is_set() and link.is_symlink()):  # stops with all in place
             exchange(link, path / "segments")
 
     swapper = threading.Thread(target=swap)
@@ -330,7 +330,7 @@ def test_odd_names_are_left_alone_or_moved_aside(path: Path, name: str) -> None:
     with kvfs.open(path) as store:
         assert store.verify().ok
     assert all((path / folder / name).exists() for folder in ("", "import", "quarantine"))
-    assert not (path / "segments" / name).exists()  # a repair moves it aside, and deletes nothing
+    assert not (path / "segments" / name).exists()  # a repair moves it aside and deletes nothing
     assert sum(file.read_bytes() == b"x" for file in (path / "quarantine").iterdir() if file.is_file()) >= 2
 
 
@@ -340,7 +340,7 @@ def test_odd_names_are_left_alone_or_moved_aside(path: Path, name: str) -> None:
 @pytest.mark.needs_root("files of another user")
 def test_files_of_another_user_are_refused_or_served(path: Path) -> None:
     for file in [path, *path.rglob("*")]:
-        os.chown(file, NOBODY, NOBODY)
+        os.chown(file, NO_OWNER, NO_OWNER)
     assert use(path)  # root may do everything
     for file in [path, *path.rglob("*")]:
         os.chown(file, 0, 0)
@@ -353,11 +353,11 @@ def test_files_of_another_user_are_refused_or_served(path: Path) -> None:
             return type(exc).__name__
         return "opened"
 
-    assert run_child(as_nobody, uid=NOBODY) == "StoreAccessError"
+    assert run_child(as_nobody, uid=NO_OWNER) == "StoreAccessError"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o707, 0o755, 0o775])
-def test_what_others_may_do_is_taken_away(path: Path, mode: int) -> None:
+def test_access_of_others_is_removed(path: Path, mode: int) -> None:
     path.chmod(mode)
     assert use(path)
     assert not stat.S_IMODE(path.stat().st_mode) & 0o007
@@ -379,11 +379,11 @@ def test_a_co_tenant_who_guesses_a_prompt_learns_nothing_without_the_salt(path: 
             with mine.match(tokens) as match, pytest.raises(KvfsError, match="another namespace"):
                 other.get(match, bytearray(match.nbytes))
             put = other.put(tokens, seeded(21, CHUNKS * TINY_BYTES))
-            assert put.stored == CHUNKS, "skipped would tell him that somebody has this prompt"
+            assert put.stored == CHUNKS, "skipped would reveal that another tenant has this prompt"
         assert restored(mine, tokens) == pages
 
 
-def test_the_salt_is_nowhere_in_the_directory(path: Path) -> None:
+def test_the_salt_is_not_in_the_directory(path: Path) -> None:
     with kvfs.open(path) as store:
         namespace(store, salt="correct horse battery").put(tokens_of(20, 2), seeded(20, 2 * TINY_BYTES))
     assert not any(b"correct horse" in f.read_bytes() for f in path.rglob("*") if f.is_file())

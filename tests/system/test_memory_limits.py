@@ -1,4 +1,4 @@
-"""How much memory there is: what limits may be any of the cgroups around a process."""
+"""How much memory there is: any of the cgroups that enclose a process may set the limit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ GIB = 1 << 30
         ("", {}, None),
     ],
 )
-def test_the_least_limit_of_all_cgroups_around_counts(
+def test_the_lowest_limit_of_all_enclosing_cgroups_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, limits: dict[str, object], least: int | None
 ) -> None:
-    """The innermost one of a batch system's has none: as much was pinned as if the job had the whole host."""
+    """The innermost cgroup of a batch system has no limit: as much was pinned as if the job had the whole host."""
     for name, limit in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{limit}\n")

@@ -1,4 +1,4 @@
-"""Each benchmark runs at tiny sizes, prints its rows, writes its JSON and leaves nothing behind."""
+"""Each benchmark runs at tiny sizes, prints its rows, writes its JSON and leaves no files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(660)  # a benchmark has no deadline, and the machine may be busy
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench.py"
 COMMANDS = {
     "host": (
@@ -55,7 +56,7 @@ COMMANDS = {
 
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(BENCH), *args], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, str(BENCH), *args], capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -73,7 +74,7 @@ def test_command_prints_its_rows(command: str, disk_path: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_too_little_room_is_refused(tmp_path: Path) -> None:
+def test_too_little_space_is_refused(tmp_path: Path) -> None:
     done = bench("host", "--size", "1000TiB", "--path", str(tmp_path))
     assert done.returncode == 1
     assert "GiB free" in done.stderr and "Traceback" not in done.stderr
@@ -86,12 +87,13 @@ def test_an_odd_page_size_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH), "procs", "--procs", "2", "--seconds", "60", "--path", str(tmp_path)]
+def test_an_interrupt_leaves_no_files(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH), "procs", "--procs", "2", "--seconds", "600", "--path", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("*/bare/own-0/*")) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.glob("*/bare/own-0/*")):
+            assert process.poll() is None and time.monotonic() < deadline, "no child has written a file"
             time.sleep(0.01)
         os.kill(process.pid, number)
-        assert process.wait(50) == 1
+        assert process.wait(300) == 1
     assert list(tmp_path.iterdir()) == []

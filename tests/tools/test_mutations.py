@@ -1,4 +1,4 @@
-"""The list of bugs that ``python -m tools.mutate`` plants fits the source."""
+"""The bugs that ``python -m tools.mutate`` plants match the source."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_there_are_enough_and_each_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name.replace(" ", "_"))
-def test_a_planted_bug_fits_the_source(mutation: Mutation, tmp_path: Path) -> None:
-    """Where this fails the source has changed: describe the bug for the new one, and run tools.mutate."""
+def test_a_planted_bug_matches_the_source(mutation: Mutation, tmp_path: Path) -> None:
+    """If this fails, the source has changed: update the entry, and run tools.mutate."""
     copy = tmp_path / mutation.path
     copy.parent.mkdir(parents=True)
     shutil.copy(ROOT / mutation.path, copy)

@@ -28,7 +28,7 @@ from kvfs.system.files import Files
 from kvfs.transfer import load as hostload
 from kvfs.transfer import save as host_save
 from kvfs.transfer import workers
-from kvfs.transfer.handle import Transfer, TransferTask
+from kvfs.transfer.control import TransferControl, TransferTask
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import Tier
 
@@ -712,7 +712,7 @@ def test_the_match_may_be_closed_while_it_loads(ns: kvfs.Namespace, store: kvfs.
         match = ns.match(prompt(3))
         t = io.load(match, blocks(3), after=event, deadline=LATE)
         match.close()
-        held = store._core.c.segments
+        held = store._shared.c.segments
         assert held.count() == 1, "the load holds the segment, from before it was started"
         event.set()
         result = t.wait(SECONDS)
@@ -861,7 +861,7 @@ def test_groups_in_host_memory_and_on_a_gpu_are_refused_before_the_cpu_reads_wha
     ns = store.namespace("hybrid", HYBRID, revision="1")
     _, kvs = hybrid(1)
     far = tuple(dataclasses.replace(buffer, memory="cuda:0") for buffer in kvs[1].buffers)
-    with pytest.raises(ConfigError, match="lies in cuda:0, others in host memory: attach one device"):
+    with pytest.raises(ConfigError, match="is in cuda:0, others in host memory: attach one device"):
         ns.attach([kvs[0], dataclasses.replace(kvs[1], buffers=far)])
 
 
@@ -1061,16 +1061,16 @@ def test_plans_and_matches_work_in_another_process(ns: kvfs.Namespace, store_pat
 
 def test_a_layer_that_has_arrived_is_ready_whenever_it_is_asked_for() -> None:
     task = TransferTask("load", {0: 0b1}, {0: ("kv", (4, 5, 6), 1)}, LATE, lambda done: (0, {}))
-    t = Transfer(task, lambda t: None)
+    t = TransferControl(task, lambda _: None)
     waited = t.layer_ready(5)
-    t._layers_ready([4, 5])
+    t.layers_ready([4, 5])
     assert waited.is_set() and t.layer_ready(4).is_set() and t.layer_ready(5) is waited
     late = t.layer_ready(6)
     assert not late.is_set()
-    t._end()
+    t.end()
     assert late.is_set() and t.layer_ready(6) is late
-    other = Transfer(task, lambda t: None)
-    other._end()
+    other = TransferControl(task, lambda _: None)
+    other.end()
     assert other.layer_ready(4).is_set()
 
 

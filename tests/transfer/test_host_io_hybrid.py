@@ -107,9 +107,9 @@ def test_dirty_slots_are_counted_whole(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("hybrid", layout, "1")
         with ns.attach(Engine(layout).kvs, ring_bytes=5 * 12288, dirty_bytes=4 * 12288) as io:
-            desk = io._desk
-            assert desk.save_keep == 1 and desk.batch(4096) == 15 and desk.batch(12288) == 5
-            lease = io.ring.acquire(15, 0.0, page_bytes=4096, least=10, keep=desk.save_keep)
+            context = io._context
+            assert context.save_keep == 1 and context.batch(4096) == 15 and context.batch(12288) == 5
+            lease = io.ring.acquire(15, 0.0, page_bytes=4096, least=10, keep=context.save_keep)
             assert lease is not None and len(lease) == 12 and io.ring.free == 1
             lease.release()
         with pytest.raises(ConfigError, match=r"ring_bytes is 12287: pass at least 12288, for one page of 12288"):
@@ -146,3 +146,14 @@ def test_behind_a_page_that_full_attention_lacks_no_group_is_gathered(
             result = io.save(ns.plan_save(PROMPT), units, deadline=LATE).wait(SECONDS)
             assert result is not None and (result.pages, result.reason) == (8, "source")
     assert gathered == [(name, chunk) for name in ("full", "window") for chunk in range(4)]
+
+
+def test_an_attached_engine_says_what_it_holds(tmp_path: Path) -> None:
+    layout = hybrid(2, 6)
+    with kvfs.open(tmp_path / "store", capacity="64MiB") as store:
+        ns = store.namespace("hybrid", layout, "1")
+        with ns.attach(Engine(layout).kvs) as io:
+            assert io.namespace == ns.plan_save(PROMPT).namespace
+            assert [io.page_bytes(g.name) for g in layout.groups] == [g.page_bytes for g in layout.groups]
+            with pytest.raises(ConfigError, match="'other' is not attached"):
+                io.page_bytes("other")

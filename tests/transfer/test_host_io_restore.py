@@ -13,7 +13,7 @@ import kvfs
 from kvfs import PageOutcome, TransferState
 from kvfs.errors import ConfigError
 from kvfs.lookup.matcher import Matcher
-from kvfs.transfer.handle import Transfer, TransferTask
+from kvfs.transfer.control import TransferControl, TransferTask
 from tests.stores import counted, segment_files
 from tests.transfer.test_host_io_hybrid import CHUNKS, LATE, PAGE, PROMPT, SECONDS, UNITS, Engine, hybrid
 
@@ -108,11 +108,12 @@ def test_pages_that_are_offered_while_a_transfer_ends_are_too_late() -> None:
         """Is released when the transfer has ended, and not been summed up."""
 
         def release(self) -> None:
-            transfer._offer({0: 1}, lambda _: (PAGE, {}))
+            transfer.offer({0: 1}, lambda _: (PAGE, {}))
 
-    transfer = Transfer(TransferTask("load", {}, {0: ("full", (0,), 8)}, LATE, lambda _: (0, {})), lambda _: None)
+    task = TransferTask("load", {}, {0: ("full", (0,), 8)}, LATE, lambda _: (0, {}))
+    transfer = TransferControl(task, lambda _: None)
     transfer._leases.add(Late())  # type: ignore[arg-type]
-    transfer._end()
+    transfer.end()
     assert transfer.result is not None and (transfer.result.tokens, transfer.result.declined) == (0, 0)
 
 

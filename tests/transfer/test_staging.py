@@ -117,18 +117,18 @@ def test_pages_in_and_across_slots_are_joined_where_they_lie_just_so() -> None:
         held[i].release()
     full = got(r.acquire(5, NOW, page_bytes=SLOT_ALIGN))
     assert full.slots == (0, 2, 3)
-    assert full.stretches() == [(0, 2, 0), (2, 3, 4 * SLOT_ALIGN)]
+    assert full.ranges() == [(0, 2, 0), (2, 3, 4 * SLOT_ALIGN)]
     assert [(i, len(m)) for i, m in full.runs(SLOT_ALIGN)] == [(0, 2 * SLOT_ALIGN), (2, 3 * SLOT_ALIGN)]
     full.release()
     short = got(r.acquire(4, NOW, page_bytes=SLOT_ALIGN - 1))
     assert [(i, len(m)) for i, m in short.runs(SLOT_ALIGN - 1)] == [(i, SLOT_ALIGN - 1) for i in range(4)]
-    assert short.stretches() == [(0, 4, 4 * SLOT_ALIGN)], "with the rest of its block, each is as long as its stride"
+    assert short.ranges() == [(0, 4, 4 * SLOT_ALIGN)], "with the rest of its block, each is as long as its stride"
 
 
 def test_pages_do_not_join_over_what_a_slot_has_left() -> None:
     r = ring(2, 5 * SLOT_ALIGN)
     lease = got(r.acquire(4, NOW, page_bytes=2 * SLOT_ALIGN))
-    assert lease.stretches() == [(0, 2, 0), (2, 2, 5 * SLOT_ALIGN)]
+    assert lease.ranges() == [(0, 2, 0), (2, 2, 5 * SLOT_ALIGN)]
 
 
 def test_none_within_the_deadline_changes_nothing_and_is_counted() -> None:
@@ -303,7 +303,7 @@ class RingMachine(RuleBasedStateMachine):
         for lease in self.model:
             starts = [address_of(view) for view in lease.views()]
             runs = lease.runs(lease.stride)
-            assert [(i, n * lease.stride) for i, n, _ in lease.stretches()] == [(i, len(m)) for i, m in runs]
+            assert [(i, n * lease.stride) for i, n, _ in lease.ranges()] == [(i, len(m)) for i, m in runs]
             assert starts == [address_of(m) + at for _, m in runs for at in range(0, len(m), lease.stride)]
             assert all((start - starts[0]) % SLOT_ALIGN == 0 for start in starts)
 

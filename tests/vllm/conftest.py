@@ -14,7 +14,7 @@ from tests.vllm.models import build
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model of a kind, made once."""
+    """A model of a kind, built once."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def prompt() -> Callable[..., list[int]]:
-    """Token ids from a seed; those of one seed share their beginning."""
+    """Token ids from a seed; prompts of one seed share their beginning."""
 
     def get(seed: int, tokens: int = 700) -> list[int]:
         return [random.Random(f"{seed} {i}").randrange(5, 1000) for i in range(tokens)]

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, told what to do line by line: ``python -m tests.vllm.engine '{"model": ...}'``.
+"""An engine in a separate process, controlled by lines of JSON: ``python -m tests.vllm.engine '{"model": ...}'``.
 
 Reads JSON commands from standard input, writes ``RESULT <json>`` for each. :class:`Engine` is the other end.
 """
@@ -25,8 +25,9 @@ START_SECONDS, CALL_SECONDS = 240.0, 180.0
 
 
 class Engine:
-    """Start, ask, stop. ``extra``: settings of kvfs, which is used if there is a ``store``; or ``transfer``: another
-    connector's configuration. ``env``: added to the process. ``fault`` reaches the files of one process.
+    """Starts, asks and stops the engine. ``extra``: settings of kvfs, which is used if ``store`` is given.
+
+    ``transfer``: configuration of another connector. ``env``: added to the process. ``fault`` affects its files.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Engine:
         return self._answer(CALL_SECONDS)
 
     def generate(self, *prompts: list[int], forget: bool = True, **sampling: Any) -> list[tuple[int, list[int]]]:
-        """(tokens that were cached, new tokens) of each prompt. ``forget``: the engine's own prefix cache, before."""
+        """(cached tokens, new tokens) of each prompt. ``forget``: empty the engine's own prefix cache before."""
         return [tuple(r) for r in self.ask("generate", prompts=prompts, forget=forget, sampling=sampling)]
 
     def metrics(self) -> dict[str, float]:
@@ -67,11 +68,11 @@ class Engine:
         return found
 
     def cache(self) -> set[str]:
-        """What lies in the engine's cache: layer, head and digest of each block that was ever filled, of all ranks."""
+        """The contents of the engine's cache: layer, head and digest of each block that was ever filled, all ranks."""
         return set(self.ask("cache"))
 
     def fault(self, **fault: Any) -> int:
-        """From now on (see ``kvfs.testing.Fault``); without arguments all is well again. How many there were so far."""
+        """Inject a fault from now on (see ``kvfs.testing.Fault``), or none without arguments. How many fired."""
         fired: int = self.ask("fault", fault=fault)
         return fired
 
@@ -144,7 +145,7 @@ def _generate(llm: Any, prompts: list[list[int]], forget: bool, sampling: dict[s
 
 
 def _time(llm: Any, prompt: list[int], tokens: int = 1) -> dict[str, Any]:
-    """Seconds until all tokens, and until the first one, of a prompt that the engine's own cache does not know."""
+    """Seconds until all tokens, and until the first one, of a prompt that the engine's own cache does not hold."""
     from vllm import SamplingParams
 
     llm.reset_prefix_cache()
@@ -179,7 +180,7 @@ def _fault(llm: Any, fault: dict[str, Any]) -> int:
 
 
 def _abort(llm: Any, prompts: list[list[int]], steps: int) -> int:
-    """Begin requests and give them up after some steps; how many there were still."""
+    """Begin requests and abort them after some steps. Returns how many were unfinished."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine

@@ -1,4 +1,4 @@
-"""A connector that loads within a step, fails, and says so: vLLM loads it by ``kv_connector_module_path``."""
+"""A connector that loads within a step, fails and reports it. vLLM loads it by ``kv_connector_module_path``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 
 class FailingConnector(ExampleConnector):
-    """Finds what ExampleConnector has stored, and reads something else."""
+    """Finds what ExampleConnector has stored, and fills the blocks with other values."""
 
     _failed: frozenset[int] = frozenset()
 

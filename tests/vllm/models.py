@@ -1,4 +1,4 @@
-"""Small random models with a tokenizer, made in place: what an engine needs to start and to give telling tokens."""
+"""Small random models with a tokenizer, built on the spot, whose tokens depend on the whole prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BASE = {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
-#: gemma3 has two layers that see a window of 128 tokens for each that sees all: hybrid groups of the engine
+#: gemma3 has two layers with a window of 128 tokens for each with full attention: hybrid groups of the engine
 CONFIGS = {
     "llama": lambda: LlamaConfig(num_hidden_layers=4, **_BASE),
     "qwen3": lambda: Qwen3Config(num_hidden_layers=4, **_BASE),
@@ -24,7 +24,7 @@ CONFIGS = {
 
 
 def build(kind: str, folder: Path, seed: int = 0) -> Path:
-    """Write model and tokenizer. Attention is sharp, so that tokens depend on far ones."""
+    """Write model and tokenizer. Attention is sharp, so that tokens depend on distant ones."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A disk that misbehaves below a serving engine: right tokens, the engine alive, the fault counted."""
+"""Faults of the disk below a serving engine: right tokens, the engine alive, the fault counted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_flipped_bytes_are_recomputed(
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
         counted = engine.metrics()
         assert counted["kvfs_loads_failed"] > 0 and counted["kvfs_pages_not_loaded"] > 0
-        for seed in range(4):  # what was computed has been stored anew
+        for seed in range(4):  # what was computed has been stored again
             assert engine.generate(prompt(seed)) == [(640, filled[1][seed])]
 
 
@@ -69,7 +69,7 @@ def test_segments_that_vanish_are_recomputed(
             path.unlink()
         for seed in range(4):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
-        counted = engine.metrics()  # upkeep takes note of missing files every second: what it knows of is not asked for
+        counted = engine.metrics()  # upkeep notices missing files every second: those are not looked up
         assert 1 <= counted["kvfs_loads_failed"] <= 4
         assert counted["kvfs_pages_not_loaded"] == 10 * counted["kvfs_loads_failed"]
 
@@ -82,7 +82,7 @@ def test_a_store_that_is_removed_while_serving(
         shutil.rmtree(store)
         for seed in range(4):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
-        engine.generate(prompt(20))  # a step, in which the last ones are counted
+        engine.generate(prompt(20))  # one more step counts the last ones
         assert engine.metrics()["kvfs_pages_not_stored"] >= 40
 
 
@@ -107,7 +107,7 @@ def test_a_disk_that_cannot_be_read_is_recomputed(
         assert counted["kvfs_loads_failed"] == 4 and counted["kvfs_pages_not_loaded"] >= 4
         for seed in range(4):
             engine.generate(prompt(seed))
-            assert engine.generate(prompt(seed)) == [(640, filled[1][seed])], "read, or stored anew, once all is well"
+            assert engine.generate(prompt(seed)) == [(640, filled[1][seed])], "read, or stored again, without faults"
 
 
 def test_a_disk_that_cannot_be_written_serves_what_it_has(
@@ -122,7 +122,7 @@ def test_a_disk_that_cannot_be_written_serves_what_it_has(
         assert engine.fault() > 0
         assert engine.metrics()["kvfs_pages_not_stored"] >= 20
         for seed, (_, tokens) in zip((10, 11), fresh, strict=True):
-            assert engine.generate(prompt(seed)) == [(0, tokens)], "nothing of it was stored"
+            assert engine.generate(prompt(seed)) == [(0, tokens)], "none of it was stored"
             assert engine.generate(prompt(seed)) == [(640, tokens)], "it is now"
 
 
@@ -164,7 +164,7 @@ def test_churn_within_a_tenth_of_the_working_set(model: Models, tmp_path: Path) 
         after = engine.ask("usage")
         end = time.monotonic() + 60
         while engine.generate(prompts[19], max_tokens=2)[0][0] == 0 and time.monotonic() < end:
-            time.sleep(0.1)  # a disk may be far behind an engine of this size
-        for n in range(15, 5, -1):  # the newest but few, of about forty that fit
+            time.sleep(0.1)  # the disk may be far behind an engine of this size
+        for n in range(15, 5, -1):  # the newest but five, of about forty that fit
             assert engine.generate(prompts[n], max_tokens=2)[0] == (192, answers[n]), n
     assert after["fds"] <= before["fds"] + 8 and after["rss"] <= before["rss"] + (64 << 20), (before, after)

@@ -1,13 +1,14 @@
-"""The connector's own classes over the engine's cache views, in all of its layouts; no model runs.
+"""The connector's classes over the engine's cache views, in all of its layouts; no model runs.
 
-A small scheduler stands in for the engine's: it gives requests to the manager, blocks to the worker, and looks at
-what lies in the blocks afterwards, through the views that attention would use.
+The tests take the part of the engine's scheduler: they give requests to the manager and blocks to the worker, and then
+read the blocks through the views that attention would use.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -73,8 +74,31 @@ def engine_config(model: Callable[[str], Path]) -> VllmConfig:
     return config
 
 
+class HungFiles(FaultyFiles):
+    """A disk that may hang: calls of one kind do not return before ``answer``."""
+
+    HANG_SECONDS = 60.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answered = threading.Event()
+
+    def hang(self, kind: str) -> None:
+        self.arm(Fault(1, kind, action="delay", persistent=True, seconds=self.HANG_SECONDS))
+
+    def answer(self) -> None:
+        self.arm()
+        self._answered.set()
+
+    def sleep(self, seconds: float) -> None:
+        if seconds == self.HANG_SECONDS:
+            self._answered.wait(seconds)
+        else:
+            super().sleep(seconds)
+
+
 class Rank:
-    """Cache views of one engine process, and kvfs above them."""
+    """Cache views of one engine process, and the kvfs manager and worker above them."""
 
     def __init__(
         self, config: VllmConfig, kind: str, layout: KVCacheLayout, path: Path, *, kernel_block: int | None = None,
@@ -109,7 +133,7 @@ class Rank:
     def _views(
         self, layout: KVCacheLayout, names: list[list[str]], kernel_block: int | None, seed: int
     ) -> dict[str, torch.Tensor]:
-        """As the engine makes them: groups of one shape overlay each other, each block belongs to one of them."""
+        """As the engine creates them: groups of one shape share the memory, and each block belongs to one group."""
         views: dict[str, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
         layers = max(count for _, count in self.specs)
@@ -124,7 +148,7 @@ class Rank:
         return views
 
     def tokens(self, blocks: Mapping[int, list[int]]) -> dict[str, torch.Tensor]:
-        """What attention sees of a request: layer -> [tokens, heads, content] of its blocks, per group."""
+        """The KV of a request as attention sees it: layer -> [tokens, heads, content]. ``blocks``: per group."""
         seen, first = {}, 0
         for index, (_, count) in enumerate(self.specs):
             for layer in range(first, first + count):
@@ -177,7 +201,7 @@ class Asked:
         return found
 
     def save(self, blocks: Mapping[int, list[int]], job: int = 1, only: Mapping[int, list[int]] | None = None) -> int:
-        """Submit what the manager wants of it; how many pages that are."""
+        """Submit what the manager wants to store. Returns the number of pages."""
         offered = [k for (g, c), k in self.keys.items() if only is None or c in only.get(g, ())]
         output = self.rank.manager.prepare_store(offered, self.context)
         assert output is not None
@@ -194,7 +218,7 @@ class Asked:
         return len(wanted)
 
     def load(self, blocks: Mapping[int, list[int]], first: Mapping[int, int], job: int = 2) -> None:
-        """``first``: of each group, the block from which on it is loaded, to the end of ``blocks``."""
+        """``first``: per group, the first block to load; the last one is the end of ``blocks``."""
         per = self.rank.per_page
         keys = [k for (g, c), k in self.keys.items() if first[g] // per <= c < -(-len(blocks[g]) // per)]
         spec = self.rank.manager.prepare_load(keys, self.context)
@@ -214,7 +238,7 @@ def finish(rank: Rank, job: int, seconds: float = 20.0) -> Any:
 
 
 def settle(rank: Rank) -> None:
-    """Until what was saved is published."""
+    """Wait until all saves are published."""
     end = time.monotonic() + 20.0
     while rank.worker._publishing and time.monotonic() < end:
         rank.worker.get_finished()
@@ -222,7 +246,7 @@ def settle(rank: Rank) -> None:
 
 
 def blocks_for(rank: Rank, first: int, count: int = 6) -> dict[int, list[int]]:
-    """Distinct blocks for each group: the engine gives a block to one group at a time. Block 0 is nobody's."""
+    """Distinct blocks for each group: the engine gives a block to one group at a time. Block 0 is never given."""
     step = 1 if first % 2 else -1
     groups = len(rank.specs)
     spread = max(1, (BLOCKS - 1) // groups)
@@ -266,7 +290,7 @@ def test_pages_of_one_layout_are_read_by_every_other(
         after = second.tokens(
             {g: [b for b in range(1, BLOCKS) if all(b not in r for r in blocks.values())] for g in blocks}
         )
-        assert all(torch.equal(before[layer], after[layer]) for layer in before), "a block of somebody else changed"
+        assert all(torch.equal(before[layer], after[layer]) for layer in before), "a block of another request changed"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +318,7 @@ def test_kernel_blocks_smaller_than_the_managers(
 
 
 def test_only_what_is_asked_for_is_loaded(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:
-    """Pages of several blocks, of which the engine has the first ones: in the middle of a page, too."""
+    """Pages of several blocks, of which the engine already has the first ones, also inside of a page."""
     tokens = prompt(1, 6 * BLOCK)
     with Rank(engine_config, "full", KVCacheLayout.LBHNC, store, pages=2, seed=1) as rank:
         asked, blocks = Asked(rank, "a", tokens), blocks_for(rank, 3)
@@ -312,7 +336,7 @@ def test_only_what_is_asked_for_is_loaded(engine_config: VllmConfig, store: Path
             assert torch.equal(seen[:cut], before[layer][:cut]) and torch.equal(seen[cut:], expected[layer][cut:])
 
 
-def test_a_page_some_of_whose_blocks_were_given_up_is_not_stored(
+def test_a_page_of_which_blocks_were_freed_is_not_stored(
     engine_config: VllmConfig, store: Path, prompt: Prompt
 ) -> None:
     tokens = prompt(1, 6 * BLOCK)
@@ -328,7 +352,7 @@ def test_a_page_some_of_whose_blocks_were_given_up_is_not_stored(
 def test_a_request_that_had_its_blocks_is_looked_up_again(
     engine_config: VllmConfig, store: Path, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that waits is not: a preempted one wants back what it had computed, however soon that happens."""
+    """One that waits in the queue is not. A preempted one must find what it had computed, however soon."""
     monkeypatch.setattr(manager, "FRESH_SECONDS", 600.0)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, seed=1) as rank:
         asked = Asked(rank, "waits", prompt(1, 6 * BLOCK))
@@ -342,16 +366,16 @@ def test_a_request_that_had_its_blocks_is_looked_up_again(
 def test_a_flush_waits_for_the_copy_and_not_for_the_disk(
     engine_config: VllmConfig, store: Path, prompt: Prompt
 ) -> None:
-    files = FaultyFiles()
+    files = HungFiles()
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files) as rank:
         asked, blocks = Asked(rank, "a", prompt(1, 6 * BLOCK)), blocks_for(rank, 3)
-        files.arm(Fault(1, "pwritev", action="delay", persistent=True, seconds=1.5))
+        files.hang("pwritev")
         asked.save(blocks)
         rank.worker.wait({1})
         (job,) = rank.worker._jobs.values()
         assert job.transfer is not None and job.transfer.source_free.is_set() and not job.transfer.done.is_set()
         assert finish(rank, 1).success
-        files.arm()
+        files.answer()
 
 
 def test_an_aborted_load_moves_no_byte_afterwards(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:
@@ -369,43 +393,44 @@ def test_an_aborted_load_moves_no_byte_afterwards(engine_config: VllmConfig, sto
 def test_a_flush_of_a_stalled_save_takes_its_blocks_back(
     engine_config: VllmConfig, store: Path, prompt: Prompt
 ) -> None:
-    """The ring is full of pages that wait for a disk: what is not copied out of the blocks by then is not stored."""
-    files = FaultyFiles()
+    """The ring is full of pages that wait for a disk: pages that are not copied by then are not stored."""
+    files = HungFiles()
     with Rank(
         engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files, ring_pages=2, store_seconds=30.0
     ) as rank:
         asked, blocks = Asked(rank, "a", prompt(1, 6 * BLOCK)), blocks_for(rank, 3)
-        files.arm(Fault(1, "pwritev", action="delay", persistent=True, seconds=4.0))
+        files.hang("pwritev")
         asked.save(blocks)
         (job,) = rank.worker._jobs.values()
         assert job.transfer is not None
         rank.worker.wait({1})
         assert job.transfer.source_free.is_set() and not job.transfer.done.is_set(), "it waited for the disk"
         assert finish(rank, 1).success
-        files.arm()
+        files.answer()
 
 
 def test_a_load_whose_disk_stalls_ends_and_is_recomputed(
     engine_config: VllmConfig, store: Path, prompt: Prompt
 ) -> None:
-    tokens, files = prompt(1, 6 * BLOCK), FaultyFiles()
+    tokens, files = prompt(1, 6 * BLOCK), HungFiles()
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
         stored(rank, tokens)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1, files=files, load_seconds=0.2) as rank:
         again, target = Asked(rank, "b", tokens), blocks_for(rank, 8)
         assert again.hits()
-        files.arm(Fault(1, "preadv", action="delay", persistent=True, seconds=5.0))
+        files.hang("preadv")
         before = rank.tokens(target)
         again.load(target, {0: 0})
         (job,) = rank.worker._jobs.values()
         assert not finish(rank, 2).success
-        assert job.transfer is not None and not job.transfer.done.is_set(), "its disk has answered already"
+        assert job.transfer is not None and not job.transfer.done.is_set(), "its disk has answered"
         again.load(target, {0: 0}, job=3)
         (refused,) = rank.worker._jobs.values()
-        assert refused.transfer is None and not finish(rank, 3).success, "others do not wait for that disk"
-        files.arm()
+        assert refused.transfer is None and not finish(rank, 3).success, "another load does not wait for that disk"
+        files.answer()
         assert job.transfer.done.wait(20.0)
         assert all(torch.equal(before[layer], now) for layer, now in rank.tokens(target).items())
+        rank.worker._settings = replace(rank.worker._settings, load_seconds=20.0)
         again.load(target, {0: 0}, job=4)
         assert finish(rank, 4).success
 
@@ -413,22 +438,22 @@ def test_a_load_whose_disk_stalls_ends_and_is_recomputed(
 def test_the_log_of_a_disk_that_fails_is_not_flooded(
     engine_config: VllmConfig, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(worker.logger, "warning", lambda message, *args, **_: told.append(message % args))
+    logged: list[str] = []
+    monkeypatch.setattr(worker.logger, "warning", lambda message, *args, **_: logged.append(message % args))
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
         for pages in range(1, 4):
             rank.worker._refused("load", TimeoutError(f"attempt {pages}"))
             result = TransferResult(0, 0, 0, 0, pages, {}, "space")
             rank.worker._publishing = [SimpleNamespace(result=result)]  # type: ignore[list-item]
             rank.worker.get_finished()
-    assert told == [
+    assert logged == [
         "kvfs: a load was refused: attempt 1",
         "kvfs: pages were not stored (space, 1 the first time)",
     ]
 
 
 def test_after_a_reset_among_requests_nothing_is_stored(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:
-    """Their blocks, and the engine's own prefix cache, hold KV of weights that are gone."""
+    """Their blocks, and the engine's own prefix cache, hold KV of the previous weights."""
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
         asked = Asked(rank, "a", prompt(1, 6 * BLOCK))
         rank.manager.tainted = True
@@ -438,9 +463,7 @@ def test_after_a_reset_among_requests_nothing_is_stored(engine_config: VllmConfi
         assert asked.save(blocks_for(rank, 3), job=2) == 6
 
 
-def test_a_failed_load_misses_afterwards_and_stores_anew(
-    engine_config: VllmConfig, store: Path, prompt: Prompt
-) -> None:
+def test_after_a_failed_load_lookups_miss(engine_config: VllmConfig, store: Path, prompt: Prompt) -> None:
     tokens = prompt(1, 6 * BLOCK)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
         stored(rank, tokens)
@@ -449,7 +472,7 @@ def test_a_failed_load_misses_afterwards_and_stores_anew(
         for path in (store / "segments").rglob("*"):
             if path.is_file():
                 path.write_bytes(bytes(path.stat().st_size))
-        assert not rank.manager.is_loading("b"), "a load that fails now is another connector's"
+        assert not rank.manager.is_loading("b"), "a load that fails now belongs to another connector"
         again.load(blocks_for(rank, 8), {0: 0})
         assert not finish(rank, 2).success
         assert rank.manager.is_loading("b")
@@ -458,7 +481,7 @@ def test_a_failed_load_misses_afterwards_and_stores_anew(
         assert again.hits() == {} and not rank.manager.is_loading("b")
 
 
-def test_what_a_request_depends_on_besides_tokens_is_in_its_keys(
+def test_what_a_request_depends_on_in_addition_to_tokens_is_in_its_keys(
     engine_config: VllmConfig, store: Path, prompt: Prompt
 ) -> None:
     tokens = prompt(1, 6 * BLOCK)
@@ -482,7 +505,7 @@ def test_what_a_request_depends_on_besides_tokens_is_in_its_keys(
         assert Asked(rank, "e", tokens, mm_features=[image(CAT, 20)]).hits() == {}
 
 
-def test_requests_that_are_no_function_of_their_tokens_are_left_alone(
+def test_requests_that_do_not_depend_on_their_tokens_alone_are_bypassed(
     engine_config: VllmConfig, store: Path, prompt: Prompt
 ) -> None:
     tokens = prompt(1, 6 * BLOCK)
@@ -508,7 +531,7 @@ def test_limits_of_length(engine_config: VllmConfig, store: Path, prompt: Prompt
 def test_a_short_prompt_grows_into_pages(
     engine_config: VllmConfig, store: Path, prompt: Prompt, prompt_only: bool, pages: int
 ) -> None:
-    """It has no page when it comes, the request's tokens have two at its end. Where prompts alone are stored, none."""
+    """It has no page at first, and two with the generated tokens; where only prompts are stored, none."""
     tokens = prompt(1, 6 * BLOCK)
     with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=3, offload_prompt_only=prompt_only) as rank:
         short = Asked(rank, "short", tokens[:BLOCK], generates=5 * BLOCK)
@@ -523,7 +546,7 @@ def test_a_short_prompt_grows_into_pages(
 
 
 FULL, WINDOW = SPECS["full"][0][0], SPECS["hybrid"][1][0]
-#: what the message must say, what is changed in an engine that is served, and its groups
+#: part of the message -> the change to an engine that is served, and its groups
 REFUSALS: dict[str, tuple[Callable[[VllmConfig], None], list[KVCacheSpec]]] = {
     "it has layers with MambaSpec": (
         lambda c: None, [MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))]
@@ -536,8 +559,8 @@ REFUSALS: dict[str, tuple[Callable[[VllmConfig], None], list[KVCacheSpec]]] = {
     "depend on the first requests": (lambda c: setattr(c.cache_config, "calculate_kv_scales", True), [FULL]),
     "cross attention": (lambda c: setattr(c.model_config.hf_config, "is_encoder_decoder", True), [FULL]),
     r"blocks of \[16, 32\] tokens": (lambda c: None, [FULL, replace(WINDOW, block_size=32)]),
-    "chunked attention is no sliding window": (lambda c: None, [replace(FULL, attention_chunk_size=64)]),
-    "which is no share of 3 ranks": (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 3), [FULL]),
+    "chunked attention is not a sliding window": (lambda c: None, [replace(FULL, attention_chunk_size=64)]),
+    "which is not an even share of 3 ranks": (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 3), [FULL]),
     "backend that was not named": (
         lambda c: None, [replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)]
     ),
@@ -546,7 +569,7 @@ REFUSALS: dict[str, tuple[Callable[[VllmConfig], None], list[KVCacheSpec]]] = {
 
 @pytest.mark.parametrize("why", REFUSALS)
 def test_engines_whose_kv_cannot_be_kept_are_refused(engine_config: VllmConfig, why: str) -> None:
-    """In words, when the engine starts. The same engine without what is named is served."""
+    """With the reason, when the engine starts. The same engine without that is served."""
     change, specs = REFUSALS[why]
     config = copy.deepcopy(engine_config)
     change(config)

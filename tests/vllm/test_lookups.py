@@ -1,4 +1,4 @@
-"""The benchmark of lookups: each connector finds what was stored for it, and nothing else, in a new process."""
+"""The benchmark of lookups: in a new process, each connector finds what was stored for it and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real engine over restarts: what one process computed, another finds, with the tokens of one without kvfs."""
+"""The real engine across restarts: a process finds what another computed, with the tokens of one without kvfs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,9 @@ def test_mode_staging_serves_from_the_disk(model: Models, prompt: Prompt, tmp_pa
 
 
 def test_ranks_of_another_degree_are_served(model: Models, prompt: Prompt, tmp_path: Path) -> None:
-    """Each rank stores its heads; a page is a hit once all of it is there, for any number of ranks.
+    """Each rank stores its heads; a page is a hit once all of it is stored, for any number of ranks.
 
-    What a load brings into the cache is byte for byte what the other engine had there: 20 blocks of 4 layers and 2
-    heads.
+    A load fills the cache with the bytes that the other engine had: 20 blocks of 4 layers and 2 heads.
     """
     store, blocks = tmp_path / "store", 20 * 4 * 2
     with Engine(model("llama"), store) as one:
@@ -81,7 +80,7 @@ def test_ranks_of_another_degree_are_served(model: Models, prompt: Prompt, tmp_p
 def test_layers_on_other_ranks_are_served(model: Models, prompt: Prompt, tmp_path: Path) -> None:
     """Pipeline parallelism: each rank stores its layers."""
     store, blocks = tmp_path / "store", 20 * 4 * 2
-    # vLLM's CPU runner makes the buffers between the stages when it warms up a model that is compiled
+    # vLLM's CPU runner allocates the buffers between the stages when it warms up a compiled model
     stages = {
         "pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"},
     }  # fmt: skip
@@ -128,7 +127,7 @@ def test_two_engines_share_a_store_and_one_is_killed(model: Models, prompt: Prom
         one.process.stdin.write('{"op": "generate", "prompts": %s, "forget": true, "sampling": {}}\n'
                                 % [prompt(seed) for seed in range(10, 30)])  # fmt: skip
         one.process.stdin.flush()
-        with kvfs.open(store, create=False, read_only=True) as opened:  # until some of its 200 pages are there
+        with kvfs.open(store, create=False, read_only=True) as opened:  # until some of its 200 pages are stored
             end = time.monotonic() + 120
             while sum(info.pages for info in opened.catalog.namespaces()) < 30 and time.monotonic() < end:
                 time.sleep(0.005)
@@ -136,7 +135,7 @@ def test_two_engines_share_a_store_and_one_is_killed(model: Models, prompt: Prom
         assert two.generate(prompt(1)) == [(640, first[0][1])]
         fresh = two.generate(prompt(40))
         assert two.generate(prompt(40)) == [(640, fresh[0][1])]
-        for seed in range(10, 30):  # whatever became of them: right tokens
+        for seed in range(10, 30):  # stored or not: right tokens
             cached, tokens = two.generate(prompt(seed))[0]
             assert two.generate(prompt(seed))[0][1] == tokens, (seed, cached)
 
@@ -147,8 +146,8 @@ def test_after_reset_cache_nothing_stored_before_is_found(model: Models, prompt:
         first = engine.generate(prompt(1))
         assert engine.generate(prompt(1))[0][0] == 640
         assert engine.ask("reset") and engine.ask("reset"), "twice without a step between"
-        assert engine.generate(prompt(1)) == first, "computed anew"
-        assert engine.generate(prompt(1)) == [(640, first[0][1])], "and stored anew"
+        assert engine.generate(prompt(1)) == first, "computed again"
+        assert engine.generate(prompt(1)) == [(640, first[0][1])], "and stored again"
     with Engine(model("llama"), store) as engine:
         assert engine.generate(prompt(1)) == [(640, first[0][1])]
 

@@ -1,4 +1,4 @@
-"""The connector in the scheduler's role, told what the engine's scheduler would tell it. No model runs."""
+"""The connector in the scheduler's role, called as the engine's scheduler would. No model runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -76,7 +76,7 @@ def arrive(connector: KvfsConnector, name: str) -> Request:
 def allocate(
     connector: KvfsConnector, request: Request, ids: Iterable[int], external: int = 0, shared: int = 0
 ) -> None:
-    """``shared``: how many of its first blocks it has from the engine's own prefix cache."""
+    """``shared``: how many of the first blocks come from the engine's own prefix cache."""
     blocks = [KVCacheBlock(n) for n in ids]
     for block in blocks[:shared]:
         block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"of another request"), 0), BLOCK)
@@ -84,7 +84,7 @@ def allocate(
 
 
 def step(connector: KvfsConnector, *new: tuple[Request, Iterable[int]], **fields: Any) -> Any:
-    """The end of a step of the scheduler: these are computed whole. What the workers are told."""
+    """The end of a step of the scheduler that computes the requests in ``new``. The metadata for the workers."""
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [SimpleNamespace(req_id=r.request_id, block_ids=(list(ids),)) for r, ids in new]  # type: ignore[misc]
     output.num_scheduled_tokens = {request.request_id: TOKENS for request, _ in new}
@@ -116,7 +116,7 @@ def report(connector: KvfsConnector, job: int, **fields: Any) -> None:
 
 
 def publish(connector: KvfsConnector, request: Request) -> None:
-    """Its pages, as a worker would."""
+    """Store the pages of a request, as a worker would."""
     namespace = connector._manager._ns
     pages = namespace.layout.page_bytes * (TOKENS // namespace.layout.page_tokens)
     assert request.prompt_token_ids is not None
@@ -127,7 +127,7 @@ def publish(connector: KvfsConnector, request: Request) -> None:
 def test_blocks_that_another_connector_fills_are_flushed_first(
     connector: KvfsConnector, shared: int, flushed: bool
 ) -> None:
-    """Below MultiConnector: a request that another one loads gets blocks from which kvfs still copies. It is not
+    """Below MultiConnector, a request that another connector loads gets blocks from which kvfs still copies. It is not
     scheduled in that step. Blocks of the engine's prefix cache are read, not filled."""
     request, job = computed(connector, "a", FIRST)
     request.status = RequestStatus.FINISHED_STOPPED
@@ -139,10 +139,10 @@ def test_blocks_that_another_connector_fills_are_flushed_first(
     assert step(connector).jobs_to_flush == set()
 
 
-def test_a_request_whose_pages_are_still_copied_is_looked_up_when_they_are_there(
+def test_a_request_whose_pages_are_being_copied_is_looked_up_when_they_are_stored(
     connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is preempted while it is saved. The engine asks in each step, and takes no answer before the save is over."""
+    """It is preempted during a save. The engine asks in each step, and ignores the answers before the save ends."""
     monkeypatch.setattr(manager, "FRESH_SECONDS", 600.0)
     request, job = computed(connector, "a", FIRST)
     preempt(connector, request)
@@ -153,7 +153,7 @@ def test_a_request_whose_pages_are_still_copied_is_looked_up_when_they_are_there
 
 
 def test_a_load_that_failed_counts_until_a_preemption(connector: KvfsConnector) -> None:
-    """Not until it has blocks again: below MultiConnector another load may fail there, and so on without end."""
+    """Not until it has blocks again: below MultiConnector, another load may fail then, and so on without end."""
     request = arrive(connector, "a")
     publish(connector, request)
     assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
@@ -170,8 +170,8 @@ def test_a_load_that_failed_counts_until_a_preemption(connector: KvfsConnector) 
 
 
 def test_blocks_that_a_preemption_took_are_not_stored_when_the_last_token_comes_later(connector: KvfsConnector) -> None:
-    """With asynchronous scheduling a step is under way when its request loses its blocks. The token that it brings may
-    end the request, and fill a page of it; by then, another request writes into these blocks."""
+    """With asynchronous scheduling, a step is in flight when its request loses its blocks. Its token may end the
+    request and fill a page of it; by then, another request writes into these blocks."""
     connector.scheduler.config = connector.scheduler.config._replace(offload_prompt_only=False)
     request, job = computed(connector, "a", range(1, 13))
     request.append_output_token_ids([7] * 61)
@@ -186,7 +186,7 @@ def test_blocks_that_a_preemption_took_are_not_stored_when_the_last_token_comes_
 
 
 def test_an_error_in_the_midst_of_a_prompt_stores_nothing_more(connector: KvfsConnector) -> None:
-    """Its last block is there, and not filled: vLLM takes whoever ends without being aborted to have a whole prompt."""
+    """Its last block is allocated but not filled. vLLM takes a request that was not aborted to have a whole prompt."""
     request = arrive(connector, "a")
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     allocate(connector, request, range(1, 9))
@@ -202,8 +202,8 @@ def test_an_error_in_the_midst_of_a_prompt_stores_nothing_more(connector: KvfsCo
 def admit(
     connector: KvfsConnector, name: str, ids: Iterable[int], *, loads: bool = False, shared: int = 0
 ) -> tuple[Request, Any]:
-    """A request that gets blocks, and what the workers are told. ``loads``: another connector fills some then.
-    ``shared``: how many of the first ones come from the engine's own prefix cache."""
+    """A request that gets blocks, and its store jobs. ``loads``: another connector fills some of them in that step.
+    ``shared``: how many of the first blocks come from the engine's own prefix cache."""
     request = arrive(connector, name)
     assert connector.get_num_new_matched_tokens(request, shared * BLOCK) == (0, False)
     allocate(connector, request, ids, shared=shared)
@@ -211,7 +211,7 @@ def admit(
 
 
 def go_on(connector: KvfsConnector, *requests: Request) -> dict[str, int]:
-    """Another step of these; pages of each that it begins to store."""
+    """Another step of these requests. Returns how many pages of each it begins to store."""
     jobs = step(connector, num_scheduled_tokens={r.request_id: 1 for r in requests}).store_jobs
     return {job.req_id: len(job.src_spec.block_ids) * BLOCK // 64 for job in jobs.values()}
 
@@ -220,20 +220,40 @@ def fail_others(connector: KvfsConnector) -> None:
     connector.update_connector_output(KVConnectorOutput(invalid_block_ids={3}))
 
 
-def test_what_another_connector_loads_within_a_step_is_stored_when_that_went_well(connector: KvfsConnector) -> None:
+def test_what_another_connector_loads_within_a_step_is_stored_once_the_outcome_is_known(
+    connector: KvfsConnector,
+) -> None:
     """Its failure comes with what was computed from it, and no later than the first token."""
     request, jobs = admit(connector, "a", FIRST, loads=True)
     assert not jobs and not go_on(connector, request)
     sharing, jobs = admit(connector, "b", range(10, 19))
-    assert not jobs, "it may have blocks of the first one"
+    assert not jobs, "it may share blocks of the first one"
     request.append_output_token_ids(7)
-    assert go_on(connector, request, sharing) == {"a": 2}
-    third, jobs = admit(connector, "c", range(19, 24))
-    assert not jobs, "it may share blocks with the second"
+    assert go_on(connector, request, sharing) == {"a": 2, "b": 2}
+    computed(connector, "c", range(1, 10))
+
+
+def test_a_token_does_not_prove_later_loads(connector: KvfsConnector) -> None:
+    first, _ = admit(connector, "a", FIRST, loads=True)
+    second, jobs = admit(connector, "b", range(10, 19), loads=True)
+    assert not jobs
+    first.append_output_token_ids(7)
+    assert go_on(connector, first, second) == {"a": 2}
+    first.append_output_token_ids(7)
+    sharing, jobs = admit(connector, "c", [*range(10, 14), *range(19, 24)], shared=4)
+    assert not jobs and go_on(connector, first, second, sharing) == {}
     sharing.append_output_token_ids(7)
-    assert go_on(connector, request, sharing, third) == {"b": 2}
-    third.append_output_token_ids(7)
-    computed(connector, "d", range(1, 10))
+    assert go_on(connector, first, second, sharing) == {"b": 2, "c": 2}, "steps end in order"
+
+
+def test_the_outcome_of_an_aborted_requests_load_is_known_with_the_next_token(connector: KvfsConnector) -> None:
+    request, _ = admit(connector, "a", range(10, 19), loads=True)
+    assert not end(connector, request, status=RequestStatus.FINISHED_ABORTED)
+    sharing, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
+    assert not jobs and not go_on(connector, sharing)
+    sharing.append_output_token_ids(7)
+    assert go_on(connector, sharing) == {"b": 2}
+    computed(connector, "c", range(1, 10))
 
 
 def end(connector: KvfsConnector, *requests: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> Any:
@@ -243,47 +263,29 @@ def end(connector: KvfsConnector, *requests: Request, status: RequestStatus = Re
     return step(connector, finished_req_ids={request.request_id for request in requests}).store_jobs
 
 
-def test_nothing_is_stored_of_requests_in_doubt_when_another_connector_fails(connector: KvfsConnector) -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_nothing_is_stored_after_another_connector_failed_until_a_reset(
+    connector: KvfsConnector, aborted: bool
+) -> None:
+    """Until the blocks are computed again, other requests share them, and compute from them what is as wrong."""
     request, jobs = admit(connector, "a", range(10, 19), loads=True)
     assert not jobs
+    if aborted:
+        end(connector, request, status=RequestStatus.FINISHED_ABORTED)
     fail_others(connector)
-    later, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
-    assert not jobs, "the blocks that it shares may not have been computed again yet"
-    last, jobs = admit(connector, "last", range(1, 10))
-    assert not jobs and go_on(connector, request, later, last) == {}
-    for each in (request, later, last):
-        each.append_output_token_ids(7)
-    assert go_on(connector, request, later, last) == {"last": 2}
-    assert not end(connector, request, later)
-    computed(connector, "c", range(10, 19))
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_what_a_request_left_in_the_prefix_cache_when_a_load_failed_is_never_stored(
-    connector: KvfsConnector, known: bool
-) -> None:
-    """It is given up before it has computed those blocks again. The engine lets others share them; what these compute
-    from them is as wrong, and shared in turn. Blocks that are given out anew are filled anew."""
-    request, _ = admit(connector, "a", range(10, 19), loads=True)
-    if known:
-        fail_others(connector)
-    end(connector, request, status=RequestStatus.FINISHED_ABORTED)
-    if not known:
-        fail_others(connector)
     sharing, jobs = admit(connector, "b", [*range(10, 14), *range(19, 24)], shared=4)
-    assert not jobs
-    sharing.append_output_token_ids(7)
-    assert go_on(connector, sharing) == {} and not end(connector, sharing)
-    other, jobs = admit(connector, "other", [*range(19, 24), *range(1, 5)], shared=5)
-    assert not jobs and not end(connector, other)
-    other, jobs = admit(connector, "fresh", [*range(5, 10), *range(20, 24)])
-    assert jobs, "it shares nothing"
-    computed(connector, "again", range(10, 19))
-    assert admit(connector, "shared again", range(10, 19), shared=9)[1]
+    assert not jobs and go_on(connector, sharing) == {}
+    for each in (request, sharing):
+        each.append_output_token_ids(7)
+    assert go_on(connector, *([] if aborted else [request]), sharing) == {}
+    assert not end(connector, sharing)
+    assert not admit(connector, "other", [*range(19, 24), *range(1, 5)], shared=5)[1]
+    assert connector.reset_cache()
+    computed(connector, "after", range(10, 19))
 
 
-def test_a_token_that_was_computed_from_a_failed_load_makes_nothing_right(connector: KvfsConnector) -> None:
-    """With asynchronous scheduling, the step after the one that failed is under way, and brings such a token."""
+def test_a_token_that_was_computed_from_a_failed_load_proves_nothing(connector: KvfsConnector) -> None:
+    """With asynchronous scheduling, the step after the one that failed is in flight, and returns such a token."""
     request, _ = admit(connector, "a", range(10, 19), loads=True)
     go_on(connector, request)
     fail_others(connector)
@@ -300,9 +302,15 @@ def test_a_token_that_was_computed_from_a_failed_load_makes_nothing_right(connec
     assert not step(connector, (sharing, again)).store_jobs, "it finds its own blocks again"
 
 
-def test_a_request_in_doubt_that_lost_its_blocks_is_stored_when_it_has_a_token(connector: KvfsConnector) -> None:
-    """A long piece of its prompt was under way when it was preempted. No output of that is ever taken up: the engine
-    drops it, or waits for it before it gives the request blocks again."""
+def test_the_failure_of_an_asynchronous_load_does_not_stop_saves(connector: KvfsConnector) -> None:
+    """A request that waits for an asynchronous load shares its blocks with no other, and is computed after that."""
+    fail_others(connector)
+    computed(connector, "a", FIRST)
+
+
+def test_a_withheld_request_that_was_preempted_is_stored_once_it_has_a_token(connector: KvfsConnector) -> None:
+    """A step of its prompt was in flight when it was preempted. The output of that proves nothing: the engine drops it,
+    or waits for it before it gives the request blocks again."""
     request, jobs = admit(connector, "a", FIRST, loads=True)
     assert not jobs
     preempt(connector, request)
@@ -314,12 +322,31 @@ def test_a_request_in_doubt_that_lost_its_blocks_is_stored_when_it_has_a_token(c
     assert go_on(connector, request) == {"a": 2}
 
 
+def test_a_request_that_resumes_with_another_connectors_load_is_withheld(connector: KvfsConnector) -> None:
+    request = arrive(connector, "a")
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, FIRST)
+    assert not step(connector, (request, FIRST), num_scheduled_tokens={"a": 60}).store_jobs
+    preempt(connector, request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, FIRST)
+    resumed = CachedRequestData.make_empty()
+    resumed.req_ids, resumed.resumed_req_ids, resumed.new_block_ids = ["a"], {"a"}, [(list(FIRST),)]
+    meta = step(
+        connector, scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": TOKENS}, has_sync_kv_loads=True
+    )  # fmt: skip
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, TOKENS
+    assert not meta.store_jobs and not go_on(connector, request)
+    request.append_output_token_ids(7)
+    assert go_on(connector, request) == {"a": 2}
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_a_request_in_doubt_that_ends_is_stored_if_it_has_a_token(connector: KvfsConnector, tokens: int) -> None:
+def test_a_withheld_request_that_ends_is_stored_if_it_has_a_token(connector: KvfsConnector, tokens: int) -> None:
     request, jobs = admit(connector, "a", FIRST, loads=True)
     assert not jobs
     request.append_output_token_ids([7] * tokens)
     request.status = RequestStatus.FINISHED_STOPPED if tokens else RequestStatus.FINISHED_ABORTED
     connector.request_finished_all_groups(request, (list(FIRST),))
     assert len(step(connector, finished_req_ids={"a"}).store_jobs) == tokens
-    assert not connector.scheduler.doubts._doubts  # type: ignore[attr-defined]
+    assert not connector.scheduler._recent  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The API server: the one flag that users write, its processes, concurrent requests, the metrics that it publishes."""
+"""The API server: the one flag that users write, its processes, concurrent requests, its metrics."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def serving(model: Path, store: Path) -> Iterator[Server]:
 
 
 def test_concurrent_requests_over_two_servers(model: Callable[[str], Path], prompt: Prompt, tmp_path: Path) -> None:
-    """Eight requests that share 448 tokens and then diverge, at once; then again after a restart."""
+    """Eight concurrent requests that share 448 tokens and then diverge; then again after a restart."""
     prompts = [[*prompt(1, 448), *prompt(10 + n, 150)] for n in range(8)]
     with Engine(model("llama")) as plain:
         expected = [tokens for _, tokens in plain.generate(*prompts, max_tokens=8)]
@@ -108,7 +108,7 @@ def test_concurrent_requests_over_two_servers(model: Callable[[str], Path], prom
         assert all(cached >= 448 for cached, _ in warm)
         assert second.metric("external_prefix_cache_hits") >= 576 + 7 * 128
         assert second.metric("kvfs_pages_loaded") >= 9 + 7 * 2 and second.metric("kvfs_loads_failed") == 0
-        hits = second.metric("external_prefix_cache_hits")  # each of these tokens lay in one of our tiers
+        hits = second.metric("external_prefix_cache_hits")  # each of these tokens came from one tier of kvfs
         by_source = [second.metric("prompt_tokens_cached_by_source", f'source="{tier}"') for tier in ("host", "disk")]
         assert sum(by_source) == hits
         assert second.metric("kvfs_tokens_loaded_host") + second.metric("kvfs_tokens_loaded_disk") == hits

@@ -1,4 +1,4 @@
-"""What users write and read: settings, messages, versions. No engine runs."""
+"""Settings, messages and versions, as users see them. No engine runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_values_are_checked(extra: dict[str, Any], message: str, monkeypatch: py
         settings_of(extra)
 
 
-def test_a_store_that_cannot_be_opened_is_told_early(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_opened_is_reported_early(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for extra, message in (
@@ -74,17 +74,17 @@ def test_a_store_that_cannot_be_opened_is_told_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.not_as_root("root may write anywhere")
-def test_a_directory_without_write_permission_is_told_early(tmp_path: Path) -> None:
+def test_a_directory_without_write_permission_is_reported_early(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)
     with pytest.raises(KvfsError, match="run as the store's owner"):
         check_early({"path": str(folder / "s"), "capacity": "64MiB"})
 
 
-def test_an_engine_with_graphs_asks_before_it_loads_a_model(
+def test_an_engine_with_graphs_checks_settings_before_it_loads_a_model(
     model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where vLLM uses graphs unless it is told otherwise: its configuration already ends there."""
+    """As on a GPU, where vLLM uses graphs by default: it fails while it builds its configuration."""
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
 
     def configure(**extra: Any) -> None:
@@ -119,7 +119,7 @@ def test_the_manual_lists_every_counter() -> None:
 
 
 def test_messages_in_the_manual_are_those_of_the_code() -> None:
-    """Word for word, but for what stands in place of ``...``."""
+    """Word for word, except for ``...``."""
     sources = [*(ROOT / "kvfs").rglob("*.py")]
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in sources))
     code = re.sub(r"\{[^{}]*\}|%s|%d", "...", code)
@@ -128,7 +128,7 @@ def test_messages_in_the_manual_are_those_of_the_code() -> None:
     messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert len(messages) > 10
     for message in messages:
-        if message.startswith("Unsupported connector"):  # vLLM's own
+        if message.startswith("Unsupported connector"):  # of vLLM
             continue
         text, _, reason = message.partition("(")
         reason = reason.rstrip(")").removesuffix(", ...")
@@ -147,10 +147,10 @@ def test_another_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         __import__(package.MODULE)
 
 
-def test_an_engine_that_lacks_our_places_starts_all_the_same(
+def test_an_engine_without_the_registries_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The entry point is called in every engine of the environment, those without kvfs too."""
+    """The entry point is called in every engine of the environment, even without kvfs in use."""
     monkeypatch.setattr(versions, "installed", lambda: "0.11.0")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for place, *_ in package._PLACES:
@@ -165,10 +165,10 @@ def test_messages_go_to_the_engines_log() -> None:
     from kvfs.integrations.vllm import connector, manager, tier, worker
 
     for module in (connector, manager, tier, worker):
-        assert module.logger.name.startswith("vllm."), "vLLM shows its own loggers only"
+        assert module.logger.name.startswith("vllm."), "vLLM shows only loggers below its own"
 
 
-def test_an_engine_whose_settings_are_wrong_ends_in_the_class_hooks(tmp_path: Path) -> None:
+def test_class_hooks_check_the_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="threads is 0"):
         KvfsConnector.requires_piecewise_for_cudagraph({"path": str(tmp_path / "s"), "threads": 0})
     assert not KvfsConnector.requires_piecewise_for_cudagraph({"path": str(tmp_path / "s"), "capacity": "64MiB"})

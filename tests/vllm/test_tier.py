@@ -1,4 +1,4 @@
-"""kvfs as a secondary tier: rows of vLLM's CPU tier as opaque pages, over restarts."""
+"""kvfs as a secondary tier: rows of vLLM's CPU tier as opaque pages, across restarts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def found(one: KvfsTier, keys: list[Any]) -> list[bool]:
     raise AssertionError("lookups stay undecided")
 
 
-def test_rows_come_back_after_a_restart(tmp_path: Path) -> None:
+def test_rows_are_found_after_a_restart(tmp_path: Path) -> None:
     rows = np.random.default_rng(1).integers(0, 256, (8, ROW), dtype=np.uint8)
     one = tier(tmp_path / "s", rows)
     assert run(one, 1, KEYS[:4], [5, 0, 2, 7], load=False).success
@@ -77,7 +77,7 @@ def test_rows_come_back_after_a_restart(tmp_path: Path) -> None:
     assert not partly.success and partly.successful_keys == (KEYS[3],)
     other.shutdown()
     elsewhere = tier(tmp_path / "s", np.zeros_like(rows), tp_size=2)
-    assert found(elsewhere, KEYS) == [False] * 6, "ranks are identity here"
+    assert found(elsewhere, KEYS) == [False] * 6, "ranks are part of the identity here"
     elsewhere.shutdown()
 
 
@@ -91,8 +91,8 @@ def test_damaged_rows_are_failed_promotions(tmp_path: Path) -> None:
     one.shutdown()
 
 
-def test_hashes_that_do_not_last_are_neither_found_nor_stored(tmp_path: Path) -> None:
-    """Those of xxhash: 16 bytes, from a seed that another process does not have."""
+def test_hashes_that_differ_between_processes_are_neither_found_nor_stored(tmp_path: Path) -> None:
+    """Such as xxhash: 16 bytes, seeded per process."""
     one = tier(tmp_path / "s", np.ones((2, ROW), dtype=np.uint8))
     key = make_offload_key(b"x" * 16, 0)
     assert found(one, [key]) == [False]
@@ -101,13 +101,13 @@ def test_hashes_that_do_not_last_are_neither_found_nor_stored(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("missing", ["path", "weights_id"])
-def test_what_it_must_know_is_asked_for(tmp_path: Path, missing: str) -> None:
-    with pytest.raises(ConfigError, match="the tier needs"):
+def test_a_missing_path_or_weights_id_is_named(tmp_path: Path, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"{missing} (is )?''"):
         tier(tmp_path / "s", np.zeros((2, ROW), dtype=np.uint8), **{missing: ""})
 
 
 def test_below_the_engines_own_tier(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """vLLM's CPU tier refuses machines without a GPU: its copies are made by the CPU here."""
+    """vLLM's CPU tier refuses machines without a GPU, so here the CPU makes its copies."""
     transfer = {
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {

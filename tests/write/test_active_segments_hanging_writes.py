@@ -1,4 +1,4 @@
-"""A disk that hangs in the middle of a write holds up whoever wrote, and nobody else for ever."""
+"""A disk that hangs in the middle of a write blocks that write; every other call ends in bounded time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 60.0
 
 
 class Hanging(Files):
-    """Writes of payloads of the threads named "hangs" do not come back until they are let go."""
+    """Writes of payloads by threads named "hangs" block until ``goes_on`` is set."""
 
     def __init__(self) -> None:
         self.hangs, self.goes_on = threading.Event(), threading.Event()
@@ -35,7 +35,7 @@ class Hanging(Files):
 
 
 class HangingOpens(Hanging):
-    """Opens of the segments in ``names`` do not come back."""
+    """Opens of the segments in ``names`` block until ``goes_on`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class HangingOpens(Hanging):
 
 
 class Put:
-    """One that hangs, in a thread of its own."""
+    """A put that hangs, in a thread of its own."""
 
     def __init__(self, ns: kvfs.Namespace, files: Hanging) -> None:
         self.result: Any = None
@@ -104,7 +104,7 @@ def test_a_store_can_be_closed_and_its_segment_stays_its_own(store_path: Path, f
             owners = {row.owner for _, row in rows}
             return [stored, owner in owners, len(rows) == 2, mine.match(tokens_of(1, 4)).tokens > 0]
 
-    assert run_child(another_process) == [True] * 4, "somebody appends where the write may still come"
+    assert run_child(another_process) == [True] * 4, "another process appends where the write may still arrive"
     result = hanging.end()
     assert result.stored == 0 and result.declined == 4, result
     with kvfs.open(store_path) as later:
@@ -116,7 +116,7 @@ def test_a_store_can_be_closed_and_its_segment_stays_its_own(store_path: Path, f
                 assert again.get(match, out) == 4 and bytes(out) == seeded(seed, 4 * TINY_BYTES)
 
 
-def test_other_puts_decline_after_a_while(store_path: Path, files: Hanging) -> None:
+def test_other_puts_decline_after_a_bounded_wait(store_path: Path, files: Hanging) -> None:
     with kvfs.open(store_path, capacity="64MiB", files=files) as store, counted(store) as count:
         ns = store.namespace("m", tiny(), "1")
         hanging = Put(ns, files)
@@ -132,18 +132,18 @@ def test_other_puts_decline_after_a_while(store_path: Path, files: Hanging) -> N
         assert put(ns, 2).stored == 4, "the disk is back"
 
 
-def test_a_put_that_is_overtaken_by_one_that_hangs_declines_too(
+def test_a_put_that_is_overtaken_by_one_that_hangs_declines(
     store_path: Path, files: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had looked whether it was its turn, and then waited for ever."""
+    """It had seen the lock free, and then waited for it without a bound."""
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
-        store._core.background.stop()
+        store._shared.background.stop()
         ns = store.namespace("m", tiny(), "1")
         assert put(ns, 1).stored == 4
         turn, hanging = ns._appender._active.class_locks.acquire_within, list[Put]()
 
         def overtaken(key: Any) -> Any:
-            """The lock is free when it is looked at, and held when it is taken."""
+            """The lock is free when it is looked at, and held when it is acquired."""
             mine = turn(key)
             if threading.current_thread() is thread and not hanging:
                 hanging.append(Put(ns, files))
@@ -202,8 +202,8 @@ def test_an_import_says_that_a_write_hangs(store_path: Path, tmp_path: Path, fil
         assert store.import_bundle(str(bundle)).stored == 4
 
 
-def test_stamps_of_use_that_hang_hold_up_no_lookup_and_no_close(store_path: Path, files: Hanging) -> None:
-    """A get told of its pages' use under a lock that every lookup takes, the end of a save and the close, too."""
+def test_access_times_that_hang_block_no_lookup_and_no_close(store_path: Path, files: Hanging) -> None:
+    """A get wrote its access times under a lock that every lookup, the end of a save and the close need."""
     store = kvfs.open(store_path, capacity="64MiB", files=files)
     ns, tokens = store.namespace("m", tiny(), "1"), tokens_of(1, 4)
     assert put(ns, 1).stored == 4
@@ -225,14 +225,14 @@ def test_stamps_of_use_that_hang_hold_up_no_lookup_and_no_close(store_path: Path
     assert not hanging.is_alive()
 
 
-def test_a_segment_that_cannot_be_opened_for_long_is_a_miss_and_holds_up_nobody(store_path: Path) -> None:
+def test_a_segment_whose_open_hangs_is_a_miss_and_blocks_no_other_lookup(store_path: Path) -> None:
     """Every lookup waited for a disk that did not answer."""
     files, found = HangingOpens(), list[int]()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store, counted(store) as moved:
         ns = store.namespace("m", tiny(), "1")
         for seed in (1, 2):
             put(ns, seed)
-            store._core.active.finish_all()
+            store._shared.services().active.finish_all()
             files.names |= {path.name for path in segment_files(store_path)} if seed == 1 else set()
 
         def get(seed: int) -> None:
@@ -250,10 +250,10 @@ def test_a_segment_that_cannot_be_opened_for_long_is_a_miss_and_holds_up_nobody(
                 assert files.hangs.is_set() and found == [0, 0, 4] and moved("lookup_segments_missing") == 2
             finally:
                 files.goes_on.set()
-        while store._core.c.segments.hangs:
+        while store._shared.c.segments.hangs:
             time.sleep(0.001)
         get(1)
-        assert found[-1] == 4 and not store._core.c.segments.count()
+        assert found[-1] == 4 and not store._shared.c.segments.count()
 
 
 def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_store_is_closed_while_a_segment_cannot_be_opened(store_path: Path) ->
     store = kvfs.open(store_path, capacity="64MiB", files=files)
     ns = store.namespace("m", tiny(), "1")
     put(ns, 1)
-    store._core.active.finish_all()
+    store._shared.services().active.finish_all()
     files.names = {path.name for path in segment_files(store_path)}
     assert not ns.match(tokens_of(1, 4)) and files.hangs.is_set()
     (opener,) = (thread for thread in threading.enumerate() if thread.name == "kvfs-open")
@@ -286,5 +286,5 @@ def test_segments_are_opened_where_the_process_may_have_no_more_threads(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             assert ns.match(tokens_of(1, 4)).chunks == 4
-        segments = store._core.c.segments
-    assert segments._worker() is None, "nobody would end a thread that is made behind the close"
+        segments = store._shared.c.segments
+    assert segments._worker() is None, "a thread that is started after the close would never end"

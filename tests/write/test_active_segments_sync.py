@@ -1,4 +1,4 @@
-"""Sync levels: when bytes are forced to the disk, and what a sync that fails costs."""
+"""Sync levels: when bytes are forced to the disk, and what a failed sync costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = seeded(1, CHUNKS * TINY_BYTES)
 def opened(path: Path, level: str) -> Iterator[tuple[kvfs.Store, kvfs.Namespace, FaultyFiles]]:
     files = FaultyFiles(trace=True)
     with kvfs.open(path / "store", capacity="16MiB", sync=level, files=files) as store:
-        store._core.background.stop()  # upkeep comes when the test says so
+        store._shared.background.stop()  # the test runs background tasks itself
         yield store, store.namespace("m", tiny(), revision="r1"), files
 
 
@@ -33,15 +33,15 @@ def served(ns: kvfs.Namespace, seed: int) -> bool:
     return restored(ns, tokens_of(seed, CHUNKS)) == PAGES
 
 
-def test_level_cache_leaves_it_to_the_kernel(memory_path: Path) -> None:
+def test_level_cache_never_syncs(memory_path: Path) -> None:
     with opened(memory_path, "cache") as (store, ns, files):
         assert put(ns, 1).stored == CHUNKS
-        store._core.work().sync()
-        store._core.active.finish_all()
+        store._shared.services().sync()
+        store._shared.services().active.finish_all()
         assert files.calls["fdatasync"] == 0
 
 
-def test_level_sync_syncs_each_put_behind_its_last_write(memory_path: Path) -> None:
+def test_level_sync_syncs_each_put_after_its_last_write(memory_path: Path) -> None:
     with opened(memory_path, "sync") as (_, ns, files):
         for seed in range(3):
             before = len(files.trace)
@@ -58,12 +58,12 @@ def test_level_batch_syncs_in_the_background_and_once(memory_path: Path) -> None
     with opened(memory_path, "batch") as (store, ns, files):
         assert put(ns, 1).stored == put(ns, 2).stored == CHUNKS
         assert files.calls["fdatasync"] == 0
-        store._core.work().sync()
+        store._shared.services().sync()
         assert files.calls["fdatasync"] == 1
-        store._core.work().sync()
+        store._shared.services().sync()
         assert files.calls["fdatasync"] == 1, "nothing was written since"
         assert put(ns, 3).stored == CHUNKS
-        store._core.work().sync()
+        store._shared.services().sync()
         assert files.calls["fdatasync"] == 2
 
 
@@ -71,10 +71,10 @@ def test_level_batch_syncs_in_the_background_and_once(memory_path: Path) -> None
 def test_a_sealed_segment_is_synced(memory_path: Path, level: str) -> None:
     with opened(memory_path, level) as (store, ns, files):
         put(ns, 1)
-        store._core.work().sync()
+        store._shared.services().sync()
         before = files.calls["fdatasync"]
-        store._core.active.finish_all()
-        assert files.calls["fdatasync"] == before + 2  # what the seal covers, and the seal
+        store._shared.services().active.finish_all()
+        assert files.calls["fdatasync"] == before + 2  # first what the seal covers, then the seal
 
 
 def test_a_put_whose_sync_fails_reports_nothing_stored(memory_path: Path) -> None:
@@ -93,12 +93,12 @@ def test_a_background_sync_that_fails_drops_the_segment_and_is_not_retried(memor
     with opened(memory_path, "batch") as (store, ns, files):
         assert put(ns, 1).stored == CHUNKS
         files.arm(Fault(1, "fdatasync", error=errno.EIO))
-        store._core.work().sync()
-        store._core.work().sync()
+        store._shared.services().sync()
+        store._shared.services().sync()
         assert (files.calls["fdatasync"], counters(store)["sync_errors"]) == (1, 1)
         assert not served(ns, 1)
         assert put(ns, 1).stored == CHUNKS
-        store._core.work().sync()
+        store._shared.services().sync()
         assert served(ns, 1)
         store.gc()
         assert store.stats()["segments"]["dropped"] == 0

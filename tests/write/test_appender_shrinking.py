@@ -1,4 +1,4 @@
-"""Settings that change while pages are stored: what a batch was made to fit may not be what is allowed any more."""
+"""Settings that change while pages are stored: a batch may be larger than the new limit allows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def test_segments_that_shrink_during_a_put_raise_nothing_into_the_engine(
     with kvfs.open(tmp_path / "store", capacity="256MiB", segment_bytes="16MiB") as store:
         ns = store.namespace("model", tiny(), "1")
         assert ns.put(tokens_of(0, 20), pages[: 20 * TINY_BYTES]).stored == 20
-        c, claim, shrunk = store._core.c, Appender._claim, list[int]()
+        c, claim, shrunk = store._shared.c, Appender._claim, list[int]()
 
-        def shrinks(self: Appender, job: Any, chunks: Any, writer: Any, *rest: Any) -> Any:
-            if not shrunk and writer.tail + len(chunks) * 4096 > writer.allocated > 1 << 20:  # it is to grow
+        def shrinks(self: Appender, job: Any, chunks: Any, active: Any, *rest: Any) -> Any:
+            writer = active.writer
+            if not shrunk and writer.tail + len(chunks) * 4096 > writer.allocated > 1 << 20:  # it must grow
                 shrunk.append(writer.allocated)
                 c.settings = replace(c.settings, segment_bytes=1 << 20)
-            return claim(self, job, chunks, writer, *rest)
+            return claim(self, job, chunks, active, *rest)
 
         monkeypatch.setattr(Appender, "_claim", shrinks)
         assert ns.put(tokens_of(1, 2000), pages).stored == 2000

@@ -1,10 +1,10 @@
-"""codecs: what they save of the KV cache of a model, and what they cost.
+"""codecs: compression ratio and cost of each codec for the KV cache of a model.
 
 The KV is that of a prompt, the text of this repository, cut into canonical pages of one dtype each. Without --model the
-model is the demo's, whose weights are random: its KV has no outliers, and no structure but that of its activations, so
-its ratios say little about a model that was trained. --model names one: a .gguf file, or a folder that transformers
-can read. First each codec alone, one thread, against a memcpy of the same pages; then stores of each codec against a
-raw one: put, get from the page cache, and get after the files were dropped from it.
+model is that of the demo, with random weights: its KV has no outliers, and no structure except that of its
+activations, so its ratios say little about a trained model. --model names a trained one: a .gguf file, or a folder that
+transformers can read. First each codec alone in one thread, against a memcpy of the same pages; then stores with each
+codec against a raw one: put, get from the page cache, and get after the files were dropped from it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pages:
-    """The KV of a prompt in one dtype, page behind page."""
+    """The KV of a prompt in one dtype, as consecutive pages."""
 
     layout: PageLayout
     data: bytes
@@ -74,7 +74,7 @@ def run(report: Report, folder: Path, plan: Plan) -> None:
 
 
 def _compute(plan: Plan) -> tuple[Any, Any, str]:
-    """Keys and values of the prompt, each [layer, head, token, dim], and what they are of."""
+    """Keys and values of the prompt, each [layer, head, token, dim], and a description of their origin."""
     import torch
 
     if plan.model is None:
@@ -125,7 +125,7 @@ def _pages(keys: Any, values: Any, dtype: str, page_tokens: int) -> Pages:
 
 
 def _as(values: Any, dtype: str) -> Any:
-    """The values in another dtype; int8 with one scale for each layer, head and channel, as engines quantise."""
+    """The values in another dtype; int8 with one scale per layer, head and channel, as in engines."""
     import torch
 
     if dtype != "int8":
@@ -201,7 +201,7 @@ def _cpu(samples: list[Sample]) -> float:
 
 
 def _stores(table: Table, pages: Pages, dtype: str, folder: Path, plan: Plan) -> None:
-    """Each codec in a store of its own; a put is of a new prompt each time, synced by nobody."""
+    """A store per codec. Each put is of a new prompt and is not synced."""
     count = len(pages.data) // pages.layout.page_bytes
     capacity = max(64 << 20, 4 * (plan.rounds + 2) * len(pages.data))
     stores = {
@@ -215,7 +215,7 @@ def _stores(table: Table, pages: Pages, dtype: str, folder: Path, plan: Plan) ->
             ns = store.namespace("model", pages.layout, REVISION)
             first = _tokens(0, count * pages.layout.page_tokens)
             ns.put(first, pages.data)
-            store._core.active.finish_all()
+            store._shared.services().active.finish_all()
             files = sorted((folder / f"codec-{name}" / "segments").iterdir())
             numbers = iter(range(1, 1 << 20))
             contenders += [

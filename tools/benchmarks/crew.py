@@ -1,7 +1,7 @@
 """Child processes that are set up first, start together, and answer with figures.
 
-Children are spawned, not forked: nothing of the parent's stores, threads or page tables is theirs. They ignore
-Ctrl-C and end when the parent closes its pipe or is gone.
+Children are spawned, not forked, so they inherit none of the parent's stores, threads or page tables. They ignore
+Ctrl-C, and exit when the parent closes its pipe or exits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tools.benchmarks.measure import BenchError
 
-SETUP_SECONDS = 120.0
+# longest waits for a child, far above what it needs on a busy machine: to be ready, to answer, to exit
+SETUP_SECONDS = 600.0
 ANSWER_SECONDS = 900.0
-END_SECONDS = 30.0
+END_SECONDS = 120.0
 
 Result = TypeVar("Result", covariant=True)
 
 
 class Job(AbstractContextManager[Any], Protocol[Result]):
-    """Work of one child: picklable, opened and closed in the child."""
+    """Work of one child: picklable, entered and exited in the child."""
 
     def run(self, order: Any) -> Result: ...
 
@@ -44,7 +45,7 @@ def _child(pipe: Connection, job: Job[Any]) -> None:
 
 
 class Crew(Generic[Result]):
-    """One child per job. On entry all are ready; ``run`` sends the order to all and waits for all."""
+    """Owns one child per job. After entry all are ready; ``run`` sends an order to all and waits for their answers."""
 
     def __init__(self, jobs: Sequence[Job[Result]]) -> None:
         self._jobs = jobs
@@ -56,7 +57,7 @@ class Crew(Generic[Result]):
             for job in self._jobs:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_child, args=(theirs, job), daemon=True)
-                self._members.append((process, ours))  # first: an interrupt must not leave it behind
+                self._members.append((process, ours))  # before start: an interrupt must not leave a child running
                 process.start()
                 theirs.close()
             for _, pipe in self._members:

@@ -252,7 +252,7 @@ class _Bench:
         nbytes = self.source.needed(tokens)
 
         def load() -> Sample:
-            self.store._core.c.chains.forget()
+            self.store._shared.c.chains.forget()
             with Stopwatch() as watch, ns.match(prompt) as match:
                 result = io().load(match, units, self._event()).wait(SECONDS)
             if result is None or result.tokens != tokens:
@@ -267,7 +267,7 @@ class _Bench:
         nbytes = self.source.needed(tokens)
 
         def restore() -> Sample:
-            self.store._core.c.chains.forget()
+            self.store._shared.c.chains.forget()
             with Stopwatch() as watch:
                 result = io.restore(prompt, units, self._event()).wait(SECONDS)
             if result is None or result.tokens != tokens:
@@ -344,7 +344,7 @@ class _Bench:
                 return io.load(match, self._units(self.target, tokens, number), self._event())
 
         def load(*, at_once: bool) -> Sample:
-            self.store._core.c.chains.forget()
+            self.store._shared.c.chains.forget()
             with Stopwatch() as watch:
                 transfers = []
                 for number in range(count):
@@ -357,7 +357,7 @@ class _Bench:
             return watch.sample(count * self.source.needed(tokens))
 
         def restore() -> Sample:
-            self.store._core.c.chains.forget()
+            self.store._shared.c.chains.forget()
             with Stopwatch() as watch:
                 units = [self._units(self.target, tokens, number) for number in range(count)]
                 transfers = [io.restore(*pair, self._event()) for pair in zip(prompts, units, strict=True)]
@@ -392,7 +392,7 @@ class _Bench:
         first: list[float] = []
 
         def load() -> Sample:
-            self.store._core.c.chains.forget()
+            self.store._shared.c.chains.forget()
             with Stopwatch() as watch:
                 begin = time.perf_counter()
                 with ns.match(prompt) as match:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import kvfs
 from kvfs.gpu.device import Gpu
-from kvfs.gpu.registration_cache import PIECE_BYTES
+from kvfs.gpu.registration_cache import REGION_BYTES
 from kvfs.pages.layout import PageLayout
 from kvfs.system.files import Files
 from kvfs.system.memory_views import address_of_readonly
@@ -64,8 +64,8 @@ def fill(folder: Path, nbytes: int) -> list[Path]:
     def one(path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(fd, 0, FILE_BYTES)
-        for at in range(0, FILE_BYTES, PIECE_BYTES):
-            made = calls.map(fd, PIECE_BYTES, at)
+        for at in range(0, FILE_BYTES, REGION_BYTES):
+            made = calls.map(fd, REGION_BYTES, at)
             calls.populate(made)
             made.close()
         os.close(fd)
@@ -84,10 +84,10 @@ class Registered:
         self._maps: list[mmap.mmap] = []
         for path in files:
             fd = os.open(path, os.O_RDONLY)
-            left = min(FILE_BYTES, nbytes - len(self._maps) * PIECE_BYTES)
-            for at in range(0, left, PIECE_BYTES):
-                made = mmap.mmap(fd, PIECE_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=at)
-                self._gpu.register(address_of_readonly(made), PIECE_BYTES, read_only=True)
+            left = min(FILE_BYTES, nbytes - len(self._maps) * REGION_BYTES)
+            for at in range(0, left, REGION_BYTES):
+                made = mmap.mmap(fd, REGION_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=at)
+                self._gpu.register(address_of_readonly(made), REGION_BYTES, read_only=True)
                 self._maps.append(made)
             os.close(fd)
 
@@ -168,7 +168,7 @@ def _launches(report: Report, torch: Any, files: Sequence[Path], nbytes: int) ->
     ]  # fmt: skip
     gib = nbytes / 2**30
     table = Table(
-        f"LaunchQueue of a small kernel while {gib:.0f} GiB are registered in pieces of {PIECE_BYTES >> 20} MiB",
+        f"LaunchQueue of a small kernel while {gib:.0f} GiB are registered in pieces of {REGION_BYTES >> 20} MiB",
         notes=[f"registered in {middle - registering:.2f} s, unregistered in {end - letting_go:.2f} s"],
     )
     for process, rows in (("this", summed_up(mine, windows)), ("another", other.ask(windows))):
@@ -226,7 +226,7 @@ def _hold(path: str, nbytes: int, files: Sequence[Path]) -> None:
             print("holding", flush=True)
             time.sleep(600.0)
 
-        store._core.c.index.write(hold, 600.0)
+        store._shared.c.index.write(hold, 600.0)
         held.let_go()
 
 

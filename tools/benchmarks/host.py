@@ -1,17 +1,17 @@
-"""host: how near put, get and view come to the bare system calls on this machine.
+"""host: put, get and view against the bare system calls on this machine.
 
 Per page size: ``put`` against a bare loop of gathered ``pwritev``; ``get`` from the page cache against ``preadv``
 with and without the same checksums; ``get`` from the disk against the fastest of eight bare ways to read cold;
-``view`` against a bare map, every byte touched. Bare and ours take turns within each round, on one file system,
-with equal files, equal bytes per call and one buffer; each ratio is taken within a round. Every prompt is
-compared with what was put once, beside the clock. A ``get`` or ``view`` is timed with its ``match``, and once more
-without it ("match apart": it is made right before the clock starts). In "same" process one lookup goes before, in a
-"new" one the first call pays for what comes once. Files are made anew for each round of
-writing and removed after it. Cold: the files are written back, then their own pages dropped; a disk that the
-machine's host caches stays warm below that. "best" compares the best rounds of both sides.
+``view`` against a bare map, every byte touched. The bare side and the store alternate within each round, on one file
+system, with equal files, equal bytes per call and one buffer; each ratio is taken within a round. Every prompt is
+compared once with what was put, outside of the timing. A ``get`` or ``view`` is timed with its ``match``, and again
+without it ("match apart": the match is made right before the timing starts). In the "same" process a lookup precedes
+the timing; in a "new" one the first call includes one-time costs. Each round of writing creates its files and removes
+them. Cold: the files are written back and their pages dropped from the page cache; a disk cache of a virtual
+machine's host may still be warm. "best" compares the best rounds of both sides.
 
---mode cache,staging compares modes of the store with each other in place of all that: ``put``, ``put`` until the disk
-has it, and ``get`` of what is not in the page cache, against the mode that is named first.
+With --mode cache,staging, modes of the store are compared with each other instead: ``put``, ``put`` until the data is
+on the disk, and ``get`` of pages that are not in the page cache, against the mode that is named first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLD_THREADS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Setup:
-    """One case with its files: ``bare`` and ``store`` hold the same bytes."""
+    """A case and its files: ``bare`` and ``store`` hold the same bytes."""
 
     case: Case
     folder: Path
@@ -125,7 +125,7 @@ def _compare_modes(report: Report, setup: Setup, modes: Sequence[str]) -> None:
         )
         put(modes[0], True)
         ours.check_all(stores[modes[0]], case, payload)
-        one = stores[modes[0]]  # the same files, read in one mode and in the other
+        one = stores[modes[0]]  # the same files, read in each mode
 
         def turn(mode: str) -> None:
             config_file.change(str(one), "mode", mode, Files())
@@ -180,7 +180,7 @@ def _write_rows(table: Table, setup: Setup, payload: Payload) -> None:
 
 
 def _fill(setup: Setup, payload: Payload) -> None:
-    """The files that are read, compared once and on the disk, so that nothing is written beside what follows."""
+    """Write the files that are read later, compare them, and write them back: no writeback must run during reads."""
     case = setup.case
     bare.write_all(setup.bare, case, payload)
     ours.put_all(setup.store, case, payload)
@@ -204,7 +204,7 @@ def _here(job: Job[Sample]) -> Callable[[], Sample]:
 
 def _in_new_process(job: BareRead | StoreGet) -> Callable[[], Sample]:
     def run() -> Sample:
-        with Crew([replace(job)]) as crew:  # the fields alone go to the child
+        with Crew([replace(job)]) as crew:  # only the fields go to the child
             return crew.run(None)[0]
 
     return run

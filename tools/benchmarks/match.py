@@ -1,18 +1,17 @@
-"""match: what a lookup costs, alone, beside a busy Python thread, for others, and in a large index.
+"""match: the cost of a lookup: alone, next to a busy Python thread, for other processes, and in a large index.
 
 Part 1: hashing a prompt (``token_bytes`` and ``chain``) alone; ``ns.match`` of it with everything stored, which
-contains the hashing; and the same where the prompt is one of the last that were hashed, in turns. Then all of it again
-with a thread in the process that spins in Python.
+includes the hashing; and the same with a prompt that was hashed recently, alternating. Then all of it again with a
+thread in the process that spins in Python.
 
-Part 2: what other processes see meanwhile. One process looks a short prompt up without a pause, another puts one small
-new page after the other, while this one waits, matches the long prompt without a pause, and does so beside a busy
-thread. On a machine with fewer than four cores the busy processes also wait for each other's cores.
+Part 2: the effect on other processes. One process looks up a short prompt in a loop, another puts small new pages in
+a loop, while this process first waits, then matches the long prompt in a loop, then does so next to a busy thread. On
+a machine with fewer than four cores the busy processes also wait for each other's cores.
 
 Part 3: the cost per page of a match, and the time to open and to rebuild, for a small and a large index. Each store is
-filled with long prompts of 4 KiB pages, closed, and opened in fresh processes. Opening is timed from ``kvfs.open`` (the
+filled with long prompts of 4 KiB pages, closed, and opened in new processes. Opening is timed from ``kvfs.open`` (the
 module is loaded) to its return and to the first match; the rebuild from ``kvfs.open`` on a store whose ``state`` and
-content of ``index`` were deleted to the moment when ``stats()`` calls the index ready. Everything lies in the page
-cache.
+content of ``index`` were deleted, until ``stats()`` reports the index as ready. All files are in the page cache.
 """
 
 from __future__ import annotations
@@ -51,22 +50,22 @@ class Plan:
 
     @property
     def need_bytes(self) -> int:
-        """Disk that is taken at most: payloads, tables and index."""
+        """Upper bound of the disk space: payloads, tables and index."""
         pages = sum(self.index_pages) + self.tokens // min(self.page_tokens)
         return pages * (SMALL_PAGE_BYTES * 3 // 2)
 
 
 def run(report: Report, folder: Path, plan: Plan) -> None:
     lookups = Table(f"match: one prompt of {plan.tokens} tokens, all of it stored, same process")
-    beside = Table("match: what other processes see")
+    effects = Table("match: what other processes see")
     for page_tokens in plan.page_tokens:
         library = Library(folder / f"prompt-{page_tokens}", page_tokens, plan.tokens // page_tokens, 1, plan.seed)
         library.fill()
         _lookup_rows(lookups, plan, library)
-        others.add_rows(beside, library, plan.seconds)
+        others.add_rows(effects, library, plan.seconds)
         library.remove()
     report.show(lookups)
-    report.show(beside)
+    report.show(effects)
     scaling.run(report, folder, plan.index_pages, plan.rounds, plan.seed)
 
 
@@ -78,7 +77,7 @@ def _lookup_rows(table: Table, plan: Plan, library: Library) -> None:
         contenders = [
             Contender("hash list", lambda: _hash(library, numbers)),
             Contender("hash", lambda: _hash(library, ids)),
-            Contender("match", lambda: match_once(namespace, ids), store._core.c.chains.forget),
+            Contender("match", lambda: match_once(namespace, ids), store._shared.c.chains.forget),
             Contender("again", lambda: match_once(namespace, ids)),
         ]
         for busy in (False, True):
@@ -115,7 +114,7 @@ def _hash(library: Library, ids: array[int] | list[int]) -> Sample:
 
 
 def match_once(namespace: kvfs.Namespace, ids: array[int]) -> Sample:
-    """Look a prompt up that is stored as a whole, and let go of it."""
+    """Look up a prompt that is stored entirely, and release the match."""
     watch = Stopwatch()
     with watch:
         match = namespace.match(ids)

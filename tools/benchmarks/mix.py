@@ -1,4 +1,4 @@
-"""What each process of the procs benchmark does, on a store and on bare files."""
+"""The work of each process of the procs benchmark, on a store and on bare files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.benchmarks.measure import BenchError, Stopwatch
 from tools.benchmarks.ours import get_prompt
 
 SHARED = 4  # prompts that every process gets
-OWN_STRIDE = 1 << 20  # numbers of the prompts of one process
+OWN_STRIDE = 1 << 20  # prompt numbers per process
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Mix(AbstractContextManager["_Mix"]):
 
     @property
     def _first_page(self) -> int:
-        """Number of the first page of this process's prompt 0."""
+        """Number of the first page of prompt 0 of this process."""
         return self._own(0) * self.case.prompt_pages
 
     def _own(self, prompt: int) -> int:
@@ -161,7 +161,7 @@ class SameResult:
 
 @dataclass
 class SamePuts(AbstractContextManager["SamePuts"]):
-    """Puts all prompts of the case, whoever else does."""
+    """Puts all prompts of the case, concurrently with another process that does the same."""
 
     COUNTS: ClassVar[tuple[str, ...]] = ("stored", "skipped", "in_flight", "declined")
     case: Case

@@ -1,4 +1,4 @@
-"""Part 2 of the match benchmark: lookups and commits of other processes beside a busy one."""
+"""Part 2 of the match benchmark: lookups and commits of other processes next to a busy one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tools.benchmarks.report import Table
 from tools.benchmarks.scaling import SMALL_PAGE_BYTES, Library
 
 LOOKUP_TOKENS = 4096
-FRESH_PROMPTS = 1 << 30  # numbers of prompts that nobody has stored
+FRESH_PROMPTS = 1 << 30  # numbers of prompts that are not stored
 WARM_CALLS = 3
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Seconds of each call, and how many did less than they should."""
+    """Seconds of each call, and the number of incomplete calls."""
 
     seconds: list[float]
     short: int
 
 
 class _Caller(AbstractContextManager["_Caller"]):
-    """Calls without a pause for as long as it is told."""
+    """Repeats a call for the ordered number of seconds."""
 
     library: Library
 
@@ -64,7 +64,7 @@ class _Caller(AbstractContextManager["_Caller"]):
 
 @dataclass
 class Lookups(_Caller):
-    """Matches the first tokens of prompt 0; ``tokens`` 0 means all of it."""
+    """Matches the first ``tokens`` tokens of prompt 0; 0 means all of them."""
 
     library: Library
     tokens: int = 0

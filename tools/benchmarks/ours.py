@@ -1,4 +1,4 @@
-"""The store's side of each comparison."""
+"""The store's side of each comparison with bare system calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def segment_paths(store: Path) -> list[Path]:
 
 
 def segment_states(store: Path) -> str:
-    """How many segments have a seal page, how many take appends: "7 sealed 1 active"."""
+    """Number of segments with and without a seal page, as "7 sealed 1 active"."""
     sealed = 0
     paths = segment_paths(store)
     for path in paths:
@@ -36,9 +36,9 @@ def remove(store: Path) -> None:
 
 
 def put_all(path: Path, case: Case, payload: Payload, *, mode: str = "cache", durable: bool = False) -> Sample:
-    """All prompts into a fresh store, one ``put`` each; opening and closing are not counted.
+    """All prompts into a new store, one ``put`` each; opening and closing are not timed.
 
-    ``durable``: until the disk has it all.
+    ``durable``: until all of it is on the disk.
     """
     watch = Stopwatch()
     with case.store(path, mode=mode) as store:
@@ -56,7 +56,7 @@ def put_all(path: Path, case: Case, payload: Payload, *, mode: str = "cache", du
 
 
 def check_all(path: Path, case: Case, payload: Payload) -> None:
-    """BenchError unless every prompt comes back with its own bytes."""
+    """BenchError unless every prompt is read back unchanged."""
     out = out_buffer(case.prompt_bytes)
     with case.store(path) as store:
         namespace = case.namespace(store)
@@ -66,7 +66,7 @@ def check_all(path: Path, case: Case, payload: Payload) -> None:
 
 
 def get_prompt(namespace: kvfs.Namespace, case: Case, ids: Any, out: memoryview) -> None:
-    """Look a whole prompt up and load it."""
+    """Look up and load a whole prompt."""
     with namespace.match(ids) as match:
         _load(namespace, case, match, out)
 
@@ -78,10 +78,10 @@ def _load(namespace: kvfs.Namespace, case: Case, match: kvfs.PrefixMatch, out: m
 
 
 class _StoreJob(AbstractContextManager["_StoreJob"]):
-    """Opened for each run, since a process opens a store under one policy; the clock runs for calls alone.
+    """Opens the store for each run, since a process opens a store with one verify policy. Only calls are timed.
 
-    ``warm``: one prompt is looked up before, so that the first call does not pay for what comes once. ``apart``: the
-    clock runs for ``get`` or ``view`` alone; the match is made right before it starts and closed after it stopped.
+    ``warm``: a prompt is looked up before, so that no call includes one-time costs. ``apart``: only ``get`` or
+    ``view`` is timed, between the match and its close.
     """
 
     case: Case
@@ -135,7 +135,7 @@ class StoreGet(_StoreJob):
 
 @dataclass
 class StoreView(_StoreJob):
-    """``match`` and ``view`` of every prompt, then every byte touched; maps are gone before the clock stops."""
+    """``match`` and ``view`` of every prompt, then every byte touched; unmapping is included in the time."""
 
     case: Case
     path: Path
@@ -150,7 +150,7 @@ class StoreView(_StoreJob):
 
 
 def _touch_views(namespace: kvfs.Namespace, match: kvfs.PrefixMatch) -> int:
-    """Every byte of every view; the views end with this call."""
+    """Touch every byte of every view, and unmap them. Returns their number."""
     views = namespace.view(match)
     for view in views:
         touch(view)

@@ -1,13 +1,13 @@
 """procs: several processes putting and getting in one store.
 
-Each process repeats, for --seconds or until it has put its share of --size: put a new prompt of its own, get two of
-its own and two that all processes share, in an order that the seed fixes. The baseline, in turns with it, is as many
-processes that do the same with bare ``pwritev`` and ``preadv``: files of their own, shared files, no checksums, no
-index. Everything lies in the page cache; whole prompts are moved. ``get`` includes its ``match`` and verifies. Rates
-are sums over the processes, until the last one ends; "per process" shows whether anybody starves. One short round of
-both sides goes before and is not counted.
+Each process repeats, for --seconds or until it has put its share of --size: put a new private prompt, get two private
+prompts and two that all processes share, in an order fixed by the seed. The baseline, alternating with it, is the same
+number of processes that do the same with bare ``pwritev`` and ``preadv``: private files, shared files, no checksums, no
+index. All files are in the page cache; whole prompts are moved. ``get`` includes its ``match`` and verifies. Rates
+are sums over the processes, until the last one ends; "per process" shows whether a process starves. A short round of
+both sides precedes and is not counted.
 
-Then two processes put the same prompts at once: every page must be stored once, by one of them.
+Then two processes put the same prompts concurrently: every page must be stored once, by one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.benchmarks.measure import GB, BenchError, Spread, back_memory, percen
 from tools.benchmarks.mix import SHARED, BareMix, MixResult, SamePuts, StoreMix
 from tools.benchmarks.report import Report, Table, Value
 
-WARM_BYTES_MAX = 4 << 30
+WARM_BYTES_MAX = 4 << 30  # memory that is backed before a round, so that the kernel has free pages at hand
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(report: Report, folder: Path, plan: Plan) -> None:
 
 
 def _measure(folder: Path, plan: Plan, procs: int) -> dict[str, Rounds]:
-    """Both sides in turns."""
+    """Both sides, alternating."""
     bare, store = list[list[MixResult]](), list[list[MixResult]]()
     for _ in range(plan.rounds):
         bare.append(_run_bare(folder / "bare", plan, procs))
@@ -107,7 +107,7 @@ def _together(jobs: Sequence[Job[MixResult]], plan: Plan) -> list[MixResult]:
 
 
 def _rate(results: Sequence[MixResult], case: Case) -> float:
-    """GB per second of all together."""
+    """GB per second over all processes."""
     return sum(_calls(r) for r in results) * case.prompt_bytes / GB / max(r.seconds for r in results)
 
 
@@ -120,18 +120,18 @@ def _calls(result: MixResult) -> int:
 
 
 def _row(side: str, procs: int, rounds: Rounds, case: Case) -> dict[str, Value]:
-    everyone = [result for results in rounds for result in results]
-    puts, gets = ([t * 1e3 for r in everyone for t in getattr(r, name)] for name in ("puts", "gets"))
+    results_all = [result for results in rounds for result in results]
+    puts, gets = ([t * 1e3 for r in results_all for t in getattr(r, name)] for name in ("puts", "gets"))
     gigabytes = (len(puts) + len(gets)) * case.prompt_bytes / GB
     return {
         "procs": procs,
         "side": side,
         "verified": "yes" if side == "store" else "no",
-        "seconds": max(r.seconds for r in everyone),
+        "seconds": max(r.seconds for r in results_all),
         "calls": len(puts) + len(gets),
         "GB/s": Spread.of([_rate(results, case) for results in rounds]),
-        "GB/s per process": Spread.of([_calls(r) * case.prompt_bytes / GB / r.seconds for r in everyone]),
-        "cpu s/GB": sum(r.cpu_seconds for r in everyone) / gigabytes,
+        "GB/s per process": Spread.of([_calls(r) * case.prompt_bytes / GB / r.seconds for r in results_all]),
+        "cpu s/GB": sum(r.cpu_seconds for r in results_all) / gigabytes,
         "put ms p50": percentile(puts, 50),
         "put p99": percentile(puts, 99),
         "get ms p50": percentile(gets, 50),
@@ -140,10 +140,10 @@ def _row(side: str, procs: int, rounds: Rounds, case: Case) -> dict[str, Value]:
 
 
 def _same_prompts(report: Report, folder: Path, plan: Plan) -> None:
-    """Two processes, the same prompts in the same order, at the same time."""
+    """Two processes put the same prompts in the same order, concurrently."""
     case = plan.case
     with case.store(folder):
-        pass  # made before the race
+        pass  # created before the race
     with Crew([SamePuts(case, folder) for _ in range(2)]) as crew:
         both = crew.run(None)
     pages = case.prompts * case.prompt_pages

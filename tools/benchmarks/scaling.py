@@ -1,4 +1,4 @@
-"""Part 3 of the match benchmark: index size against lookups, opening and rebuilding. Also its small stores."""
+"""Part 3 of the match benchmark: lookups, opening and rebuilding by index size. Also the small stores of all parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.benchmarks.measure import BenchError, Spread
 from tools.benchmarks.report import Report, Table, Value
 
 SMALL_PAGE_BYTES = 4096
-FILL_PAGES = 2000  # of one prompt
+FILL_PAGES = 2000  # per prompt
 FILL_PAGE_TOKENS = 16
 MATCHES = 5  # per round
 OPENS = 3
@@ -59,7 +59,7 @@ class Library:
         return cases.tokens(self.seed, prompt, (pages or self.prompt_pages) * self.page_tokens)
 
     def fill(self) -> float:
-        """Put everything, one prompt per call; seconds in ``put``."""
+        """Put everything, one prompt per call. Returns the seconds in ``put``."""
         seconds = 0.0
         data = random.Random(self.seed).randbytes(self.prompt_pages * SMALL_PAGE_BYTES)
         with self.store() as store:
@@ -73,8 +73,8 @@ class Library:
                     raise BenchError(f"put stored {result.stored} of {self.prompt_pages} pages: {result}")
         return seconds
 
-    def forget_index(self) -> None:
-        """What a store loses with its index: nothing that its segments do not say."""
+    def remove_index(self) -> None:
+        """Delete the index, which the segments can rebuild."""
         for entry in (self.path / "index").iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
@@ -88,7 +88,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Opened:
-    """Seconds from ``kvfs.open`` to its return, to an index that is ready, to the first whole match."""
+    """Seconds from ``kvfs.open`` until it returns, until the index is ready, until the first complete match."""
 
     opened: float
     ready: float
@@ -97,14 +97,14 @@ class Opened:
 
 @dataclass
 class Opener(AbstractContextManager["Opener"]):
-    """Opens the store when told to "open", and matches random prompts when told how many."""
+    """Opens the store on the order "open", and matches that many random prompts on a number."""
 
     library: Library
 
     def __enter__(self) -> Opener:
         self._stack = ExitStack()
         self._random = random.Random(self.library.seed)
-        _ = kvfs.open  # names are loaded when they are first used: not on the clock
+        _ = kvfs.open  # names are loaded on first use: outside of the timing
         return self
 
     def __exit__(
@@ -167,13 +167,13 @@ def run(report: Report, folder: Path, index_pages: Sequence[int], rounds: int, s
         }
         table.add(**row, **_rebuild(library))
         library.remove()
-    table.notes.append("every opening is in a fresh process, after a clean close; matches are warm, of random prompts")
+    table.notes.append("every opening is in a new process, after a clean close; matches are warm, of random prompts")
     report.show(table)
 
 
 def _rebuild(library: Library) -> dict[str, Value]:
     """Open the store without its index."""
-    library.forget_index()
+    library.remove_index()
     rebuilt = _open(library)
     return {
         "rebuild: open ms": rebuilt.opened * 1e3,
@@ -183,14 +183,14 @@ def _rebuild(library: Library) -> dict[str, Value]:
 
 
 def _open(library: Library) -> Opened:
-    """In a fresh process."""
+    """In a new process."""
     with Crew([Opener(library)]) as crew:
         opened: Opened = crew.run("open")[0]
         return opened
 
 
 def _match_costs(libraries: Sequence[Library], rounds: int) -> list[list[float]]:
-    """Microseconds per page, for each library and round; the libraries take turns."""
+    """Microseconds per page, for each library and round; the libraries alternate."""
     costs: list[list[float]] = [[] for _ in libraries]
     with ExitStack() as stack:
         crews = [stack.enter_context(Crew([Opener(library)])) for library in libraries]
@@ -205,5 +205,5 @@ def _match_costs(libraries: Sequence[Library], rounds: int) -> list[list[float]]
 
 
 def _index_bytes(library: Library) -> int:
-    """Bytes of disk that the index takes."""
+    """Bytes of disk space of the index."""
     return cases.allocated_bytes([path for path in (library.path / "index").rglob("*") if path.is_file()])

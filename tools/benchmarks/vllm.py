@@ -1,8 +1,8 @@
-"""kvfs below vLLM: what the scheduler pays, and side by side with vLLM's own connectors, on CPUs.
+"""kvfs below vLLM: the cost on the scheduler, and a comparison with vLLM's own connectors, on CPUs.
 
-Runs in the engine's environment (``make test-vllm`` makes it):
+Runs in the engine's environment (``make test-vllm`` creates it):
 ``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines|lookups|faults [--rounds N]``. Times are ratios to a
-baseline of the same round: min, median, max; of lookups there are rates.
+baseline of the same round, as median [min, max]; lookups are rates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def ratios(values: list[float]) -> str:
 
 
 def scheduler(rounds: int) -> None:
-    """A prompt of 131,072 tokens: what vLLM's thread spends in our half, against its own hashing of the blocks."""
+    """A prompt of 131,072 tokens: time of vLLM's thread in the manager, against its own hashing of the blocks."""
     import torch
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -57,7 +57,7 @@ def scheduler(rounds: int) -> None:
 
 
 def _request(manager: Any, name: str, tokens: list[int], block: int) -> dict[str, float]:
-    """Each call that a request costs, as a multiple of its hashing."""
+    """The time of each call of a request, as a multiple of its hashing."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -152,17 +152,17 @@ def engines(rounds: int) -> None:
 
 
 def lookups(rounds: int) -> None:
-    """How many prompts per second a scheduler of each connector gets answered."""
+    """Prompts per second that a scheduler with each connector gets answered."""
     vllm_lookups.run(rounds, CONNECTORS)
 
 
 def faults(rounds: int) -> None:
-    """What an engine answers while the disk below its connector misbehaves. No times, so no rounds."""
+    """The answers of an engine during faults of the disk below its connector. Nothing is timed: no rounds."""
     vllm_faults.run(CONNECTORS)
 
 
 def _damaged(engine: Any, model: Path, path: Path, transfer: Any, options: Any, prompts: Any, computed: Any) -> str:
-    """What an engine answers from files with a flipped bit in every 64 KiB."""
+    """The answers of an engine with a flipped bit in every 64 KiB of its files."""
     vllm_faults.flip(path)
     try:
         with engine(model, transfer=transfer, **options) as third:

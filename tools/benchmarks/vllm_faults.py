@@ -1,6 +1,6 @@
-"""What an engine answers while the disk below its connector misbehaves: kvfs beside vLLM's own connectors, on a CPU.
+"""The answers of an engine during faults of the disk below its connector: kvfs and vLLM's own connectors, on a CPU.
 
-Each connector stores four prompts; for each fault an engine starts anew on a copy of that, and gets the prompts again.
+Each connector stores four prompts. For each fault, a new engine on a copy of these files gets the prompts again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 Make = Callable[[Path], "dict[str, Any] | None"]
 PROMPTS, TOKENS = 4, 700
-DISK_BYTES = 8 << 20  # of a disk that is full before the prompts are stored
+DISK_BYTES = 8 << 20  # of a disk that is full before all prompts are stored
 FAULTS = ("none", "flipped bits", "files missing", "EIO", "reads hang", "directory removed", "disk full")
 
 
@@ -52,7 +52,7 @@ def _one(
     fault: str, folder: Path, filled: Path, make: Make, model: Path, shim: Path, prompts: list[list[int]],
     right: list[list[int]],
 ) -> str:  # fmt: skip
-    """The cell of a table: right answers, those from the cache, and how long they took if the disk was slow."""
+    """A cell of the table: right answers, answers from the cache, and seconds if the disk was slow."""
     from tests.vllm.engine import Engine
 
     mode = folder / "mode"
@@ -80,7 +80,7 @@ def _one(
 
 @contextmanager
 def _place(fault: str, folder: Path, filled: Path) -> Iterator[Path]:
-    """A copy of what was stored; an empty, small disk if it is to be full."""
+    """A copy of the stored files; for "disk full" a small empty disk."""
     path = folder / "disk"
     path.mkdir()
     try:
@@ -99,7 +99,7 @@ def _place(fault: str, folder: Path, filled: Path) -> Iterator[Path]:
 
 
 def _break(fault: str, path: Path, mode: Path) -> None:
-    """Below an engine that has started."""
+    """Inject the fault below a running engine."""
     if fault == "files missing":
         for file in payloads(path):
             file.unlink()
@@ -115,7 +115,7 @@ def payloads(path: Path) -> list[Path]:
 
 
 def flip(path: Path) -> None:
-    """A bit in every 64 KiB of every file, in the exponent of a number of two or four bytes."""
+    """Flip a bit in every 64 KiB of every file, in the exponent of a number of two or four bytes."""
     for file in payloads(path):
         with file.open("r+b") as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -1,9 +1,9 @@
 """Lookups per second of vLLM's schedulers: kvfs, vLLM's file-system tier and ExampleConnector, over the same prompts.
 
-No engine runs: the real connectors in their scheduler's role are driven as the scheduler does, ``on_new_request``,
+No engine runs: the real connectors in their scheduler's role are called as the scheduler does, ``on_new_request``,
 then ``get_num_new_matched_tokens`` and a step until there is an answer. One process stores the prompts, as files or
-pages of 64 tokens and 8 KiB; each look is a process of its own that has just opened them. A prompt is *answered* when
-the scheduler may go on with it: the file-system tier has by then read the pages into its CPU tier.
+pages of 64 tokens and 8 KiB; each round of lookups is a new process that has just opened them. A prompt is *answered*
+when the scheduler may continue with it: by then, the file-system tier has read the pages into its CPU tier.
 
 ``python -m tools.benchmarks.vllm lookups --rounds N`` runs it; :func:`main` is one of its processes.
 """
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 64
-SETTLE = 10  # tokens behind the last whole page: vLLM computes at least one
+SETTLE = 10  # tokens after the last whole page: vLLM computes at least one
 Lengths = dict[str, tuple[int, int]]  # name -> tokens of a prompt, prompts
 LENGTHS: Lengths = {"1,900": (1_856 + SETTLE, 32), "32k": (32_768 + SETTLE, 8), "128k": (131_072 + SETTLE, 3)}
-PROCESS_SECONDS = 600.0
-ANSWER_SECONDS = 60.0
+PROCESS_SECONDS = 600.0  # longest run of one process
+ANSWER_SECONDS = 300.0  # longest wait for one answer
 LAYER = "model.layers.0.self_attn.attn"
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def run(
     rounds: int, connectors: dict[str, Callable[[Path], dict[str, Any] | None]], lengths: Lengths = LENGTHS
 ) -> None:
-    """All connectors in turns; a table row for each and each length."""
+    """All connectors, alternating; a table row per connector and length."""
     folder = Path(tempfile.mkdtemp(prefix="kvfs-bench-"))
     try:
         model = _model(folder / "model")
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 class Scheduler:
-    """What vLLM's scheduler does with a connector, for prompts that are looked up and never run."""
+    """Calls a connector as vLLM's scheduler does, for prompts that are looked up and never computed."""
 
     def __init__(self, model: str, lengths: Lengths, transfer: dict[str, Any]) -> None:
         import torch
@@ -194,7 +194,7 @@ class Scheduler:
         return found
 
     def _one(self, request: Any, kind: str) -> tuple[float, float]:
-        """Seconds until a request is answered, and those of the scheduler's thread within."""
+        """Seconds until a request is answered, and CPU seconds of the scheduler's thread."""
         from vllm.v1.core.sched.output import SchedulerOutput
 
         began, busy = time.perf_counter(), time.thread_time()
@@ -205,7 +205,7 @@ class Scheduler:
                 break
             self.connector.build_connector_meta(SchedulerOutput.make_empty())
             assert time.perf_counter() - began < ANSWER_SECONDS, f"no answer to {request.request_id}"
-            time.sleep(0)  # the scheduler goes on with its next step
+            time.sleep(0)  # the scheduler continues with its next step
         seconds, thread = time.perf_counter() - began, time.thread_time() - busy
         whole = len(request.prompt_token_ids) // BLOCK * BLOCK
         expected = whole if kind == "hit" else 0

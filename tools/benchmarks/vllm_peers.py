@@ -1,7 +1,7 @@
 """vLLM's own file-system tier on a machine without a GPU, for comparison only.
 
-Its worker copies between GPU and pinned memory by CUDA streams, and its spec refuses other platforms. Here the copies
-are made by the CPU, in the same places; everything else, the tiers and their files, is vLLM's.
+Its worker copies between GPU and pinned memory by CUDA streams, and its spec refuses other platforms. Here the CPU
+makes the copies at the same points; the tiers and their files are vLLM's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CpuCopies(OffloadingWorker):
-    """Copies at once, on the engine's thread."""
+    """Copies synchronously, on the engine's thread."""
 
     def __init__(self, tensors: list[torch.Tensor], rows: np.ndarray[Any, Any], blocks_per_chunk: int) -> None:
         self._tensors, self._rows, self._per = [t.numpy() for t in tensors], rows, blocks_per_chunk

@@ -1,4 +1,4 @@
-"""Where a benchmark keeps its files: a directory of its own, with enough room, gone at the end."""
+"""The directory of a benchmark's files: new, with enough free space, removed at the end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from types import FrameType
 
 import click
 
-SLACK_BYTES = 256 << 20
+SLACK_BYTES = 256 << 20  # that must stay free next to the files of a run
 
 
 def file_system(path: Path) -> str:
-    """Type of the file system that ``path`` lies on, as the kernel names it."""
+    """Type of the file system of ``path``, as the kernel names it."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
@@ -28,8 +28,8 @@ def file_system(path: Path) -> str:
     return "unknown"
 
 
-def require_room(path: Path, need_bytes: int) -> None:
-    """Refuse before anything is written if ``path`` has less than ``need_bytes`` and some slack left."""
+def require_space(path: Path, need_bytes: int) -> None:
+    """ClickException unless ``path`` has ``need_bytes`` and SLACK_BYTES free."""
     stat = os.statvfs(path)
     free, need = stat.f_bavail * stat.f_frsize, need_bytes + SLACK_BYTES
     if free < need:
@@ -41,8 +41,8 @@ def require_room(path: Path, need_bytes: int) -> None:
 
 @contextlib.contextmanager
 def workspace(path: Path, need_bytes: int) -> Iterator[Path]:
-    """A new directory below ``path``, removed in the end, on an interrupt and on SIGTERM too."""
-    require_room(path, need_bytes)
+    """A new directory in ``path``, removed at the end, also after an interrupt or SIGTERM."""
+    require_space(path, need_bytes)
     before = signal.signal(signal.SIGTERM, _interrupt)
     folder = Path(tempfile.mkdtemp(prefix="kvfs-bench-", dir=path))
     try:
@@ -59,7 +59,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """A second Ctrl-C must not leave gigabytes behind."""
+    """Ignore a second Ctrl-C, which would leave gigabytes of files."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -30,7 +30,7 @@ from tools.torture.parsers import TARGETS
 
 Command = TypeVar("Command", bound=Callable[..., None])
 ROOM_BYTES = 1 << 30
-HANGS_SECONDS = 300.0  # beyond the time of a run
+HANGS_SECONDS = 300.0  # a run that takes longer than its time by this much hangs
 
 
 def common(command: Command) -> Command:
@@ -52,7 +52,7 @@ MODE = click.option("--mode", type=click.Choice(["cache", "staging"]), default="
 
 @contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """A run that hangs in here ends with the stacks of its threads: no wait of kvfs is without a deadline."""
+    """End a run that hangs with the stacks of its threads: every wait of kvfs has a deadline."""
     faulthandler.dump_traceback_later(seconds + HANGS_SECONDS, exit=True)
     try:
         yield

@@ -20,7 +20,7 @@ from tools.torture.case import PAGE_BYTES, PROMPTS, get, namespace, open_store, 
 from tools.torture.judge import Judge
 
 CHUNKS_MAX = 20
-HELD_MAX = 6  # views at a time: what is held cannot be freed
+HELD_MAX = 6  # views at a time: the segments of held views cannot be reclaimed
 FORKS = (None, 3, 7, 12)
 
 
@@ -36,8 +36,8 @@ class Actor:
         self.families = int(options.get("families", "60"))
         self.settings = {"capacity": options.get("capacity", "512MiB"), "sync": options.get("sync", "cache")}
         self.settings["mode"] = options.get("mode", "cache")
-        self.strict = options.get("strict", "1") == "1"  # whatever was acknowledged must be there
-        self.ending = False  # Python drops what a signal handler raises in the hooks of a fork and in finalizers
+        self.strict = options.get("strict", "1") == "1"  # every acknowledged prompt must be served
+        self.ending = False  # Python drops exceptions of signal handlers in fork hooks and in finalizers
         self._status = os.open(folder / "status" / name, os.O_CREAT | os.O_RDWR, 0o666)
         self._acks = os.open(folder / "acks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
 
@@ -71,13 +71,13 @@ class Actor:
 
 
 def end(actor: Actor) -> None:
-    """On SIGTERM: leave politely, through all ``with`` blocks."""
+    """On SIGTERM: end through all ``with`` blocks."""
     actor.ending = True
     sys.exit(0)
 
 
 def repeat(actor: Actor, step: Callable[[kvfs.Namespace], None], *, reopen: float = 0.01) -> None:
-    """Do ``step`` until the end of the process; now and then close the store and open it again."""
+    """Do ``step`` until the end of the process; sometimes close the store and open it again."""
     while True:
         store = actor.open()
         if store is None:
@@ -122,7 +122,7 @@ def collector(actor: Actor) -> None:
 
 
 def forker(actor: Actor) -> None:
-    """Forks children that go on with the open store; some leave without a word."""
+    """Forks children that use the open store; some exit without closing it."""
 
     def step(ns: kvfs.Namespace) -> None:
         actor.put_one(ns)
@@ -153,7 +153,7 @@ def forker(actor: Actor) -> None:
 
 
 def filler(actor: Actor) -> None:
-    """Prompts that nobody has put before, as fast as it goes."""
+    """Puts new prompts as fast as possible."""
 
     def step(ns: kvfs.Namespace) -> None:
         family = actor.random.randrange(1 << 30)
@@ -165,7 +165,7 @@ def filler(actor: Actor) -> None:
 
 
 def holder(actor: Actor) -> None:
-    """Keeps views of what it has put long after it was evicted, and looks at them again."""
+    """Keeps views of its pages long after they were evicted, and compares them again."""
     kept: list[tuple[int, list[memoryview]]] = []
 
     def step(ns: kvfs.Namespace) -> None:
@@ -210,14 +210,14 @@ def checker(actor: Actor) -> None:
             if found < chunks and actor.strict:
                 actor.judge.found("lost", f"{found} of {chunks} pages of family {family}, fork {fork}")
         actor.judge.counts["acknowledged"] += len(lines)
-        fresh = random.SystemRandom().randrange(1 << 30, 1 << 31)  # not one of an earlier check, torn since
+        fresh = random.SystemRandom().randrange(1 << 30, 1 << 31)  # not of an earlier check, which may be torn since
         if (
             put(ns, PROMPTS.tokens(fresh, 5), actor.judge) is None
             or get(ns, PROMPTS.tokens(fresh, 5), actor.judge) != 5
         ):
             actor.judge.found("unopenable", f"no new pages: {store.stats()}")
         store.wait_ready(60.0)  # a starved machine may have opened the breaker
-        if not store._core.c.index.read(lambda s: s.check_ledger(), 5.0):
+        if not store._shared.c.index.read(lambda s: s.check_ledger(), 5.0):
             actor.judge.found("raised", "the ledger does not add up")
     actor.report()
 

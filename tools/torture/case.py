@@ -36,7 +36,7 @@ def put(ns: kvfs.Namespace, tokens: Sequence[int], judge: Judge, start: int = 0)
 
 
 def get(ns: kvfs.Namespace, tokens: Sequence[int], judge: Judge, *, views: bool = False) -> int:
-    """Match and load a prompt; returns the verified chunks. Bytes that are not the right ones are ``wrong``."""
+    """Match and load a prompt; returns the verified chunks. Incorrect bytes are a finding ``wrong``."""
     match = judge.call("match", lambda: ns.match(tokens))
     if match is None:
         return 0
@@ -56,7 +56,7 @@ def get(ns: kvfs.Namespace, tokens: Sequence[int], judge: Judge, *, views: bool 
 
 
 def locks_left(path: Path) -> list[str]:
-    """Lock files of a store that somebody still holds."""
+    """Lock files of a store that are still locked."""
     files, left = Files(), []
     for name in ("gate", "main", "run/gc", "run/rebuild"):
         try:

@@ -1,8 +1,8 @@
-"""crash: every write of a workload is recorded; images are built of what a crash may have left, and opened.
+"""crash: every write of a workload is recorded; images that a crash may have left are built from them, and opened.
 
-Blocks of 4 KiB that were not synced are there or not, each for itself, in any of their versions; files that were not
-synced may be missing, removed ones may be back. The index is never trusted after a crash and rebuilt. Pages that level
-"sync" acknowledged before the crash must be served.
+Each block of 4 KiB that was not synced may be missing, or there in any of its versions; files that were not synced may
+be missing, removed ones may be back. After a crash the index is not trusted but rebuilt. Pages that level "sync"
+acknowledged before the crash must be served.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAMILIES = 25
 
 
 class Op(NamedTuple):
-    """Something that happened to the directory."""
+    """One change of the directory."""
 
     kind: str  # write, size, sync, move, remove, ack
     path: str
@@ -37,7 +37,7 @@ class Op(NamedTuple):
 
 
 class Recorder(Files):
-    """Files that keeps a record of what it changes below ``root``."""
+    """Files that records its changes below ``root``."""
 
     def __init__(self, root: Path) -> None:
         self._root = os.path.realpath(root)
@@ -90,7 +90,7 @@ class Content:
 
     blocks: dict[int, list[bytes]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=lambda: [0])
-    synced: bool = False  # its name is durable, too
+    synced: bool = False  # then its name is durable as well
 
     def write(self, offset: int, data: bytes) -> None:
         end = offset + len(data)
@@ -191,7 +191,7 @@ def run(folder: Path, seed: int, seconds: float, judge: Judge) -> None:
 
 
 def check(image: Path, acknowledged: Sequence[str], judge: Judge) -> None:
-    """The image opens, serves right bytes only, all that was promised, and takes new pages."""
+    """Check that the image opens, serves correct bytes only, serves all acknowledged pages, and takes new ones."""
     store = judge.call("open", lambda: open_store(image), may_raise=True)
     if store is None or not store.wait_ready(READY_SECONDS):
         judge.found("unopenable", "an image does not open")
@@ -208,5 +208,5 @@ def check(image: Path, acknowledged: Sequence[str], judge: Judge) -> None:
         if get(ns, PROMPTS.tokens(1000, 5), judge) != 5:
             judge.found("unopenable", f"no new pages: {store.stats()}")
         store.wait_ready(READY_SECONDS)  # a starved machine may have opened the breaker
-        if not store._core.c.index.read(lambda s: s.check_ledger(), 5.0):
+        if not store._shared.c.index.read(lambda s: s.check_ledger(), 5.0):
             judge.found("raised", "the ledger does not add up")

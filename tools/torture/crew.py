@@ -1,4 +1,4 @@
-"""Starting, stopping, killing and hearing the processes of a torture run."""
+"""Starting, stopping and killing the processes of a torture run, and collecting their counts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Crew:
         self.seed = seed
         self.options = [f"{k}={v}" for k, v in (options or {}).items()]
         self.members: dict[str, subprocess.Popen[bytes]] = {}
-        self.stopped: dict[str, float] = {}  # name -> when to go on
-        self._touched: dict[str, float] = {}  # name -> start, or end of a stop: silence counts from there
+        self.stopped: dict[str, float] = {}  # name -> when to resume
+        self._touched: dict[str, float] = {}  # name -> start, or end of a stop: silence counts from then
         self._started = 0
         (folder / "status").mkdir(parents=True, exist_ok=True)
 
@@ -44,6 +44,11 @@ class Crew:
         self._touched[name] = time.monotonic()
         return name
 
+    def has_reported(self, name: str) -> bool:
+        """Whether a process has ended its first operation."""
+        status = self.folder / "status" / name
+        return status.exists() and status.stat().st_size > 0
+
     def kill(self, name: str, number: int = signal.SIGKILL, *, wait: float = 20.0) -> bool:
         """End a process and its children, with a signal; False if it did not end in time."""
         member = self.members.pop(name)
@@ -60,12 +65,12 @@ class Crew:
             member.wait()
 
     def stop(self, name: str, seconds: float) -> None:
-        """Freeze a process for a while; ``tick`` lets it go on."""
+        """Freeze a process for so many seconds; ``tick`` resumes it."""
         os.kill(self.members[name].pid, signal.SIGSTOP)
         self.stopped[name] = time.monotonic() + seconds
 
     def resume(self) -> None:
-        """Let all frozen processes go on."""
+        """Resume all frozen processes."""
         self.tick(all_of_them=True)
 
     def tick(self, *, all_of_them: bool = False) -> None:
@@ -77,7 +82,7 @@ class Crew:
                 _signal(self.members[name], signal.SIGCONT)
 
     def check(self, judge: Judge) -> None:
-        """Nobody has ended by himself or has been silent for too long."""
+        """Report processes that ended unasked or have been silent for too long."""
         now, wall = time.monotonic(), time.time()
         for name, member in list(self.members.items()):
             if member.poll() is not None:
@@ -92,7 +97,7 @@ class Crew:
                 self.kill(name)
 
     def collect(self, judge: Judge) -> None:
-        """Add up what the processes have counted, the dead ones included, once."""
+        """Add up the counts of all processes, dead ones included, once."""
         for path in sorted((self.folder / "status").iterdir()):
             if path.suffix != ".err":
                 text = path.read_bytes().strip(b" \0")
@@ -104,7 +109,7 @@ class Crew:
             path.unlink()
 
     def sum(self, count: str) -> int:
-        """A count of all processes so far, the dead ones included."""
+        """A count of all processes so far, dead ones included."""
         total = 0
         for path in (self.folder / "status").iterdir():
             if path.suffix != ".err":
@@ -140,6 +145,6 @@ class Crew:
 
 
 def _signal(member: subprocess.Popen[bytes], number: int) -> None:
-    """To a process and the children that it has forked."""
+    """Signal a process and the children that it has forked."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(member.pid, number)

@@ -46,7 +46,7 @@ def _session(
         if collect:
             judge.call("gc", lambda: store.gc(target_bytes=0), may_raise=True)
             get(ns, PROMPTS.tokens(families[0], 6), judge)
-        crashed = {k: n for k, n in store._core.c.counters.snapshot().items() if k.endswith("_crashed")}
+        crashed = {k: n for k, n in store._shared.c.counters.snapshot().items() if k.endswith("_crashed")}
         if crashed:
             judge.found("raised", f"upkeep: {crashed}")
     finally:
@@ -54,14 +54,14 @@ def _session(
 
 
 def lose_index(path: Path) -> None:
-    """As after a power cut: the index was not closed."""
+    """Make the index untrusted, as after a power cut."""
     shutil.rmtree(path / "index", ignore_errors=True)
     if path.is_dir():
         (path / "index").mkdir(mode=0o700, exist_ok=True)
 
 
 def verdict(path: Path, judge: Judge, families: Sequence[int] = (1, 2, 3, 4), mode: str = "cache") -> None:
-    """With a healthy file system: the store opens, serves right bytes only, and takes new pages."""
+    """Check with a healthy file system that the store opens, serves correct bytes only, and takes new pages."""
     if left := locks_left(path):
         judge.found("leaked", f"locks still held: {left}")
     store = judge.call("reopen", lambda: open_store(path, mode=mode), may_raise=True)
@@ -84,7 +84,7 @@ def verdict(path: Path, judge: Judge, families: Sequence[int] = (1, 2, 3, 4), mo
 
 
 def run_case(folder: Path, faults: Sequence[Fault], judge: Judge, mode: str = "cache") -> FaultyFiles:
-    """One workload with faults in a directory of its own, and the verdict."""
+    """Run one workload with faults in a directory of its own, and the verdict."""
     folder.mkdir(parents=True)
     path = folder / "store"
     judge.context = f"{faults[0] if faults else 'no fault'}: "
@@ -100,7 +100,7 @@ def run_case(folder: Path, faults: Sequence[Fault], judge: Judge, mode: str = "c
 
 
 def leaks(before: dict[str, str], judge: Judge) -> None:
-    """Descriptors, threads and registrations that a closed store has left."""
+    """Report descriptors, threads and registrations that a closed store has left."""
     left = {fd: name for fd, name in open_files().items() if before.get(fd) != name}
     if left:
         judge.found("leaked", f"descriptors: {sorted(left.values())}")

@@ -1,7 +1,7 @@
 """fill: several processes write three times the capacity while the used bytes of the file system are sampled.
 
-One process holds views of what was evicted long ago, one writer is killed with space reserved. The store has a file
-system of its own, so what statvfs says is the store: at no moment more than the capacity.
+One process holds views of pages that were evicted long ago, one writer is killed with space reserved. The store has a
+file system of its own, so statvfs measures the store: it must never use more than the capacity.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMES = 3
 
 
 def run(folder: Path, seed: int, seconds: float, judge: Judge, kind: str = "tmpfs", capacity: str = CAPACITY) -> None:
-    """Until three times the capacity is written; ``blocked`` if that does not happen in time."""
+    """Run until three times the capacity is written; ``blocked`` if that takes longer than ``seconds``."""
     limit = parse_size(capacity)
     chance = random.Random(seed)
     judge.context = f"fill, seed {seed}, {kind}: "

@@ -1,7 +1,7 @@
 """full: the file system is smaller than the capacity, so that the disk is full before the store is.
 
-Processes go on for a while on the full disk: they may decline, miss and evict, they must not die, raise or serve
-wrong bytes. Then somebody makes room, and the store opens and serves.
+Processes keep running for a while on the full disk: they may decline, miss and evict, they must not die, raise or serve
+wrong bytes. Then other files are removed, and the store must open and serve.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tools.torture.crew import Crew
 from tools.torture.judge import Judge
 from tools.torture.mounts import mounted
 
-FULL_SECONDS = 3.0  # on a full disk
-WAIT_SECONDS = 40.0  # until it is full, at most
+FULL_SECONDS = 3.0  # that processes run on a full disk
+WAIT_SECONDS = 40.0  # until the disk is full, at most
 BALLAST_BYTES = 8 << 20
-FULL_BYTES = 1 << 20  # less than that is free: too little for a segment or an index
+FULL_BYTES = 1 << 20  # a disk with less free space is full: too little for a segment or an index
 ROLES = ("writer", "mixed", "forker", "collector")
 
 

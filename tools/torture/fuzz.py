@@ -1,8 +1,8 @@
-"""fuzz: every parser is given bytes that were changed on purpose, most with checksums that agree.
+"""fuzz: every parser is given mutated bytes, most of them with valid checksums.
 
 An input may be refused in the documented way, or accepted if it verifies. Anything else is a finding: another
-exception, bytes accepted that do not verify, reading without end, memory beyond a bound. Inputs that get a new answer
-are kept and changed further; ``--corpus`` writes them, and findings, to a folder.
+exception, accepted bytes that do not verify, endless reading, memory beyond a bound. Inputs with a new answer are kept
+and mutated further; ``--corpus`` writes them, and findings, to a folder.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tools.torture.images import Image, TooMuchError
 from tools.torture.judge import Judge
 from tools.torture.parsers import TARGETS, Target, Unverified
 
-MEMORY_BYTES = 512 << 20  # that the process may add
+MEMORY_BYTES = 512 << 20  # that the process may allocate
 CPU_SECONDS_MAX = 3.0  # of one input, on the slowest machine
 POOL_MAX = 300
-GROWN_BYTES_MAX = 8 << 10  # of an input that is changed further; segments start larger
+GROWN_BYTES_MAX = 8 << 10  # of an input that is mutated further; segments start larger
 ROUNDS = {"segment": 20, "store": 1}  # executions before the next target; others are fast
-CORPUS_MAX, PACKED_BYTES_MAX = 12, 3000  # inputs of one target that a run adds, and of which size
+CORPUS_MAX, PACKED_BYTES_MAX = 12, 3000  # inputs of one target that a run adds, and their packed size
 CORPUS = Path(__file__).resolve().parents[2] / "tests" / "fuzz" / "corpus"
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9a-f]{8,}|[0-9]+|/\S+")
 
 
 class Answer(NamedTuple):
-    """What became of an input: a kind of failure ("" if none) and a short text, the same for alike inputs."""
+    """Result of an input: a kind of failure ("" if none) and a short text, equal for similar inputs."""
 
     failure: str
     text: str
@@ -63,7 +63,7 @@ def corpus_of(name: str, folder: Path = CORPUS) -> list[tuple[str, Image]]:
 
 
 class Pool:
-    """Inputs of one target, and the answers they got."""
+    """Inputs of one target, and their answers."""
 
     def __init__(self, target: Target, corpus: Path) -> None:
         self.target = target
@@ -87,7 +87,7 @@ class Pool:
 
 
 def run(seed: int, seconds: float, judge: Judge, only: tuple[str, ...], corpus: Path | None) -> Counter[str]:
-    """Executions per target until the time is up."""
+    """Fuzz until the time is up; executions per target."""
     _limit_memory()
     chance = random.Random(seed)
     pools = [Pool(target, CORPUS) for name, target in TARGETS.items() if not only or name in only]
@@ -115,7 +115,7 @@ def _limit_memory() -> None:
 
 
 def _write(folder: Path, pool: Pool) -> None:
-    """One input for each answer."""
+    """Write one input for each answer."""
     folder.mkdir(parents=True, exist_ok=True)
     known = {hashlib.sha256(repr(i.packed()).encode()).digest() for _, i in corpus_of(pool.target.name, folder)}
     with (folder / f"{pool.target.name}.jsonl").open("a") as lines:

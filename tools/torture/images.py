@@ -1,6 +1,6 @@
 """Inputs of the fuzzer, and stand-ins for the files and transactions that parsers read them from.
 
-An input is a sparse file: what a hostile store may hold is not limited by what a corpus can carry.
+An input is a sparse file: a hostile store may hold larger files than a corpus can.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from kvfs.system.files import Files
 
-BYTES_READ_MAX = 64 << 20  # of one input: more is a loop
+BYTES_READ_MAX = 64 << 20  # of one input: a parser that reads more loops
 CALLS_MAX = 20_000
 
 
 class TooMuchError(Exception):
-    """A parser reads on and on."""
+    """A parser reads endlessly."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Image:
         return cls(len(data), [(0, data)])
 
     def bytes(self) -> bytes:
-        """All of it; for inputs that are no segments."""
+        """All bytes; for inputs that are not segments."""
         assert self.size <= 16 << 20, "a sparse input in the wrong place"
         return self.read(0, self.size)
 
@@ -50,7 +50,7 @@ class Image:
         return bytes(out)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Later pieces lie over earlier ones."""
+        """Later pieces overwrite earlier ones."""
         self.pieces.append((offset, data))
         self.size = max(self.size, offset + len(data))
 
@@ -69,7 +69,7 @@ class Image:
 
 
 class ImageFiles(Files):
-    """Files whose descriptors are images; every read is paid for from a budget."""
+    """Files whose descriptors are images; a budget bounds the bytes and calls of all reads."""
 
     def __init__(self, names: dict[str, Image]) -> None:
         self.names = names
@@ -94,7 +94,7 @@ class ImageFiles(Files):
         pass
 
     def close_kept(self, kept: list[int | None]) -> None:
-        kept.pop()  # numbers of images: the process has real files under them
+        kept.pop()  # the number of an image: a real descriptor of the process may have the same one
 
     def unlink(self, name: str, *, dir_fd: int) -> None:
         del self.names[name]
@@ -124,7 +124,7 @@ def _stat(image: Image) -> os.stat_result:
 
 
 class ImageDirectory:
-    """As much of a ``Directory`` as parsers use."""
+    """The part of ``Directory`` that parsers use."""
 
     path = "/store"
     read_only = False
@@ -144,7 +144,7 @@ class ImageDirectory:
 
 
 class DictTxn:
-    """A transaction on dictionaries, one per database, as far as kvfs uses LMDB's."""
+    """A transaction on dictionaries, one per database, with the calls of LMDB that kvfs uses."""
 
     def __init__(self) -> None:
         self.dbs: dict[str, dict[bytes, bytes]] = {}
@@ -153,7 +153,7 @@ class DictTxn:
         return self.dbs.get(db, {}).get(key)
 
     def put(self, key: bytes, value: bytes, *, db: str) -> None:
-        assert 0 < len(key) <= 511, "LMDB takes no such key"
+        assert 0 < len(key) <= 511, "LMDB refuses the key"
         self.dbs.setdefault(db, {})[key] = value
 
     def delete(self, key: bytes, *, db: str) -> None:

@@ -1,4 +1,4 @@
-"""What a torture run counts, and when it has failed."""
+"""Counts and findings of a torture run, and its verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 from kvfs.errors import KvfsError
 
 T = TypeVar("T")
-BLOCKED_SECONDS = 15.0  # no call may take longer, whatever happens to files and to other processes
+BLOCKED_SECONDS = 15.0  # no call may take longer, even with failing files and dying processes
 COUNTS = ("operations", "kills", "faults", "lost", "wrong", "blocked", "raised", "leaked", "unopenable", "over")
 FAILURES = frozenset(COUNTS[3:])
 
@@ -27,16 +27,16 @@ class Judge:
     counts: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     context: str = ""  # prepended to notes: the seed and the case at hand
-    delayed: Callable[[], float] = lambda: 0.0  # seconds for which calls of files were held up on purpose, so far
+    delayed: Callable[[], float] = lambda: 0.0  # seconds by which file calls were delayed on purpose, so far
 
     def found(self, what: str, text: str, n: int = 1) -> None:
-        """Count a failure and keep its story."""
+        """Count a failure and note its description."""
         self.counts[what] += n
         if len(self.notes) < 40:
             self.notes.append(f"{what}: {self.context}{text}")
 
     def call(self, name: str, function: Callable[[], T], *, may_raise: bool = False) -> T | None:
-        """Run one public call. Only KvfsError may come out, and only of calls that open or manage a store."""
+        """Run one public call. It may raise KvfsError only, and only if it opens or manages a store."""
         self.counts["operations"] += 1
         start, delayed = time.monotonic(), self.delayed()
         try:
@@ -48,7 +48,7 @@ class Judge:
             self.found("raised", f"{name}: {exc!r}")
         finally:
             took = time.monotonic() - start
-            if may_raise:  # gc, verify: as long as their files take; puts, matches and loads have deadlines
+            if may_raise:  # gc, verify: no deadline; puts, matches and loads have one
                 took -= self.delayed() - delayed
             if took > BLOCKED_SECONDS:
                 self.found("blocked", f"{name} took {took:.1f} s")
@@ -77,7 +77,7 @@ class Judge:
 
 
 def open_files() -> dict[str, str]:
-    """Descriptors of this process and what they lead to."""
+    """Descriptors of this process and their targets."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -88,5 +88,5 @@ def open_files() -> dict[str, str]:
 
 
 def kvfs_threads() -> list[str]:
-    """Threads of kvfs that still run."""
+    """Running threads of kvfs."""
     return [t.name for t in threading.enumerate() if t.name.startswith("kvfs-")]

@@ -1,7 +1,7 @@
-"""model: long random workloads on a file system that fails now and then, checked against what every page must hold.
+"""model: long random workloads on a file system that sometimes fails, checked against the bytes of every page.
 
-``--workload small`` fails every single call of a small workload instead, one after the other: once and from then on,
-with EIO and ENOSPC, with short, torn, flipped and misdirected writes and reads.
+``--workload small`` fails every single call of a small workload instead, one per run: once, or from then on, with EIO
+and ENOSPC, with short, torn, flipped and misdirected writes and reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CREATION_WRITES = 4
 
 
 def run(folder: Path, seed: int, seconds: float, judge: Judge, *, small: bool = False) -> None:
-    """Cases until the time is up, or all cases of the small workload."""
+    """Run cases until the time is up, or all cases of the small workload."""
     threading.excepthook = lambda args: judge.found("raised", f"in thread {args.thread}: {args.exc_value!r}")
     end = time.monotonic() + seconds
     if small:
@@ -48,7 +48,7 @@ def run(folder: Path, seed: int, seconds: float, judge: Judge, *, small: bool = 
 
 
 def every_fault(calls: int) -> Iterator[Fault]:
-    """Faults of every call; of writes and reads, every way to go wrong."""
+    """Faults of every call; for writes and reads, every kind of fault."""
     for n in range(1, calls):
         for code, persistent in itertools.product((errno.EIO, errno.ENOSPC), (False, True)):
             yield Fault(n, None, "error", code, persistent)
@@ -62,7 +62,7 @@ def every_fault(calls: int) -> Iterator[Fault]:
 
 
 def random_fault(chance: random.Random, files: FaultyFiles) -> Fault:
-    """A fault of some call that comes soon."""
+    """A fault of one of the next calls."""
     kind = chance.choice([None, *KINDS])
     done = files.total if kind is None else files.calls[kind]
     action = chance.choice(["error", "error", "error", "short", "torn", "flip", "misdirect", "delay"])
@@ -71,12 +71,12 @@ def random_fault(chance: random.Random, files: FaultyFiles) -> Fault:
 
 
 def random_case(folder: Path, seed: int, judge: Judge) -> None:
-    """One workload of STEPS steps, and the verdict."""
+    """Run one workload of STEPS steps, and the verdict."""
     chance = random.Random(seed)
     judge.context = f"model, case {seed}: "
     folder.mkdir(parents=True)
     path, before = folder / "store", open_files()
-    open_store(path).close()  # a store that cannot even be made is the small workload's business
+    open_store(path).close()  # the small workload covers faults while a store is created
     files = FaultyFiles(seed=seed)
     judge.delayed = lambda: files.delayed
     left = STEPS
@@ -92,7 +92,7 @@ def random_case(folder: Path, seed: int, judge: Judge) -> None:
 
 
 def _session(path: Path, files: FaultyFiles, chance: random.Random, judge: Judge, left: int) -> int:
-    """Steps until the store is closed by chance; steps left."""
+    """Do steps until the store is closed by chance; steps left."""
     files.arm(*[random_fault(chance, files)] if chance.random() < 0.3 else [])
     store = judge.call("open", lambda: open_store(path, files), may_raise=True)
     if store is None:

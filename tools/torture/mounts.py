@@ -1,4 +1,4 @@
-"""Small file systems for a run: mounted, cut off from power, unmounted again whatever happens. Root only."""
+"""Small file systems for a run: mounted, cut off from power, and always unmounted at the end. Root only."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mounted(folder: Path, kind: str, nbytes: int) -> Iterator[Mount]:
 
 
 class Mount:
-    """One mounted file system. ``path`` is where it is seen."""
+    """One mounted file system. ``path`` is its mount point."""
 
     def __init__(self, folder: Path, kind: str, nbytes: int) -> None:
         self.kind = kind
@@ -68,8 +68,8 @@ class Mount:
             _run("mount", "-o", "loop", str(self._image), str(self.path))
 
     def detach(self) -> None:
-        """Unmount, and wait until the kernel has let go: a file system that is still in use somewhere (in the copy of
-        the mounts that a process in a namespace has, too) would be mounted again as it is, without its journal.
+        """Unmount, and wait until the kernel has released the file system. One that is still in use, for example in
+        another mount namespace, would be mounted again unchanged, without replaying its journal.
         """
         end = time.monotonic() + RELEASE_SECONDS
         while time.monotonic() < end:
@@ -79,10 +79,12 @@ class Mount:
                 return
             time.sleep(0.1)
         subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
-        raise click.ClickException(f"{self.path} is still in use {RELEASE_SECONDS:.0f} s after everybody was killed")
+        raise click.ClickException(
+            f"{self.path} is still in use {RELEASE_SECONDS:.0f} s after its processes were killed"
+        )
 
     def _is_mounted(self) -> bool:
-        """Asked of the kernel's table: a file system without power does not even answer stat."""
+        """Read from the kernel's table: a file system without power does not answer stat."""
         with open("/proc/self/mountinfo", encoding="utf-8") as lines:
             return any(line.split()[4] == str(self.path) for line in lines)
 
@@ -93,7 +95,7 @@ class Mount:
         return bool(found.stdout.strip())
 
     def cut_power(self) -> None:
-        """From now on nothing reaches the image, the log of the journal included."""
+        """From this call on nothing reaches the image, not even the journal."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, FS_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))

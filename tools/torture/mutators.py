@@ -1,6 +1,6 @@
-"""Mutations that know what they change: fields of structs, nodes of JSON, lines of TOML, records of a segment.
+"""Mutations of known structures: fields of structs, nodes of JSON, lines of TOML, records of a segment.
 
-Most mended their checksums afterwards, so that what lies behind the first check is reached, too.
+Most recompute the checksums afterwards, so that inputs also reach the code behind the first check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = (0, 1, 4095, 4096, 16383, 16384, 16385, 2**20, 2**31, 2**32, 2**35, 2**3
 
 
 def flip_bytes(chance: random.Random, data: bytes) -> bytes:
-    """Bytes changed, cut, doubled or inserted."""
+    """Change, cut, double or insert bytes."""
     out = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 8))):
         at = chance.randrange(len(out) + 1)
@@ -50,7 +50,7 @@ def flip_bytes(chance: random.Random, data: bytes) -> bytes:
 
 
 def mutate_fields(chance: random.Random, packer: struct.Struct, body: bytes) -> bytes:
-    """Another value in one or more fields of a struct."""
+    """Change one or more fields of a struct."""
     fields = list(packer.unpack(body))
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         i = chance.randrange(len(fields))
@@ -76,7 +76,7 @@ def mutate_fields(chance: random.Random, packer: struct.Struct, body: bytes) -> 
 
 
 def struct_mutator(packer: struct.Struct, seed: int = 0, *, check_first: bool = False) -> Callable[..., bytes]:
-    """For a struct with its check word behind it; what follows stays."""
+    """Mutator of a struct with its check word behind it; the bytes behind that stay."""
 
     def mutate(chance: random.Random, data: bytes) -> bytes:
         if len(data) < packer.size + 8 or chance.random() < 0.1:
@@ -112,7 +112,7 @@ def _node(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 def mutate_tree(chance: random.Random, tree: Any) -> Any:
-    """One or more nodes of a JSON tree replaced, removed, added or swapped."""
+    """Replace, remove, add or swap one or more nodes of a JSON tree."""
     for _ in range(chance.choice((1, 1, 1, 2, 5))):
         paths = _paths(tree)
         path = chance.choice(paths)
@@ -139,7 +139,7 @@ def mutate_tree(chance: random.Random, tree: Any) -> Any:
 
 
 def mutate_json(chance: random.Random, data: bytes, mend: Callable[[Any], None] | None = None) -> bytes:
-    """JSON text; ``mend`` repairs checks inside the tree."""
+    """Mutate JSON text; ``mend`` repairs checks inside the tree."""
     roll = chance.random()
     try:
         tree = json.loads(data)
@@ -147,7 +147,7 @@ def mutate_json(chance: random.Random, data: bytes, mend: Callable[[Any], None] 
         roll = 0.0
     if roll < 0.08:
         return flip_bytes(chance, data)
-    if roll < 0.12:  # deeper than a parser may want to go
+    if roll < 0.12:  # deeper than a parser's recursion limit
         depth = chance.choice((10, 100, 900, 1100, 7000, 30000))
         left, right = chance.choice((("[", "]"), ('{"a":', "}")))
         text = data.decode("utf-8", "replace")
@@ -206,7 +206,7 @@ _FIRST_SLOTS = fmt.slots_of_table(True)
 
 
 def slot_offset(seq: int) -> int:
-    """Where entry ``seq`` lies, as long as it is in the first table."""
+    """Offset of entry ``seq``, which must be in the first table."""
     return fmt.FIRST_TABLE + seq % _FIRST_SLOTS * fmt.ENTRY_BYTES
 
 
@@ -218,7 +218,7 @@ def _entry_at(chance: random.Random, image: Image, tables: list[int]) -> int:
 
 
 def mutate_segment(chance: random.Random, source: Image) -> Image:
-    """A header, an entry, a descriptor, a seal or the size changed, with checks that agree."""
+    """Change the header, an entry, a descriptor, the seal or the size, with valid check words."""
     image = source.copy()
     seed = fmt.segment_seed(image.read(56, 16))
     tables = [fmt.FIRST_TABLE, *_chained(image, seed)]
@@ -244,7 +244,7 @@ def mutate_segment(chance: random.Random, source: Image) -> Image:
                 raw = image.read(at, fmt.ENTRY_BYTES)
                 if len(raw) == fmt.ENTRY_BYTES:
                     image.write(at, struct_mutator(fmt._ENTRY, seed)(chance, raw)[: fmt.ENTRY_BYTES])
-    if len(image.pieces) > 60:  # what was written over is not carried along for ever
+    if len(image.pieces) > 60:  # drops overwritten pieces
         image.pieces = [(0, image.read(0, min(image.size, 2 << 20)))]
     return image
 
@@ -262,11 +262,11 @@ def _chained(image: Image, seed: int) -> list[int]:
 
 
 def _mutate_descriptor(chance: random.Random, image: Image, seed: int) -> None:
-    """Another namespace, described as its entry says."""
+    """Replace a namespace descriptor, and mend its entry."""
     for seq in range(_FIRST_SLOTS):
         at = slot_offset(seq)
         entry = fmt.parse_entry(image.read(at, fmt.ENTRY_BYTES), seed)
-        if entry is None or entry.payload > SIZES[-1]:  # behind all that a file can hold
+        if entry is None or entry.payload > SIZES[-1]:  # beyond any file's size
             continue
         if entry.kind == fmt.KIND_NAMESPACE and entry.stored_bytes < 1 << 17:
             data = mutate_json(chance, image.read(entry.payload, entry.stored_bytes))[: 1 << 17]

@@ -1,7 +1,7 @@
-"""Everything in kvfs that reads bytes which somebody else may have written, as targets of the fuzzer.
+"""Every parser of untrusted bytes in kvfs, as targets of the fuzzer.
 
-A target says how to read an input, which errors it may answer with, and what must hold of what it accepts: an
-independent recomputation of the checks, and that the value can be used and written back.
+A target defines how an input is read, which errors it may raise, and what must hold for an accepted input: its checks
+agree when recomputed independently, and the value can be used and written back.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ STORE_ID, SEGMENT_ID, OTHER_ID = b"S" * 16, b"segment id 12345", b"another segme
 SEED = fmt.segment_seed(SEGMENT_ID)
 ROW_KEY = b"row key " * 5
 NOW_S = 1_800_000_000
-GROWN_BYTES_MAX = 4 << 20  # of an input that is no segment
+GROWN_BYTES_MAX = 4 << 20  # of an input that is not a segment
 DB = Tables("pages", "segments", "namespaces", "meta")
 
 
 class Unverified(AssertionError):
-    """A parser took bytes that do not verify."""
+    """A parser accepted bytes that do not verify."""
 
 
 def must(condition: bool, what: str) -> None:
@@ -77,8 +77,8 @@ class Target:
     name: str
     seeds: Callable[[], list[Image]]
     mutate: Callable[[random.Random, Image], Image]
-    read: Callable[[Image], str]  # a word for what became of the input
-    errors: tuple[type[Exception], ...] = ()  # documented answers
+    read: Callable[[Image], str]  # returns a word for the result
+    errors: tuple[type[Exception], ...] = ()  # documented errors
     weight: int = 10
 
 
@@ -194,7 +194,7 @@ def _known_entries(image: Image) -> set[bytes]:
 
 
 def segment(image: Image) -> str:
-    """Scan, take over, rebuild: what opening a store does with a segment that somebody has put there."""
+    """Scan, adopt, rebuild: what opening a store does with a segment from elsewhere."""
     name = file_name(SEGMENT_ID)
     directory: Any = ImageDirectory()
     directory.files.names[name] = image
@@ -233,7 +233,7 @@ def store(image: Image) -> str:
         with (path / "segments" / file_name(SEGMENT_ID)).open("wb") as file:
             for at, data in image.pieces:
                 os.pwrite(file.fileno(), data, at)
-            with contextlib.suppress(OSError):  # larger than the file system takes
+            with contextlib.suppress(OSError):  # larger than the file system allows
                 file.truncate(image.size)
         with kvfs.open(path) as opened:
             must(opened.wait_ready(20.0), "the index is not rebuilt")
@@ -269,7 +269,7 @@ def _rows() -> list[bytes]:
 
 
 def _mutate_row(chance: random.Random, data: bytes) -> bytes:
-    """The head or extents changed; hashes and roots added or cut so that the length agrees."""
+    """Change the head or extents; hashes and roots are added or cut so that the length agrees."""
     if len(data) < _HEAD.size or chance.random() < 0.05:
         return flip_bytes(chance, data)
     out = bytearray(data)
@@ -343,9 +343,9 @@ def _mutate_table(chance: random.Random, data: bytes) -> bytes:
     return kind + struct_mutator(_TABLES[kind[0]][0])(chance, data[1:])
 
 
-@target(_table_rows, _mutate_table, lmdb.Error)  # by which the index gives a generation up
+@target(_table_rows, _mutate_table, lmdb.Error)  # on which the index discards a generation
 def table(data: bytes) -> str:
-    """One damaged or forged row of the small tables among good ones; what a writer and the evictor do then."""
+    """One damaged or forged row of the small tables among valid ones; what a writer and the evictor do then."""
     if not data or data[0] not in _TABLES:
         return "absent"
     txn = DictTxn()
@@ -362,7 +362,7 @@ def table(data: bytes) -> str:
     found = session.segment(1)
     before = session.ledger()
     session.add_segment(first._replace(segment_id=OTHER_ID, class_id=bytes(16)))
-    must(session.segment(1) == found, "a new segment took the number of one that is there")
+    must(session.segment(1) == found, "a new segment took the number of an existing one")
     must(session.ledger().used == before.used + first.allocated, "the charge")
     return f"{data[0]} {word(found)} {len(rows)}"
 
@@ -440,10 +440,10 @@ def stamps(data: bytes) -> str:
     recency = AccessTimes(directory)
     now = directory.files.now_us()
     found = recency.stamps(SEGMENT_ID, [7, 8, 9])
-    must(len(found) == 3 and all(0 < stamp <= now for stamp in found), "stamps of the future")
+    must(len(found) == 3 and all(0 < stamp <= now for stamp in found), "access times in the future")
     recency.was_used(SEGMENT_ID, 2)
     recency.sweep({SEGMENT_ID})
-    must(set(directory.files.names) == {name}, "stamps of unknown segments stay")
+    must(set(directory.files.names) == {name}, "access times of unknown segments stay")
     return "read"
 
 
@@ -481,7 +481,7 @@ def _mutate_payload(chance: random.Random, data: bytes) -> bytes:
 
 @target(_payloads, _mutate_payload, codecs.CodecError, weight=15)
 def payload(data: bytes) -> str:
-    """What is stored of a page: decodes to exactly one page, within it, or to nothing."""
+    """Stored bytes of a page: they decode to exactly one page and write nothing outside it, or raise."""
     if len(data) < _PAYLOAD.size:
         return "too short"
     codec, nbytes = _PAYLOAD.unpack_from(data)
@@ -551,7 +551,7 @@ def part(data: bytes) -> str:
 
 @target(lambda: [json.dumps(c).encode() for c in (HF_CONFIG, MLA_CONFIG)], mutate_json, ConfigError, weight=6)
 def hf_config(data: bytes) -> str:
-    """The config.json of a model: untrusted, too."""
+    """The config.json of a model, which is untrusted."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
@@ -565,7 +565,7 @@ _IDENTITY = {"name": "n", "revision": "0123abcd", "salt": "", "rope": {}, "adapt
 
 @target(lambda: [json.dumps(_IDENTITY).encode()], mutate_json, ConfigError, weight=6)
 def identity(data: bytes) -> str:
-    """What an engine passes for an identity; what is accepted must come back from its descriptor."""
+    """Arguments of an engine for an identity; an accepted one must be read back from its descriptor."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""power: the file system under a busy store loses its power, and comes back with what its journal has.
+"""power: the file system under a busy store loses its power, and comes back with the contents of its journal.
 
 Each cycle makes an ext4 or xfs image, lets processes write, shuts the file system down without a log flush, kills
 the processes, mounts again (the journal is replayed) and opens the store. Level "cache" may lose pages, level "sync"
@@ -37,7 +37,7 @@ def _cycle(folder: Path, seed: int, kind: str, sync: str, chance: random.Random,
     with mounted(folder, kind, IMAGE_BYTES) as mount:
         options = {"store": mount.path / "store", "sync": sync, "capacity": "256MiB", "strict": int(sync == "sync")}
         options["mode"] = mode
-        for _ in range(chance.randint(1, 2)):  # the second time on the survivors of the first
+        for _ in range(chance.randint(1, 2)):  # the second time with what the first has left
             with Crew(folder, seed, options) as crew:
                 for role in ROLES:
                     crew.start(role)

@@ -13,9 +13,8 @@ or in three steps, with the cache that ``model.generate`` fills in between::
     sequences = model.generate(input_ids, past_key_values=past, max_new_tokens=100)
     cache.save(sequences, past)
 
-Greedy search and sampling, one prompt or a left-padded batch, full and sliding-window attention. A model
-that is not understood raises UnsupportedModelError; a cache that is not understood is not saved
-(``PutResult.reason``).
+Greedy search and sampling, one prompt or a left-padded batch, full and sliding-window attention. An
+unsupported model raises UnsupportedModelError; an unsupported cache is not saved (``PutResult.reason``).
 """
 
 from kvfs.integrations.transformers.cache import PrefixCache, namespace_for

@@ -1,26 +1,26 @@
-"""What PEFT does to a model, as far as KV depends on it."""
+"""PEFT adapters of a model, as far as KV depends on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-#: Attributes of PEFT's modules that say which adapters are at work, and how.
+#: attributes of PEFT's modules that say which adapters are active, and how
 _SWITCHES = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters", "scaling")
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether PEFT has changed the model, by its integration or by wrapping."""
+    """Whether PEFT has changed the model, by its integration or as a wrapper."""
     marked = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
     return bool(marked) or any(_modules(model))
 
 
 def unfit(model: Any) -> str:
-    """Why KV is no function of the tokens with these adapters, column by column; "" if it is."""
+    """Why the KV of a column depends on more than the tokens up to it with these adapters; "" if it does not."""
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         if getattr(config, "is_prompt_learning", False):
-            return "an adapter puts columns of its own before the tokens"
+            return "an adapter inserts columns before the tokens"
         kind = getattr(config, "peft_type", "")
         if getattr(config, "alora_invocation_tokens", None) or getattr(kind, "value", kind) == "XLORA":
             return "an adapter makes the KV of a token depend on later tokens"

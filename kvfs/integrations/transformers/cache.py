@@ -1,4 +1,4 @@
-"""PrefixCache: what ``model.generate`` needs from a store before, and gives to it afterwards."""
+"""PrefixCache: loads a cache from a store before ``model.generate``, and saves it afterwards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvfs.namespace import Namespace, SavePlan
     from kvfs.store import Store
 
-SAVE_BYTES = 64 << 20  # gathered and written at a time
-ATTEMPTS = 3  # to load, each time shorter, when pages turn out bad
+SAVE_BYTES = 64 << 20  # gathered and written at a time: bounds the memory of a save
+ATTEMPTS = 3  # loads of one prompt, each of a shorter prefix, if pages fail verification
 
 
 def namespace_for(
@@ -33,12 +33,12 @@ def namespace_for(
 ) -> PrefixCache:  # fmt: skip
     """The part of ``store`` that holds KV of exactly this model.
 
-    ``revision``: a commit or digest of the weights, for which the caller then vouches. Default:
-    ``weights_digest(model)``, which reads all weights once, with a digest of the config. ``adapter``: a digest
-    of the content of active PEFT adapters, ``epoch``: a count of in-place changes of the weights, ``salt``: a
-    tenant's secret, ``name``: default the model type.
+    ``revision``: a commit or digest of the weights, which the caller guarantees. Default:
+    ``weights_digest(model)``, which reads all weights once, and a digest of the config. ``adapter``: a digest
+    of the content of the active PEFT adapters. ``epoch``: a count of in-place changes of the weights.
+    ``salt``: a tenant's secret. ``name``: default the model type.
 
-    UnsupportedModelError: a model whose KV must not be reused, or whose cache is not understood (quantised,
+    UnsupportedModelError: a model whose KV must not be reused, or whose cache is unsupported (quantised,
     multimodal, linear attention, KV sharing, encoder-decoder, offloaded, adapters without a digest, RoPE
     that depends on the length). ConfigError: a bad argument, or a model in training mode.
     """
@@ -51,7 +51,7 @@ def namespace_for(
 
 
 class _Loaded(NamedTuple):
-    """Pages of one row, in host memory."""
+    """Pages of one row in host memory."""
 
     tokens: int  # verified, from the start of the row
     first: dict[str, int]  # group -> number of the first token in its pages
@@ -59,10 +59,10 @@ class _Loaded(NamedTuple):
 
 
 class PrefixCache:
-    """Loads and saves prefixes of one model. Made by ``namespace_for``; any thread may use it.
+    """Loads and saves prefixes of one model. Created by ``namespace_for``; any thread may use it.
 
-    ``reason`` says why the last load or save on this object did nothing, or not all ("" if there is nothing
-    to say).
+    Delegates storage to the namespace, and checks of the model to ``ModelSource``. ``reason`` says why the last
+    load or save on this object was declined entirely or in part; "" if it was not.
     """
 
     def __init__(self, namespace: Namespace, source: ModelSource) -> None:
@@ -71,7 +71,7 @@ class PrefixCache:
         self.reason = ""
         self._page_tokens = namespace.layout.page_tokens
         self._groups = namespace.layout.groups
-        # a window's keys are there for the end of what was matched only
+        # of a window, only the keys at the end of the match are stored
         self._exact = any(group.need.kind != "all" for group in self._groups)
 
     @property
@@ -83,14 +83,14 @@ class PrefixCache:
     def load(self, input_ids: Any, attention_mask: Any = None) -> tuple[DynamicCache, int]:
         """A cache for ``model.generate(input_ids, past_key_values=...)``, and how many columns it holds.
 
-        ``input_ids``: [n] or [batch, n] integers; ``attention_mask`` where rows are padded on the left. At
-        least one token of each row is left to compute, so the second result is less than n; 0 with an empty
-        cache is a miss. All rows of a batch end in one column, that of the shortest prefix found; with window
-        layers their paddings must differ by multiples of ``page_tokens``, else nothing is restored.
+        ``input_ids``: [n] or [batch, n] integers; ``attention_mask`` if rows are padded on the left. At least
+        one token of each row is left to compute, so the second result is less than n; 0 with an empty cache is
+        a miss. All rows of a batch end in the same column, that of the shortest prefix found. With window
+        layers, paddings must differ by multiples of ``page_tokens``; otherwise nothing is restored.
 
-        Window layers are made to keep the history that they compute, so that ``save`` can store any page of
-        it: while generating, the cache takes the memory of full attention. The restored pages lie in host
-        memory until the last layer is filled. ConfigError for inputs of a wrong kind.
+        Window layers of the returned cache keep the history that they compute, so that ``save`` can store any
+        page of it: while generating, the cache takes the memory of full attention. The restored pages occupy
+        host memory until the last layer is filled. ConfigError for inputs of a wrong kind.
         """
         rows = rows_of(input_ids, attention_mask)
         self.reason = self.source.changed()
@@ -110,7 +110,7 @@ class PrefixCache:
 
     def _restore(self, rows: Sequence[PromptRow]) -> tuple[int, list[_Loaded]]:
         if self._exact and len({row.pad % self._page_tokens for row in rows}) > 1:
-            self.reason = f"window layers: paddings differ by no multiple of {self._page_tokens} tokens"
+            self.reason = f"window layers: paddings do not differ by multiples of {self._page_tokens} tokens"
             return 0, []
         limits = [len(row.tokens) - 1 for row in rows]
         for _ in range(ATTEMPTS):
@@ -130,7 +130,7 @@ class PrefixCache:
     def _agree(
         self, rows: Sequence[PromptRow], limits: Sequence[int], stack: ExitStack
     ) -> tuple[int, list[PrefixMatch]]:
-        """The column in which what is stored of all rows ends, and the matches up to there."""
+        """The column at which the stored prefixes of all rows can end, and the matches up to it."""
         while True:
             matches = [
                 stack.enter_context(self.namespace.match(row.tokens[: max(0, limit)]))
@@ -140,7 +140,7 @@ class PrefixCache:
             ends = [max(0, columns - row.pad) for row in rows]
             if not self._exact or ends == [match.tokens for match in matches]:
                 return columns, matches
-            limits = ends  # shorter than before for some row, so this ends
+            limits = ends  # shorter for at least one row, so the loop terminates
 
     def _read(self, match: PrefixMatch) -> _Loaded:
         pages = {g.name: torch.empty(match.page_count(g.name) * g.page_bytes, dtype=torch.uint8) for g in self._groups}
@@ -179,13 +179,13 @@ class PrefixCache:
     def save(self, token_ids: Any, past_key_values: Any, attention_mask: Any = None) -> PutResult:
         """Store the full pages of ``past_key_values`` that are not stored yet; counts are pages of all rows.
 
-        ``token_ids``: [n] or [batch, n], what the cache was computed from, column by column; tokens beyond
-        the cache (the last one of ``generate``) and columns beyond the tokens are left out.
-        After beam search, or with an assistant, a cache is of no such tokens: do not save it.
-        ``attention_mask`` as given to ``load``; columns that it lacks are real. Pages that reach back beyond
-        what a window layer retains are not stored: those of a cache that did not come from ``load`` end a
+        ``token_ids``: [n] or [batch, n], the tokens of the cache's columns; tokens beyond the cache (the last
+        one of ``generate``) and columns beyond the tokens are left out. Do not save a cache after beam search
+        or with an assistant: its columns do not belong to these tokens.
+        ``attention_mask`` as given to ``load``; columns that it lacks are real tokens. Pages that begin before
+        the history of a window layer are not stored: those of a cache that did not come from ``load`` end a
         token short of what a restore needs, unless it is ``DynamicCache()`` without a config. A cache that is
-        not understood, or not of this model, is declined whole.
+        unsupported, or of another model, is declined entirely.
         """
         return self.save_rows(rows_of(token_ids, attention_mask), past_key_values)
 
@@ -205,9 +205,9 @@ class PrefixCache:
     def _misfit(self, past: Any, batch: int) -> str:
         """Why the content of ``past`` is not what the layout describes; "" if it is."""
         if type(past) is not DynamicCache or past.offloading:
-            return f"cache: {type(past).__name__}, offloaded or of a kind that is not understood"
+            return f"cache: a {type(past).__name__}, offloaded or of an unsupported kind: pass the cache of load()"
         if len(past.layers) != sum(len(group.layers) for group in self._groups):
-            return f"cache: {len(past.layers)} layers, empty or of another model"
+            return f"cache: {len(past.layers)} layers, empty or of another model: pass the cache of load()"
         lengths = {layer.get_seq_length() for layer in past.layers}
         if len(lengths) > 1 or 0 in lengths:
             return f"cache: layers hold {sorted(lengths)} tokens"
@@ -216,7 +216,7 @@ class PrefixCache:
             for number in group.layers:
                 layer = past.layers[number]
                 if not fits(layer, group):
-                    return f"cache: layer {number} is a {type(layer).__name__}, which is not understood"
+                    return f"cache: layer {number} is an unsupported {type(layer).__name__}: pass the cache of load()"
                 for tensor, shape in zip((layer.keys, layer.values), shapes, strict=True):
                     if (*tensor.shape[:2], *tensor.shape[3:]) != shape or tensor.dtype != self.source.dtype:
                         return f"cache: layer {number} holds {tensor.dtype} {list(tensor.shape)}"
@@ -231,7 +231,7 @@ class PrefixCache:
         total = PutResult(0, stored, 0)
         for last, piece in self._pieces(missing):
             count = sum(map(len, piece.values()))
-            if total.declined:  # what follows could not be restored without it
+            if total.declined:  # later pages could not be restored without it
                 total = _sum(total, PutResult(0, 0, count))
                 continue
             pages = {g.name: self._gather(g, piece[g.name], row, number, past) for g in self._groups if g.name in piece}
@@ -241,7 +241,7 @@ class PrefixCache:
                 done = self.namespace.put(tokens[: (last + 1) * self._page_tokens], pages, start)
             except StoreReadOnlyError:
                 done = PutResult(0, 0, offered, 0, "read-only")
-            again = min(done.skipped, offered - count)  # stored ones between missing ones, already counted
+            again = min(done.skipped, offered - count)  # stored pages between missing ones, already counted
             total = _sum(total, done._replace(skipped=done.skipped - again))
         return total
 
@@ -252,7 +252,7 @@ class PrefixCache:
         return [chunk for chunk in plan.missing[group.name] if chunk * self._page_tokens >= begin]
 
     def _pieces(self, missing: dict[str, list[int]]) -> Iterator[tuple[int, dict[str, list[int]]]]:
-        """Missing chunks per group, in pieces that bound the memory gathered; and the last chunk of each."""
+        """(last chunk, missing chunks per group) of pieces of at most SAVE_BYTES."""
         chunks = sorted({chunk for wanted in missing.values() for chunk in wanted})
         step = max(1, SAVE_BYTES // self.namespace.layout.page_bytes)
         while chunks:
@@ -270,7 +270,7 @@ class PrefixCache:
 
         def states() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for layer in (past.layers[i] for i in group.layers):
-                # column of the first token that is retained
+                # column of the first retained token
                 origin = layer.get_seq_length() - layer.keys.shape[-2] - row.pad
                 span = slice(begin - origin, end - origin)
                 yield layer.keys[number, :, span].detach(), layer.values[number, :, span].detach()
@@ -279,7 +279,7 @@ class PrefixCache:
 
 
 def _batch(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[batch, head, token, dim], contiguous; one row is not copied if it is whole."""
+    """[batch, head, token, dim], contiguous; a single contiguous row is not copied."""
     return rows[0].unsqueeze(0).contiguous() if len(rows) == 1 else torch.stack(list(rows))
 
 

@@ -1,4 +1,4 @@
-"""The layers of a cache that are understood."""
+"""The supported layers of a cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvfs.pages.layout import Group
 class RecordingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A window layer that gives attention its window, and keeps the history for ``PrefixCache.save``.
 
-    The library's own recording (``activate_past_recording``) shows attention more than the window in earlier
-    releases of transformers 5, unless ``crop`` follows each forward.
+    In earlier releases of transformers 5, its recording (``activate_past_recording``) shows attention more than
+    the window, unless ``crop`` follows each forward pass.
     """
 
     keys: torch.Tensor
@@ -22,12 +22,12 @@ class RecordingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
-        self.record_past = True  # so that crop() knows there is a history
+        self.record_past = True  # tells crop() that there is a history
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add [batch, head, n, dim]; returns what those n tokens may attend to: themselves and w-1 before."""
+        """Add [batch, head, n, dim]. Returns what those n tokens may attend to: themselves and w - 1 tokens before."""
         if not self.is_initialized:
             super().update(key_states[:, :, :0], value_states[:, :, :0])  # no tokens: dtype and device only
         tokens = key_states.shape[-2]
@@ -39,7 +39,7 @@ class RecordingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 
 def fits(layer: Any, group: Group, *, strict: bool = False) -> bool:
-    """Whether ``layer`` of a cache holds KV of ``group``; unless ``strict``, perhaps beyond a window."""
+    """Whether ``layer`` of a cache holds KV of ``group``. Unless ``strict``, it may hold more than a window."""
     if type(layer) in (DynamicSlidingWindowLayer, RecordingLayer):
         return bool(group.need.kind == "window" and layer.sliding_window == group.need.window)
     return type(layer) is DynamicLayer and (group.need.kind == "all" or not strict)

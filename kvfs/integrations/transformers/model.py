@@ -1,6 +1,6 @@
 """What a model's KV depends on: the layout of its cache and the identity of its namespace.
 
-Never a guess: whatever would let KV differ for equal tokens is in the identity, or the model is refused.
+Anything that can change KV for equal tokens is in the identity, or the model is refused.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from kvfs.integrations.transformers.layers import fits
 from kvfs.pages.hf_config import config_digest, rope_identity
 from kvfs.pages.layout import Group, PageLayout
 
-DIGEST_THREADS = 8
-SAMPLES = 6  # places along each dimension of a tensor
-#: The last dimensions of keys and values, in what a cell's encoding says. Of MLA: the latents, and the rotary part.
+DIGEST_THREADS = 8  # at most, of a digest of weights: about 1 s per GB and core
+SAMPLES = 6  # positions along each dimension of a tensor that a fingerprint reads
+#: encodings of supported cells: dims of keys and values, or for MLA of latents and rotary part
 _CELL = re.compile(r"(bf16|f16|f32) (?:k(\d+)\+v(\d+)|latent (\d+)\+(\d+) (?:interleaved|halves))")
-#: Order of the rotary part in the library's cache, where it is not "interleaved".
+#: order of the rotary part in the cache of transformers, where it is not "interleaved"
 _ROPE_ORDER = {"deepseek_v3": "halves"}
+_TRAINING = "the model or a part of it is in training mode, where dropout changes KV: call model.eval()"
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as the origin of KV. ``fingerprint`` is None where the caller vouches for the weights."""
+    """A model and the identity of its KV. ``fingerprint`` is None if the caller guarantees the weights."""
 
     model: Any
     layout: PageLayout
@@ -55,28 +56,28 @@ class ModelSource:
         return next(dtype for dtype, name in _SHORT.items() if _encoding(self.layout.groups[0]).startswith(name))
 
     def changed(self) -> str:
-        """Why the model no longer makes the KV that the identity promises; "" if it does."""
+        """Why the model no longer computes the KV of its identity; "" if it does."""
         if in_training(self.model):
-            return "the model is in training mode, or a part of it, dropout changes KV: call model.eval()"
+            return _TRAINING
         if torch.is_autocast_enabled(self.model.device.type):
-            return "autocast is on, KV is computed in another precision: load and save without"
+            return "autocast is on, which computes KV in another precision: load and save outside of it"
         if has_adapters(self.model) and not self.adapter:
             return "an adapter was attached to the model: make a namespace with adapter="
         if self.switches != switches(self.model):
             return "an adapter was switched, merged or scaled: make a namespace with another adapter="
         if self.extra.get("code") != foreign_code(self.model).get("code"):
-            return "code of the model was exchanged: make a new namespace"
+            return "code of the model was replaced: make a new namespace"
         rounded = self.extra.get("inv_freq") != _rotary_precision(self.model).get("inv_freq")
         if rounded or self.model.dtype != self.dtype:
             return "the model was cast to another dtype: make a new namespace"
         if "config" in self.extra and self.extra["config"] != config_digest(self.model.config):
-            return "the config changed, which masks are made of: make a new namespace"
+            return "the config changed, and masks depend on it: make a new namespace"
         if self.fingerprint is not None and self.fingerprint != fingerprint(self.model):
             return "the weights changed or moved: make a new namespace"
         return ""
 
     def devices(self) -> list[torch.device]:
-        """Where each model layer keeps its KV, asked now, since a model may move."""
+        """Where each model layer keeps its KV at this moment: a model may move."""
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
         count = 1 + max(layer for group in self.layout.groups for layer in group.layers)
         blocks = getattr(decoder, "layers", None)
@@ -86,19 +87,17 @@ class ModelSource:
 
 
 def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) -> ModelSource:
-    """Identity of ``model``. UnsupportedModelError or ConfigError where its KV must not be reused."""
+    """Identity of ``model``. UnsupportedModelError or ConfigError if its KV must not be reused."""
     _check(model, adapter)
     layout = layout_of(model.config, model.dtype, page_tokens)
     latent = sum(len(group.layers) for group in layout.groups if "latent" in _encoding(group))
     if latent and sum(hasattr(module, "expand_kv") for module in model.modules()) != latent:
-        _refuse(
-            "this release of transformers keeps the KV of MLA expanded to all heads, not the latents: take a newer one"
-        )
+        _refuse("this release of transformers keeps the KV of MLA expanded to all heads: install a newer one")
     extra = {**_rotary_precision(model), **foreign_code(model)}
     seen = None
     if revision is None:
-        # not the commit that the config may bear: it is that of the config's file, and weights are exchanged,
-        # trained, merged and cast without it
+        # not the commit in the config: it belongs to the file of the config, while weights are replaced, trained,
+        # merged and cast without it
         revision = f"weights-{weights_digest(model)}"
         seen = fingerprint(model)
         # options given to from_pretrained change KV without changing weights
@@ -111,15 +110,15 @@ def _check(model: Any, adapter: str) -> None:
     if config is None or not hasattr(config, "get_text_config"):
         raise ConfigError(f"model is {type(model).__name__}: pass a model of transformers")
     if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None):
-        _refuse("its weights are quantised, and KV depends on the kernels and options of that")
+        _refuse("its weights are quantised, and KV depends on the kernels and options")
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for _, tensor in _tensors(model)) or any(
         type(module).__module__.startswith("torch.ao.") for module in model.modules()
     ):
-        _refuse("some of its weights are no plain tensors (quantised, or split over processes)")
+        _refuse("some of its weights are not plain tensors (quantised, or split over processes)")
     if config.get_text_config(decoder=True) is not config:
-        _refuse("it takes more than text, and KV behind an image is no function of the token ids")
+        _refuse("it takes more than text, and KV after an image does not depend on the token ids alone")
     if getattr(model, "tp_size", None) not in (None, 1):
-        _refuse("it is split over processes, so that each holds some of the heads only")
+        _refuse("it is split over processes, and each holds only some of the heads")
     if any(tensor.device.type == "meta" for _, tensor in _tensors(model)):
         _refuse("weights are offloaded (device meta)")
     if has_adapters(model) and not adapter:
@@ -127,16 +126,16 @@ def _check(model: Any, adapter: str) -> None:
     if unfit(model):
         _refuse(unfit(model))
     if in_training(model):
-        raise ConfigError("the model is in training mode, or a part of it, dropout changes KV: call model.eval()")
+        raise ConfigError(_TRAINING)
 
 
 def in_training(model: Any) -> bool:
-    """Whether any part is: each asks itself, not the model."""
+    """Whether the model or any of its modules is in training mode."""
     return any(module.training for module in model.modules())
 
 
 def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
-    """Pages of what ``DynamicCache(config=config)`` holds. UnsupportedModelError if not understood."""
+    """Layout of the pages of ``DynamicCache(config=config)``. UnsupportedModelError if it is unsupported."""
     order = _ROPE_ORDER.get(config.model_type, "interleaved")
     layout = PageLayout.from_hf_config(config, page_tokens, dtype=dtype, rope=order)
     cache = DynamicCache(config=config).layers
@@ -157,7 +156,7 @@ def layout_of(config: Any, dtype: torch.dtype, page_tokens: int) -> PageLayout:
 
 
 def cell_dims(group: Group) -> tuple[int, int]:
-    """Numbers in the key and in the value of one cell."""
+    """Dims of the key and the value of a cell; for MLA, of the latent and the rotary part."""
     found = _CELL.fullmatch(_encoding(group))
     assert found is not None, "layout_of refuses other cells"
     keys, values = (int(number) for number in found.groups()[1:] if number)
@@ -167,9 +166,9 @@ def cell_dims(group: Group) -> tuple[int, int]:
 def weights_digest(model: Any) -> str:
     """BLAKE2b over name, shape, dtype and bytes of every parameter and buffer; 64 hex digits.
 
-    Reads all weights once per model object and change: about a second per GB and core, up to eight cores.
-    Equal on all devices and in all processes. Changes made behind the back of autograd (``tensor.data``) that
-    ``fingerprint`` misses are not seen until the next process.
+    Reads all weights once per model object and change: about a second per GB and core, on up to eight cores.
+    Equal on all devices and in all processes. Changes that bypass autograd (``tensor.data``) and that
+    ``fingerprint`` misses are not noticed before the next process.
     """
     seen = fingerprint(model)
     known = _digests.get(model)
@@ -191,12 +190,12 @@ def _tensor_digest(item: tuple[str, torch.Tensor]) -> bytes:
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
-    yield from model.named_buffers()  # RoPE frequencies among them: model.to(bfloat16) rounds these
+    yield from model.named_buffers()  # including RoPE frequencies, which model.to(bfloat16) rounds
 
 
 def fingerprint(model: Any) -> object:
-    """Changes when a tensor of the model is replaced or written through autograd; of other writes, such as those
-    that merge an adapter (``tensor.data += ...``), when they change one of a few numbers of each tensor."""
+    """A value that changes when a tensor of the model is replaced or written through autograd, or when another
+    write, such as the merge of an adapter (``tensor.data += ...``), changes one of a few samples of each tensor."""
     tensors = [tensor for _, tensor in _tensors(model)]
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors), _samples(tensors)
 
@@ -215,15 +214,15 @@ def _samples(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def _rotary_precision(model: Any) -> dict[str, str]:
-    """``from_pretrained`` keeps RoPE frequencies in float32; ``model.to(dtype)`` rounds them, and so KV."""
+    """``from_pretrained`` keeps RoPE frequencies in float32; ``model.to(dtype)`` rounds them, which changes KV."""
     kinds = {str(b.dtype) for name, b in model.named_buffers() if name.endswith("inv_freq")}
     other = sorted(kinds - {"torch.float32"})
     return {"inv_freq": ",".join(other)} if other else {}
 
 
 def foreign_code(model: Any) -> dict[str, str]:
-    """Classes, functions in place of their ``forward``, hooks and attention functions that are not the library's: equal
-    weights give other KV there. Classes of PEFT come with a digest."""
+    """Classes, replaced ``forward`` functions, hooks and attention functions that do not belong to transformers:
+    with them, equal weights give other KV. Classes of PEFT are covered by ``adapter``."""
     chosen = getattr(model.config, "_attn_implementation", None)
     functions = [table[chosen] for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) if chosen in table]
     names = set(map(_code_name, functions))

@@ -1,4 +1,4 @@
-"""From ``input_ids`` and ``attention_mask`` to rows of real tokens."""
+"""Converts ``input_ids`` and ``attention_mask`` to rows of real tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class PromptRow(NamedTuple):
-    """One prompt of a batch: its real tokens, and how many columns of padding stand before them."""
+    """One prompt of a batch: its real tokens, and the number of padding columns before them."""
 
     tokens: torch.Tensor  # [n], int64, CPU
     pad: int
@@ -21,8 +21,8 @@ class PromptRow(NamedTuple):
 def rows_of(input_ids: Any, attention_mask: Any = None) -> list[PromptRow]:
     """The prompts in ``input_ids``, [n] or [batch, n] integers (tensor, array or lists).
 
-    ``attention_mask``, [batch, m <= n] of 0 and 1, says which columns are padding; those that it lacks are
-    real (generated). ConfigError unless all padding is on the left and each row has a token.
+    ``attention_mask``, [batch, m <= n], is 0 for padding and 1 for tokens; columns that it lacks are tokens
+    (generated). ConfigError unless all padding is on the left and each row has a token.
     """
     ids = _matrix("input_ids", input_ids)
     if attention_mask is None:
@@ -38,7 +38,7 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[PromptRow]:
 def _row(number: int, tokens: torch.Tensor, real: torch.Tensor) -> PromptRow:
     pad = len(real) - int(real.sum())
     if not torch.equal(real, (torch.arange(len(real)) >= pad).long()):
-        raise ConfigError(f"attention_mask of row {number} is no padding on the left: pass zeros, then ones")
+        raise ConfigError(f"attention_mask of row {number} is not padding on the left: pass zeros, then ones")
     if pad == len(tokens):
         raise ConfigError(f"row {number} of input_ids is all padding: pass at least one token")
     return PromptRow(tokens[pad:], pad)

@@ -1,4 +1,4 @@
-"""Between canonical pages and the tensors of transformers, [head, token, dim] of one row of one layer."""
+"""Converts between canonical pages and tensors of transformers, [head, token, dim] of one row of one layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def states_of(pages: torch.Tensor, group: Group, dtype: torch.dtype, position: i
               device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Keys and values of one layer (by position in the group), each [head, token, dim], on ``device``.
 
-    ``pages``: uint8, CPU, whole pages of ``group`` one behind the other.
+    ``pages``: uint8, CPU, consecutive whole pages of ``group``.
     """
     cells = _cells(pages, group, dtype)[:, position].to(device)  # [granule, head, token, K then V]
     keys, values = (part.transpose(0, 1).flatten(1, 2) for part in cells.split(cell_dims(group), dim=-1))

@@ -1,8 +1,7 @@
-"""kvfs below vLLM: a connector that keeps KV over restarts and shares it between engines. See docs/vllm.md.
+"""The vLLM connector: keeps KV across restarts and shares it between engines. See docs/vllm.md.
 
-``register`` is the package's entry point of the group ``vllm.general_plugins``: vLLM calls it in each of its processes,
-so that ``--kv-transfer-config '{"kv_connector": "KvfsConnector", "kv_role": "kv_both", ...}'`` is all a user writes.
-It imports nothing of an engine that does not use it.
+``register`` is the package's entry point of the group ``vllm.general_plugins``. vLLM calls it in each of its processes,
+so a user writes only ``--kv-transfer-config '{"kv_connector": "KvfsConnector", "kv_role": "kv_both", ...}'``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 
 CONNECTOR, SPEC, TIER = "KvfsConnector", "KvfsOffloadingSpec", "kvfs"
 MODULE = "kvfs.integrations.vllm.plugin"
-#: vLLM's module, its factory and the method that adds to it; our name, module and class
+#: vLLM's module, its factory and the method that registers a class; the name, module and class of kvfs
 _PLACES = (
     ("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", "register_connector",
      CONNECTOR, MODULE, CONNECTOR),
@@ -23,9 +22,9 @@ _PLACES = (
 
 
 def register() -> None:
-    """Make the connector, its spec and the tier known to vLLM by name. May be called any number of times.
+    """Register the connector, its spec and the tier with vLLM. May be called any number of times.
 
-    Every engine of the environment calls this, those without kvfs too: one of another version must not fail here.
+    Every engine in the environment calls this, even if it does not use kvfs, so another version of vLLM must not fail.
     """
     for place, factory, method, name, module, cls in _PLACES:
         try:

@@ -1,19 +1,18 @@
 """KvfsConnector: vLLM's offloading connector with kvfs below it.
 
-vLLM's half keeps the account of requests: hybrid groups, preemption, blocks that are reused while they are copied,
-ranks. Ours builds the identity and the descriptors itself, maps failed loads to requests that are computed, and
-arms their stores again. Written for the interfaces of the versions in ``versions.TESTED``.
+vLLM's classes track requests: hybrid groups, preemption, blocks that are reused while they are copied, ranks. The
+subclasses here build the identity and the descriptors, turn failed loads into requests that are recomputed, and store
+those afterwards. Written for the interfaces of the versions in ``versions.TESTED``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -42,17 +41,21 @@ from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
 from kvfs.integrations.vllm.model import EngineModel, model_of
 from kvfs.integrations.vllm.settings import check_early, set_defaults, settings_of
-from kvfs.integrations.vllm.tainted_requests import Doubts, Given
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace
 from kvfs.store import Store, open_store
 
-logger = init_logger(f"vllm.{__name__}")  # its handlers are those of vLLM's own messages
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own logger, for its handlers
+
+_NEEDS_CONNECTOR = 'KvfsOffloadingSpec works below KvfsConnector only: write "kv_connector": "KvfsConnector"'
 
 
 class KvfsOffloadingSpec(OffloadingSpec):
-    """What vLLM's halves ask for their backend. Made by KvfsConnector, which alone sees the identity of the model."""
+    """Owns the store and the namespace of one engine process, and creates the manager for vLLM's scheduler half.
+
+    Created by KvfsConnector, which alone sees the configuration that identifies the model.
+    """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -66,7 +69,7 @@ class KvfsOffloadingSpec(OffloadingSpec):
         return definitions()
 
     def open(self, vllm_config: VllmConfig, cache: KVCacheConfig) -> EngineModel:
-        """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError ..."""
+        """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError."""
         model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id)
         wanted = self.settings.mode or "cache"
         self._store = open_store(
@@ -74,7 +77,7 @@ class KvfsOffloadingSpec(OffloadingSpec):
         )
         if self.settings.mode not in (None, self._store.settings.mode):
             logger.warning(
-                "kvfs: this store is in mode %s, not %s: kvfs config set mode %s changes that while no engine runs",
+                "kvfs: this store is in mode %s, not %s: kvfs config set mode %s changes it for later starts",
                 self._store.settings.mode, wanted, wanted,
             )  # fmt: skip
         self._model = model
@@ -85,43 +88,56 @@ class KvfsOffloadingSpec(OffloadingSpec):
 
     @property
     def namespace(self) -> Namespace:
-        assert self._namespace is not None, "the spec was not opened"
+        assert self._namespace is not None, "open() was not called"
         return self._namespace
 
     def get_manager(self) -> OffloadingManager:
         if self._store is None or self._model is None:
-            raise ConfigError('KvfsOffloadingSpec needs its connector: write "kv_connector": "KvfsConnector"')
+            raise ConfigError(_NEEDS_CONNECTOR)
         return KvfsManager(self._store, self.namespace, self._model, self.settings)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        raise ConfigError('KvfsOffloadingSpec needs its connector: write "kv_connector": "KvfsConnector"')
+        raise ConfigError(_NEEDS_CONNECTOR)
 
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
 
 
+class _Recent(NamedTuple):
+    """A request that got its blocks before the outcome of another connector's loads was known."""
+
+    request: Request
+    tokens: int  # of its output, when it got its blocks
+    loads: int  # number of the latest step with such loads, by then
+
+    def has_output(self) -> bool:
+        stopped = self.request.status is RequestStatus.FINISHED_STOPPED  # with its output, which may be no token
+        return stopped or int(self.request.num_output_tokens) > self.tokens
+
+
 class KvfsConnectorScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler half, except that nothing is stored out of blocks that were given up or not filled, nor what may
-    rest on a failed load of another connector."""
+    """vLLM's scheduler half, except that blocks are not stored that were given up or not filled, nor any that rest on a
+    load of another connector that failed or may still fail."""
 
     def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig) -> None:
         super().__init__(spec, config, cache)
-        self.doubts = Doubts()
+        self.foreign_loads = 0  # steps so far in which another connector loaded
+        self._known = 0  # of these, how many have an outcome
+        self._recent: dict[str, _Recent] = {}  # bounded by the requests that the engine has admitted
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         for req_id in scheduler_output.preempted_req_ids or ():
             status = self._req_status.get(req_id)
             for group in status.group_states if status is not None else ():
-                group.block_ids.clear()  # others write into them: a token that was under way may still end the request
+                group.block_ids.clear()  # other requests get them, while a token in flight may still end this one
         return super().build_connector_meta(scheduler_output)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        ended, loads = scheduler_output.finished_req_ids or set(), scheduler_output.has_sync_kv_loads
-        withheld = self.doubts.finished(ended) | self._failed(ended)
-        if loads or self.doubts:
-            self.doubts.given(list(self._given(scheduler_output)), loads=loads)
-            withheld |= self.doubts.withheld()
+        ended = scheduler_output.finished_req_ids or set()
+        withheld = self._failed(ended) | self._unproven(scheduler_output)
+        for req_id in ended:
+            self._recent.pop(req_id, None)
         trusted = scheduler_output
         if withheld:  # as if they had not been scheduled: they are offered later
             scheduled = {k: n for k, n in scheduler_output.num_scheduled_tokens.items() if k not in withheld}
@@ -129,20 +145,22 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         jobs: dict[int, TransferJob] = super()._build_store_jobs(trusted)
         return jobs
 
-    def _given(self, scheduler_output: SchedulerOutput) -> Iterator[Given]:
-        new = {data.req_id for data in scheduler_output.scheduled_new_reqs}
-        for req_id, groups, resumed in yield_req_data(scheduler_output):
-            status = self._req_status[req_id]
-            admitted = resumed or req_id in new
-            shared: list[int] = []
-            fresh: list[int] = []
-            for config in self.config.kv_group_configs if groups else ():
-                ids = groups[config.group_idx]
-                first = status.num_locally_computed_tokens // config.tokens_per_block if admitted else 0
-                shared += ids[:first]
-                fresh += filter(None, ids[first:])  # 0 is no block
-            if shared or fresh:
-                yield Given(status.req, admitted, shared, fresh)
+    def _unproven(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Requests whose KV may rest on a load of another connector that may still fail.
+
+        A load within a step fails with the step that computes from it, and steps end in order. So the first token of a
+        request that got its blocks in that step or later arrives with or after the failure. Requests that get blocks
+        meanwhile may share those of the load through the engine's prefix cache.
+        """
+        self._known = max([self._known, *(recent.loads for recent in self._recent.values() if recent.has_output())])
+        self.foreign_loads += bool(scheduler_output.has_sync_kv_loads)
+        if self.foreign_loads > self._known:
+            admitted = {data.req_id for data in scheduler_output.scheduled_new_reqs}
+            for req_id in admitted | scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+                request = self._req_status[req_id].req
+                self._recent[req_id] = _Recent(request, request.num_output_tokens, self.foreign_loads)
+        self._recent = {req_id: recent for req_id, recent in self._recent.items() if recent.loads > self._known}
+        return set(self._recent)
 
     def _failed(self, req_ids: Iterable[str]) -> set[str]:
         """Requests that ended with an error, of which vLLM's half believes that their whole prompt was computed."""
@@ -152,12 +170,12 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
 
 
 class KvfsConnectorWorker(OffloadingConnectorWorker):
-    """vLLM's worker half, except that a transfer may fail."""
+    """vLLM's worker half, except that a transfer may fail. Delegates transfers to ``KvfsWorker``."""
 
     def __init__(self, spec: KvfsOffloadingSpec, config: VllmConfig, cache: KVCacheConfig, model: EngineModel) -> None:
         super().__init__(spec, config, cache)
         self._spec, self._model = spec, model
-        self.idle = False  # nothing is computed in this step
+        self.idle = False  # whether this step computes nothing
         self.failed: set[str] = set()  # requests whose load failed, to be reported with the next results
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -168,11 +186,11 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
             registered_bytes=settings.registered_bytes,
         )  # fmt: skip
         if settings.warm_bytes:
-            io.warm_hottest(settings.warm_bytes)  # now: later, kernels would wait for the driver meanwhile
+            io.warm_hottest(settings.warm_bytes)  # now: registration blocks the kernels of a running engine
         self.worker = KvfsWorker(io, groups, self._spec.blocks_per_chunk, settings)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        # stores from before a reset: their blocks may have been given up, by sleep() even their memory
+        # stores from before a reset: their blocks may have been freed, by sleep() even their memory
         stale = getattr(kv_connector_metadata, "stale_below", 0)
         self._unsubmitted_store_jobs[:] = [job for job in self._unsubmitted_store_jobs if job[0] >= stale]
         super().handle_preemptions(kv_connector_metadata)
@@ -214,7 +232,7 @@ class KvfsConnector(OffloadingConnector):
         settings_of(transfer.kv_connector_extra_config)
         set_defaults(transfer.kv_connector_extra_config, _block_tokens(kv_cache_config))
         transfer.kv_load_failure_policy = "recompute"  # the default ends a request whose cache cannot be read
-        # every rank writes its own part; ranks with equal bytes share the pages among them
+        # every rank stores its own part; ranks with equal bytes divide the pages among them
         spec = KvfsOffloadingSpec(
             replace(build_offloading_config(vllm_config, kv_cache_config), replicated_layout=False)
         )
@@ -249,9 +267,9 @@ class KvfsConnector(OffloadingConnector):
         return meta
 
     def reset_cache(self) -> bool:
-        """Whether nothing from before is left. Else nothing is stored until a reset finds the engine empty."""
+        """Whether no block holds KV from before. Otherwise nothing is stored until a reset finds the engine empty."""
         scheduler, manager = self.scheduler, self._manager
-        # a second reset before the next step: vLLM's half leaves this filled, and asserts that it is empty
+        # vLLM's half asserts that this is empty, and leaves it filled until the next step
         flush, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
         super().reset_cache()
         scheduler._current_batch_jobs_to_flush |= flush
@@ -263,7 +281,7 @@ class KvfsConnector(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         status = self.scheduler._req_status.get(request.request_id)
-        if status is None or not status.transfer_jobs:  # else this answer is not used, and the next is stale
+        if status is None or not status.transfer_jobs:  # else vLLM ignores this answer, which would be stale later
             self._manager.refresh(request.request_id)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
@@ -271,23 +289,28 @@ class KvfsConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not num_external_tokens:
-            # below MultiConnector, another one may fill them before the request is scheduled: what is still copied
-            # out of them goes first. Hashed blocks are shared, and read only
+            # below MultiConnector, another one may fill them before the request is scheduled: flush the stores that
+            # still copy from them. Hashed blocks are shared, and only read
             fresh = blocks.get_unhashed_block_ids_all_groups()
             self.scheduler._current_batch_allocated_block_ids.update(block for group in fresh for block in group)
         self._manager.admitted(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        # below MultiConnector, the loads of others may have failed, too
+        # below MultiConnector, the list includes failed loads of other connectors
         ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
         super().update_connector_output(connector_output)
-        if connector_output.invalid_block_ids:
-            self.scheduler.doubts.loads_failed(connector_output.invalid_block_ids)
+        if connector_output.invalid_block_ids and self.scheduler.foreign_loads and not self._manager.tainted:
+            # the blocks, and what was computed from them, stay in the engine's prefix cache until they are recomputed
+            self._manager.tainted = True
+            logger.warning(
+                "kvfs: another connector failed to load blocks that requests share: nothing is stored until a reset "
+                "without running requests (reset_prefix_cache with reset_connector) or a restart of the engine"
+            )
         for req_id in ours:
             self._manager.load_failed(req_id)
             status = self.scheduler._req_status.get(req_id)
             for group in status.group_states if status is not None else ():
-                group.next_stored_chunk_idx = 0  # what is computed now may be stored
+                group.next_stored_chunk_idx = 0  # all that is recomputed may be stored
 
     # -- workers -----------------------------------------------------------------------------
 
@@ -295,7 +318,7 @@ class KvfsConnector(OffloadingConnector):
         super().start_load_kv(forward_context, **kwargs)
         worker = self.connector_worker
         assert isinstance(worker, KvfsConnectorWorker)
-        # the older runner says by the context whether something is computed, the newer one by arguments
+        # the older runner tells by the context whether anything is computed, the newer one by arguments
         worker.idle = forward_context.attn_metadata is None and not kwargs
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -315,8 +338,11 @@ class KvfsConnector(OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is copied inside the forward. Where graphs are used, vLLM asks this while it makes its
-        configuration: the first it shows of our settings, long before it loads the model."""
+        """False: nothing is copied inside the forward pass.
+
+        Where graphs are used, vLLM calls this while it builds its configuration, long before it loads the model. It is
+        the first call that sees the settings, so they are checked here.
+        """
         check_early(extra_config)
         return False
 
@@ -324,7 +350,7 @@ class KvfsConnector(OffloadingConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         assert vllm_config.kv_transfer_config is not None
         check_early(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return None  # strides are read, so the engine's own choice is served
+        return None  # any: strides are read from the tensors
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,12 @@
-"""The scheduler's half: which pages are there, what a load takes, what a save should store.
+"""The scheduler's half: which pages are stored, which of them a load takes, which pages to save.
 
-One walk over the index per request; vLLM's calls per key are answered from its result. Nothing is kept about what is
-stored: workers publish their pages, other engines publish and evict theirs, the index knows. A page that is not there
-any more when it is loaded makes the load fail, and its request is computed.
+Each request walks the index once; vLLM's calls per key are answered from the result. No copy of the index is kept:
+workers publish their pages, and other engines publish and evict theirs. If a page was evicted before it is loaded, the
+load fails and the request is computed.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -32,26 +31,26 @@ from kvfs.integrations.vllm.model import EngineModel
 from kvfs.integrations.vllm.requests import RequestPages, cacheable
 from kvfs.integrations.vllm.settings import VllmSettings
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.namespace import Namespace
+from kvfs.namespace import Namespace, random_epoch
 from kvfs.store import Store
 from kvfs.types import SavePlan, Tier
 
 logger = init_logger(f"vllm.{__name__}")
-TIER_PAGES_MAX = 1024  # the kernel is asked where each page of a load lies; of longer loads the engine is told nothing
-FRESH_SECONDS = 0.5  # a request that waits in the queue is looked up again after this
+TIER_PAGES_MAX = 1024  # pages of a load whose tier is reported: each costs a system call on the scheduler's thread
+FRESH_SECONDS = 0.5  # a queued request is looked up again when its last lookup is older
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
 
 @dataclass
 class LoadSpec(LoadStoreSpec):
-    """To the workers: the pages to load. The segments are held by the scheduler meanwhile."""
+    """For the workers: the pages to load. The scheduler holds their segments until the load ends."""
 
     match: PrefixMatch
 
 
 @dataclass
 class SaveSpec(LoadStoreSpec):
-    """To the workers: the pages to save. ``chunks``: per group of the engine, in the order of the blocks sent along."""
+    """For the workers: the pages to save. ``chunks``: chunk numbers per engine group, in the order of its blocks."""
 
     plan: SavePlan
     chunks: dict[int, tuple[int, ...]]
@@ -59,39 +58,43 @@ class SaveSpec(LoadStoreSpec):
 
 
 class KvfsManager(OffloadingManager):
-    """Runs in the scheduler's process, on its thread. No call raises, and none waits for a disk: the index's
-    deadline (a quarter of a second, then at once until it answers again) is the longest that a step is held up."""
+    """Owns the state of requests (``RequestPages``); delegates lookups and plans to the namespace.
+
+    Runs on the scheduler's thread. No call raises, and none waits for a disk. The longest delay of a step is the
+    deadline of the index: a quarter of a second, then none until the index answers again.
+    """
 
     def __init__(self, store: Store, namespace: Namespace, model: EngineModel, settings: VllmSettings) -> None:
         self._store, self._ns, self._model, self._settings = store, namespace, model, settings
         self._names = {group.index: group.name for group in model.groups}
         self._requests: dict[str, RequestPages] = {}
-        self._epoch = 0  # of this engine: in the chain of every prompt
-        #: blocks in use hold KV of weights before the last reset: nothing is stored
+        self._epoch = 0  # of this engine; part of the chain of every prompt
+        #: nothing is stored: the engine's blocks hold KV of weights before a reset, or of a failed load of another
+        #: connector
         self.tainted = False
         self.metrics = Metrics()
 
     # -- called by the connector -------------------------------------------------------------
 
     def announce(self, request: Any) -> None:
-        """A new request; ``on_new_request`` follows, and sees its id only."""
+        """A new request. ``on_new_request`` follows, and sees only its id."""
         if not cacheable(request, items_hashed=self._model.items_hashed):
             self.metrics.add("requests_bypassed")
             return
         tokens = request.num_prompt_tokens
-        generated = 0 if self._settings.offload_prompt_only else request.max_tokens  # at most, that may be stored
-        if tokens < self._settings.min_tokens or tokens + generated < self._model.page_tokens:
+        output = 0 if self._settings.offload_prompt_only else request.max_tokens  # at most, that may be stored
+        if tokens < self._settings.min_tokens or tokens + output < self._model.page_tokens:
             return
         self._requests[request.request_id] = RequestPages(request, self._ns, self._epoch, self._settings.max_tokens)
 
     def refresh(self, req_id: str) -> None:
-        """The scheduler is about to ask for the keys of this request."""
+        """The scheduler is about to look up the keys of this request."""
         state = self._requests.get(req_id)
         if state is not None and not state.failed:
             self._look(state)
 
     def admitted(self, req_id: str) -> None:
-        """It has its blocks. If they are taken away again, what was stored meanwhile is worth another lookup."""
+        """The request got its blocks. If it is preempted, the next lookup must see what was stored until then."""
         state = self._requests.get(req_id)
         if state is not None:
             state.looked_at = float("-inf")
@@ -101,7 +104,7 @@ class KvfsManager(OffloadingManager):
         return state is not None and state.match is not None
 
     def load_failed(self, req_id: str) -> None:
-        """Its next lookups miss, so that it is computed; what is computed may be stored anew."""
+        """Its next lookups miss, so that it is computed; what it computes may be stored again."""
         self.metrics.add("loads_failed")
         state = self._requests.get(req_id)
         if state is not None:
@@ -134,7 +137,7 @@ class KvfsManager(OffloadingManager):
         return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED) if tier else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def _look(self, state: RequestPages, first: int | None = None) -> None:
-        """Ask the index: of chunks from ``first`` on, or of all if the last answer is old."""
+        """Look up the chunks from ``first`` on, or all of them if the last lookup is old."""
         now = time.monotonic()
         if first is None and now - state.looked_at <= FRESH_SECONDS:
             return
@@ -146,7 +149,7 @@ class KvfsManager(OffloadingManager):
         self.metrics.add("lookup_seconds", done - now)
 
     def _page(self, key: OffloadKey, req_context: ReqContext) -> tuple[str, int]:
-        """(group, chunk) that a key stands for."""
+        """(group, chunk) of a key."""
         end = req_context.get_offload_key_position(key)
         assert end is not None and end % self._model.page_tokens == 0
         return self._names[get_offload_group_idx(key)], end // self._model.page_tokens - 1
@@ -155,7 +158,7 @@ class KvfsManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         state = req_context.get_state(RequestPages)
-        assert state is not None, "the engine loads pages of a request that missed"
+        assert state is not None, "vLLM loads pages of a request without a hit"
         first: dict[str, int] = {}
         end = 0
         for name, chunk in (self._page(key, req_context) for key in keys):
@@ -176,7 +179,7 @@ class KvfsManager(OffloadingManager):
     # -- saves -------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """All that is missing, or nothing: what is left out here is never offered again by this request."""
+        """All missing pages. vLLM offers each page of a request once: what is left out here is not stored by it."""
         state = req_context.get_state(RequestPages)
         wanted: dict[OffloadKey, tuple[str, int]] = {}
         if state is not None and keys and not self._settings.read_only and not self.tainted:
@@ -201,7 +204,7 @@ class KvfsManager(OffloadingManager):
         return SaveSpec(state.pages.plan(chunks), by_index, state.attempt)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """The engine's blocks are free. What became of the pages, the index knows."""
+        """The engine's blocks are free; the pages may or may not have been published."""
         state = req_context.get_state(RequestPages)
         if state is not None:
             for name, chunk in (self._page(key, req_context) for key in keys):
@@ -210,7 +213,7 @@ class KvfsManager(OffloadingManager):
     # -- the rest ----------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """What was preempted had been computed for a while: a load that failed before that is no reason any more."""
+        """A preempted request had been running, so a load that failed before no longer prevents its lookups."""
         for req_id in context.preempted_req_ids:
             state = self._requests.get(req_id)
             if state is not None:
@@ -223,11 +226,11 @@ class KvfsManager(OffloadingManager):
             state.pages.note_lookup(0)
 
     def reset_cache(self) -> None:
-        """The weights changed in place, or the operator says so: nothing stored before is found by this engine.
+        """After a change of weights in place: this engine no longer finds what was stored before.
 
-        It stays in the store for engines that start with the weights as they were.
+        The pages stay in the store for engines that start with the previous weights.
         """
-        self._epoch = secrets.randbits(62) | 1
+        self._epoch = random_epoch()
         for state in self._requests.values():
             state.release()
             state.pages = RequestPages(state._request, self._ns, self._epoch, self._settings.max_tokens).pages

@@ -1,4 +1,4 @@
-"""Counts for the engine's logs and its Prometheus endpoint."""
+"""Counters for the engine's logs and its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
 
 PREFIX = "vllm:kvfs_"
-#: name -> what it counts. Scheduler: the first three; each worker: the others, of its own part of each page.
+#: name -> what it counts. The scheduler counts the first three, each worker the others for its own part of each page.
 COUNTERS = {
-    "requests_bypassed": "Requests that kvfs leaves alone: LoRA, prompt embeddings, streaming input.",
+    "requests_bypassed": "Requests that kvfs does not serve: LoRA, prompt embeddings, streaming input, named items.",
     "loads_failed": "Requests computed because their pages could not be loaded.",
-    "lookup_seconds": "Seconds that the scheduler spent in lookups of the store's index.",
-    "pages_incomplete": "Pages not stored because the engine had given up some of their blocks.",
+    "lookup_seconds": "Seconds that the scheduler spent in lookups.",
+    "pages_incomplete": "Pages not stored because the engine had freed some of their blocks.",
     "pages_loaded": "Pages loaded from the store.",
-    "pages_not_loaded": "Pages asked for and not loaded: evicted, damaged, unreadable or late.",
+    "pages_not_loaded": "Pages requested and not loaded: evicted, damaged, unreadable or late.",
     "tokens_loaded_host": "Tokens loaded from the page cache of the host.",
-    "tokens_loaded_disk": "Tokens loaded of which a part came from the disk.",
+    "tokens_loaded_disk": "Tokens loaded at least in part from the disk.",
     "pages_stored": "Pages stored.",
     "pages_not_stored": "Pages offered and not stored.",
-    "saves_refused": "Saves that were refused as a whole.",
-    "loads_refused": "Loads that were refused as a whole.",
+    "saves_refused": "Saves that were refused entirely.",
+    "loads_refused": "Loads that were refused entirely.",
 }
 
 
 class Metrics:
-    """Counts since the last ``take``. Used by one thread."""
+    """Counters since the last ``take``. Used by one thread."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}

@@ -1,9 +1,9 @@
 """What an engine's KV depends on: groups of pages, and the identity of the namespace.
 
-Scheduler and workers compute it apart from the same configuration and must agree; what only one of them sees (the
-block tables, the tensors) is no part of it. Whatever can change KV for equal tokens is in the identity, or refused:
-an unknown field of the model's config makes another namespace, never a wrong hit. TP and PP sizes are no part of it:
-a rank holds a part of each page.
+Scheduler and workers compute it separately from the same configuration and must agree, so what only one of them sees
+(block tables, tensors) is not part of it. Anything that can change KV for equal tokens is in the identity or refused:
+an unknown field of the model's config leads to another namespace, never to a wrong hit. TP and PP sizes are not part of
+it: a rank stores a part of each page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvfs.pages.layout import Cell, Group, Need, PageLayout
 
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "f16", "torch.float32": "f32"}
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-_LENGTH_SCALED = ("dynamic", "longrope", "su")  # vLLM fixes these by max_model_len when it starts
+_LENGTH_SCALED = ("dynamic", "longrope", "su")  # rope kinds that vLLM scales by max_model_len at start
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EngineGroup:
     name: str  # of the group in the layout
     index: int  # of the group in the engine
     block_tokens: int
-    packed: bool  # the bytes of a block have an order of their own inside: only whole blocks mean something
+    packed: bool  # the byte order inside a block is not by token, so only whole blocks can be moved
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class EngineModel:
     extra: Mapping[str, Any]
     groups: tuple[EngineGroup, ...]
     blocks_per_page: int
-    items_hashed: bool = True  # images and the like are named by their content
+    items_hashed: bool = True  # whether images and other items are identified by their content
 
     @property
     def page_tokens(self) -> int:
@@ -63,7 +63,10 @@ class EngineModel:
 
 
 def model_of(config: VllmConfig, cache: KVCacheConfig, blocks_per_page: int, given_weights: str) -> EngineModel:
-    """Identity and groups. UnsupportedModelError or ConfigError where KV of this engine cannot be reused safely."""
+    """Identity and groups. Raises UnsupportedModelError or ConfigError if KV of this engine cannot be reused safely.
+
+    ``given_weights``: the setting ``weights_id``; "" if it is derived from the weights.
+    """
     _check(config, cache)
     groups, described = [], []
     for index in cache.prefix_cacheable_group_ids:
@@ -100,11 +103,11 @@ def _check(config: VllmConfig, cache: KVCacheConfig) -> None:
         _refuse("pipeline parallelism groups the layers of a hybrid model by rank")
     drafting = config.speculative_config
     if drafting is not None and drafting.method not in _DRAFTERS_WITHOUT_KV:
-        _refuse("the drafter of speculative decoding keeps KV of its own")
+        _refuse("the drafter of speculative decoding keeps a separate KV cache")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         _refuse("scales of its fp8 cache depend on the first requests; use scales of the checkpoint")
     if getattr(hf, "is_encoder_decoder", False):
-        _refuse("cross attention is no function of the decoder's tokens")
+        _refuse("cross attention does not depend on the decoder's tokens alone")
 
 
 def _group(config: VllmConfig, spec: Any, index: int, names: list[str], blocks_per_page: int) -> tuple[Group, bool]:
@@ -113,7 +116,7 @@ def _group(config: VllmConfig, spec: Any, index: int, names: list[str], blocks_p
     if spec.tokens_per_state != 1 or getattr(spec, "non_causal", False):
         _refuse(f"its {type(spec).__name__} does not keep one causal state per token")
     if getattr(spec, "attention_chunk_size", None):
-        _refuse("chunked attention is no sliding window")
+        _refuse("chunked attention is not a sliding window")
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         layers = tuple(range(config.model_config.hf_text_config.num_hidden_layers))
@@ -129,7 +132,7 @@ def _group(config: VllmConfig, spec: Any, index: int, names: list[str], blocks_p
 
 
 def total_heads(config: VllmConfig, spec: AttentionSpec) -> int:
-    """Head slots of all TP ranks together, replicas counted once."""
+    """Head slots of all TP ranks together; replicas count once."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
     size = config.parallel_config.tensor_parallel_size
@@ -137,14 +140,14 @@ def total_heads(config: VllmConfig, spec: AttentionSpec) -> int:
     if size == 1:
         return int(spec.num_heads)
     if spec.num_heads != spec.num_kv_heads or spec.num_kv_heads != max(1, total // size):
-        _refuse(f"a rank keeps {spec.num_heads} of {total} KV heads, which is no share of {size} ranks")
+        _refuse(f"a rank keeps {spec.num_heads} of {total} KV heads, which is not an even share of {size} ranks")
     if total % size and size % total:
         _refuse(f"{total} KV heads do not share {size} ranks evenly")
     return total
 
 
 def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
-    """How a block is ordered inside, if not token by token: then only a block of the same kind can take it."""
+    """The byte order inside a block, for engines of the same kind only; "" if it is token by token."""
     block = f"blocks of {spec.block_size}"
     if config.device_config.device_type == "cpu":
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -156,13 +159,13 @@ def _packing(config: VllmConfig, spec: AttentionSpec) -> str:
         return ""
     backend = str(config.attention_config.backend)
     if config.attention_config.backend is None:
-        _refuse("its cache is packed in the way of an attention backend that was not named (--attention-backend)")
+        _refuse("its cache is packed by an attention backend that was not named (pass --attention-backend)")
     return f"{backend} {block} slots {spec.num_heads} tp {config.parallel_config.tensor_parallel_size}"
 
 
 def _encoding(spec: AttentionSpec, packing: str) -> str:
     dtype = _DTYPES.get(str(spec.dtype), str(spec.dtype).removeprefix("torch."))
-    if isinstance(spec, MLAAttentionSpec):  # vLLM keeps the rotary part interleaved
+    if isinstance(spec, MLAAttentionSpec):  # vLLM stores the rotary part interleaved
         text = f"{dtype} latent {spec.head_size} interleaved {spec.cache_dtype_str or 'auto'}"
     else:
         text = f"{dtype} k{spec.head_size}+v{spec.head_size_v}"
@@ -175,7 +178,7 @@ def _extra(config: VllmConfig, groups: list[EngineGroup]) -> dict[str, Any]:
     model = config.model_config
     extra = {
         "engine": "vllm",
-        # some models write the engine's max_model_len into their config when they are loaded
+        # some models write the engine's max_model_len into their config when they load
         "config": config_digest(model.hf_config, {"max_model_len"}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
@@ -188,7 +191,7 @@ def _extra(config: VllmConfig, groups: list[EngineGroup]) -> dict[str, Any]:
     if any(f'"{kind}"' in rope for kind in _LENGTH_SCALED):
         extra["max_model_len"] = model.max_model_len
     items = model.multimodal_config
-    if items is not None:  # the content's hash covers what a request says of it, not what the engine adds
+    if items is not None:  # the hash of an item covers what the request says, not what the engine adds
         added = [
             getattr(items, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
         ]
@@ -197,7 +200,7 @@ def _extra(config: VllmConfig, groups: list[EngineGroup]) -> dict[str, Any]:
 
 
 def _hashes_items(config: VllmConfig) -> bool:
-    """Without its caches vLLM counts images in place of hashing them."""
+    """Whether vLLM hashes images and other items. Without its caches it numbers them."""
     items = config.model_config.multimodal_config
     return items is None or items.mm_processor_cache_gb > 0 or bool(config.cache_config.enable_prefix_caching)
 
@@ -208,7 +211,7 @@ def layers_of(names: list[str]) -> dict[int, str]:
     for name in names:
         other = found.setdefault(extract_layer_index(name), name)
         if other != name:
-            raise ConfigError(f"layers {other} and {name} have one number: kvfs cannot tell their KV apart")
+            raise ConfigError(f"layers {other} and {name} have one number: start the engine without KvfsConnector")
     return found
 
 

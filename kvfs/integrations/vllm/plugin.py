@@ -1,4 +1,4 @@
-"""What vLLM loads by name. Where another version of vLLM lacks something, that is said before it fails."""
+"""The classes that vLLM loads by name. With an untested vLLM that lacks something, the ImportError says so."""
 
 from __future__ import annotations
 

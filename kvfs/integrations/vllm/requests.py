@@ -1,4 +1,4 @@
-"""What the scheduler's half knows of one request: its tokens as pages, what is stored of them, what is on its way."""
+"""The scheduler's state of one request: its tokens as pages, which of them are stored, which are being stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _CONTENT_HASH = re.compile(r"[0-9a-f]{64,128}")
 
 
 class RequestPages:
-    """Pages of one request. Its tokens grow while it decodes; what they depend on besides goes into the chain."""
+    """Pages of one request. They grow while it decodes. Its ``extra_keys`` are part of the chain.
+
+    Owns the match of its load, and thereby the hold on the segments; delegates lookups to ``PromptPages``.
+    """
 
     def __init__(self, request: Any, namespace: Namespace, epoch: int, max_tokens: int) -> None:
         self._request, self._max_tokens = request, max_tokens
@@ -25,20 +28,20 @@ class RequestPages:
         self.pages: PromptPages = namespace.prompt(prompt, extra=extra)
         self.looked_at = float("-inf")
         self.counted = False
-        self.failed = False  # a load of it failed: it is computed, without asking again until it is preempted
-        self.match: PrefixMatch | None = None  # held until its load is over
+        self.failed = False  # a load failed: the request is computed, and not looked up again until it is preempted
+        self.match: PrefixMatch | None = None  # held until its load ends
         self.tiers: dict[tuple[str, int], Tier] = {}  # of the pages of the match
-        self.storing: dict[str, int] = {}  # group -> chunks on their way, as bits
-        #: 8 bytes that all ranks share: what a dead rank left of an earlier attempt is replaced
+        self.storing: dict[str, int] = {}  # group -> set of chunks that are being stored, as bits
+        #: save id, 8 bytes, equal on all ranks: parts that a dead rank left of an earlier save are replaced
         self.attempt = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
 
     def grow(self) -> None:
-        """Take up tokens that were generated since, once they fill a page."""
+        """Add the tokens that were generated since, once they fill a page."""
         if min(self._request.num_tokens, self._max_tokens) // self.page_tokens > self.pages.chunks:
             self.pages.extend(self._tokens(self.pages.tokens))
 
     def release(self) -> None:
-        """Let go of the segments of its match."""
+        """Release the segments of its match."""
         if self.match is not None:
             self.match.close()
             self.match = None
@@ -49,10 +52,10 @@ class RequestPages:
 
 
 def cacheable(request: Any, *, items_hashed: bool) -> bool:
-    """Whether the KV of a request is a function of what can be put into its chain.
+    """Whether the KV of a request depends only on what is part of its chain.
 
-    ``items_hashed``: whether this engine names images and the like by their content. Names that a client chose say
-    nothing about it.
+    ``items_hashed``: whether this engine identifies images and other items by their content. A name that a client
+    chose does not identify it.
     """
     return (
         (items_hashed or not request.mm_features)
@@ -65,10 +68,10 @@ def cacheable(request: Any, *, items_hashed: bool) -> bool:
 
 
 def extra_keys(request: Any, page_tokens: int, epoch: int) -> dict[int, bytes]:
-    """Chunk number -> what its KV depends on besides the tokens: tenant, weights' epoch, images and the like.
+    """Chunk number -> what its KV depends on in addition to the tokens: tenant, weight epoch, images and other items.
 
-    The chain carries each key on to all later chunks. An item's key goes into every chunk that it touches, since
-    attention may look both ways inside it.
+    By the chain, each key applies to all later chunks. An item's key is in every chunk that the item touches, since
+    attention inside an item may be bidirectional.
     """
     extra: dict[int, bytes] = {}
     if request.cache_salt or epoch:

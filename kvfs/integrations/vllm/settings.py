@@ -1,4 +1,4 @@
-"""What users write into ``kv_connector_extra_config``. Checked before the engine allocates anything."""
+"""The settings of ``kv_connector_extra_config``, checked before the engine allocates anything."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvfs.integrations.vllm import SPEC
 from kvfs.pages.layout import PAGE_TOKENS_MAX
 from kvfs.store import open_store
 
-#: Settings of vLLM's own offloading connector that may stand beside ours.
+#: Settings of vLLM's own offloading connector that are accepted next to those of kvfs.
 ENGINE_KEYS = frozenset({"spec_name", "blocks_per_chunk", "block_size", "self_describing_kv_events"})
-PAGE_TOKENS = 64  # of a page, where the engine's blocks are smaller
+PAGE_TOKENS = 64  # tokens of a page where the engine's blocks are smaller: larger pages cost less per token
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,24 @@ class VllmSettings:
     """Sizes in bytes, times in seconds, lengths in tokens."""
 
     path: str
-    capacity: int | str | None = None  # of a store that is made; an existing one has its own
-    mode: str | None = None  # of a store that is made, as capacity is; None: cache
-    weights_id: str = ""  # "": the commit of a hub model, a digest of the files of a local one
+    capacity: int | str | None = None  # of a new store; an existing one keeps its own
+    mode: str | None = None  # of a new store; None: cache
+    weights_id: str = ""  # "": the commit of a hub model, or a digest of the files of a local one
     min_tokens: int = 0  # shorter prompts are neither looked up nor stored
-    max_tokens: int = 1 << 24  # of a prompt, what lies behind is neither looked up nor stored
+    max_tokens: int = 1 << 24  # tokens of a prompt beyond this are neither looked up nor stored
     read_only: bool = False  # load, never store
-    offload_prompt_only: bool = True  # vLLM's own: else what is generated is stored, too
+    offload_prompt_only: bool = True  # a setting of vLLM; if false, generated tokens are also stored
     codec: str | None = None  # of pages stored from now on; None: the store's
-    load_seconds: float = 30.0  # what is not loaded by then is recomputed
-    store_seconds: float = 2.0  # what is not copied by then is not stored
+    load_seconds: float = 30.0  # a load that takes longer is recomputed
+    store_seconds: float = 2.0  # pages that are not copied by then are not stored
     ring_bytes: int | str = "256MiB"  # of pinned memory, per rank
     registered_bytes: int | str | None = None  # pinned by all ranks for loads; None: a quarter of the memory
-    warm_bytes: int | str = "8GiB"  # of the pages that were used last, pinned for loads when a rank starts, on a GPU
+    warm_bytes: int | str = "8GiB"  # of the pages used last, registered for loads when a rank starts on a GPU
     threads: int = 2  # of copies, per rank and direction
 
 
 def settings_of(extra: Mapping[str, Any]) -> VllmSettings:
-    """Check the mapping. ConfigError names the value and what to write instead."""
+    """The settings, checked. ConfigError names the value and what to write instead."""
     known = {f.name: f for f in fields(VllmSettings)}
     unknown = sorted(set(extra) - set(known) - ENGINE_KEYS)
     if unknown:
@@ -62,9 +62,9 @@ def settings_of(extra: Mapping[str, Any]) -> VllmSettings:
 
 
 def check_early(extra: Mapping[str, Any]) -> None:
-    """All that can be told before the engine loads its model: each value, and whether the store opens.
+    """Check what can be checked before the engine loads its model: each value, and that the store opens.
 
-    ConfigError, StoreAccessError and the like, each with its remedy. A store that is missing is made.
+    Raises ConfigError, StoreAccessError or another KvfsError, each with its remedy. A missing store is created.
     """
     settings = settings_of(extra)
     open_store(
@@ -81,14 +81,14 @@ def _check(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 600:
             raise ConfigError(f"{name} is {value!r}: pass seconds, more than 0 and at most 600")
     elif name in ("read_only", "offload_prompt_only", "self_describing_kv_events"):
-        if type(value) is not bool:  # vLLM takes "false" for true
+        if type(value) is not bool:  # vLLM would read "false" as true
             raise ConfigError(f"{name} is {value!r}: pass true or false")
     elif name == "threads":
         if type(value) is not int or not 1 <= value <= 64:
             raise ConfigError(f"threads is {value!r}: pass 1 to 64")
     elif name == "spec_name":
-        if value != SPEC:  # its metrics would not be ours
-            raise ConfigError(f"spec_name is {value!r}: leave it out, or write KvfsOffloadingSpec")
+        if value != SPEC:  # another spec would not register the metrics of kvfs
+            raise ConfigError(f"spec_name is {value!r}: leave it out, or write {SPEC}")
     elif name in ("blocks_per_chunk", "block_size"):
         if type(value) is not int or not 1 <= value <= PAGE_TOKENS_MAX:
             raise ConfigError(f"{name} is {value!r}: pass 1 to {PAGE_TOKENS_MAX}")
@@ -105,11 +105,11 @@ def _check(name: str, value: Any) -> None:
 
 
 def set_defaults(extra: MutableMapping[str, Any], block_tokens: tuple[int, ...]) -> None:
-    """Fill in what vLLM's half reads: the spec's name, and how many blocks make a page.
+    """Set what vLLM's half reads, unless it is set: the spec's name, and how many blocks make a page.
 
-    ``block_tokens``: of each group. A page has the least number of blocks that makes a multiple of 16 tokens; with
-    one group of small blocks, so many that it has 64, since larger pages cost less each. Hybrids keep blocks and
-    pages alike: windows move by blocks, and a page of which some blocks were given up could not be stored.
+    ``block_tokens``: tokens of a block, per group. A page has the least number of blocks that makes a multiple of 16
+    tokens; with one group, as many as fit PAGE_TOKENS. Hybrids do not combine blocks: windows move by blocks, and a
+    page of which some blocks were freed cannot be stored.
     """
     extra.setdefault("spec_name", SPEC)
     if "blocks_per_chunk" in extra or "block_size" in extra:

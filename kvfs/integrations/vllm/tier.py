@@ -1,11 +1,11 @@
-"""kvfs as a secondary tier below vLLM's own CPU tier, for those who run its tiering.
+"""kvfs as a secondary tier below vLLM's own CPU tier.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": ..., "secondary_tiers": [{"type": "kvfs", "path": ..., "capacity": ..., "weights_id": ...}]}
 
-The tier sees rows of bytes and block hashes, no model: pages are opaque, and everything that its configuration tells is
-identity, ranks included. KvfsConnector shares pages with other degrees and engines; this does not. What is read is
-verified; what cannot be is a failed promotion, which vLLM computes.
+The tier sees rows of bytes and block hashes, but no model. So its pages are opaque, and all of its configuration,
+ranks included, is part of the identity: unlike KvfsConnector, it shares pages with no other TP or PP size. Reads are
+verified; a page that fails verification is a failed promotion, which vLLM recomputes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvfs.pages.layout import GRANULE_TOKENS, PAGE_TOKENS_MAX, PageLayout
 from kvfs.store import open_store
 
 logger = init_logger(f"vllm.{__name__}")
-KEY_BYTES = 32 + 4  # a SHA-256 and the number of the group
-#: What may differ between engines that may share pages.
+KEY_BYTES = 32 + 4  # a SHA-256 hash and the number of the group
+#: fields that may differ between engines that share pages
 _LOCAL = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
 
 
@@ -44,7 +44,7 @@ class _Lookups(AsyncLookupManager):
 
 
 class KvfsTier(SecondaryTierManager):
-    """Runs in the scheduler's process; disks are touched by its own threads only."""
+    """Moves rows between vLLM's CPU tier and the store. Runs in the scheduler's process; I/O is left to its threads."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -55,8 +55,8 @@ class KvfsTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if not path or not weights_id:
             raise ConfigError(
-                'the tier needs {"type": "kvfs", "path": "/var/cache/kvfs", "capacity": "200GiB", "weights_id": ...}: '
-                "a tier sees no weights, so say by a commit or digest which they are"
+                f'path is {path!r}, weights_id {weights_id!r}: write {{"type": "kvfs", "path": "/var/cache/kvfs", '
+                '"capacity": "200GiB", "weights_id": ...}, with a commit or digest of the weights: a tier sees none'
             )
         if type(threads) is not int or not 1 <= threads <= 64:
             raise ConfigError(f"threads is {threads!r}: pass 1 to 64")
@@ -75,7 +75,7 @@ class KvfsTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not _lasting(key):
+        if not _is_stable(key):
             return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
         if found is None:
@@ -101,10 +101,10 @@ class KvfsTier(SecondaryTierManager):
         began, keys, moved = time.monotonic(), list(job.keys), []
         try:
             for key, chunk in zip(keys, job.chunk_ids, strict=True):
-                if not _lasting(key) or not move(key, memoryview(self._rows[int(chunk)])):
+                if not _is_stable(key) or not move(key, memoryview(self._rows[int(chunk)])):
                     break
                 moved.append(key)
-        except Exception:  # whatever it is: the job must end, or its rows stay pinned for ever
+        except Exception:  # of any kind: the job must end, or its rows stay pinned forever
             logger.exception("kvfs: a job of the tier failed")
         whole = len(moved) == len(keys)
         failed = () if whole or not job.is_promotion else keys[len(moved) :]
@@ -139,8 +139,8 @@ class KvfsTier(SecondaryTierManager):
         self._store.close()
 
 
-def _lasting(key: OffloadKey) -> bool:
-    """Whether other processes give the same key to the same tokens, and to no others: xxhash promises neither."""
+def _is_stable(key: OffloadKey) -> bool:
+    """Whether a key identifies the same tokens in every process, as SHA-256 does and xxhash does not."""
     if len(key) == KEY_BYTES:
         return True
     logger.error_once(
@@ -150,7 +150,7 @@ def _lasting(key: OffloadKey) -> bool:
 
 
 def identity_of(config: Any) -> dict[str, Any]:
-    """All that vLLM tells its tiers about the bytes: ranks and layout are identity, for want of a mapping."""
+    """All that vLLM tells a tier about the bytes, ranks and layout included: a tier cannot map between them."""
     told = dataclasses.asdict(config)
     for name in ("extra_config", "engine_id", "enable_kv_cache_events"):
         told.pop(name)
@@ -162,5 +162,5 @@ def identity_of(config: Any) -> dict[str, Any]:
 
 def _layout(spec: Any, rows: np.ndarray[Any, Any]) -> PageLayout:
     tokens = max(spec.tokens_per_block) * spec.blocks_per_chunk
-    pages = -(-tokens // GRANULE_TOKENS) * GRANULE_TOKENS  # informative: the engine knows what a row holds
+    pages = -(-tokens // GRANULE_TOKENS) * GRANULE_TOKENS  # informative only
     return PageLayout.opaque(int(rows.shape[1]), min(pages, PAGE_TOKENS_MAX))

@@ -1,4 +1,4 @@
-"""Which vLLM this adapter was tested with, and what is said where it meets another one."""
+"""The versions of vLLM that this adapter was tested with, and the warning for others."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ TESTED = ("0.32.0",)
 
 
 def installed() -> str:
-    """Version of the engine in this process; "" where it does not tell."""
-    import vllm  # it calls us, so it is there
+    """Version of vLLM in this process; "" if it is unknown."""
+    import vllm
 
     return str(getattr(vllm, "__version__", "")).partition("+")[0]
 
 
 def warning() -> str:
-    """What to say about a version that was not tested; "" for one that was."""
+    """The warning for a version that was not tested; "" for one that was."""
     found = installed()
     if found in TESTED:
         return ""

@@ -1,7 +1,7 @@
 """From the engine's cache tensors to descriptors of its memory.
 
-Every layer's tensor is a view [blocks, head slots, tokens, content] whose strides say how it really lies: in any of
-vLLM's six layouts, packed with other layers, or in kernel blocks smaller than the manager's.
+Every layer's tensor is a view [blocks, head slots, tokens, content] whose strides give its actual layout: any of
+vLLM's six, packed with other layers, or in kernel blocks smaller than the manager's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvfs.pages.device_kv import DeviceKV
 
 
 class AttachedEngine(NamedTuple):
-    """A group of this rank. One block of the engine is ``units_per_block`` units of the descriptor, side by side."""
+    """A group of this rank. A block of the engine is ``units_per_block`` consecutive units of the descriptor."""
 
     group: EngineGroup
     device: DeviceKV
@@ -30,7 +30,7 @@ class AttachedEngine(NamedTuple):
 def describe_caches(
     config: VllmConfig, cache: KVCacheConfig, model: EngineModel, tensors: Mapping[str, torch.Tensor]
 ) -> list[AttachedEngine]:
-    """One descriptor per group. ConfigError for tensors that are not what the configuration says."""
+    """One descriptor per group. ConfigError for tensors that contradict the configuration."""
     return [_describe(config, cache, model, group, tensors) for group in model.groups]
 
 
@@ -56,7 +56,7 @@ def _describe(
 
 
 def _check(group: EngineGroup, spec: AttentionSpec, blocks: int, cell_bytes: int, views: list[torch.Tensor]) -> int:
-    """Tokens of a kernel block."""
+    """Tokens of a kernel block. ConfigError if the views do not have the shape of the configuration."""
     for view in views:
         if not isinstance(view, torch.Tensor) or view.dim() != 4:
             kind = tuple(view.shape) if isinstance(view, torch.Tensor) else type(view).__name__

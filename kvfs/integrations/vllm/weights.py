@@ -1,4 +1,4 @@
-"""Which weights an engine runs: a commit, or a digest of the files that it loads."""
+"""Identifies the weights of an engine: by a commit, or by a digest of the files that it loads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file, evenly spread
 def weights_id(model: Any, load: Any) -> str:
     """A revision for the namespace. ``model``: vLLM's ModelConfig; ``load``: its LoadConfig.
 
-    A hub model has its commit. Of a local directory, name, size, the first MiB and 256 pieces of 4 KiB of each weight
-    file are read: weights of another training differ everywhere; a few numbers patched by hand may be missed, then
-    ``weights_id`` in the connector's settings says that they are others. ConfigError where nothing can be told.
+    For a hub model its commit. For a local directory a digest of each weight file's name, size, first MiB and 256
+    samples of 4 KiB: weights of another training differ everywhere. A few numbers patched by hand may be missed; set
+    ``weights_id`` then. ConfigError if the weights cannot be identified.
     """
     if str(load.load_format) == "dummy":
         return f"dummy-seed-{model.seed}"
@@ -65,7 +65,7 @@ def digest_files(folder: Path, files: list[Path] | None = None) -> str:
 def _hub_commit(repository: str, revision: str | None, download_dir: str | None) -> str | None:
     if revision is not None and _COMMIT.match(revision):
         return revision
-    if download_dir:  # of the weights alone: the config lies elsewhere, perhaps of another commit
+    if download_dir:  # it holds the weights only: the config is elsewhere, perhaps of another commit
         ref = Path(download_dir, f"models--{repository.replace('/', '--')}", "refs", revision or "main")
         try:
             commit = ref.read_text(encoding="ascii").strip()

@@ -1,4 +1,4 @@
-"""A worker's half: copies pages between the engine's blocks and the store, off the engine's threads."""
+"""The worker's half: copies pages between the engine's blocks and the store, outside of the engine's threads."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from kvfs.transfer.host_io import HostIO
 from kvfs.types import SavePlan, TransferState
 
 logger = init_logger(f"vllm.{__name__}")
-IDLE_SECONDS = 0.002  # a step without a forward waits so long for a transfer: a loop that spins starves our threads
-LATE_SECONDS = 1.0  # beyond its deadline, a load is given this long to end by itself
-FLUSH_SECONDS = 1.0  # what has not been copied out of blocks that are wanted back by then is not stored
+IDLE_SECONDS = 0.002  # longest wait of a step without a forward pass: a loop that spins starves the transfer threads
+LATE_SECONDS = 1.0  # time after its deadline in which a load may still end by itself
+FLUSH_SECONDS = 1.0  # longest wait of a flush; pages that are not copied by then are not stored
 
 
 class _TransferJob(NamedTuple):
-    transfer: Transfer | None  # None: nothing to do, or refused
+    transfer: Transfer | None  # None: nothing to copy, or refused
     load: bool
     nbytes: int
     began: float
 
 
 class KvfsWorker(OffloadingWorker):
-    """Called by one thread of the engine's worker. Saves are over for the engine once their blocks are free."""
+    """Owns the transfers of one rank; delegates copies to ``HostIO``. Called by one thread of the engine's worker.
+
+    A save is reported as finished once its blocks are free; its pages may be published later.
+    """
 
     def __init__(
         self, io: HostIO, groups: Sequence[AttachedEngine], blocks_per_page: int, settings: VllmSettings
@@ -43,12 +46,12 @@ class KvfsWorker(OffloadingWorker):
         self._io, self._groups, self._settings = io, groups, settings
         self._blocks_per_page = blocks_per_page
         self._jobs: dict[int, _TransferJob] = {}
-        self._ended = threading.Event()  # a load has ended
-        self._late: list[Transfer] = []  # loads that were given up, whose disk has not answered yet
-        self._publishing: list[Transfer] = []  # saves whose blocks are free and whose result is not there yet
-        self._page_bytes = {a.group.name: io._attached[a.group.name].page_bytes for a in groups}
+        self._ended = threading.Event()  # set when a load ends
+        self._late: list[Transfer] = []  # withdrawn loads whose disk has not answered yet
+        self._publishing: list[Transfer] = []  # saves whose blocks are free, without a result yet
+        self._page_bytes = {a.group.name: io.page_bytes(a.group.name) for a in groups}
         self._on_gpu = groups[0].device.memory.startswith("cuda")
-        self._told: set[str] = set()  # what the log has been told once
+        self._logged: set[str] = set()  # kinds of warnings that were logged
         self.metrics = Metrics()
 
     # -- saves -------------------------------------------------------------------------------
@@ -68,22 +71,22 @@ class KvfsWorker(OffloadingWorker):
         return True
 
     def _is_ours(self, spec: SaveSpec) -> bool:
-        ours = spec.plan.namespace == self._io._identity.digest
+        ours = spec.plan.namespace == self._io.namespace
         if not ours:
             self.metrics.add("saves_refused")
             logger.error_once(
                 "kvfs: scheduler and worker disagree on the identity of the model (a model changed its config when it "
-                "was loaded): nothing is stored"
+                "was loaded): nothing is stored. Start the engine without KvfsConnector, and report the model"
             )
         return ours
 
     def _placed(self, src: GPULoadStoreSpec, dst: SaveSpec) -> tuple[SavePlan, dict[str, list[int]]]:
-        """The plan, less the pages some of whose blocks were given up, and the units of what is left."""
+        """The plan without the pages of which the engine freed some blocks, and the units of the others."""
         missing: dict[str, tuple[int, ...]] = {}
         units: dict[str, list[int]] = {}
         for a, blocks, first in self._blocks(src):
             chunks, bare = dst.chunks.get(a.group.index, ()), self._blocks_per_page
-            lost = -first % bare if len(blocks) % bare else 0  # blocks of a first page whose start is gone
+            lost = -first % bare if len(blocks) % bare else 0  # blocks of a first page whose start was freed
             if lost:
                 chunks, blocks = chunks[1:], blocks[lost:]
             if len(blocks) != len(chunks) * bare:
@@ -108,8 +111,8 @@ class KvfsWorker(OffloadingWorker):
         transfer = None
         self._late = [late for late in self._late if not late.done.is_set()]
         try:
-            if self._late:  # the next ones would stand behind it, each until its own deadline
-                raise TimeoutError("the disk has not answered an earlier one yet")
+            if self._late:  # this one would wait behind it until its own deadline
+                raise TimeoutError("the disk has not answered an earlier load yet")
             transfer = self._io.load(
                 src_spec.match, units, after=self._event(), deadline=self._settings.load_seconds,
                 on_done=lambda transfer: self._ended.set(),
@@ -122,7 +125,7 @@ class KvfsWorker(OffloadingWorker):
     # -- both --------------------------------------------------------------------------------
 
     def _blocks(self, spec: GPULoadStoreSpec) -> list[tuple[AttachedEngine, list[int], int]]:
-        """(group, its blocks, number of the first one in the request) of a transfer."""
+        """(group, its blocks, number of the first block in the request) of a transfer."""
         ids = spec.block_ids.tolist()
         sizes = spec.group_sizes if spec.group_sizes is not None else [len(ids)]
         firsts = spec.block_indices if spec.block_indices is not None else [0] * len(sizes)
@@ -133,7 +136,7 @@ class KvfsWorker(OffloadingWorker):
         return found
 
     def _units(self, attached: AttachedEngine, blocks: dict[int, int]) -> list[int]:
-        """Units of a prompt, -1 where there is none, from blocks by their number in it."""
+        """Units of a prompt from blocks by their number in it; -1 where there is no block."""
         per = attached.units_per_block
         units = [-1] * ((max(blocks, default=-1) + 1) * per)
         for number, block in blocks.items():
@@ -141,35 +144,35 @@ class KvfsWorker(OffloadingWorker):
         return units
 
     def _event(self) -> Any:
-        """Behind the work that wrote, or last used, the blocks."""
+        """An event after the work that wrote, or last used, the blocks; None on a CPU."""
         if not self._on_gpu:
-            return None  # the engine's thread has done it
+            return None  # the engine's thread has done that work
         event = torch.cuda.Event()
         event.record()
         return event
 
     def _refused(self, what: str, exc: Exception) -> None:
         self.metrics.add(f"{what}s_refused")
-        self._tell_once(f"{what} {type(exc).__name__}", "kvfs: a %s was refused: %s", what, exc)
+        self._warn_once(f"{what} {type(exc).__name__}", "kvfs: a %s was refused: %s", what, exc)
 
-    def _tell_once(self, kind: str, message: str, *args: object) -> None:
-        """Of each kind once. vLLM's own ``warning_once`` says again what has other arguments, and keeps these."""
-        if kind not in self._told:
-            self._told.add(kind)
+    def _warn_once(self, kind: str, message: str, *args: object) -> None:
+        """Log each kind once. vLLM's ``warning_once`` logs again for other arguments, and keeps them all."""
+        if kind not in self._logged:
+            self._logged.add(kind)
             logger.warning(message, *args)
 
     def wait_idle(self) -> None:
-        """In a step that has nothing to compute: let the transfers have the interpreter."""
+        """In a step that computes nothing: leave the GIL to the transfers."""
         if self._jobs and not any(_is_over(job) for job in self._jobs.values()):
             self._ended.wait(IDLE_SECONDS)
         self._ended.clear()
 
     def get_finished(self) -> list[TransferResult]:
-        self._note_published()
-        return [self._finish(job_id) for job_id in [n for n, job in self._jobs.items() if self._ends(job)]]
+        self._count_published()
+        return [self._finish(job_id) for job_id in [n for n, job in self._jobs.items() if self._has_ended(job)]]
 
-    def _ends(self, job: _TransferJob) -> bool:
-        """Whether a job is over; a load that is late ends here, though its disk may not have answered yet."""
+    def _has_ended(self, job: _TransferJob) -> bool:
+        """Whether a job is over. Withdraws a load that is late, even if its disk has not answered yet."""
         if _is_over(job):
             return True
         late = job.load and time.monotonic() - job.began > self._settings.load_seconds + LATE_SECONDS
@@ -198,7 +201,7 @@ class KvfsWorker(OffloadingWorker):
             logger.warning("kvfs: a load did not end within %s s: computing its tokens", self._settings.load_seconds)
         return TransferResult(job_id, whole, job.nbytes if whole else None, seconds)
 
-    def _note_published(self) -> None:
+    def _count_published(self) -> None:
         left = []
         reasons: Counter[str] = Counter()
         for transfer in self._publishing:
@@ -211,15 +214,15 @@ class KvfsWorker(OffloadingWorker):
                 reasons[transfer.result.reason] += transfer.result.declined
         self._publishing = left
         for reason, pages in reasons.items():
-            self._tell_once(reason, "kvfs: pages were not stored (%s, %d the first time)", reason, pages)
+            self._warn_once(reason, "kvfs: pages were not stored (%s, %d the first time)", reason, pages)
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until the blocks of these jobs may be reused: never for a disk, and for all together two seconds at most."""
+        """Wait until the blocks of these jobs may be reused: at most two seconds, and never for a disk."""
         busy = [self._jobs[n] for n in job_ids if n in self._jobs and not _is_over(self._jobs[n])]
         loads = [job.transfer for job in busy if job.load and job.transfer is not None]
         saves = [job.transfer for job in busy if not job.load and job.transfer is not None]
         for load in loads:
-            load.withdraw(0)  # its blocks stay its own until it is reported
+            load.withdraw(0)  # its blocks are not reused until it is reported
         end = time.monotonic() + FLUSH_SECONDS
         late = [save for save in saves if not save.source_free.wait(max(0.0, end - time.monotonic()))]
         end = time.monotonic() + FLUSH_SECONDS
