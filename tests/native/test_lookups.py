@@ -54,7 +54,7 @@ LAYOUTS = {
 @pytest.fixture
 def store(native: library.Library, memory_path: Path) -> Iterator[kvfs.Store]:
     with kvfs.open(memory_path / "store", capacity="256MiB", segment_bytes="1MiB") as made:
-        made._core.background.stop()
+        made._shared.background.stop()
         yield made
 
 
