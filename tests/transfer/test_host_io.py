@@ -861,7 +861,7 @@ def test_groups_in_host_memory_and_on_a_gpu_are_refused_before_the_cpu_reads_wha
     ns = store.namespace("hybrid", HYBRID, revision="1")
     _, kvs = hybrid(1)
     far = tuple(dataclasses.replace(buffer, memory="cuda:0") for buffer in kvs[1].buffers)
-    with pytest.raises(ConfigError, match="lies in cuda:0, others in host memory: attach one device"):
+    with pytest.raises(ConfigError, match="is in cuda:0, others in host memory: attach one device"):
         ns.attach([kvs[0], dataclasses.replace(kvs[1], buffers=far)])
 
 
