@@ -193,8 +193,8 @@ MUTATIONS = (
     ),
     Mutation(
         "restore up to where the first group ends, whatever the others have", "kvfs/lookup/incremental.py",
-        "        chunks = min([self.limit, *self._there.values()])\n",
-        "        chunks = self._there[self._needs_all[0]] if self._needs_all else self.limit\n",
+        "        chunks = min([self.limit, *self._found.values()])\n",
+        "        chunks = self._found[self._needs_all[0]] if self._needs_all else self.limit\n",
         ("tests/lookup/test_incremental.py",),
     ),
     Mutation(
