@@ -1,4 +1,4 @@
-"""What all tests of the GPU transport want."""
+"""Fixtures of all tests of the GPU transport."""
 
 from __future__ import annotations
 
