@@ -9,6 +9,9 @@ import pytest
 
 import kvfs
 from kvfs.gpu import load as gpu_load
+from tests.transfer.conftest import patience
+
+__all__ = ["patience"]  # a fixture
 
 
 @pytest.fixture
