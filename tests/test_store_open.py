@@ -698,7 +698,7 @@ def test_a_private_index_without_disk_space_is_an_error_that_says_so(
         pytest.skip("no mounts here")
     try:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        with pytest.raises(StoreAccessError, match=r"no private index.*kvfs-index-"):
+        with pytest.raises(StoreAccessError, match="no private index"):
             kvfs.open(path, read_only=True)
         assert not list(tmp_path.iterdir())
     finally:

@@ -1,23 +1,30 @@
-"""Opening and removing LMDB environments, and beginning their transactions."""
+"""Opening and removing LMDB environments, and beginning their transactions.
+
+LMDB opens files by path and follows links, so it gets a path that names an open descriptor.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from typing import Any
 
 import lmdb
 
 from kvfs.index.session import Tables
+from kvfs.system.descriptors import opened
+from kvfs.system.files import Files
 
 _DATABASES = (b"pages", b"segments", b"namespaces", b"meta")
 
 
-def open_environment(path: str, map_size: int, mode: int, *, read_only: bool = False) -> lmdb.Environment:
-    """Open an environment without LMDB's locks, without a writable map and without syncs in commits."""
+def open_environment(fd: int, map_size: int, *, read_only: bool = False) -> lmdb.Environment:
+    """Open the environment in the file ``fd``, which may be empty: no LMDB locks, no writable map, no syncs in commits.
+
+    LMDB opens the file again, so the caller may close ``fd``.
+    """
     return lmdb.open(
-        os.fsencode(path), map_size=map_size, subdir=True, readonly=read_only, metasync=False, sync=False, mode=mode,
+        f"/proc/self/fd/{fd}", map_size=map_size, subdir=False, readonly=read_only, metasync=False, sync=False,
         create=False, readahead=False, writemap=False, max_dbs=len(_DATABASES), max_spare_txns=1, lock=False,
         lib_version=0,
     )  # fmt: skip
@@ -32,15 +39,21 @@ def begin(env: lmdb.Environment, *, write: bool) -> Any:
         return env.begin(write=write)
 
 
-def discard_generation(path: str) -> None:
-    """Remove a generation, or any other file of its name. Errors are ignored."""
-    with contextlib.suppress(OSError):
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            os.unlink(path)  # rmtree would wait for a writer of a fifo
-        else:
-            from shutil import rmtree  # rarely needed, and it imports three compression libraries
+def discard_generation(files: Files, index: int, name: str) -> None:
+    """Remove a generation, or any other file of its name, from the directory ``index``. Errors are ignored."""
+    with contextlib.suppress(OSError, RecursionError):
+        _remove(files, name, index)
 
-            rmtree(path, ignore_errors=True)
+
+def _remove(files: Files, name: str, folder: int) -> None:
+    """Remove a file, or a directory with its content. Links are not followed."""
+    try:
+        files.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        with opened(files, name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder) as fd:
+            for entry in files.listdir(fd):
+                _remove(files, entry, fd)
+        files.rmdir(name, dir_fd=folder)
 
 
 def open_tables(env: lmdb.Environment, *, create: bool) -> Tables:
