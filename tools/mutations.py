@@ -311,7 +311,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no breaker after a timeout", "kvfs/index/environment.py",
-        "        self._breaker_open = True\n", "        self._breaker_open = False\n",
+        "        self._refused |= {write, True}\n", "        self._refused &= {write, True}\n",
         ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_no_other_process",),
     ),
     Mutation(

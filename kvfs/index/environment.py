@@ -32,7 +32,8 @@ from kvfs.system.files import SHORT_OF, boot_id
 from kvfs.system.worker import Worker
 
 T = TypeVar("T")
-PROBE_SECONDS = 0.1  # an open breaker lets one call through per this time
+PROBE_SECONDS = 0.1  # between two probes of an open breaker, and how long one waits for the shared gate
+PROBE_WRITE_SECONDS = 0.005  # for the exclusive one: readers wait for the probe meanwhile
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages as well
 READ_AHEAD_BYTES_MAX = 1 << 30
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
@@ -74,8 +75,9 @@ class Index:
         self._tables: Tables | None = None
         self._users = self._data = Descriptor(self._files)
         self._current: tuple[int, ...] | None = None
-        self._broken_until = 0.0
-        self._breaker_open = False
+        self._refused: set[bool] = set()  # the breaker: False: reads fail at once, True: writes
+        self._probing = False
+        self._probe_at = 0.0
         self._closed = False
         self.generation = ""
         self.timeouts = 0
@@ -101,30 +103,49 @@ class Index:
         if self._closed:
             raise IndexUnavailableError("closed")
         now = self._files.monotonic()
-        if self._breaker_open:
-            if now < self._broken_until:
-                raise IndexUnavailableError("timeout")
-            self._broken_until = now + PROBE_SECONDS
-            timeout = min(timeout, PROBE_SECONDS)
+        if write in self._refused:
+            self._probe()
+            raise IndexUnavailableError("timeout")
         try:
             result = self._worker.call(lambda: self._transact(function, now + timeout, write), timeout)
-        except TimeoutError:
-            self._trip()
+        except TimeoutError:  # the index thread hangs
+            self._trip(write=False)
             raise IndexUnavailableError("timeout") from None
         except IndexUnavailableError as exc:
             if str(exc) == "timeout":
-                self._trip()
+                self._trip(write=write)
             raise
         except OSError as exc:
             self.errors += 1
             raise IndexUnavailableError(f"index error: {exc.strerror}") from None
-        self._breaker_open = False
         return result
 
-    def _trip(self) -> None:
+    def _trip(self, *, write: bool) -> None:
+        """Open the breaker. A process that stops as a reader hinders writers only."""
         self.timeouts += 1
-        self._broken_until = self._files.monotonic() + PROBE_SECONDS
-        self._breaker_open = True
+        self._refused |= {write, True}
+        self._probe()
+
+    def _probe(self) -> None:
+        """Let the index thread find out whether the index answers again. No caller waits for that."""
+        if self._probing or self._files.monotonic() < self._probe_at:
+            return
+        self._probing = True
+
+        def probe() -> None:
+            try:
+                for write in sorted(self._refused):
+                    seconds = PROBE_WRITE_SECONDS if write else PROBE_SECONDS
+                    self._transact(lambda session: None, self._files.monotonic() + seconds, write)
+                    self._refused.discard(write)
+            except Exception as exc:
+                if str(exc) != "timeout":  # any other answer is one
+                    self._refused.clear()
+            finally:
+                self._probe_at = self._files.monotonic() + PROBE_SECONDS
+                self._probing = False
+
+        self._worker.submit(probe)
 
     def _transact(self, function: Callable[[Session], T], deadline: float, write: bool) -> T:
         if not self._private:
@@ -336,9 +357,14 @@ class Index:
     def close(self, timeout: float = 5.0) -> None:
         """Close; the last user leaves the index clean, so that the next one does not have to rebuild it."""
         self._closed = True
-        with contextlib.suppress(TimeoutError, IndexUnavailableError, OSError, lmdb.Error):
+        patience = timeout
+        try:
             self._worker.call(lambda: self._close_clean(timeout), timeout)
-        self._worker.stop()
+        except TimeoutError:  # the index thread hangs
+            patience = 0.0
+        except (IndexUnavailableError, OSError, lmdb.Error):
+            pass
+        self._worker.stop(patience)
         with contextlib.suppress(OSError):
             self._gate.close()
 
