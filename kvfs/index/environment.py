@@ -12,6 +12,7 @@ until ``install`` makes a new one current.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -79,6 +80,7 @@ class Index:
         self._probing = False
         self._probe_at = 0.0
         self._closed = False
+        self._paused = False  # the index thread waits for the end of a fork
         self.generation = ""
         self.timeouts = 0
         self.errors = 0
@@ -365,8 +367,7 @@ class Index:
         except (IndexUnavailableError, OSError, lmdb.Error):
             pass
         self._worker.stop(patience)
-        with contextlib.suppress(OSError):
-            self._gate.close()
+        self._gate.close()
 
     def _close_clean(self, timeout: float) -> None:
         if self._private or self._env is None or self._read_only:
@@ -387,11 +388,12 @@ class Index:
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors without unlocking what the parent holds."""
         env, self._env = self._env, None
-        if env is not None:
+        if env is not None and self._paused:
             with contextlib.suppress(Exception):
                 env.close()
-        with contextlib.suppress(OSError):
-            self._gate.close()
+        elif env is not None:  # LMDB's locks may be held by a thread that only the parent has: never closed, nor freed
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))
+        self._gate.close()  # the child has closed all inherited Descriptors already
 
     def quiesce(self, timeout: float) -> Callable[[], None]:
         """Before a fork: wait until the index thread is between requests; call the result after the fork."""
@@ -400,8 +402,10 @@ class Index:
         reached, resume = threading.Event(), threading.Event()
 
         def pause() -> None:
+            self._paused = True
             reached.set()
             resume.wait(timeout)
+            self._paused = False
 
         thread = threading.Thread(target=lambda: self._try_call(pause, timeout), daemon=True)
         thread.start()
