@@ -26,7 +26,14 @@ from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.gate import Gate
 from kvfs.index.generation_files import State, keep_slack, read_state, write_state
-from kvfs.index.lmdb_files import begin, discard_generation, open_environment, open_tables
+from kvfs.index.lmdb_files import (
+    begin,
+    check_size,
+    discard_generation,
+    extend_to_last_page,
+    open_environment,
+    open_tables,
+)
 from kvfs.index.session import Session, Tables
 from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import SHORT_OF, boot_id
@@ -168,8 +175,13 @@ class Index:
             raise IndexUnavailableError("closed" if self._closed else "rebuilding")
         now_s = self._files.now_us() // 1_000_000
         try:
+            check_size(self._env, self._files, self._data.fd)
             with begin(self._env, write=write) as txn:
-                return function(Session(txn, self._tables, self.generation, now_s))
+                result = function(Session(txn, self._tables, self.generation, now_s))
+            if write:
+                with contextlib.suppress(OSError):  # it is committed
+                    extend_to_last_page(self._env, self._files, self._data.fd)
+            return result
         except lmdb.MapFullError:
             raise IndexUnavailableError("index full") from None
         except lmdb.Error as exc:
@@ -237,6 +249,7 @@ class Index:
 
     def _open_data(self) -> None:
         self._env = open_environment(self._data.fd, self._map_size, read_only=self._read_only)
+        check_size(self._env, self._files, self._data.fd)
         self._tables = open_tables(self._env, create=False)
 
     def _read_current(self) -> str | None:
@@ -377,6 +390,7 @@ class Index:
             self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
             state = read_state(self._directory)
             if self._is_current() and state is not None and self._files.flock(self._users.fd, fcntl.LOCK_EX):
+                check_size(self._env, self._files, self._data.fd)
                 self._env.sync(True)
                 self._close_environment()
                 write_state(self._directory, state._replace(clean=True))

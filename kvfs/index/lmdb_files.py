@@ -6,6 +6,7 @@ LMDB opens files by path and follows links, so it gets a path that names an open
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvfs.index.session import Tables
 from kvfs.system.descriptors import opened
 from kvfs.system.files import Files
 
+PAGE = min(mmap.PAGESIZE, 32 << 10)  # LMDB's: that of the kernel, up to 32 KiB
 _DATABASES = (b"pages", b"segments", b"namespaces", b"meta")
 
 
@@ -40,7 +42,18 @@ def begin(env: lmdb.Environment, *, write: bool) -> Any:
 
 
 def discard_generation(files: Files, index: int, name: str) -> None:
-    """Remove a generation, or any other file of its name, from the directory ``index``. Errors are ignored."""
+    """Remove a generation, or any other file of its name, from the directory ``index``. Errors are ignored.
+
+    Its blocks become free at once, although a process that is stopped may still map it. No transaction uses it, and
+    none begins on a generation that is not current.
+    """
+    with (
+        contextlib.suppress(OSError),
+        opened(files, name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index) as folder,
+        opened(files, "data.mdb", os.O_RDWR, dir_fd=folder) as fd,
+    ):
+        if files.fstat(fd).st_nlink == 1:  # else the content belongs to another directory, too
+            files.truncate(fd, 0)
     with contextlib.suppress(OSError, RecursionError):
         _remove(files, name, index)
 
@@ -54,6 +67,23 @@ def _remove(files: Files, name: str, folder: int) -> None:
             for entry in files.listdir(fd):
                 _remove(files, entry, fd)
         files.rmdir(name, dir_fd=folder)
+
+
+def check_size(env: lmdb.Environment, files: Files, fd: int) -> None:
+    """Raise CorruptedError if the file ends before its last page. LMDB would read behind the end: a SIGBUS."""
+    size = files.fstat(fd).st_size
+    if size < 2 * PAGE or size < _bytes_of(env):  # the first two pages say how many there are
+        raise lmdb.CorruptedError("the index file was truncated")
+
+
+def extend_to_last_page(env: lmdb.Environment, files: Files, fd: int) -> None:
+    """After a commit: LMDB does not write pages that one transaction allocates and frees."""
+    if files.fstat(fd).st_size < (nbytes := _bytes_of(env)):
+        files.truncate(fd, nbytes)
+
+
+def _bytes_of(env: lmdb.Environment) -> int:
+    return (int(env.info()["last_pgno"]) + 1) * PAGE
 
 
 def open_tables(env: lmdb.Environment, *, create: bool) -> Tables:

@@ -31,7 +31,7 @@ from kvfs.format.codec import CodecError
 from kvfs.format.segment import Entry, PurgeMark
 from kvfs.index import ledger
 from kvfs.index.environment import FULL, Index
-from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
+from kvfs.index.lmdb_files import discard_generation, extend_to_last_page, open_environment, open_tables
 from kvfs.index.row_updates import Publish, publish
 from kvfs.index.rows import RUN, Place
 from kvfs.index.session import PAGE, Session
@@ -148,6 +148,7 @@ def build(
                         raise IndexUnavailableError("closed")
                     with env.begin(write=True) as txn:
                         step(Session(txn, tables, "", now_s))
+        extend_to_last_page(env, files, data)
         env.sync(True)
     finally:
         env.close()
