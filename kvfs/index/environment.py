@@ -25,7 +25,7 @@ import lmdb
 from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.gate import Gate
-from kvfs.index.generation_files import State, keep_slack, read_state, write_state
+from kvfs.index.generation_files import State, checksum_of, keep_slack, read_state, write_state
 from kvfs.index.lmdb_files import (
     begin,
     check_size,
@@ -239,6 +239,8 @@ class Index:
         same = same and data.st_nlink == 1  # two names: a copy by hard links
         if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
             raise OSError("dirty index of another boot or of dead processes")
+        if self._read_only and state.clean and state.checksum not in ("", checksum_of(self._files, self._data.fd)):
+            raise OSError("the index was damaged after it was closed")  # a damaged page number would be a SIGBUS
         if self._read_only:  # not a user: the last writer must find itself alone to leave the index clean
             self._files.flock(self._users.fd, fcntl.LOCK_UN)
         elif not self._files.flock(self._users.fd, fcntl.LOCK_SH):
@@ -392,8 +394,9 @@ class Index:
             if self._is_current() and state is not None and self._files.flock(self._users.fd, fcntl.LOCK_EX):
                 check_size(self._env, self._files, self._data.fd)
                 self._env.sync(True)
+                checksum = checksum_of(self._files, self._data.fd)
                 self._close_environment()
-                write_state(self._directory, state._replace(clean=True))
+                write_state(self._directory, state._replace(clean=True, checksum=checksum))
         finally:
             self._close_environment()
             if self._gate.held:

@@ -183,3 +183,26 @@ def test_a_generation_that_a_stopped_process_maps_takes_no_space(tmp_path: Path)
         index.retire()
         assert os.fstat(held).st_blocks == 0
         os.close(held)
+
+
+def test_a_reader_does_not_map_an_index_that_was_damaged_after_its_close(tmp_path: Path) -> None:
+    """LMDB trusts what it maps: one changed page number ended each process that read it."""
+    path = tmp_path / "store"
+    with kvfs.open(path, capacity="16MiB") as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        for n in range(20):
+            ns.put(tokens_of(n, 2), seeded(n, 2 * TINY_BYTES))
+    data = path / "index" / (path / "index" / "CURRENT").read_text() / "data.mdb"
+
+    def read() -> str:
+        with kvfs.open(path, read_only=True) as store:
+            ns = store.namespace("m", tiny(), revision="r1")
+            assert all(restored(ns, tokens_of(n, 2)) == seeded(n, 2 * TINY_BYTES) for n in range(20))
+            return str(store.stats()["index"]["generation"])
+
+    assert read() == data.parent.name
+    for seed in range(3):
+        content = bytearray(data.read_bytes())
+        content[random.Random(seed).randrange(2 * 4096, len(content))] ^= 0xFF
+        data.write_bytes(content)
+        assert run_child(read).startswith("private-")
