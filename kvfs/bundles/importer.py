@@ -368,6 +368,9 @@ class Importer:
             for ((head, slot), _), r, at in zip(batch, made, placed, strict=True)
         ]  # fmt: skip
 
+        if self._c.settings.sync != "cache":  # a put that skips a page promises that it is stored
+            self._active.sync(writer)
+
         def commit(session: Session) -> Named:
             row = ledger.own_segment(session, writer.number, self._c.owner, generation)
             session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())  # see ``writer``
@@ -380,7 +383,6 @@ class Importer:
 
         stored = self._c.index.write(commit, COMMIT_SECONDS)
         self._active.note_use(segment_class)
-        self._active.note_dirty(segment_class)
         self.report.stored += stored.records
         self._c.counters.add("pages_imported", stored.records)
         self.report.skipped += count - stored.records

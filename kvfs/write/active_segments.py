@@ -343,6 +343,9 @@ class ActiveSegments:
             elif writer.tail > self._c.settings.segment_bytes // 2:
                 self._seal(segment_class)
             else:
+                if segment_class in self._dirty and self._c.settings.sync == "batch":
+                    self._dirty.discard(segment_class)
+                    self.sync(writer)
                 size = writer.trim()
                 free = ledger.release_ownership if release else ledger.shrink
                 self._c.index.write(lambda s: free(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)

@@ -116,7 +116,6 @@ class RelocateJob:
     shape: PartShape  # page_bytes: of the largest stored payload
     moves: Sequence[Move]
     segment_class: SegmentClass
-    durable: bool = False  # synced before the index names the copies, unless the store's level is ``cache``
 
     def need(self, writer: SegmentWriter) -> int:
         return self.shape.need(writer, self.digest, self.descriptor, len(self.moves))
@@ -336,7 +335,7 @@ class Appender:
         self._active.note_use(job.segment_class)
         for p, m in zip(placed, job.moves, strict=True):
             self._c.access_times.stamp(writer.segment_id, p.seq, [m.used_us])
-        if job.durable and self._c.settings.sync != "cache":
+        if self._c.settings.sync != "cache":  # callers drop the sources, which may be synced
             self._active.sync(writer)
         return self._c.index.write(lambda session: self._move(session, job, placed, active), COMMIT_SECONDS)
 
