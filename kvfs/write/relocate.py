@@ -205,9 +205,7 @@ class _SegmentCopy:
             batch = [move._replace(slot=0) for move in batch]
         row_key = partial(_row_key, described.digest, group.name, key[2])
         stored = shape._replace(page_bytes=max(len(move.record.payload) for move in batch))
-        return self._appender.relocate(
-            RelocateJob(described.digest, descriptor, row_key, stored, batch, self._class)
-        )
+        return self._appender.relocate(RelocateJob(described.digest, descriptor, row_key, stored, batch, self._class))
 
     def _encoded(self, batch: Sequence[Move], codec: int, group: Group) -> list[Move]:
         """The batch with raw records encoded; a record that has a codec keeps it."""
