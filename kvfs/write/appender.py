@@ -144,7 +144,7 @@ class Appender:
 
     def __init__(self, context: Context, active: ActiveSegments, stored: Callable[[int], None]) -> None:
         self._c = context
-        self._stored = stored  # told how many bytes were newly stored
+        self._stored = stored  # told how many bytes of blocks were newly stored
         self._active = active
 
     # -- storing -----------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Appender:
         stored = self._publish(job, named, active)
         written = sum(len(r.payload) for r in records)
         self._c.counters.add("bytes_written", written)
-        self._stored(written)
+        self._stored(sum(fmt.align(len(r.payload)) for r in records))
         return stored
 
     def _record(self, job: AppendJob, target: Target) -> Record:

@@ -74,6 +74,26 @@ def test_a_stopped_evictor_costs_its_neighbours_one_deadline(memory_path: Path) 
         assert ns.put(tokens_of(20, 100), pages).stored == 100
 
 
+@pytest.mark.parametrize("nbytes", [1, 64])
+def test_eviction_of_pages_far_below_a_block_relocates_within_its_budget(memory_path: Path, nbytes: int) -> None:
+    """Counted by their bytes, whole segments of them were relocated to free nothing."""
+    big = kvfs.PageLayout.opaque(page_bytes=900 << 10, page_tokens=16)
+    small = kvfs.PageLayout.opaque(page_bytes=nbytes, page_tokens=16)
+    files = Clock()
+    with kvfs.open(memory_path / "store", capacity="16MiB", files=files) as store:
+        store._shared.background.stop()
+        files.seconds = 0.001
+        ns = store.namespace("big", big, revision="r1")
+        for i in range(60):
+            assert ns.put_keys([b"big %02d" % i * 4], bytes(900 << 10)).stored
+        before = store.stats()["counters"].get("pages_carried", 0)
+        ns = store.namespace("small", small, revision="r1")
+        for round_ in range(3):
+            keys = [b"%02d %03d" % (round_, i) * 4 for i in range(300)]
+            assert ns.put_keys(keys, bytes(300 * nbytes)).stored == 300
+        assert store.stats()["counters"].get("pages_carried", 0) - before <= 4 * (256 << 10) // 4096
+
+
 # ---------------------------------------------------------------- quotas of few segments
 
 

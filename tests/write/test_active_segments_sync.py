@@ -139,6 +139,6 @@ def test_imported_pages_are_synced_before_a_put_skips_them(memory_path: Path, le
 
 
 def test_a_close_at_level_batch_syncs_what_was_put_since_the_last_sync(memory_path: Path) -> None:
-    with opened(memory_path, "batch") as (store, ns, files):
+    with opened(memory_path, "batch") as (_, ns, files):
         put(ns, 1)
     assert files.calls["fdatasync"] == 1
