@@ -14,7 +14,6 @@ from kvfs.context import Context
 from kvfs.eviction.policy import RELOCATED_LIFE_US
 from kvfs.eviction.usage import Fragments, Summary, group
 from kvfs.format import segment as fmt
-from kvfs.format.segment import Entry
 from kvfs.index.tables import DROPPED, SegmentRow
 from kvfs.segments.scan import scan_segment
 

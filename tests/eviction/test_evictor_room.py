@@ -17,7 +17,7 @@ from kvfs.directory.config import quota_id
 from kvfs.eviction.reclaimer import Reclaimer
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
-from kvfs.write.active_segments import LANES
+from kvfs.write.active_segments import LANES, NO_ROOM_SECONDS, PROBE_SECONDS
 from kvfs.write.appender import SPACE_SECONDS
 from tests.stores import restored, seeded, tokens_of
 
@@ -145,6 +145,7 @@ def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: p
         seed += 1
     assert SPACE_SECONDS <= files.monotonic() < 2 * SPACE_SECONDS
     assert seed < 20
+    files.advance(NO_ROOM_SECONDS)
     monkeypatch.setattr(files, "sleep", lambda seconds: busy.release())
     assert put(small, "less", seed, 0).stored == 4
 
@@ -168,3 +169,31 @@ def test_an_evictor_that_could_not_remove_segments_evicts_again_when_another_pro
         assert Reclaimer(store._shared.c).reclaim_dropped() > 0, "another process"
         for n in range(40, 400):
             assert ns.put(tokens_of(n, 4), PAGES) == (4, 0, 0, 0, "")
+
+
+# ---------------------------------------------------------------- readers that hold everything
+
+
+def test_readers_that_hold_all_segments_cost_one_wait(memory_path: Path) -> None:
+    files = Clock()
+    with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
+        store._shared.background.stop()
+        ns, pages = store.namespace("model", LAYOUT, revision="r1"), seeded(1, 100 * PAGE)
+        for seed in range(8):
+            assert ns.put(tokens_of(seed, 100), pages).stored == 100
+        store._shared.services().active.finish_all()
+        rows = store._shared.c.index.read(lambda s: s.segments(), 2.0)
+        held = [store._shared.c.segments.acquire(n, row.segment_id, "") for n, row in rows]
+        waited = []
+        for seed in range(20, 26):
+            began = files.monotonic()
+            assert ns.put(tokens_of(seed, 100), pages).reason == "space"
+            waited.append(files.monotonic() - began)
+        assert SPACE_SECONDS <= waited[0] < 2 * SPACE_SECONDS and max(waited[1:]) == 0.0, waited
+        files.advance(NO_ROOM_SECONDS)
+        began = files.monotonic()
+        assert ns.put(tokens_of(30, 100), pages).reason == "space"
+        assert files.monotonic() - began < 2 * PROBE_SECONDS
+        held.clear()
+        files.advance(NO_ROOM_SECONDS)
+        assert ns.put(tokens_of(40, 100), pages).stored == 100
