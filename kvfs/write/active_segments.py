@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -227,11 +227,13 @@ class ActiveSegments:
                 (n, r) for n, r in session.segments_in(ACTIVE)
                 if (r.class_id, r.flags) == wanted and r.tail <= limit and r.owner != self._c.owner
             ]  # fmt: skip
-            return rows[:8], session.generation
+            return rows, session.generation
 
         rows, generation = self._c.index.read(look, COMMIT_SECONDS)
+        assert self._c.liveness is not None
+        is_alive = cache(self._c.liveness.is_alive)
         for number, row in rows:
-            if self._c.liveness is None or self._c.liveness.is_alive(row.owner):
+            if is_alive(row.owner):
                 continue
             take = partial(ledger.adopt, number=number, seen=row, owner=self._c.owner)
             taken = self._c.index.write(take, COMMIT_SECONDS)
