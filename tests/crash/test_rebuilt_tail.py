@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvfs
 from kvfs.format.segment import BLOCK, KIND_NAMESPACE, slots_of_table
+from kvfs.index import ledger
 from kvfs.index.ledger import release_ownership
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
+from kvfs.maintenance import rebuild
 from kvfs.pages.layout import Part
 from kvfs.segments.writer import SegmentWriter
 from kvfs.write.appender import Appender
@@ -132,3 +137,43 @@ def test_a_rebuild_names_no_entry_whose_payload_an_adopter_has_overwritten(
 
 def fails(*_: object) -> None:
     raise OSError(errno.EIO, "no entries")
+
+
+def test_a_segment_is_adopted_however_many_others_are_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvfs.open(tmp_path / "store", capacity="64MiB") as store:
+        ns, core = store.namespace("m", tiny(), "r1"), store._shared
+        live = [bytes([i]) * len(core.c.owner) for i in range(1, 20)]
+        monkeypatch.setattr(core.c.liveness, "is_alive", lambda owner: owner in live)
+        limits = ledger.budget(core.c.settings)
+        for owner in live:
+            core.c.index.write(lambda s, o=owner: ledger.new_segment(s, o[:1] * 16, o, bytes(16), 0, 4096, limits), 2.0)
+        for seed in range(3):
+            assert ns.put(tokens_of(seed, 5), seeded(seed, 5 * TINY_BYTES)).stored == 5
+            assert core.services().active.close()
+        assert len(segment_files(tmp_path / "store")) == 1
+        assert [restored(ns, tokens_of(seed, 5)) == seeded(seed, 5 * TINY_BYTES) for seed in range(3)] == [True] * 3
+
+
+def test_a_rebuild_charges_a_segment_that_was_renamed_after_it_was_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evictor had dropped it in the last generation, and a reader holds it."""
+    fill(tmp_path / "store", "raw", ("m",))
+    [file] = segment_files(tmp_path / "store")
+    held = file.open("rb")
+    fcntl.flock(held, fcntl.LOCK_SH)
+    listed = rebuild._list_all
+
+    def list_all(*args: Any) -> Iterator[Any]:
+        yield from listed(*args)
+        if file.exists():
+            file.rename(tmp_path / "store" / "doomed" / file.name)
+
+    monkeypatch.setattr(rebuild, "_list_all", list_all)
+    with kvfs.open(tmp_path / "store") as store:
+        assert store.wait_ready(10.0)
+        segments = store.stats()["segments"]
+        assert (segments["sealed"], segments["dropped"]) == (0, 1)
+        held.close()
+        store.gc()
+        assert store.stats()["segments"]["dropped"] == 0 and not list((tmp_path / "store" / "doomed").iterdir())
