@@ -197,3 +197,28 @@ def test_readers_that_hold_all_segments_cost_one_wait(memory_path: Path) -> None
         held.clear()
         files.advance(NO_ROOM_SECONDS)
         assert ns.put(tokens_of(40, 100), pages).stored == 100
+
+
+# ---------------------------------------------------------------- files without a row
+
+
+@pytest.mark.parametrize("folder", ["segments", "doomed"])
+def test_segment_files_that_no_row_names_are_charged_and_make_room_first(memory_path: Path, folder: str) -> None:
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB", files=Clock()) as store:
+        store._shared.background.stop()
+        services, ns = store._shared.services(), store.namespace("model", LAYOUT, revision="r1")
+        assert ns.put(tokens_of(1, 4), PAGES).stored == 4
+        used = store.stats()["used_bytes"]
+        unknown = path / folder / f"{'ab' * 16}.kvs"
+        unknown.write_bytes(bytes(MIB))
+        (path / folder / f"{'cd' * 16}.kvs").mkdir()
+        services.evictor.charge_unknown()
+        services.evictor.charge_unknown()
+        assert store.stats()["used_bytes"] >= used + MIB
+        assert store.stats()["counters"]["segments_unknown"] == 1
+        if folder == "segments":
+            assert services.evictor._evict_one() == MIB + 4096 * 2
+        services.evictor.background()
+        assert not unknown.exists() and store.stats()["used_bytes"] == used
+        assert restored(ns, tokens_of(1, 4)) == PAGES
