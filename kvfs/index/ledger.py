@@ -54,6 +54,7 @@ from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 ANY_CLASS = bytes(16)
 QUOTA_BYTES = 8  # of a class id: the quota that pays
 NO_QUOTA = bytes(QUOTA_BYTES)
+MARK_BYTES = 64  # of a purge mark without its bits, one per record, rounded up
 EPOCH_MAX = 0xFFFF_FFFF  # what a table entry can hold
 Step: TypeAlias = Callable[[Session, int, bytes], object]  # a step that the owner takes: (session, number, owner)
 
@@ -116,8 +117,11 @@ def page_limit(settings: Settings) -> int:
 
 
 def charge(file_bytes: int, records: int) -> int:
-    """Bytes that a segment is charged: its file, its access times, and one block for the file's metadata."""
-    return file_bytes + fmt.align(records * STAMP_BYTES + 1) + fmt.BLOCK
+    """Bytes that a segment is charged: its file, its access times, a purge mark, and one block for the file's metadata.
+
+    Each segment is charged for a mark, since a purge needs room for marks in a store that is full.
+    """
+    return file_bytes + fmt.align(records * STAMP_BYTES + 1) + fmt.align(records // 8 + MARK_BYTES) + fmt.BLOCK
 
 
 def new_segment(
