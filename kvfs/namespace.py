@@ -24,7 +24,7 @@ from kvfs.read.reader import Reader
 from kvfs.system.memory_views import byte_view
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
-from kvfs.write.active_segments import SegmentClass
+from kvfs.write.active_segments import RoomWait, SegmentClass
 from kvfs.write.appender import Appender, AppendJob, Outcome, check_pages_fit
 
 if TYPE_CHECKING:
@@ -252,9 +252,9 @@ class Namespace:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to put")
         began = self._c.files.monotonic()
         total = Outcome()
-        limit = len(prompt.hashes)
+        limit, wait = len(prompt.hashes), self._appender.room_wait(segment_class)
         for put in sorted((p for p in puts if p is not None), key=lambda p: p.group.need.kind != "all"):
-            done, limit = self._store(prompt, put, limit, expires, segment_class, attempt)
+            done, limit = self._store(prompt, put, limit, expires, segment_class, attempt, wait)
             for name in ("stored", "skipped", "in_flight", "declined"):
                 setattr(total, name, getattr(total, name) + getattr(done, name))
             total.reason = total.reason or done.reason
@@ -262,8 +262,9 @@ class Namespace:
         return PutResult(total.stored, total.skipped, total.declined, total.in_flight, total.reason)
 
     def _store(
-        self, prompt: Prompt, put: _Put, limit: int, expires: int, segment_class: SegmentClass, attempt: bytes
-    ) -> tuple[Outcome, int]:
+        self, prompt: Prompt, put: _Put, limit: int, expires: int, segment_class: SegmentClass, attempt: bytes,
+        wait: RoomWait,
+    ) -> tuple[Outcome, int]:  # fmt: skip
         """Store one group. Returns the outcome, and the chunk up to which pages of other groups are of use."""
         number, group, part, start, data, pages = put
         end = min(start + pages, limit)
@@ -284,7 +285,7 @@ class Namespace:
             lambda chunk: data[(chunk - start) * size : (chunk - start + 1) * size],
             expires, at_us, attempt, segment_class, codec=self._codec,
         )  # fmt: skip
-        outcome = self._appender.store(job, missing) if missing else Outcome()
+        outcome = self._appender.store(job, missing, wait) if missing else Outcome()
         writing = lookup.found.claimed & ~lookup.found.present
         in_flight = sum(writing >> c & 1 for c in range(start, end))
         skipped = end - start - len(missing) - in_flight

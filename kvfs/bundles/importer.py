@@ -44,7 +44,7 @@ from kvfs.pages.layout import Group, Part
 from kvfs.segments.scan import Scan, read_descriptor, scan_segment
 from kvfs.segments.writer import Record, SegmentWriter
 from kvfs.system.files import Files
-from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
+from kvfs.write.active_segments import ActiveSegments, Declined, RoomWait, SegmentClass
 
 MEMBERS_MAX = 100_000  # files in a bundle
 MANIFEST_BYTES_MAX = 64 << 20
@@ -285,12 +285,12 @@ class Importer:
         missing = self._c.index.read(lambda s: _missing(s, key, records), COMMIT_SECONDS)
         self.report.skipped += len(records) - len(missing)
         segment_class = self._class(pages[0].described, pages[0].entry.expires)
-        deadline = self._c.files.monotonic() + self._pace.space_seconds
+        wait = RoomWait(self._pace.space_seconds)
         try:
             with translate_os_errors(self._c.directory.path), self._active.class_locks.acquire_within(segment_class):
                 while missing:
                     try:
-                        done = self._append(segment_class, missing, key, at_us, deadline)
+                        done = self._append(segment_class, missing, key, at_us, wait)
                     except ledger.StaleWriterError:
                         self._active.close_for_appends(segment_class)
                         raise IndexUnavailableError(
@@ -324,7 +324,7 @@ class Importer:
 
     def _append(
         self, segment_class: SegmentClass, records: list[_Placed],
-        key: Callable[[bytes], bytes], at_us: int, deadline: float,
+        key: Callable[[bytes], bytes], at_us: int, wait: RoomWait,
     ) -> int:  # fmt: skip
         """Append and publish the leading records that fit the active segment; how many."""
         first = records[0][1]
@@ -334,7 +334,7 @@ class Importer:
         fresh = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes)
         everything = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes, len(records))
         writer, generation = self._active.writer(
-            segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), deadline
+            segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), wait
         )
         count, room = len(records), writer.remaining_bytes(ledger.segment_limit(self._c.settings, fresh))
         while count > 1 and writer.need(digest, descriptor, size, leaf_bytes, count) > room:
@@ -350,7 +350,7 @@ class Importer:
             ledger.reserve(session, writer.number, row, allocated, writer.records + count + 8, limits)
             return allocated
 
-        allocated = self._active.with_room(reserve, deadline, segment_class)
+        allocated = self._active.with_room(reserve, wait, segment_class)
         if allocated > writer.allocated:
             writer.grow(allocated)
         made = [
@@ -368,6 +368,9 @@ class Importer:
             for ((head, slot), _), r, at in zip(batch, made, placed, strict=True)
         ]  # fmt: skip
 
+        if self._c.settings.sync != "cache":  # a put that skips a page promises that it is stored
+            self._active.sync(writer)
+
         def commit(session: Session) -> Named:
             row = ledger.own_segment(session, writer.number, self._c.owner, generation)
             session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())  # see ``writer``
@@ -380,7 +383,6 @@ class Importer:
 
         stored = self._c.index.write(commit, COMMIT_SECONDS)
         self._active.note_use(segment_class)
-        self._active.note_dirty(segment_class)
         self.report.stored += stored.records
         self._c.counters.add("pages_imported", stored.records)
         self.report.skipped += count - stored.records

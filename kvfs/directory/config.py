@@ -25,6 +25,7 @@ SEGMENT_MIN, SEGMENT_MAX = 256 * KIB, 4 * GIB
 SEGMENTS_MIN = 8  # segments that must fit into the capacity
 INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
 OVERHEAD_BYTES = 1 * MIB  # reserved for small files: super, settings, access times, liveness, LMDB's second file
+PIN_FILES_SHARE = 1024  # one in so many bytes of the capacity is reserved for the files of pins
 DURATION_MAX = 1e12  # seconds
 TOML_BYTES_MAX = 256 * KIB  # of kvfs.toml
 DOTS_MAX = 100  # of a line: tomllib's time for a dotted key grows with the square of its parts
@@ -93,7 +94,12 @@ class Settings:
     @property
     def segments_bytes_max(self) -> int:
         """What all segments may have allocated: the capacity minus the index and small files."""
-        return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES
+        return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES - self.capacity_bytes // PIN_FILES_SHARE
+
+    @property
+    def pin_files_bytes(self) -> int:
+        """What the files of all pins may have allocated: a quarter of the overhead, and a share of the capacity."""
+        return OVERHEAD_BYTES // 4 + self.capacity_bytes // PIN_FILES_SHARE
 
     @property
     def reserve_bytes(self) -> int:

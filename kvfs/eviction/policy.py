@@ -39,7 +39,7 @@ RELOCATED_LIFE_US = 3 * SCALE_US
 AGE_POWER = 1.5
 #: A fragment is relocated if its loss per byte is at least this many times the store's average.
 RELOCATE_WORTH = 2.0
-#: Bytes that may be relocated per byte that is newly stored.
+#: Bytes that may be relocated per byte that is newly stored, both in whole blocks.
 WRITE_BUDGET = 0.05
 #: Most that the write budget saves up, in segments: it grows while the store fills and nothing is relocated.
 BUDGET_SEGMENTS = 4

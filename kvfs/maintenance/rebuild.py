@@ -139,7 +139,8 @@ def build(
         marks = PurgeMarks(directory)
         marked = marks.ids()
         # newest first: of two records of one page, the first that is published wins
-        for listed in sorted(_list_all(directory, report), key=lambda x: -x.created_us):
+        found = {listed.name: listed for listed in _list_all(directory, report)}  # renamed meanwhile: listed twice
+        for listed in sorted(found.values(), key=lambda x: -x.created_us):
             segment_id = bytes.fromhex(listed.name[:32])
             mark = marks.read(segment_id) if segment_id in marked else None
             with _SegmentBuilder(directory, listed, settings, store_id, alone, report, now_s, mark) as builder:
@@ -187,6 +188,7 @@ class _SegmentBuilder:
         self, directory: Directory, listed: _Listed, settings: Settings, store_id: bytes, alone: bool,
         report: Report, now_s: int, mark: PurgeMark | None,
     ) -> None:  # fmt: skip
+        self._directory = directory
         self._files: Files = directory.files
         self._listed = listed
         self._folder = directory.sub(listed.folder)
@@ -215,7 +217,7 @@ class _SegmentBuilder:
         """One callable per transaction. A segment that cannot be read is charged, and gets no rows."""
         scan = None
         try:
-            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
+            self._open()
             if self._mode.direct:  # tables only: no readahead of payloads
                 self._files.random_access(self._fd)
             scan = scan_segment(self._fd, self._files)
@@ -252,6 +254,14 @@ class _SegmentBuilder:
             yield partial(self._publish, entries=batch)
             done += len(batch)
         self._report.unnamed += len(entries) - done
+
+    def _open(self) -> None:
+        """Open the segment; FileNotFoundError if it was reclaimed since it was listed."""
+        try:
+            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
+        except FileNotFoundError:  # an evictor that dropped it in the last generation may have renamed it
+            self._listed, self._folder = self._listed._replace(folder="doomed"), self._directory.sub("doomed")
+            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
 
     def _size_step(self, session: Session) -> None:
         """Set the size of the next commit. LMDB copies each leaf that changes: the less room, the smaller the commits.

@@ -84,6 +84,7 @@ class StoreServices:
             PeriodicTask("evict", 0.25, self.evictor.background),
             PeriodicTask("expire", 5.0, self.evictor.expire),
             PeriodicTask("missing", 1.0, self.evictor.drop_missing, after=1.0),
+            PeriodicTask("unknown", 60.0, self.evictor.charge_unknown, after=5.0),
             PeriodicTask("sync", 1.0, self.sync),
             PeriodicTask("tidy", 2.0, self.active.tidy),
             PeriodicTask("sweep", 0.5, self.evictor.sweep),
