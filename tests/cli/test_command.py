@@ -24,6 +24,7 @@ import pytest
 import kvfs
 from kvfs.cli.app import App, complete_namespaces, complete_pins
 from kvfs.cli.main import run
+from kvfs.cli.output import Output
 from kvfs.maintenance.recompress import Recompressed
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
@@ -198,6 +199,8 @@ def on_a_terminal(arguments: list[str], answer: bytes = b"", **variables: str) -
         stderr=side, start_new_session=True,
     )  # fmt: skip
     os.close(side)
+    killer = threading.Timer(60, child.kill)
+    killer.start()
     if answer:
         os.write(main, answer)
     seen = b""
@@ -210,6 +213,7 @@ def on_a_terminal(arguments: list[str], answer: bytes = b"", **variables: str) -
             break
         seen += piece
     os.close(main)
+    killer.cancel()
     return child.wait(30), seen.decode()
 
 
@@ -226,12 +230,30 @@ def test_headings_are_bold_on_a_terminal_unless_no_color(store: Path) -> None:
     assert "\x1b" not in called("-C", str(store), "ls").stdout
 
 
+def test_names_that_look_like_headings_are_listed_at_once(store: Path) -> None:
+    names = ["SYSTEM", "customer-support-bot-system-prompt-2026", "AAA" + 60 * " " + "x"]
+    with kvfs.open(store) as s:
+        ns = s.namespace("alpha", tiny(), "9213176")
+        assert [s.pin(name, ns, tokens_of(1, 10)) for name in names] == [160, 160, 160]
+    code, seen = on_a_terminal(["-C", str(store), "pin", "ls"])
+    assert code == 0 and all(name in seen for name in names)
+    assert seen.count("\x1b[1m") == 1 and "\x1b[1mPIN " in seen
+
+
 def test_names_from_the_store_reach_no_terminal_as_control_sequences(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB"):
         pass
     (store_path / "segments" / "\x1b[2Jx").write_bytes(b"")
     done = called("-C", str(store_path), "verify")
     assert done.returncode == 3 and "\x1b" not in done.stdout and "?[2Jx" in done.stdout
+
+
+def test_a_question_shows_no_control_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(click, "confirm", lambda question, **_: asked.append(question) or True)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    Output().confirm("Remove x\x1b]0;pwn\x07\n\u202ey?", yes=False)
+    assert asked == ["Remove x?]0;pwn???y?"]
 
 
 def test_read_only_changes_nothing(store: Path) -> None:
@@ -440,6 +462,14 @@ def test_completion_offers_commands_and_namespaces(store: Path) -> None:
 
     assert "plain,verify" in complete("kvfs ver")
     assert "plain,alpha" in complete("kvfs ls a")
+    with kvfs.open(store) as s:
+        for name in ("a;touch${IFS}x;", "$(x)", "a b", "-rf", "org/model-7B@v1.0:q_4+x"):
+            ns = s.namespace(name, tiny(), "9213176")
+            ns.put(tokens_of(1, 2), seeded(1, 2 * TINY_BYTES))
+            assert s.pin(name, ns, tokens_of(1, 2)) == 32
+    for words in ("kvfs ls ", "kvfs unpin "):
+        offered = [line for line in complete(words).splitlines() if line not in ("plain,alpha", "plain,ls")]
+        assert offered == ["plain,org/model-7B@v1.0:q_4+x"]
 
 
 def test_completion_does_not_wait_for_the_index(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
