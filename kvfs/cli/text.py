@@ -53,7 +53,7 @@ def printable(text: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
-    """Aligned columns, with a ``Heading``; ``right`` has an r at the position of each column that is aligned to the right."""
+    """Aligned columns below a ``Heading``; ``right`` has an r at the position of each right-aligned column."""
     cells = [list(heads), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
     lines = []

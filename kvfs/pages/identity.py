@@ -114,6 +114,12 @@ class Described:
     layout: PageLayout
     body: Mapping[str, Any]
 
+    def is_named(self, ref: str) -> bool:
+        """Whether ``ref`` is its name, name@revision (or its beginning), or 6 or more digits of its digest."""
+        name, at, revision = ref.rpartition("@")
+        digits = len(ref) >= 6 and self.digest.hex().startswith(ref)
+        return ref == self.name or digits or (bool(at) and name == self.name and self.revision.startswith(revision))
+
     @property
     def label(self) -> str:
         """Name and the beginning of the revision."""
