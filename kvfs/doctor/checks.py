@@ -137,6 +137,26 @@ def _permissions(directory: Directory) -> Iterator[Finding]:
         yield Finding("permissions", WARN, f"{detail}: this user may only read", "run as the owner or in the group")
     else:
         yield Finding("permissions", OK, detail)
+    foreign = _foreign(directory, st, shared=mode & 0o070 == 0o070)
+    if foreign:
+        yield Finding(
+            "owners", BAD, f"{len(foreign)} files are another user's: the owner may lack access ({', '.join(foreign[:4])})",
+            f"as root: chown -R {st.st_uid}:{st.st_gid} {directory.path}",
+        )  # fmt: skip
+
+
+def _foreign(directory: Directory, root: os.stat_result, *, shared: bool) -> list[str]:
+    """Files of another owner than the store's directory; in a shared store, of another group."""
+    found = []
+    for folder, _, names, fd in os.fwalk(".", dir_fd=directory.root, follow_symlinks=False):
+        if folder.startswith("./import"):  # of other programs
+            continue
+        for name in (".", *names):
+            with contextlib.suppress(OSError):
+                st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if st.st_gid != root.st_gid if shared else st.st_uid != root.st_uid:
+                    found.append(repr(os.path.normpath(os.path.join(folder, name))))
+    return found
 
 
 def _limits(directory: Directory) -> Iterator[Finding]:
