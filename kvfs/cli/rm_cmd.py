@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,13 +12,24 @@ from kvfs.cli import text
 from kvfs.cli.app import App, common, complete_namespaces, namespace_option
 from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
 
+if TYPE_CHECKING:
+    from kvfs.catalog.catalog import NamespaceInfo
+
+
+def _is_of_engine(info: NamespaceInfo) -> bool:
+    """Whether vLLM stored it: the salts of its requests are in chunk hashes only, so all tenants share a namespace."""
+    extra = info.described.body["extra"]
+    return info.pages > 0 and isinstance(extra, dict) and extra.get("engine") == "vllm"
+
 
 @click.command("rm")
 @click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...", shell_complete=complete_namespaces)
 @click.option(
     "--prompt", metavar="FILE", help="Only the chunks of this prompt; with -n. Includes heads that other prompts share."
 )
-@click.option("--tenant", is_flag=True, help="Everything stored under the salt in $KVFS_SALT.")
+@click.option(
+    "--tenant", is_flag=True, help="Everything stored under the salt in $KVFS_SALT (not under a request's cache_salt)."
+)
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @namespace_option
@@ -32,7 +44,7 @@ def rm_command(
 
     Refused while a pin protects some of it. The bytes stay on disk until their segments are reclaimed.
     """
-    from kvfs.catalog.catalog import NamespaceInfo
+    from kvfs.catalog.catalog import NamespaceInfo, NotFoundError
     from kvfs.errors import ConfigError
     from kvfs.pages.identity import salt_digest
 
@@ -76,6 +88,15 @@ def rm_command(
             data["pages"] = sum(r.pages for r in results)
             data["segments_dropped"] = sum(r.segments_dropped for r in results)
             data["bytes_freed"] = sum(r.bytes_freed for r in results)
+    if tenant:
+        engines = sorted({i.label for i in infos.values() if _is_of_engine(i)})
+        salted = f"; cache_salt of requests to vLLM is not looked for in {', '.join(engines)}: remove these" * bool(
+            engines
+        )
+        if not data["pages"]:
+            raise NotFoundError(f"nothing is stored under the salt in $KVFS_SALT{salted}")
+        if salted:
+            app.out.note(salted[2:])
 
     def lines() -> Iterable[str]:
         if dry_run:

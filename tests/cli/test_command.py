@@ -336,6 +336,22 @@ def test_a_salted_namespace_needs_its_salt(store_path: Path, tmp_path: Path) -> 
         assert done.returncode == 2 and "salt" in done.stderr and "secret" not in done.stderr
     done = called("-C", str(store_path), "rm", "--tenant", "-y", "--json", KVFS_SALT="secret")
     assert json.loads(done.stdout)["pages"] == 4
+    done = called("-C", str(store_path), "rm", "--tenant", "-y", KVFS_SALT="secret")
+    assert done.returncode == 1 and "nothing is stored under the salt" in done.stderr
+
+
+def test_rm_of_a_tenant_says_that_it_does_not_reach_the_salts_of_an_engines_requests(store_path: Path) -> None:
+    tokens, pages = tokens_of(3, 4), seeded(3, 4 * TINY_BYTES)
+    with kvfs.open(store_path, capacity="64MiB") as s:
+        engine = s.namespace("llama", tiny(), "9213176", extra={"engine": "vllm"})
+        engine.put(tokens, pages, extra={0: b"digest of cache_salt"})
+    arguments = ("-C", str(store_path), "rm", "--tenant", "-y")
+    done = called(*arguments, KVFS_SALT="secret")
+    assert done.returncode == 1 and "cache_salt" in done.stderr and "llama@9213176" in done.stderr
+    with kvfs.open(store_path) as s:
+        s.namespace("beta", tiny(), "9213176", salt="secret").put(tokens, pages)
+    done = called(*arguments, KVFS_SALT="secret")
+    assert done.returncode == 0 and "removed 4 pages" in done.stdout and "llama@9213176" in done.stderr
 
 
 def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, tmp_path: Path) -> None:
