@@ -27,9 +27,7 @@ def _is_of_engine(info: NamespaceInfo) -> bool:
 @click.option(
     "--prompt", metavar="FILE", help="Only the chunks of this prompt; with -n. Includes heads that other prompts share."
 )
-@click.option(
-    "--tenant", is_flag=True, help="Everything stored under the salt in $KVFS_SALT (not under a request's cache_salt)."
-)
+@click.option("--tenant", is_flag=True, help="Everything stored under the salt in $KVFS_SALT.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @namespace_option
@@ -90,13 +88,11 @@ def rm_command(
             data["bytes_freed"] = sum(r.bytes_freed for r in results)
     if tenant:
         engines = sorted({i.label for i in infos.values() if _is_of_engine(i)})
-        salted = f"; cache_salt of requests to vLLM is not looked for in {', '.join(engines)}: remove these" * bool(
-            engines
-        )
+        other = f"vLLM's cache_salt is not looked for, and may be in {', '.join(engines)}" if engines else ""
         if not data["pages"]:
-            raise NotFoundError(f"nothing is stored under the salt in $KVFS_SALT{salted}")
-        if salted:
-            app.out.note(salted[2:])
+            raise NotFoundError("nothing is stored under the salt in $KVFS_SALT" + (f"; {other}" if other else ""))
+        if other:
+            app.out.note(other)
 
     def lines() -> Iterable[str]:
         if dry_run:

@@ -140,7 +140,7 @@ def _permissions(directory: Directory) -> Iterator[Finding]:
     foreign = _foreign(directory, st, shared=mode & 0o070 == 0o070)
     if foreign:
         yield Finding(
-            "owners", BAD, f"{len(foreign)} files are another user's: the owner may lack access ({', '.join(foreign[:4])})",
+            "owners", BAD, f"{len(foreign)} files are of other users, not the owner's ({', '.join(foreign[:4])})",
             f"as root: chown -R {st.st_uid}:{st.st_gid} {directory.path}",
         )  # fmt: skip
 
