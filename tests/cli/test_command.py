@@ -163,6 +163,47 @@ def test_an_interrupt_is_130_without_a_traceback_and_leaves_the_index_clean(
     assert json.loads((store / "state").read_text())["clean"]
 
 
+HUNG = """
+import signal, sys, time
+import click
+from kvfs.cli import main
+main.CLEANUP_SECONDS = 0.4
+
+@click.command()
+def hung():
+    {hang}
+
+main.cli.get_command = lambda ctx, name: hung
+sys.argv = ["kvfs", "ls"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "hang",
+    [
+        # as in a system call that waits for a disk, the signal stays pending
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); print('ready', flush=True); time.sleep(60)",
+        "\n    try: print('ready', flush=True); time.sleep(60)\n    finally: time.sleep(60)",
+    ],
+    ids=["call", "cleanup"],
+)
+def test_an_interrupt_ends_a_command_that_waits_for_a_disk(number: int, hang: str) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HUNG.format(hang=hang)], env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(number)
+        _, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == 130 and err == "kvfs: interrupted, without a cleanup: the disk does not answer\n"
+
+
 def test_a_reader_that_closes_its_end_ends_the_command_quietly(store: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "{sys.executable}" -m kvfs.cli.main -C {store} stats --json | true'],
