@@ -27,6 +27,7 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.index.gate import Gate
 from kvfs.index.generation_files import State, keep_slack, read_state, write_state
 from kvfs.index.lmdb_files import begin, discard_generation, open_environment, open_tables
+from kvfs.index.native_session import NativeIndex, NativeSession
 from kvfs.index.session import Session, Tables
 from kvfs.system.files import SHORT_OF, boot_id
 from kvfs.system.worker import Worker
@@ -72,6 +73,7 @@ class Index:
         self._worker = Worker("kvfs-index")
         self._env: lmdb.Environment | None = None
         self._tables: Tables | None = None
+        self._native: NativeIndex | None = None  # for lookups, where there is a compiled library
         self._users = -1
         self._current: tuple[int, ...] | None = None
         self._broken_until = 0.0
@@ -88,6 +90,11 @@ class Index:
 
     def write(self, function: Callable[[Session], T], timeout: float) -> T:
         return self._submit(function, timeout, write=True)
+
+    def native_session(self) -> NativeSession | None:
+        """For a lookup in the caller's thread; None where only the index thread can do it."""
+        native = self._native
+        return None if native is None or self._closed else native.session()
 
     def is_missing(self, timeout: float) -> bool:
         """Whether no generation may be trusted; False if that cannot be told in time."""
@@ -178,6 +185,7 @@ class Index:
             raise self._open_error(name, exc) from None
         try:
             self._open_in(folder, name)
+            self._native = NativeIndex.open(self._directory, folder, name, current)
         except (OSError, lmdb.Error) as exc:
             self._close_environment()
             raise self._open_error(name, exc) from None
@@ -332,6 +340,7 @@ class Index:
                 keep_slack(self._directory, self.generation, self._map_size)
 
     def _close_environment(self) -> None:
+        self._close_native()
         env, self._env, self._tables, self._current = self._env, None, None, None
         if env is not None:
             env.close()
@@ -339,6 +348,11 @@ class Index:
             with contextlib.suppress(OSError):
                 self._files.close(self._users)
             self._users = -1
+
+    def _close_native(self) -> None:
+        native, self._native = self._native, None
+        if native is not None:
+            native.close()
 
     def close(self, timeout: float = 5.0) -> None:
         """Close; the last user leaves the index clean, so that the next one does not have to rebuild it."""
@@ -367,6 +381,7 @@ class Index:
 
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors without unlocking what the parent holds."""
+        self._close_native()
         env, self._env = self._env, None
         if env is not None:
             with contextlib.suppress(Exception):
