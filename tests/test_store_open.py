@@ -37,8 +37,10 @@ from kvfs import (
     StoreNotFoundError,
     StoreReadOnlyError,
 )
+from kvfs.directory import config_file
 from kvfs.directory.config import make_settings, parse_duration, parse_size, parse_toml, to_toml
 from kvfs.directory.root import _canonical
+from kvfs.doctor.checks import diagnose
 from kvfs.errors import IndexUnavailableError
 from kvfs.format.checksums import checksum
 from kvfs.runtime import registry
@@ -640,6 +642,33 @@ def test_a_member_of_the_group_may_use_a_shared_store(open_path: Path) -> None:
 
         assert run_child(member, uid=NO_OWNER) == (True, 1)
         assert restored(store.namespace("m", tiny(), revision="r1"), tokens_of(2, 1)) == seeded(2, TINY_BYTES)
+
+
+@pytest.mark.needs_root("another user is needed")
+@pytest.mark.parametrize("mode", [0o700, 0o2770])
+def test_what_root_writes_belongs_to_the_owner_of_the_store(open_path: Path, mode: int) -> None:
+    path = open_path / "store"
+    path.mkdir()
+    os.chown(path, NO_OWNER, NO_OWNER)
+    path.chmod(mode)
+
+    def owner(capacity: str | None = None) -> str:
+        with kvfs.open(path, capacity=capacity) as theirs:
+            assert serves(theirs) or theirs.namespace("m", tiny(), revision="r1").put(TOKENS, PAGES).stored == CHUNKS
+            return str(theirs.stats()["index"]["generation"])
+
+    generation = run_child(lambda: owner("64MiB"), uid=NO_OWNER)
+    (path / "purged").rmdir()
+    config_file.change(str(path), "sync", "batch", Files())
+    with kvfs.open(path) as store:
+        ns = store.namespace("root", tiny(), revision="r1")
+        assert ns.put(TOKENS, PAGES).stored == CHUNKS and store.pin("p", ns, TOKENS)
+    found = [path, *path.rglob("*")]
+    assert {(p.stat().st_uid, p.stat().st_gid) for p in found} == {(NO_OWNER, NO_OWNER)}
+    assert run_child(owner, uid=NO_OWNER) == generation
+    os.chown(path / "kvfs.toml", 0, 0)
+    findings = {f.check: f for f in diagnose(str(path), Files())}
+    assert findings["owners"].status == "bad" and "kvfs.toml" in findings["owners"].detail
 
 
 @contextmanager

@@ -93,6 +93,13 @@ class Directory:
             self.files.close(self.root)
         self.root = -1
 
+    def opener(self, path: str, flags: int) -> int:
+        """``opener`` for a file with stored pages: private, but a shared store's in a folder of a group is readable by
+        that group."""
+        mode = os.stat(os.path.dirname(os.path.abspath(path))).st_mode
+        shared = self.file_mode & 0o060 and mode & 0o2070 == 0o2070
+        return os.open(path, flags, 0o640 if shared else 0o600)
+
     # -- small files -------------------------------------------------------------------------
 
     def read_small(self, name: str, limit: int, *, sub: str = "") -> bytes | None:
@@ -381,9 +388,3 @@ def filesystem_of(path: str) -> str | None:
             return found
     except (OSError, ValueError, IndexError):
         return None
-
-
-def private(path: str, flags: int) -> int:
-    """``opener`` for a file with stored pages: private, but readable by the group in a folder of the group."""
-    mode = os.stat(os.path.dirname(os.path.abspath(path))).st_mode
-    return os.open(path, flags, 0o640 if mode & 0o2070 == 0o2070 else 0o600)

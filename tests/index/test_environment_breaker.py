@@ -47,6 +47,7 @@ def test_no_caller_waits_while_the_breaker_is_open(
 ) -> None:
     index, ns, release = store._shared.c.index, store.namespace("m", tiny(), revision="r1"), threading.Event()
     monkeypatch.setattr("kvfs.system.worker.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(type(index), "native_session", lambda _: None)  # which would answer without the index thread
     with open(Path(store.path) / "gate") as gate:
         if cause == "the index thread hangs":
             index._worker.submit(lambda: release.wait(60))
