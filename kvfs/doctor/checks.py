@@ -20,7 +20,7 @@ from kvfs.directory import config, io_mode
 from kvfs.directory.liveness import FOREIGN_FRESH_SECONDS, census
 from kvfs.directory.root import GOOD_FILESYSTEMS, Directory, filesystem_of
 from kvfs.directory.watch import probe
-from kvfs.errors import ConfigError, KvfsError
+from kvfs.errors import ConfigError, CorruptError, KvfsError
 from kvfs.system.files import Files, boot_id
 from kvfs.system.memory_limits import cgroup_limit, memory_available
 
@@ -51,7 +51,8 @@ def diagnose(path: str, files: Files) -> list[Finding]:
         except KvfsError as exc:
             if exc.exit_code == 10:
                 raise
-            found = [Finding("format", BAD, str(exc), "use the kvfs that wrote it, or start with an empty directory")]
+            remedy = "use the kvfs that wrote it, or start with an empty directory"
+            found = [Finding("format", BAD, str(exc), "" if isinstance(exc, CorruptError) else remedy)]
         for check in (
             _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _processes, _locks, _index,
             _leftovers, _drop_folder, _watch, _page_cache,

@@ -11,7 +11,7 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.format.codec import fits
-from kvfs.index.row_updates import forget_place
+from kvfs.index.row_updates import forget
 from kvfs.index.rows import Place
 from kvfs.lookup.prefix_match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
 from kvfs.pages.chunk_set import span
@@ -215,11 +215,11 @@ class Reader:
         """Remove bad records from the index, so that the next lookup misses and the page can be stored again."""
         if not bad or self._c.liveness is None:
             return
-        wrong = set(bad)
+        wrong = dict.fromkeys(bad, match.namespace)
         keys = {hit.key for hit in gm.hits}
         with contextlib.suppress(IndexUnavailableError):
             self._c.index.write(
-                lambda s: forget_place(s, keys, wrong) if s.generation == match.generation else 0, COMMIT_SECONDS
+                lambda s: forget(s, keys, wrong) if s.generation == match.generation else None, COMMIT_SECONDS
             )
 
     @contextlib.contextmanager

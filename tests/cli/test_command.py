@@ -234,6 +234,16 @@ def test_names_from_the_store_reach_no_terminal_as_control_sequences(store_path:
     assert done.returncode == 3 and "\x1b" not in done.stdout and "?[2Jx" in done.stdout
 
 
+def test_verify_repairs_a_store_without_its_super_file(store: Path) -> None:
+    listed = called("-C", str(store), "ls").stdout
+    (store / "super").unlink()
+    for arguments in (("ls",), ("init", "--capacity", "64MiB"), ("verify",)):
+        done = called("-C", str(store), *arguments)
+        assert done.returncode == 90 and "verify --repair" in done.stderr
+    assert called("-C", str(store), "verify", "--repair").returncode == 0
+    assert called("-C", str(store), "ls").stdout == listed
+
+
 def test_read_only_changes_nothing(store: Path) -> None:
     def files() -> dict[str, tuple[int, int]]:
         found = (p for p in store.rglob("*") if p.is_file())
