@@ -37,7 +37,7 @@ from kvfs.write.active_segments import ActiveSegments
 
 T = TypeVar("T")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.kvs\Z")
-LOCK_SECONDS = 30.0  # longest wait for the evictors' lock: an eviction or another purge may run
+LOCK_SECONDS = 10.0  # longest wait for the evictors' lock: an eviction or another purge may run
 KEYS_PER_HOLD = 128  # index rows per transaction, so that writers wait little
 
 
