@@ -6,10 +6,10 @@ equal time across segments means "used together last time", and the chunk indice
 differ by segment do no harm, but links between segments are lost. For each segment and access time (a fragment,
 ``kvfs.eviction.usage``):
 
-    hazard = (1 + age / 50 s) ** -1.5 x sqrt(1 + life / 50 s); 0 if the last use is in the future, that is, written by
-             a clock that was wrong: unknown times count as older than all others. age: since its last use; life, by record: from its
+    hazard = (1 + age / 50 s) ** -1.5 x sqrt(1 + life / 50 s); age: since its last use; life, by record: from its
              writing to its last use, at most an hour, at least 150 s for relocated records. In a store that turns
-             over quickly a quarter of the oldest page's age stands in place of the age's 50 s
+             over quickly a quarter of the oldest page's age stands in place of the age's 50 s. 0 for a last use in
+             the future: the clock was wrong, and an unknown time counts as older than all known ones
     loss   = hazard x bytes, summed over the fragment and all later fragments of that access time, in whatever
              segment: they become unreachable with it. A fragment behind a gap in the chunk indices is unreachable:
              loss 0.
