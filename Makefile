@@ -28,13 +28,15 @@ DEMO_STAMP := $(VENV)/.stamp-transformers
 TEST_STAMP := $(VENV)/.stamp-$(subst $(comma),-,$(TEST_EXTRAS))
 DEV_STAMP  := $(VENV)/.stamp-dev
 
-.PHONY: help demo test test-slow test-vllm lint format bench install clean
+.PHONY: help demo test test-slow test-vllm native native-check lint format bench install clean
 
 help:
 	@echo "make demo     save a prompt's KV cache, load it in a new process (CPU is enough)"
 	echo "make test     the tests to run before a commit (PYTEST_ARGS='-k name')"
 	echo "make test-slow   the tests marked slow"
 	echo "make test-vllm  the tests with a real vLLM (CPU build, 3.4 GB, in $(VLLM_VENV))"
+	echo "make native   compile the native library into kvfs/native (a C compiler is needed)"
+	echo "make native-check  the tests of native/ in C, under sanitizers"
 	echo "make lint     ruff and mypy"
 	echo "make format   let ruff rewrite the files"
 	echo "make bench    tools/bench.py                  (BENCH_ARGS=...)"
@@ -75,6 +77,17 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.txt
 	$(VLLM_PIP) --no-deps --no-build-isolation -e .
 	touch "$@"
 
+# Without a compiler, everything works in Python. The tests say which one they ran with.
+NATIVE_LIB := kvfs/native/_kvfs_native.so
+$(NATIVE_LIB): $(wildcard native/*.c native/*.h) tools/build_native.py
+	@$(PYTHON) -m tools.build_native || echo "going on without the native library"
+
+native:
+	@$(PYTHON) -m tools.build_native
+
+native-check:
+	@$(PYTHON) -m tools.build_native --check
+
 install: $(DEMO_STAMP) $(TEST_STAMP) $(DEV_STAMP)
 
 demo: $(DEMO_STAMP)
@@ -83,10 +96,10 @@ demo: $(DEMO_STAMP)
 # Tests are independent of each other: several processes share them.
 PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist worksteal
 
-test: $(TEST_STAMP)
+test: $(TEST_STAMP) $(NATIVE_LIB)
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(TEST_STAMP)
+test-slow: $(TEST_STAMP) $(NATIVE_LIB)
 	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
@@ -101,7 +114,7 @@ format: $(DEV_STAMP)
 	@$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(DEMO_STAMP)
+bench: $(DEMO_STAMP) $(NATIVE_LIB)
 	@$(PY) tools/bench.py $(BENCH_ARGS)
 
 clean:

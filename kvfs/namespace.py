@@ -16,6 +16,7 @@ from kvfs.lookup.matcher import Matcher
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.lookup.prompt_pages import PromptPages, chain_of, prompt_of_keys
 from kvfs.lookup.search import Prompt
+from kvfs.pages.chunk_hash import ChunkHashes
 from kvfs.pages.chunk_set import members, span
 from kvfs.pages.identity import Identity, salt_digest
 from kvfs.pages.layout import Group, PageLayout, Part
@@ -178,7 +179,7 @@ class Namespace:
 
     def chunk_hashes(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None) -> list[bytes]:
         """Hashes (32 bytes) of the full chunks of a prompt: each identifies the whole prefix up to its end."""
-        return self._chain(token_ids, extra)
+        return list(self._chain(token_ids, extra))
 
     def plan_save(
         self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
@@ -362,7 +363,7 @@ class Namespace:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _chain(self, token_ids: TokensLike, extra: ExtraKeys | None, leave: int = 0) -> list[bytes]:
+    def _chain(self, token_ids: TokensLike, extra: ExtraKeys | None, leave: int = 0) -> ChunkHashes:
         return chain_of(self._c, self.identity, token_ids, leave, extra).all()
 
     def _key_prompt(self, keys: Sequence[bytes]) -> Prompt:

@@ -27,8 +27,11 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_report_header() -> str:
-    return "vllm: installed" if HAS_VLLM else "vllm: not installed, tests/vllm are left out (make test-vllm runs them)"
+def pytest_report_header() -> list[str]:
+    from kvfs.native import library
+
+    vllm = "installed" if HAS_VLLM else "not installed, tests/vllm are left out (make test-vllm runs them)"
+    return [f"vllm: {vllm}", f"native library: {library.state()}"]
 
 
 @pytest.fixture
@@ -45,6 +48,16 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="kvfs-test-", dir="/dev/shm", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def python_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the native library: what a test counts or disturbs is in the Python path."""
+    from kvfs.index.environment import Index
+    from kvfs.native import library
+
+    monkeypatch.setattr(library, "loaded", lambda: None)
+    monkeypatch.setattr(Index, "native_session", lambda self: None)  # of stores that are open already
 
 
 @pytest.fixture

@@ -330,6 +330,7 @@ def test_a_plan_leaves_out_what_is_stored_behind_a_gap(ns: kvfs.Namespace) -> No
     assert ns.plan_save(first).missing == {"full": tuple(range(32))}
 
 
+@pytest.mark.usefixtures("python_only")
 def test_a_plan_of_a_long_prompt_is_few_trips_to_the_index(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(ns, 1, 2)
     trips, read = [], ns._c.index.read

@@ -8,14 +8,17 @@ from typing import NamedTuple, TypeVar
 
 from kvfs.context import LOOKUP_SECONDS, Context
 from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.index.native_session import NativeSession
 from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
 from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch, restorable, used_ranges
 from kvfs.lookup.search import Found, GroupLookup, Prompt, search, walk_all
+from kvfs.native.index_walker import HandOverError, MovedError
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.open_segments import OpenSegment
 
 T = TypeVar("T")
+NATIVE_TRIES = 4  # while others write, there may be a commit between any two native calls
 
 
 class Matcher:
@@ -31,8 +34,8 @@ class Matcher:
         self._c = context
         self._digest, self._layout = digest, layout
         self._tiers = tiers
-        self._parts_of: dict[int, tuple[Part, ...]] = {}  # by group, at ``_parts_at``; for the index thread alone
-        self._parts_at: object = None
+        #: state of the index, parts by group in it; replaced as a whole, because several threads look up
+        self._parts_known: tuple[object, dict[int, tuple[Part, ...]]] = None, {}
 
     def match(self, prompt: Prompt, wants: Sequence[Part]) -> PrefixMatch:
         """Longest restorable prefix; ``wants``: the rectangle wanted of each group."""
@@ -63,22 +66,39 @@ class Matcher:
     def count_unavailable(self, exc: IndexUnavailableError) -> None:
         self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
 
-    def use_parts(self, session: Session, lookups: Mapping[int, GroupLookup]) -> None:
+    def use_parts(self, session: Session | NativeSession, lookups: Mapping[int, GroupLookup]) -> None:
         """Tell lookups, by group number, which parts their groups have."""
         for number, lookup in lookups.items():
             lookup.use_parts(self._parts(session, number))
 
-    def _parts(self, session: Session, number: int) -> tuple[Part, ...]:
+    def _parts(self, session: Session | NativeSession, number: int) -> tuple[Part, ...]:
         """Parts of a group; read again after every commit of any process."""
-        if self._parts_at != session.state:
-            self._parts_at, self._parts_of = session.state, {}
-        parts = self._parts_of.get(number)
+        state, (known_at, known) = session.state, self._parts_known
+        if known_at != state:
+            known = {}
+            self._parts_known = state, known
+        parts = known.get(number)
         if parts is None:
             packed = session.parts(self._digest, number)
-            parts = self._parts_of[number] = tuple(p for p in map(_unpack_part, packed) if p is not None)
+            parts = known[number] = tuple(p for p in map(_unpack_part, packed) if p is not None)
         return parts
 
-    def read(self, function: Callable[[Session], T]) -> T:
+    def read(self, function: Callable[[Session | NativeSession], T]) -> T:
+        """Run a step of a lookup: natively in this thread, or else in the index thread.
+
+        A step that the native library hands over is run again from what it had found.
+        """
+        for _ in range(NATIVE_TRIES):
+            native = self._c.index.native_session()
+            if native is None:
+                break
+            try:
+                return function(native)
+            except MovedError:
+                continue
+            except HandOverError as exc:
+                self._c.counters.add(f"native_{exc}")
+                break
         return self._c.index.read(function, LOOKUP_SECONDS)
 
     def stored(self, prompt: Prompt) -> list[bool]:
@@ -181,7 +201,7 @@ class Matcher:
         with contextlib.suppress(IndexUnavailableError):
             walk_all(lookup, first, end, read, to_first_gap=not whole)
             if whole:
-                read_behind_gaps(lookup, read, orphans=orphans)
+                read_behind_gaps(lookup, read, orphans=orphans, native=self._c.index.native_session())
         return lookup
 
 
@@ -202,29 +222,33 @@ def later(tails: dict[int, int], others: Mapping[int, int]) -> None:
 class SearchRunner:
     """Runs the steps of a search under the gate, all of them in one generation of the index.
 
-    The first step also reads which parts there are, so that a short match costs one pass through the gate.
+    The first step also reads which parts there are, so that a short match costs one pass through the gate; a later one
+    reads them again if there was a commit.
     """
 
     def __init__(self, matcher: Matcher, lookups: Mapping[int, GroupLookup]) -> None:
         self._matcher = matcher
         self._lookups = lookups  # by group number
+        self._state: object = None
         self.generation = ""
 
-    def __call__(self, step: Callable[[Session], T]) -> T:
-        def checked(session: Session) -> T:
-            if not self.generation:
+    def __call__(self, step: Callable[[Session | NativeSession], T]) -> T:
+        def checked(session: Session | NativeSession) -> T:
+            state = session.state
+            if self._state != state:
                 self._begin(session)
+                self._state = state
             if session.generation != self.generation:  # in another index, segment numbers name other segments
                 raise IndexUnavailableError("replaced meanwhile")
             return step(session)
 
         return self._matcher.read(checked)
 
-    def _begin(self, session: Session) -> None:
+    def _begin(self, session: Session | NativeSession) -> None:
         self._matcher.use_parts(session, self._lookups)
-        self.generation = session.generation
+        self.generation = self.generation or session.generation
         for lookup in self._lookups.values():
-            lookup.generation = session.generation
+            lookup.generation = self.generation
 
 
 def _unpack_part(packed: bytes) -> Part | None:

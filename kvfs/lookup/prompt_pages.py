@@ -80,7 +80,7 @@ class PromptPages:
     ) -> None:
         self._c, self._matcher, self._identity = context, matcher, identity
         self._extra = dict(checked_extra(extra) or {})
-        self._hashes: list[bytes] = []
+        self._hashes = chunk_hash.ChunkHashes()
         self._tail = b""  # tokens after the last full chunk
         #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
         self.stored: dict[str, int] = {}
@@ -111,7 +111,7 @@ class PromptPages:
         size, known = self._identity.layout.page_tokens, self.chunks
         extra = {c - known: key for c, key in self._extra.items() if c >= known}
         parent = self._hashes[-1] if self._hashes else self._identity.seed
-        self._hashes += chunk_hash.chain(data, size, parent, extra)
+        self._hashes = self._hashes + chunk_hash.chain(data, size, parent, extra)
         self._tail = data[(self.chunks - known) * size * chunk_hash.TOKEN_BYTES :]
 
     def forget(self) -> None:
@@ -126,7 +126,7 @@ class PromptPages:
         If the index cannot answer in time, none of these chunks counts as stored.
         """
         below = (1 << first) - 1
-        prompt = Prompt(self._identity.digest, tuple(self._hashes))
+        prompt = Prompt(self._identity.digest, self._hashes)
         lookups = [
             self._matcher.present(prompt, number, group, group.full, first, self.chunks, whole=True)
             for number, group in enumerate(self._identity.layout.groups)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+from kvfs.index.native_session import NativeSession
 from kvfs.index.rows import CLAIM, RUN, Row, parse_row
 from kvfs.index.session import Session
 from kvfs.lookup.part_cover import useful_parts
-from kvfs.pages.chunk_hash import HASH_BYTES, page_key, page_keys
+from kvfs.native.index_walker import PreparedLookup, keys_per_call
+from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes, page_key, page_keys, page_prefix
 from kvfs.pages.layout import Group, Part
 
 #: Rows read in one hold of the gate: about 1 ms, for which all other processes wait.
@@ -80,10 +81,10 @@ class Prompt:
     hashes: Sequence[bytes]
     run_length: int = RUN
 
-    @cached_property
+    @property
     def joined(self) -> bytes:
         """The hashes, concatenated."""
-        return b"".join(self.hashes)
+        return self.hashes.joined if isinstance(self.hashes, ChunkHashes) else b"".join(self.hashes)
 
     def key(self, group: Group, part: Part, chunk: int) -> bytes:
         """Row key: page key of the chunk, then the packed part."""
@@ -115,6 +116,7 @@ class GroupLookup:
         self.tails: dict[int, int] = {}  # end of what is published in each of them
         self.gapped: list[int] = []  # runs that were read and lack chunks
         self._useful = useful_parts(want, ())
+        self._prepared: PreparedLookup | None = None
         self._page_key = page_keys(prompt.digest, group.name)
         self.extend(prompt)
 
@@ -123,25 +125,32 @@ class GroupLookup:
         self.prompt = prompt
         # one block of memory for the index thread: the hashes are in the cache of the caller's core, not in its own
         self._hashes = prompt.joined
+        self._prepared = None
 
     def use_parts(self, known: tuple[Part, ...]) -> None:
         """Set the parts that the namespace has; those that help are read, the most useful first."""
-        self._useful = useful_parts(self.want, known)
+        useful = useful_parts(self.want, known)
+        if useful is not self._useful:
+            self._useful, self._prepared = useful, None
 
     @property
     def parts(self) -> Sequence[Part]:
         """The parts that help."""
         return self._useful.parts
 
-    def read_run(self, session: Session, run: int, *, stop_at_gap: bool) -> RunFound:
+    def read_run(self, session: Session | NativeSession, run: int, *, stop_at_gap: bool) -> RunFound:
         """Look up one run in all useful parts, until they cover it."""
         return self.read_runs(session, run, run + 1, stop_at_gap=stop_at_gap)[1]
 
-    def read_runs(self, session: Session, run: int, end: int, *, stop_at_gap: bool) -> tuple[int, RunFound]:
+    def read_runs(
+        self, session: Session | NativeSession, run: int, end: int, *, stop_at_gap: bool
+    ) -> tuple[int, RunFound]:
         """Look up runs [run, end), up to the first that one row does not cover; (next run, result of the last one).
 
         Usually one row covers a run, so that case does no bookkeeping.
         """
+        if isinstance(session, NativeSession):
+            return self._walk(session, run, end, stop_at_gap=stop_at_gap)
         found, length, hits, whole = self.found, self.prompt.run_length, list[Hit](), 0
         parts, first_is_enough = self._useful.parts, self._useful.first_is_enough
         for number in range(run, end):
@@ -161,7 +170,69 @@ class GroupLookup:
             found.hits[number] = hits = [Hit(number, parts[0], key, row.value, whole, row)]
         return end, RunFound(whole, 0, hits, True)
 
-    def next_present(self, session: Session, run: int, end: int, budget: int) -> int:
+    def _prepare(self) -> PreparedLookup:
+        """The arguments that all calls of the native library share."""
+        if self._prepared is None:
+            prompt, useful = self.prompt, self._useful
+            prefix = page_prefix(prompt.digest, self.group.name)
+            self._prepared = PreparedLookup(
+                self._hashes, prompt.run_length, prefix, useful.packed, useful.cells, useful.first_is_enough
+            )
+        return self._prepared
+
+    def _walk(self, session: NativeSession, run: int, end: int, *, stop_at_gap: bool) -> tuple[int, RunFound]:
+        """``read_runs`` in one native call, up to the first run that is not whole. HandOverError changes nothing."""
+        found, length, parts = self.found, self.prompt.run_length, self._useful.parts
+        if not parts:
+            session.check_last()
+            found.hits[run] = []
+            self.gapped.append(run)
+            return run + 1, RunFound(0, 0, found.hits[run], False)
+        walked = session.walk(self._prepare(), run, end, ROWS_PER_HOLD, stop_at_gap=stop_at_gap)
+        self.rows_read += walked.rows_read
+        for segment, segment_id, tail in walked.segments:
+            self.tails[segment] = tail
+            self.segments[segment] = segment_id
+        last = walked.end - 1
+        for number in range(run, walked.end):
+            found.hits[number] = []
+        values = walked.values
+        for number, part, bits, nbytes, at, key in walked.rows:
+            found.hits[number].append(Hit(number, parts[part], key, values[at : at + nbytes], bits))
+        covered, claimed = walked.covered[-1], walked.claimed[-1]
+        # all runs before the last one are whole
+        found.present |= (covered << (last - run) * length | (1 << (last - run) * length) - 1) << run * length
+        for number, bits in enumerate(walked.claimed, run):
+            if bits:
+                found.claimed |= bits << number * length
+        whole = covered == (1 << self.prompt.run(last)[1]) - 1
+        if not whole:
+            self.gapped.append(last)
+        return walked.end, RunFound(covered, claimed, found.hits[last], whole)
+
+    def forked(self, session: NativeSession, runs: Sequence[int]) -> list[int]:
+        """Those of ``runs`` (ascending) in which a chunk other than the first one has a row of its own."""
+        length, found, at = self.prompt.run_length, list[int](), 0
+        while at < len(runs) and length > 1 and self.parts:
+            end = at + 1
+            while end < len(runs) and runs[end] == runs[end - 1] + 1:
+                end += 1
+            there = self._heads(session, runs[at], runs[end - 1] + 1, 1)
+            found += [run for n, run in enumerate(runs[at:end]) if 1 in there[n * length + 1 : (n + 1) * length]]
+            at = end
+        return found
+
+    def _heads(self, session: NativeSession, run: int, end: int, stride: int) -> bytes:
+        """Whether every ``stride``-th chunk of runs [run, end) has a row of its own: a byte each, 0 or 1."""
+        length = self.prompt.run_length
+        first, last = run * length, min(end * length, len(self.prompt.hashes))
+        step = stride * keys_per_call(len(self.parts))
+        return b"".join(
+            session.walker.there(self._prepare(), at, stride, -(-(min(last, at + step) - at) // stride))
+            for at in range(first, last, step)
+        )
+
+    def next_present(self, session: Session | NativeSession, run: int, end: int, budget: int) -> int:
         """The next run in [run, end) whose first chunk has a row, else ``end``; those before it lack all chunks.
 
         Asks for keys in bulks of growing size, two keys counted as a row; ends early when ``rows_read`` reaches
@@ -169,6 +240,14 @@ class GroupLookup:
         """
         length, parts, count = self.prompt.run_length, self._useful.packed, 4
         if not parts:
+            return end
+        if isinstance(session, NativeSession):
+            end = min(end, run + keys_per_call(len(parts)))
+            heads = self._heads(session, run, end, length)
+            self.rows_read += max(1, len(heads) * len(parts) // 2)
+            found = heads.find(1)
+            end = end if found < 0 else run + found
+            self.gapped += range(run, end)
             return end
         while run < end and self.rows_read < budget:
             runs = range(run, min(end, run + max(1, min(count, 2 * ROWS_PER_HOLD // len(parts)))))
@@ -323,7 +402,7 @@ def walk_forward(lookup: GroupLookup, lengths: int, read: Callable[..., bool], b
     position = begin // run_length
     lookup.found.present &= (1 << position * run_length) - 1  # what is read again may have been dropped
 
-    def step(session: Session) -> bool:
+    def step(session: Session | NativeSession) -> bool:
         nonlocal position
         budget = lookup.rows_read + ROWS_PER_HOLD
         while position < runs and lookup.rows_read < budget:
@@ -350,7 +429,7 @@ def walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, re
     run = (lengths - 1) // run_length
     best = 0
 
-    def step(session: Session) -> bool:
+    def step(session: Session | NativeSession) -> bool:
         nonlocal run, best
         budget = sum(x.rows_read for x in lookups) + ROWS_PER_HOLD
         while run >= 0 and sum(x.rows_read for x in lookups) < budget:
@@ -373,7 +452,12 @@ def walk_back(lookups: Sequence[GroupLookup], page_tokens: int, lengths: int, re
 
 
 def walk_all(
-    lookup: GroupLookup, first: int, end: int, read: Callable[[Callable[[Session], bool]], bool], *, to_first_gap: bool
+    lookup: GroupLookup,
+    first: int,
+    end: int,
+    read: Callable[[Callable[[Session | NativeSession], bool]], bool],
+    *,
+    to_first_gap: bool,
 ) -> None:
     """What is stored or being written of chunks [first, end), except behind gaps: ``lookup.gapped`` lists these runs.
 
@@ -381,7 +465,7 @@ def walk_all(
     """
     run, last = first // lookup.prompt.run_length, -(-end // lookup.prompt.run_length)
 
-    def step(session: Session) -> bool:
+    def step(session: Session | NativeSession) -> bool:
         nonlocal run
         budget = lookup.rows_read + ROWS_PER_HOLD
         while run < last and lookup.rows_read < budget:

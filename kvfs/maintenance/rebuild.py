@@ -31,7 +31,7 @@ from kvfs.format.codec import CodecError
 from kvfs.format.segment import Entry, PurgeMark
 from kvfs.index import ledger
 from kvfs.index.environment import FULL, Index
-from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
+from kvfs.index.lmdb_files import discard_generation, extend_to_last_page, open_environment, open_tables
 from kvfs.index.row_updates import Publish, publish
 from kvfs.index.rows import RUN, Place
 from kvfs.index.session import PAGE, Session
@@ -40,7 +40,7 @@ from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.pages.layout import Group, Part
 from kvfs.segments.scan import Scan, covered_end, read_descriptor, scan_segment
-from kvfs.system.descriptors import opened
+from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import SHORT_OF, Files
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
@@ -97,14 +97,19 @@ def rebuild(
             return None  # another process builds one, or has built one meanwhile
         _remove_stale_generations(directory)
         name = files.random(8).hex()
-        files.mkdir(name, directory.dir_mode, dir_fd=directory.sub("index"))
-        path = os.path.join(directory.path, "index", name)
+        index_fd = directory.sub("index")
+        files.mkdir(name, directory.dir_mode, dir_fd=index_fd)
         try:
-            report = build(directory, path, settings, store_id, alone=alone, cancelled=cancelled)
+            with opened(files, name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index_fd) as folder:
+                files.close(files.create("users", directory.file_mode, dir_fd=folder))
+                with contextlib.closing(
+                    Descriptor.create(files, "data.mdb", directory.file_mode, dir_fd=folder)
+                ) as data:
+                    report = build(directory, data.fd, settings, store_id, alone=alone, cancelled=cancelled)
             index.install(name, timeout=5.0)
         except BaseException as exc:
             if not isinstance(exc, TimeoutError):  # it may still become current; if not, the next rebuild removes it
-                discard_generation(path)
+                discard_generation(files, index_fd, name)
             if isinstance(exc, lmdb.Error):
                 raise IndexUnavailableError(f"index error: {exc}") from None
             raise
@@ -118,16 +123,16 @@ def _remove_stale_generations(directory: Directory) -> None:
         current = directory.read_small("CURRENT", 64, sub="index")
     for name in directory.files.listdir(directory.sub("index")):
         if _GENERATION.match(name) and name.encode() != current:
-            discard_generation(os.path.join(directory.path, "index", name))
+            discard_generation(directory.files, directory.sub("index"), name)
 
 
 def build(
-    directory: Directory, path: str, settings: Settings, store_id: bytes, *, alone: bool,
+    directory: Directory, data: int, settings: Settings, store_id: bytes, *, alone: bool,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Report:  # fmt: skip
-    """Fill the empty directory ``path`` with a complete generation, synced to disk."""
+    """Fill the empty file ``data`` with a complete generation, synced to disk."""
     files, report = directory.files, Report()
-    env = open_environment(path, settings.index_bytes, directory.file_mode)
+    env = open_environment(data, settings.index_bytes)
     try:
         tables = open_tables(env, create=True)
         now_s = files.now_us() // 1_000_000
@@ -143,15 +148,10 @@ def build(
                         raise IndexUnavailableError("closed")
                     with env.begin(write=True) as txn:
                         step(Session(txn, tables, "", now_s))
+        extend_to_last_page(env, files, data)
         env.sync(True)
     finally:
         env.close()
-    for entry in os.scandir(path):
-        if entry.is_file():
-            os.chmod(entry.path, directory.file_mode)
-    fd = os.open(os.path.join(path, "users"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, directory.file_mode)
-    os.fchmod(fd, directory.file_mode)
-    os.close(fd)
     return report
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvfs.pages.chunk_hash import TOKEN_BYTES, chain
+from kvfs.pages.chunk_hash import HASH_BYTES, TOKEN_BYTES, ChunkHashes, chain
 from kvfs.types import ExtraKeys
 
 PROMPTS = 128  # in all namespaces together: searching them takes 20 us
 BYTES_MAX = 16 << 20  # memory of their tokens and hashes
-HASH_COST = 80  # bytes of an object with one hash, and of its place in a list
+HASH_COST = HASH_BYTES  # bytes of one hash
 
 
 class _KnownPrompt(NamedTuple):
     seed: bytes
     step: int
     tokens: bytes  # u32 little endian, whole chunks
-    hashes: list[bytes]
+    hashes: ChunkHashes
 
 
 class ChunkHashCache:
@@ -34,7 +34,7 @@ class ChunkHashCache:
 
     def _longest(self, tokens: bytes, step: int, seed: bytes) -> tuple[_KnownPrompt, int]:
         """The prompt that shares the longest prefix with ``tokens``, and its bytes; whole chunks of ``step`` bytes."""
-        best, common = _KnownPrompt(seed, step, b"", []), 0
+        best, common = _KnownPrompt(seed, step, b"", ChunkHashes()), 0
         for one in self._known:
             same = _common(one.tokens, tokens, step, common, len(tokens)) if one[:2] == (seed, step) else 0
             if same > common:
@@ -72,7 +72,7 @@ class Chain:
         self._step = page_tokens * TOKEN_BYTES
         self.chunks = len(tokens) // self._step  # of the whole prompt
         self._tokens = tokens[: self.chunks * self._step]
-        self._begins_with, self._common = _KnownPrompt(seed, self._step, b"", []), 0
+        self._begins_with, self._common = _KnownPrompt(seed, self._step, b"", ChunkHashes()), 0
         if not extra:
             self._begins_with, self._common = known._longest(self._tokens, self._step, seed)
         self.hashes = self._begins_with.hashes[: self._common // self._step]
@@ -83,10 +83,10 @@ class Chain:
         if chunks > have:
             extra = {c - have: key for c, key in self._extra.items() if c >= have}
             tokens = self._tokens[have * self._step : chunks * self._step]
-            self.hashes += chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
+            self.hashes = self.hashes + chain(tokens, self._page_tokens, self.hashes[-1] if have else self._seed, extra)
 
-    def all(self) -> list[bytes]:
-        """Hash the rest and remember it; all hashes, in a list that the caller may change."""
+    def all(self) -> ChunkHashes:
+        """Hash the rest and remember it; all hashes."""
         self.grow(self.chunks)
         self.remember()
         return self.hashes
@@ -99,7 +99,7 @@ class Chain:
         if end == self._common:
             self._chains._remember(begun, begun)
         else:
-            new = _KnownPrompt(self._seed, self._step, self._tokens[:end], self.hashes.copy())
+            new = _KnownPrompt(self._seed, self._step, self._tokens[:end], self.hashes)
             self._chains._remember(new, begun if self._common == len(begun.tokens) else None)
 
 

@@ -22,14 +22,17 @@ from kvfs.directory.root import Directory
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.format.segment import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
+from kvfs.native import library, payloads
 from kvfs.segments.scan import covered_end, read_namespace, scan_segment
 from kvfs.system import direct_io
 from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
+from kvfs.system.memory_views import address_of_readonly
 from kvfs.system.thread_pool import Pool
 
 T = TypeVar("T")
 WRITE_THREADS = 4
+NATIVE_BYTES = 64 << 10  # of a payload; finding the address of a smaller one takes as long as its checksum
 OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while payloads are written
 
 
@@ -231,15 +234,15 @@ class SegmentWriter:
             if self._direct is not None:  # like tables, a descriptor is written through the page cache
                 self._files.write_all(self.fd, buffers, start)
                 start, buffers = offset, []
-        payloads = []
+        offsets = []
         for r in records:
-            payloads.append(offset)
+            offsets.append(offset)
             offset += _push(buffers, r.payload)
         leaves_at = offset
         end = leaves_at + align(sum(r.leaves for r in records) * LEAF_BYTES)
         assert end <= self.allocated, "append beyond what was reserved"
         tables = self._write_payloads(records, buffers, start, leaves_at)
-        for r, payload, table in zip(records, payloads, tables, strict=True):
+        for r, payload, table in zip(records, offsets, tables, strict=True):
             entries.append(
                 Entry(fmt.KIND_PART, r.codec, r.group, 0, self.epoch, 0, r.chunk, r.expires, r.part, payload,
                       len(memoryview(r.payload)), r.raw_bytes, leaves_at, now, r.chunk_hash, r.run_hash,
@@ -257,14 +260,21 @@ class SegmentWriter:
         With O_DIRECT, ``buffers`` holds payloads only.
         """
         tables: list[bytes] = []
+        native = self._native(records)
 
         def make_tables() -> None:
-            tables.extend(r.table or leaf_table(r.payload, r.leaf_bytes) for r in records)
+            if native is None:
+                tables.extend(r.table or leaf_table(r.payload, r.leaf_bytes) for r in records)
+            else:
+                tables.extend(payloads.leaf_tables(native, [_memory(r) for r in records]))
 
         small = leaves_at - start < OVERLAP_BYTES
         writes: list[Callable[[], object]] = [partial(self._files.write_all, self.fd, buffers, start)]
         if self._direct is not None:
             writes = list(self._direct_writes(records, start, 1 if small else WRITE_THREADS))
+        elif small and native is not None:
+            spans = [(address_of_readonly(data), len(memoryview(data))) for data in buffers]
+            return payloads.append(native, self.fd, [_memory(r) for r in records], spans, start)
         elif small:
             make_tables()
             self._files.write_all(self.fd, [*buffers, b"".join(tables)], start)
@@ -279,14 +289,21 @@ class SegmentWriter:
         self._files.write_all(self.fd, [b"".join(tables)], leaves_at)
         return tables
 
+    def _native(self, records: Sequence[Record]) -> library.Library | None:
+        """The native library, where it saves time: payloads of many leaves that have no table yet."""
+        native = library.loaded()
+        if native is None or type(self._files) is not Files:
+            return None
+        return native if all(not r.table and r.raw_bytes >= NATIVE_BYTES for r in records) else None
+
     def _direct_writes(self, records: Sequence[Record], start: int, most: int) -> Iterator[Callable[[], object]]:
         """Direct writes of payloads: one stretch of neighbours for each of at most ``most`` threads."""
         assert self._direct is not None
         count = min(most, len(records))
         for first, end in pairwise(len(records) * i // count for i in range(count + 1)):
-            payloads = [r.payload for r in records[first:end]]
-            yield partial(direct_io.write, self._files, self._direct.fd, payloads, start)
-            start += sum(align(len(memoryview(p))) for p in payloads)
+            data = [r.payload for r in records[first:end]]
+            yield partial(direct_io.write, self._files, self._direct.fd, data, start)
+            start += sum(align(len(memoryview(p))) for p in data)
 
     def _write_entries(self, entries: list[Entry], end: int, digest: bytes) -> list[Placed]:
         """Number the entries, write them to the tables (new ones are chained at ``end``), advance the tail."""
@@ -346,6 +363,11 @@ class SegmentWriter:
         with contextlib.suppress(OSError):
             self._files.unlink(file_name(self.segment_id), dir_fd=directory.sub("segments"))
         self.close()
+
+
+def _memory(record: Record) -> tuple[int, int, int]:
+    """(address, bytes, bytes of a leaf) of a payload."""
+    return address_of_readonly(record.payload), len(memoryview(record.payload)), record.leaf_bytes
 
 
 def _reopen_direct(files: Files, file: Descriptor) -> Descriptor:

@@ -55,7 +55,8 @@ def totals(session: Session) -> tuple[int, int]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    env = open_environment(str(tmp_path), 1 << 24, 0o600)
+    with open(tmp_path / "data.mdb", "xb") as file:
+        env = open_environment(file.fileno(), 1 << 24)
     yield Store(env)
     env.close()
 

@@ -454,7 +454,8 @@ class Forks(RuleBasedStateMachine):
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[lmdb.Environment]:
-    made = open_environment(str(tmp_path), 1 << 26, 0o600)
+    with open(tmp_path / "data.mdb", "xb") as file:
+        made = open_environment(file.fileno(), 1 << 26)
     yield made
     made.close()
 

@@ -1,0 +1,183 @@
+"""One generation of an index, read by the compiled library in the caller's thread.
+
+Each call takes the gate itself, for less than a millisecond, and never waits: neither for the gate nor for a disk.
+Where it would have to, it raises HandOverError, and the index thread does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvfs.errors import KvfsError
+from kvfs.native.library import (
+    CELLS_MAX,
+    KEYS_MAX,
+    MOVED,
+    PARTS_MAX,
+    ROWS_MAX,
+    RUNS_MAX,
+    SEGMENTS_MAX,
+    Descriptors,
+    Library,
+    Lookup,
+    Stamp,
+    Walked,
+)
+
+VALUES_BYTES = 1 << 20
+_ROW = struct.Struct("<IIIIQ40s")
+_SEGMENT = struct.Struct("<IIQ16s")
+_REASONS = {errno.EAGAIN: "busy", errno.ESTALE: "stale", errno.EIO: "damaged", errno.E2BIG: "large"}
+
+
+class HandOverError(KvfsError):
+    """The compiled library cannot do this now; the Python path can. ``str()``: why, one word."""
+
+
+class MovedError(HandOverError):
+    """There was a commit since the parts of the lookup were read: read them again."""
+
+
+class WalkResult(NamedTuple):
+    """What a walk read, up to and including the first run that is not covered."""
+
+    end: int  # the run that follows the last one read
+    rows_read: int
+    #: (run, number of the part, live chunks as bits of the run, bytes of the value, where it begins, key)
+    rows: Iterator[tuple[int, int, int, int, int, bytes]]
+    values: bytes
+    covered: Sequence[int]  # by run
+    claimed: Sequence[int]
+    segments: list[tuple[int, bytes, int]]  # number, id, end of what is published
+
+
+class _Buffers:
+    """Memory that one walk fills. Kept for the next one, since its pages are in the CPU's cache."""
+
+    def __init__(self) -> None:
+        self.rows = ctypes.create_string_buffer(_ROW.size * ROWS_MAX)
+        self.values = ctypes.create_string_buffer(VALUES_BYTES)
+        self.segments = ctypes.create_string_buffer(_SEGMENT.size * SEGMENTS_MAX)
+        self.runs = (ctypes.c_uint32 * (2 * RUNS_MAX))()
+        at = ctypes.addressof
+        self.walked = Walked(
+            at(self.rows), at(self.values), VALUES_BYTES, at(self.segments), at(self.runs), at(self.runs) + 4 * RUNS_MAX
+        )
+
+
+class PreparedLookup:
+    """Of one group of a prompt, what all calls need."""
+
+    def __init__(
+        self, hashes: bytes, run_length: int, prefix: bytes, parts: Sequence[bytes], cells: Sequence[Sequence[int]],
+        first_is_enough: bool,
+    ) -> None:  # fmt: skip
+        if len(parts) > PARTS_MAX or len(cells) > CELLS_MAX:
+            raise HandOverError("large")
+        sets = b"".join([sum(1 << part for part in cell).to_bytes(8, "little") for cell in cells])
+        self.parts = len(parts)
+        self.struct = Lookup(
+            hashes, len(hashes) // 32, run_length, prefix, len(prefix), b"".join(parts), len(parts), sets, len(cells),
+            first_is_enough,
+        )  # fmt: skip
+
+
+class IndexWalker:
+    """Reads one generation. Thread-safe under the interpreter's lock. ``close`` before its descriptors are closed."""
+
+    def __init__(
+        self, native: Library, gate: int, main: int, root: int, folder: int, file: int, data: int,
+        stamp: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Descriptors as in kvfs_descriptors; ``stamp``: of CURRENT. OSError if it is another file by now."""
+        self._held = native.held
+        self._memory = ctypes.create_string_buffer(self._held.kvfs_index_bytes())
+        self._index = ctypes.addressof(self._memory)
+        self._free: list[_Buffers] = []
+        code = self._held.kvfs_index_open(self._index, Descriptors(gate, main, root, folder, file, data), Stamp(*stamp))
+        if code:
+            raise OSError(-code, os.strerror(-code))
+        self.last_txn = 0  # the last commit that a call has seen
+
+    def close(self) -> None:
+        """Each later call raises HandOverError. The descriptors are the caller's."""
+        self._held.kvfs_index_close(self._index)
+
+    def walk(
+        self, lookup: PreparedLookup, first: int, end: int, rows_max: int, now_s: int, txn: int, *, stop_at_gap: bool
+    ) -> WalkResult:
+        """Rows of runs [first, end), at most ``rows_max`` or one run; see kvfs_walk. MovedError unless ``txn`` is the
+        last commit."""
+        lookup.struct.now_s, lookup.struct.known_txn = now_s, txn
+        try:
+            buffers = self._free.pop()
+        except IndexError:
+            buffers = _Buffers()
+        walked = buffers.walked
+        end = min(end, first + RUNS_MAX)
+        code = self._held.kvfs_walk(self._index, lookup.struct, first, end, rows_max, stop_at_gap, walked)
+        if code:
+            self._free.append(buffers)
+            if code == MOVED:
+                self.last_txn = walked.txn
+                raise MovedError("moved")
+            raise _error(code)
+        rows = ctypes.string_at(buffers.rows, _ROW.size * walked.n_rows)
+        values = ctypes.string_at(buffers.values, walked.n_values)
+        segments = [
+            (number, segment_id, tail)
+            for number, _, tail, segment_id in _SEGMENT.iter_unpack(
+                ctypes.string_at(buffers.segments, _SEGMENT.size * walked.n_segments)
+            )
+        ]
+        end, count = walked.end, walked.end - first
+        runs = buffers.runs
+        covered, claimed = runs[:count], runs[RUNS_MAX : RUNS_MAX + count]
+        result = WalkResult(end, walked.rows_read, _ROW.iter_unpack(rows), values, covered, claimed, segments)
+        self._free.append(buffers)
+        return result
+
+    def there(self, lookup: PreparedLookup, first: int, stride: int, count: int) -> bytes:
+        """For chunks first, first + stride, ...: 1 if one has a row of its own, else 0. At most KEYS_MAX / parts."""
+        found = ctypes.create_string_buffer(count)
+        code = self._held.kvfs_there(self._index, lookup.struct, first, stride, count, found)
+        if code:
+            raise _error(code)
+        return found.raw
+
+    def parts(self, digest: bytes, group: int, parts_max: int, known_txn: int) -> list[bytes]:
+        """Packed parts that were stored of a group. MovedError unless ``known_txn`` is the last commit."""
+        found = ctypes.create_string_buffer(8 * parts_max)
+        txn = ctypes.c_uint64(0)
+        prefix = digest + group.to_bytes(2, "big")
+        count = self._held.kvfs_parts(self._index, prefix, len(prefix), found, parts_max, txn)
+        if count < 0:
+            raise _error(count)
+        if txn.value != known_txn:
+            self.last_txn = txn.value
+            raise MovedError("moved")
+        raw = found.raw
+        return [raw[at : at + 8] for at in range(0, 8 * count, 8)]
+
+    def last_commit(self) -> int:
+        """Number of the last commit."""
+        txn = ctypes.c_uint64(0)
+        code = self._held.kvfs_parts(self._index, b"", 0, None, 0, txn)
+        if code < 0:
+            raise _error(code)
+        self.last_txn = txn.value
+        return self.last_txn
+
+
+def _error(code: int) -> HandOverError:
+    return HandOverError(_REASONS.get(-code, "unsupported"))
+
+
+def keys_per_call(parts: int) -> int:
+    """Chunks that one call of ``there`` takes."""
+    return KEYS_MAX // 2 // max(1, parts)

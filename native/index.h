@@ -1,0 +1,48 @@
+/* An open generation, and the pages of it that were read. Private. */
+#ifndef KVFS_INDEX_H
+#define KVFS_INDEX_H
+
+#include "hash.h"
+#include "kvfs_native.h"
+
+enum { PAGE = 4096, SLOTS = 128, MEMO = 1024, TABLES = 3 };
+enum { PAGES_TABLE, SEGMENTS_TABLE, NAMESPACES_TABLE };
+
+/* A B+ tree: the page of its root and its height; height 0: it is empty. */
+typedef struct {
+    uint64_t root;
+    unsigned height;
+} tree;
+
+typedef struct {
+    uint64_t txn, call;      /* commit that it was read at, last call that reported it; 0: nothing here */
+    uint32_t number, state;  /* state 0: there is no such row */
+    uint64_t tail;
+    uint8_t id[16];
+} memo;
+
+struct kvfs_index {
+    uint32_t open, busy, plain; /* plain: see read_now */
+    int pid;
+    kvfs_descriptors fd;
+    kvfs_stamp gate, main, current; /* of the three files, when their names were last looked up */
+    uint64_t txn, last_page, calls;
+    tree tables[TABLES];
+    uint64_t slot_page[SLOTS], leaf_page; /* 0: empty; pages 0 and 1 are never asked for */
+    memo memos[MEMO];
+    uint8_t slots[SLOTS][PAGE], leaf[PAGE];
+};
+
+/* Takes the gate and reads where the tables are. 0, or an error of kvfs_walk, holding nothing. */
+int64_t index_begin(kvfs_index *index);
+void index_end(kvfs_index *index);
+
+/* Value of a key: its length, the bytes in out; or -ENOENT, -E2BIG (longer than cap), or an error of kvfs_walk.
+ * out NULL: 0 or -ENOENT, the value is not read. */
+int64_t tree_get(
+    kvfs_index *index, const tree *table, const uint8_t *key, unsigned key_bytes, uint8_t *out, uint64_t cap);
+
+/* First key that is not below ``key``: its length, the bytes in out (at most 511); or -ENOENT, or an error. */
+int64_t tree_seek(kvfs_index *index, const tree *table, const uint8_t *key, unsigned key_bytes, uint8_t out[512]);
+
+#endif

@@ -1,0 +1,234 @@
+/* The native fast path of kvfs: hash chains, lookups in the index, reads and appends of payloads.
+ *
+ * Plain C ABI for ctypes: no Python.h, no global state but what the CPU has, no thread, no
+ * allocation, no signal handler. Python stays the reference: each function gives the result of the Python code that its
+ * comment names, or a negative errno value, after which the caller takes the Python path.
+ *
+ * Rules for all functions:
+ *  - Pointers are valid for the lengths that are given with them. Numbers from Python are right; bytes of files are not
+ *    trusted: each offset and length read from a file is checked before it is used.
+ *  - kvfs_walk, kvfs_there, kvfs_parts never wait: no disk (RWF_NOWAIT or cachestat, RESOLVE_CACHED), no lock (LOCK_NB, one try).
+ *    They are called with the interpreter held, which also keeps other threads of the process from forking or from
+ *    closing the index while a lock is held. On return they hold no lock.
+ *  - kvfs_read, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only memory that
+ *    the caller keeps alive.
+ */
+#ifndef KVFS_NATIVE_H
+#define KVFS_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVFS_ABI 1 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_PUBLIC __attribute__((visibility("default")))
+
+enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
+
+KVFS_PUBLIC uint32_t kvfs_abi(void);
+
+/* Bits of KVFS_FEATURE_*: what this CPU has and the functions use. Without SHA, hashlib is faster than kvfs_chain. */
+KVFS_PUBLIC uint32_t kvfs_features(void);
+
+/* For tests: use portable code from now on (yes != 0), or what the CPU has. Not thread-safe. */
+KVFS_PUBLIC void kvfs_portable(int yes);
+
+/* -- hashes -------------------------------------------------------------------------------------------------- */
+
+/* An extra key of one chunk: bytes [offset, offset + nbytes) of a buffer. */
+typedef struct {
+    uint64_t chunk, offset, nbytes;
+} kvfs_extra;
+
+/* kvfs.pages.chunk_hash.chain of chunks [first, end): out[i] = SHA-256(out[i - 1] + chunk i + extra key of chunk i), 32
+ * bytes each; the seed stands for out[-1].
+ * Pre: tokens has end * step bytes; seed has 32; out has 32 * end, filled up to ``first``; extra has n_extra entries
+ * with ascending chunk numbers, whose ranges are inside extra_bytes. Post: out is filled up to ``end``. */
+KVFS_PUBLIC void kvfs_chain(
+    const uint8_t *tokens, uint64_t first, uint64_t end, uint64_t step, const uint8_t *seed, const kvfs_extra *extra,
+    uint64_t n_extra, const uint8_t *extra_bytes, uint8_t *out);
+
+/* BLAKE2b-256 of data. Post: out has 32 bytes. */
+KVFS_PUBLIC void kvfs_blake2b(const uint8_t *data, uint64_t nbytes, uint8_t *out);
+
+/* XXH3-64 with a seed. */
+KVFS_PUBLIC uint64_t kvfs_xxh3_64(const uint8_t *data, uint64_t nbytes, uint64_t seed);
+
+/* XXH3-128 without a seed, in the canonical (big endian) order of xxhash.xxh3_128_digest: 16 bytes in out. */
+KVFS_PUBLIC void kvfs_xxh3_128(const uint8_t *data, uint64_t nbytes, uint8_t *out);
+
+/* -- lookups ------------------------------------------------------------------------------------------------- */
+
+/* One open generation of an index, in memory that the caller owns (kvfs_index_bytes of it, any content). */
+typedef struct kvfs_index kvfs_index;
+
+/* What CURRENT was when the generation was opened (kvfs.index.environment._version). */
+typedef struct {
+    uint64_t device, inode;
+    int64_t mtime_ns, ctime_ns;
+} kvfs_stamp;
+
+/* Descriptors. gate and main: of the lock files, which nothing else of this process uses (a flock belongs to the open
+ * file); root and folder: of the store's directory and of index/; file: of CURRENT; data: of the generation's data.mdb. */
+typedef struct {
+    int32_t gate, main, root, folder, file, data;
+} kvfs_descriptors;
+
+KVFS_PUBLIC uint64_t kvfs_index_bytes(void);
+
+/* Pre: index has kvfs_index_bytes() bytes, aligned to 8. The caller closes the descriptors after kvfs_index_close.
+ * Post: 0; -ESTALE: CURRENT is not what ``current`` says; or -errno of fstat. What the file holds is checked by each call that reads it. */
+KVFS_PUBLIC int64_t kvfs_index_open(
+    kvfs_index *index, const kvfs_descriptors *descriptors, const kvfs_stamp *current);
+
+/* Post: each later call on the index returns -ESTALE and touches no descriptor. Holds in a forked child, too. */
+KVFS_PUBLIC void kvfs_index_close(kvfs_index *index);
+
+enum { KVFS_MOVED = 1 };
+
+/* What a walk looks for. Pre for all fields: see there. */
+typedef struct {
+    const uint8_t *hashes;   /* chunk hashes, 32 bytes each, in the order of the prompt */
+    uint64_t chunks;         /* how many */
+    uint64_t run_length;     /* 32, or 1 for opaque keys: chunks of a row */
+    const uint8_t *prefix;   /* what goes before a chunk hash in a page key: digest, length of the group's name, name */
+    uint64_t prefix_bytes;   /* at most KVFS_PREFIX_MAX */
+    const uint8_t *parts;    /* packed parts, 8 bytes each, the most useful first */
+    uint64_t n_parts;        /* 1 to KVFS_PARTS_MAX */
+    const uint64_t *cells;   /* for each elementary rectangle: the set of parts that contain it, bit i = part i */
+    uint64_t n_cells;        /* 1 to KVFS_CELLS_MAX */
+    uint64_t first_is_enough; /* 1: part 0 contains what is wanted */
+    uint64_t now_s;          /* unix seconds */
+    uint64_t known_txn;      /* commit that the parts were read at; 0: do not compare */
+} kvfs_lookup;
+
+enum {
+    KVFS_PREFIX_MAX = 128,
+    KVFS_PARTS_MAX = 64,
+    KVFS_CELLS_MAX = 256,
+    KVFS_RUNS_MAX = 256,
+    KVFS_ROWS_MAX = 512,
+    KVFS_SEGMENTS_MAX = 4096,
+    KVFS_KEYS_MAX = 1024 /* keys that one call looks for: about 2 ms */
+};
+
+/* A row that has live chunks of a run. */
+typedef struct {
+    uint32_t run, part;      /* part: number in kvfs_lookup.parts */
+    uint32_t bits;           /* live chunks that no earlier row of this part has, relative to the run */
+    uint32_t nbytes;         /* of the row's value, which kvfs_walked.values has from ``at`` on */
+    uint64_t at;
+    uint8_t key[40];
+} kvfs_row;
+
+typedef struct {
+    uint32_t number, zero;
+    uint64_t tail;           /* end of what is published */
+    uint8_t id[16];
+} kvfs_segment;
+
+/* Results of a walk. The caller gives the buffers and their sizes. */
+typedef struct {
+    kvfs_row *rows;          /* KVFS_ROWS_MAX */
+    uint8_t *values;         /* values_bytes */
+    uint64_t values_bytes;
+    kvfs_segment *segments;  /* KVFS_SEGMENTS_MAX: those of live chunks, each once */
+    uint32_t *covered;       /* KVFS_RUNS_MAX: of each run that was read, chunks whose parts cover what is wanted */
+    uint32_t *claimed;       /* KVFS_RUNS_MAX: chunks that are being written */
+    /* out */
+    uint64_t n_rows, n_segments;
+    uint64_t n_values;       /* bytes of values that are used */
+    uint64_t end;            /* the run that follows the last one that was read */
+    uint64_t rows_read;      /* keys that were looked for */
+    uint64_t txn;            /* number of the last commit */
+} kvfs_walked;
+
+/* kvfs.lookup.search.GroupLookup.read_runs: reads the rows of runs [first, end) in one hold of the gate, at most
+ * rows_max keys (more only within the last run), up to and including the first run that is not covered as a whole.
+ * stop_at_gap: within a run and part, nothing is looked for behind the first chunk that has no row. The rows are checked
+ * as kvfs.index.rows.parse_row does; damaged ones are absent.
+ * Pre: first < end <= number of runs; end - first <= KVFS_RUNS_MAX.
+ * Post: 0 and walked is filled, at least one run was read; or, with nothing of walked but txn meaningful:
+ *  KVFS_MOVED the last commit is not known_txn
+ *  -EAGAIN   a page is not in the page cache, or the gate is taken
+ *  -ESTALE   closed, forked, CURRENT is another, or the lock files were replaced
+ *  -EIO      the file contradicts itself
+ *  -ENOTSUP  the kernel does not say what is in memory, or another LMDB
+ *  -E2BIG    a buffer or a limit above is too small for one run */
+KVFS_PUBLIC int64_t kvfs_walk(
+    kvfs_index *index, const kvfs_lookup *lookup, uint64_t first, uint64_t end, uint64_t rows_max, int stop_at_gap,
+    kvfs_walked *walked);
+
+/* Session.keys_there for the rows that chunks first, first + stride, ... may head, in one hold of the gate.
+ * Pre: the last of the count chunks is below lookup->chunks; there has count bytes; count times parts is at most
+ * KVFS_KEYS_MAX, otherwise -E2BIG.
+ * Post: 0 and there[i] = 1 if any of the parts has such a row, damaged or not, else 0; or an error of kvfs_walk. */
+KVFS_PUBLIC int64_t kvfs_there(
+    kvfs_index *index, const kvfs_lookup *lookup, uint64_t first, uint64_t stride, uint64_t count, uint8_t *there);
+
+/* Session.parts: what is behind ``prefix`` in the keys of table ``namespaces`` that begin with it, 8 bytes each; keys of
+ * other lengths are left out.
+ * Pre: out has 8 * parts_max bytes.
+ * Post: the number of parts, at most parts_max, and the number of the last commit in txn; or an error of kvfs_walk. */
+KVFS_PUBLIC int64_t kvfs_parts(
+    kvfs_index *index, const uint8_t *prefix, uint64_t prefix_bytes, uint8_t *out, uint64_t parts_max, uint64_t *txn);
+
+/* -- payloads ------------------------------------------------------------------------------------------------ */
+
+/* A stretch of a file for a stretch of memory (kvfs.read.plan.ReadJob). */
+typedef struct {
+    int32_t fd;
+    int32_t zero;
+    int64_t offset;          /* in the file */
+    uint64_t at, nbytes;     /* in memory */
+    uint64_t leaf;           /* bytes of a leaf; 0: not summed */
+    uint64_t table;          /* number of its first leaf in the table */
+    uint64_t piece;          /* number of its first piece; ascending */
+} kvfs_job;
+
+/* Fetcher._read_pieces: reads pieces of ``step`` bytes that the page cache has, and sums their leaves (XXH3-64, little
+ * endian, into ``table``), until no piece or ``most`` pieces are left. Threads share ``next``.
+ * Pre: jobs ascend by piece, each has ceil(nbytes / step) pieces, n_pieces in all; step is a multiple of each leaf;
+ * left has one byte per job. Post: the number of pieces read by this call, or -ENOTSUP where the file system
+ * does not say what is in memory; left[job] = 1 where a piece could not be had at once: its memory and table are undefined. */
+KVFS_PUBLIC int64_t kvfs_read(
+    const kvfs_job *jobs, uint64_t n_jobs, uint64_t n_pieces, uint64_t step, uint8_t *memory, uint64_t *table,
+    uint64_t *next, uint8_t *left, uint64_t most);
+
+/* root_of of each of ``count`` leaf tables of ``nbytes`` bytes, one behind the other: 16 bytes each in out. */
+KVFS_PUBLIC void kvfs_roots(const uint8_t *tables, uint64_t count, uint64_t nbytes, uint8_t *out);
+
+/* leaf_table of ``nbytes`` bytes, leaves of ``leaf`` bytes (the last one may be shorter): into table. */
+KVFS_PUBLIC void kvfs_sum(const uint8_t *data, uint64_t nbytes, uint64_t leaf, uint8_t *table);
+
+/* A record of an append. */
+typedef struct {
+    const uint8_t *payload;
+    uint64_t nbytes;
+    uint64_t leaf;           /* bytes of a leaf; 0: ``table`` has its leaf table already */
+    uint8_t *table;          /* table_bytes: its leaf table goes, or is, here */
+    uint64_t table_bytes;
+    uint8_t *root;           /* 16 bytes: root of the table */
+} kvfs_record;
+
+/* Leaf tables and roots of records. Pre: table_bytes = 8 * ceil(nbytes / leaf) where leaf is not 0.
+ * Post: table and root of each are filled. */
+KVFS_PUBLIC void kvfs_sum_records(const kvfs_record *records, uint64_t count);
+
+/* A piece of memory to write. */
+typedef struct {
+    const uint8_t *data;
+    uint64_t nbytes;
+} kvfs_span;
+
+/* Files.write_all, from byte ``from`` of the spans on: gathered writes at offset + from, each of at most ``most`` bytes.
+ * Post: bytes written so far, ``from`` included, if all was written, a signal came, or ``most`` bytes were written by
+ * this call; or -errno. -EIO: a write made no progress. */
+KVFS_PUBLIC int64_t kvfs_write(
+    int fd, const kvfs_span *spans, uint64_t count, int64_t offset, uint64_t from, uint64_t most);
+
+/* kvfs_sum_records, then kvfs_write from byte 0 on: the leaf tables may be among the spans. */
+KVFS_PUBLIC int64_t kvfs_append(
+    const kvfs_record *records, uint64_t n_records, int fd, const kvfs_span *spans, uint64_t count, int64_t offset,
+    uint64_t most);
+
+#endif
