@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvfs.maintenance.warm import Warmed
     from kvfs.namespace import Namespace
 
-PIN_SECONDS = 30.0  # how long a pin waits for an eviction or a purge in progress
+PIN_SECONDS = 10.0  # how long a pin waits for an eviction or a purge in progress
 
 
 def open_store(

@@ -43,6 +43,7 @@ from kvfs.directory.root import _canonical
 from kvfs.doctor.checks import diagnose
 from kvfs.errors import IndexUnavailableError
 from kvfs.format.checksums import checksum
+from kvfs.maintenance.verify import restore_super
 from kvfs.runtime import registry
 from kvfs.runtime.background import TICK_SECONDS
 from kvfs.system.files import Files
@@ -188,6 +189,38 @@ def test_an_empty_directory_becomes_a_store_and_a_half_made_one_too(memory_path:
     (where / ".super.0123456789abcdef").write_text("half")
     with kvfs.open(where, capacity="32MiB") as store:
         assert store.settings.capacity_bytes == 16 << 20, "the first creator's settings stay"
+
+
+@pytest.mark.parametrize("left", ["segments", "pins"])
+def test_a_store_that_lost_its_super_file_is_never_made_again(path: Path, left: str) -> None:
+    with kvfs.open(path) as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        store.pin("kept", ns, TOKENS)
+        store_id = store.stats()["store_id"]
+    super_file = (path / "super").read_bytes()
+    (path / "super").unlink()
+    for file in (path / ("pins" if left == "segments" else "segments")).iterdir():
+        file.unlink()
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for how in ({"capacity": "16MiB"}, {"create": False}, {"read_only": True}):
+        with pytest.raises(CorruptError, match="verify --repair"):
+            kvfs.open(path, **how)  # type: ignore[arg-type]
+    assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert restore_super(str(path), Files()) and not restore_super(str(path), Files())
+    with kvfs.open(path) as store:
+        if left == "segments":
+            assert serves(store) and store.stats()["store_id"] == store_id
+            created = json.loads((path / "super").read_bytes())["created_us"]
+            assert abs(created - json.loads(super_file)["created_us"]) < 600_000_000
+
+
+def test_a_lost_super_file_whose_segments_are_unreadable_stays_lost(path: Path) -> None:
+    (path / "super").unlink()
+    for file in segment_files(path):
+        file.write_bytes(bytes(8192))
+    with pytest.raises(CorruptError, match="no segment has a readable header"):
+        restore_super(str(path), Files())
+    assert not (path / "super").exists()
 
 
 def test_files_are_private_under_any_umask(memory_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvfs.directory import config, io_mode
 from kvfs.directory.liveness import FOREIGN_FRESH_SECONDS, census
 from kvfs.directory.root import GOOD_FILESYSTEMS, Directory, filesystem_of
 from kvfs.directory.watch import probe
-from kvfs.errors import ConfigError, KvfsError
+from kvfs.errors import ConfigError, CorruptError, KvfsError
 from kvfs.system.descriptors import opened
 from kvfs.system.direct_io import aligned
 from kvfs.system.files import Files, boot_id
@@ -74,7 +74,7 @@ def _diagnose(path: str, files: Files, found: list[Finding], more: Callable[[], 
             if exc.exit_code == 10:
                 raise
             remedy = "use the kvfs that wrote it, or start with an empty directory"
-            found.append(Finding("format", BAD, str(exc), remedy))
+            found.append(Finding("format", BAD, str(exc), "" if isinstance(exc, CorruptError) else remedy))
         for check in (
             _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _processes, _locks, _index,
             _leftovers, _drop_folder, _watch, _page_cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -126,6 +127,11 @@ class Described:
         return f"{self.name}@{self.revision[:8]}"
 
 
+@functools.lru_cache(maxsize=64)  # a store has few layouts and may have many namespaces; checking one takes 0.4 ms
+def _layout_of(descriptor: str) -> PageLayout:
+    return PageLayout.from_descriptor(json.loads(descriptor))
+
+
 def parse_descriptor(data: bytes) -> Described | None:
     """Parse a namespace descriptor from a segment or the index; None if it is invalid."""
     if len(data) > DESCRIPTOR_BYTES_MAX:
@@ -140,7 +146,7 @@ def parse_descriptor(data: bytes) -> Described | None:
             return None
         if body["name"].startswith(_SALT):
             return None
-        layout = PageLayout.from_descriptor(body["layout"])
+        layout = _layout_of(json.dumps(body["layout"], sort_keys=True))
     except (ValueError, RecursionError):  # ConfigError is a ValueError
         return None
     return Described(digest_of(data), *texts, layout, body)

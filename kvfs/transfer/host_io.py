@@ -153,6 +153,8 @@ class HostIO:
         self._check_open()
         if plan.namespace != self._identity.digest:
             raise ConfigError("this plan is of another namespace: use plan_save of the one that is attached")
+        if self._identity.layout.kind == "opaque":  # plans are of token prompts, which share rows of the index
+            raise ConfigError("this namespace holds opaque pages, and a plan names chunks of tokens: use put_keys")
         if self._c.liveness is None and not self._c.declines:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to save")
         if len(attempt) != 8:

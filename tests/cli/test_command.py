@@ -297,6 +297,16 @@ def test_a_question_shows_no_control_sequences(monkeypatch: pytest.MonkeyPatch) 
     assert asked == ["Remove x?]0;pwn???y?"]
 
 
+def test_verify_repairs_a_store_without_its_super_file(store: Path) -> None:
+    listed = called("-C", str(store), "ls").stdout
+    (store / "super").unlink()
+    for arguments in (("ls",), ("init", "--capacity", "64MiB"), ("verify",)):
+        done = called("-C", str(store), *arguments)
+        assert done.returncode == 90 and "verify --repair" in done.stderr
+    assert called("-C", str(store), "verify", "--repair").returncode == 0
+    assert called("-C", str(store), "ls").stdout == listed
+
+
 def test_read_only_changes_nothing(store: Path) -> None:
     def files() -> dict[str, tuple[int, int]]:
         found = (p for p in store.rglob("*") if p.is_file())

@@ -772,6 +772,17 @@ def test_a_match_for_a_smaller_part_is_refused(ns: kvfs.Namespace) -> None:
         io.load(ns.match(prompt(1), part=Part(0, 2, 0, 4)), blocks(1))
 
 
+def test_opaque_pages_are_not_saved_through_a_plan_of_tokens(store: kvfs.Store) -> None:
+    """It would store them in rows of several chunks, where ``match_keys`` does not look."""
+    layout = PageLayout.opaque(300, 16)
+    ns = store.namespace("opaque", layout, revision="1")
+    hashes = tuple(bytes([n]) * 32 for n in range(4))
+    plan = kvfs.SavePlan(4, hashes, {"opaque": (0, 1, 2, 3)}, ns.identity.digest)
+    kv = kvfs.describe(layout.group("opaque"), np.zeros((1, 4, 300), "uint8"), "layer,slot,dim")
+    with ns.attach(kv) as io, pytest.raises(ConfigError, match="put_keys"):
+        io.save(plan, [0, 1, 2, 3])
+
+
 HYBRID = PageLayout.of(
     [
         Group("full", (0, 2), 2, Cell("opaque", 8), Need.all(), 16),
