@@ -172,6 +172,22 @@ KVFS_PUBLIC int64_t kvfs_there(
 KVFS_PUBLIC int64_t kvfs_parts(
     kvfs_index *index, const uint8_t *prefix, uint64_t prefix_bytes, uint8_t *out, uint64_t parts_max, uint64_t *txn);
 
+/* -- segments ------------------------------------------------------------------------------------------------- */
+
+/* SegmentFiles._open_locked of ``count`` segments, ids of 16 bytes each, in the directory ``folder``: opens <id>.kvs for
+ * reading, locks it shared, and looks whether it still has a name. With the interpreter held: asks no disk for a name,
+ * waits for no lock. Post: fds[i] is the descriptor, which the caller owns, or -1: the Python path has to look. */
+KVFS_PUBLIC void kvfs_open_segments(int folder, const uint8_t *ids, uint64_t count, int32_t *fds);
+
+/* Post: *fd is -1; returns what it was. One call, so that a descriptor changes its owner in one step. */
+KVFS_PUBLIC int kvfs_take(int32_t *fd);
+
+/* Whether the file of a descriptor has a name, so that closing it frees no blocks. */
+KVFS_PUBLIC int kvfs_is_linked(int fd);
+
+/* close(2), with the interpreter held: for files that were only read, and that are linked. */
+KVFS_PUBLIC int kvfs_close(int fd);
+
 /* -- payloads ------------------------------------------------------------------------------------------------ */
 
 /* A stretch of a file for a stretch of memory (kvfs.read.plan.ReadJob). */

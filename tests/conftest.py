@@ -51,13 +51,12 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def python_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def python_only() -> Iterator[None]:
     """Without the native library: what a test counts or disturbs is in the Python path."""
-    from kvfs.index.environment import Index
     from kvfs.native import library
 
-    monkeypatch.setattr(library, "loaded", lambda: None)
-    monkeypatch.setattr(Index, "native_session", lambda self: None)  # of stores that are open already
+    with library.paused():
+        yield
 
 
 @pytest.fixture

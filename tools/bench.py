@@ -120,12 +120,16 @@ def host(
 @click.option("--index-pages", type=COUNTS, default="10000,1000000", show_default=True, help="Pages in the index.")
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Per phase.")
+@click.option(
+    "--lengths", type=COUNTS, default="1024,4096,32768", show_default=True, help="Shorter prompts, in tokens."
+)
+@click.option("--busy", type=Many(click.IntRange(min=0)), default="0,1,3,8", show_default=True, help="Busy threads.")
 @common
 def match(
     tokens: int, page_tokens: tuple[int, ...], index_pages: tuple[int, ...], rounds: int, seconds: float,
-    path: Path, json_path: Path | None, seed: int,
+    lengths: tuple[int, ...], busy: tuple[int, ...], path: Path, json_path: Path | None, seed: int,
 ) -> None:  # fmt: skip
-    plan = match_bench.Plan(tokens, page_tokens, index_pages, rounds, seconds, seed)
+    plan = match_bench.Plan(tokens, page_tokens, index_pages, rounds, seconds, seed, lengths, busy)
     options = dict[str, Value](tokens=tokens, rounds=rounds, seconds=seconds, seed=seed)
     with session("match", path, plan.need_bytes, json_path, options) as (report, folder):
         match_bench.run(report, folder, plan)

@@ -36,6 +36,7 @@ from kvfs.index.lmdb_files import (
 )
 from kvfs.index.native_session import NativeIndex, NativeSession
 from kvfs.index.session import Session, Tables
+from kvfs.native import library
 from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import SHORT_OF, boot_id
 from kvfs.system.worker import Worker
@@ -71,6 +72,8 @@ class Index:
     is raised to the caller. They raise IndexUnavailableError if the answer does not come in time.
     """
 
+    _native: NativeIndex | None = None  # of the open generation, for lookups in the caller's thread
+
     def __init__(self, directory: Directory, map_size: int, *, private: bool = False) -> None:
         self._directory = directory
         self._files = directory.files
@@ -82,7 +85,6 @@ class Index:
         self._worker = Worker("kvfs-index")
         self._env: lmdb.Environment | None = None
         self._tables: Tables | None = None
-        self._native: NativeIndex | None = None  # for lookups, where there is a compiled library
         self._users = self._data = Descriptor(self._files)
         self._current: tuple[int, ...] | None = None
         self._refused: set[bool] = set()  # the breaker: False: reads fail at once, True: writes
@@ -105,7 +107,9 @@ class Index:
     def native_session(self) -> NativeSession | None:
         """For a lookup in the caller's thread; None where only the index thread can do it."""
         native = self._native
-        return None if native is None or self._closed else native.session()
+        if native is None or self._closed or library.loaded() is None:
+            return None
+        return native.session()
 
     def is_missing(self, timeout: float) -> bool:
         """Whether no generation may be trusted; False if that cannot be told in time."""

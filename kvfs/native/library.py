@@ -6,10 +6,12 @@ installed package if a C compiler was there when it was built. Everything works 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 ABI = 1  # of native/kvfs_native.h
@@ -69,6 +71,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_walk": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_int, POINTER(Walked))),
     "kvfs_there": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_void_p)),
     "kvfs_parts": (c_int64, (c_void_p, c_char_p, c_uint64, c_void_p, c_uint64, POINTER(c_uint64))),
+    "kvfs_open_segments": (None, (c_int, c_char_p, c_uint64, c_void_p)),
+    "kvfs_take": (c_int, (c_void_p,)),
+    "kvfs_is_linked": (c_int, (c_int,)),
+    "kvfs_close": (c_int, (c_int,)),
     "kvfs_read": (
         c_int64,
         (c_char_p, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), c_void_p, c_uint64),
@@ -117,9 +123,23 @@ def _load() -> tuple[Library | None, str]:
         return None, f"off: {exc}"
 
 
+_paused = False
+
+
 def loaded() -> Library | None:
-    """The library; None where Python does its work. The answer is the same for the life of the process."""
-    return _load()[0]
+    """The library; None where Python does its work."""
+    return None if _paused else _load()[0]
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """For tests and benchmarks: Python does everything in the block, in all threads."""
+    global _paused
+    _paused, before = True, _paused
+    try:
+        yield
+    finally:
+        _paused = before
 
 
 def state() -> str:

@@ -38,7 +38,7 @@ class _NoIndex(Index):
     """An index that always raises IndexUnavailableError. The constructor of the base would start a thread."""
 
     def __init__(self) -> None:
-        self.generation, self.timeouts, self._native = "", 0, None
+        self.generation, self.timeouts = "", 0
 
     def _submit(self, function: Callable[[Session], T], timeout: float, *, write: bool) -> T:
         raise IndexUnavailableError(REASON)

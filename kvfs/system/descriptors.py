@@ -64,8 +64,11 @@ class Descriptor:
         """Never fails. Further calls do nothing."""
         if self.fd >= 0:
             with contextlib.suppress(OSError, IndexError):  # of two threads at once, the second finds nothing
-                self._files.close_kept(self._kept)
+                self._close()
         _KEPT.pop(id(self._kept), None)
+
+    def _close(self) -> None:
+        self._files.close_kept(self._kept)
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, TypeError):  # the interpreter is ending, modules are unloaded

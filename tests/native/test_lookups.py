@@ -78,8 +78,7 @@ def only(monkeypatch: pytest.MonkeyPatch, how: str) -> Iterator[None]:
     mine = threading.get_ident()
     with monkeypatch.context() as patch:
         if how == "python":
-            patch.setattr(Index, "native_session", lambda self: None)
-            patch.setattr(library, "loaded", lambda: None)
+            patch.setattr(library, "_paused", True)
         else:
             real = Index.read
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvfs
+from kvfs.native import library as native_library
 from kvfs.pages.chunk_hash import chain, tenant_seed, token_bytes
-from tools.benchmarks import others, scaling
+from tools.benchmarks import native_lookups, others, scaling
 from tools.benchmarks.measure import (
     BenchError,
     BusyThread,
@@ -47,6 +48,8 @@ class Plan:
     rounds: int
     seconds: float
     seed: int
+    lengths: Sequence[int] = ()
+    busy: Sequence[int] = ()
 
     @property
     def need_bytes(self) -> int:
@@ -57,14 +60,19 @@ class Plan:
 
 def run(report: Report, folder: Path, plan: Plan) -> None:
     lookups = Table(f"match: one prompt of {plan.tokens} tokens, all of it stored, same process")
+    sides = Table(f"match: the native path ({native_library.state()}) and the Python path, in turns")
     effects = Table("match: what other processes see")
     for page_tokens in plan.page_tokens:
         library = Library(folder / f"prompt-{page_tokens}", page_tokens, plan.tokens // page_tokens, 1, plan.seed)
         library.fill()
         _lookup_rows(lookups, plan, library)
+        if native_library.loaded() is not None:
+            lengths = [*plan.lengths, plan.tokens]
+            native_lookups.add_rows(sides, library, lengths, plan.busy, plan.rounds)
         others.add_rows(effects, library, plan.seconds)
         library.remove()
     report.show(lookups)
+    report.show(sides)
     report.show(effects)
     scaling.run(report, folder, plan.index_pages, plan.rounds, plan.seed)
 

@@ -149,12 +149,16 @@ def back_memory(nbytes: int) -> None:
 
 
 class BusyThread:
-    """A Python thread that never waits and never releases the GIL by itself."""
+    """Python threads, one unless said otherwise, that never wait and never release the interpreter by themselves."""
+
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
 
     def __enter__(self) -> BusyThread:
         self._stop = False
-        self._thread = threading.Thread(target=self._spin, name="busy", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._spin, name="busy", daemon=True) for _ in range(self._count)]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def _spin(self) -> None:
@@ -166,4 +170,5 @@ class BusyThread:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop = True
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
