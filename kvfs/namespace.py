@@ -13,9 +13,9 @@ from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.format.codec import NAMES as codec_names
 from kvfs.format.codec import parse as parse_codec
 from kvfs.lookup.matcher import Matcher
-from kvfs.lookup.prefix_match import PrefixMatch, used_ranges
+from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.lookup.prompt_pages import PromptPages, chain_of, prompt_of_keys
-from kvfs.lookup.search import GroupLookup, Prompt
+from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_hash import ChunkHashes
 from kvfs.pages.chunk_set import members, span
 from kvfs.pages.identity import Identity, salt_digest
@@ -24,7 +24,7 @@ from kvfs.read.reader import Reader
 from kvfs.system.memory_views import byte_view
 from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
 from kvfs.types import SavePlan as SavePlan
-from kvfs.write.active_segments import SegmentClass
+from kvfs.write.active_segments import RoomWait, SegmentClass
 from kvfs.write.appender import Appender, AppendJob, Outcome, check_pages_fit
 
 if TYPE_CHECKING:
@@ -190,13 +190,17 @@ class Namespace:
         """
         hashes = self._chain(token_ids, extra)
         prompt = Prompt(self.identity.digest, hashes)
-        missing = {}
+        missing, at_us = {}, self._c.files.now_us()
         for number, group in enumerate(self.layout.groups):
             lookup = self._matcher.present(
                 prompt, number, group, self._part(group, part), 0, len(hashes), whole=True, orphans=False
             )
             have = lookup.found.present | lookup.found.claimed
             missing[group.name] = tuple(members(span(0, len(hashes)) & ~have))
+            self._matcher.note_use(lookup, at_us)
+        first = min((chunks[0] for chunks in missing.values() if chunks), default=0)
+        if first:
+            self._c.access_times.note_request(hashes[first - 1], at_us)  # for the save of the plan
         return SavePlan(len(hashes), tuple(hashes), missing, self.identity.digest)
 
     # -- transfers ---------------------------------------------------------------------------
@@ -252,9 +256,10 @@ class Namespace:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to put")
         began = self._c.files.monotonic()
         total = Outcome()
-        limit = len(prompt.hashes)
+        limit, wait = len(prompt.hashes), self._appender.room_wait(segment_class)
+        at_us = self._request_time(prompt, min((p.start for p in puts if p is not None), default=0))
         for put in sorted((p for p in puts if p is not None), key=lambda p: p.group.need.kind != "all"):
-            done, limit = self._store(prompt, put, limit, expires, segment_class, attempt)
+            done, limit = self._store(prompt, put, limit, expires, segment_class, attempt, at_us, wait)
             for name in ("stored", "skipped", "in_flight", "declined"):
                 setattr(total, name, getattr(total, name) + getattr(done, name))
             total.reason = total.reason or done.reason
@@ -262,8 +267,9 @@ class Namespace:
         return PutResult(total.stored, total.skipped, total.declined, total.in_flight, total.reason)
 
     def _store(
-        self, prompt: Prompt, put: _Put, limit: int, expires: int, segment_class: SegmentClass, attempt: bytes
-    ) -> tuple[Outcome, int]:
+        self, prompt: Prompt, put: _Put, limit: int, expires: int, segment_class: SegmentClass, attempt: bytes,
+        at_us: int, wait: RoomWait,
+    ) -> tuple[Outcome, int]:  # fmt: skip
         """Store one group. Returns the outcome, and the chunk up to which pages of other groups are of use."""
         number, group, part, start, data, pages = put
         end = min(start + pages, limit)
@@ -278,13 +284,13 @@ class Namespace:
             self._c.counters.add("pages_declined_gap", pages)
             return Outcome(declined=pages, reason="gap"), min(limit, start - 1)
         missing = [c for c in range(start, end) if not present >> c & 1]
-        at_us = self._begin_request(prompt, lookup, missing[0] if missing else end)
+        self._matcher.note_use(lookup, at_us)
         job = AppendJob(
             self.identity, self._descriptor, number, group, part, prompt,
             lambda chunk: data[(chunk - start) * size : (chunk - start + 1) * size],
             expires, at_us, attempt, segment_class, codec=self._codec,
         )  # fmt: skip
-        outcome = self._appender.store(job, missing) if missing else Outcome()
+        outcome = self._appender.store(job, missing, wait) if missing else Outcome()
         writing = lookup.found.claimed & ~lookup.found.present
         in_flight = sum(writing >> c & 1 for c in range(start, end))
         skipped = end - start - len(missing) - in_flight
@@ -299,15 +305,10 @@ class Namespace:
             self._c.access_times.note_request(prompt.hashes[end - 1], at_us)
         return outcome, limit
 
-    def _begin_request(self, prompt: Prompt, lookup: GroupLookup, done: int) -> int:
-        """The access time of all pages of a request: of its lookup, else now. Present pages are marked with it."""
-        at_us = self._c.access_times.request_of(prompt.hashes[done - 1]) if done else None
-        if at_us is None:
-            at_us = self._c.files.now_us()
-            hits = [hit for run in sorted(lookup.found.hits) for hit in lookup.found.hits[run]]
-            for segment, seq, count in used_ranges(hits, prompt.run_length, lookup.found.present):
-                self._c.access_times.stamp(lookup.segments[segment], seq, [at_us] * count)
-        return at_us
+    def _request_time(self, prompt: Prompt, start: int) -> int:
+        """The access time of all pages of a put: of the lookup or put that ended at ``start``, else now."""
+        at_us = self._c.access_times.request_of(prompt.hashes[start - 1]) if start else None
+        return self._c.files.now_us() if at_us is None else at_us
 
     def _check_put(self, prompt: Prompt, number: int, group: Group, pages: Any, start: Any, part: Any) -> _Put | None:
         if isinstance(pages, Mapping):

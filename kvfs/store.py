@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvfs.maintenance.warm import Warmed
     from kvfs.namespace import Namespace
 
-PIN_SECONDS = 30.0  # how long a pin waits for an eviction or a purge in progress
+PIN_SECONDS = 10.0  # how long a pin waits for an eviction or a purge in progress
 
 
 def open_store(
@@ -320,17 +320,17 @@ class Store:
 
     def export(
         self, path: str, namespaces: Sequence[str] = (), *, match: PrefixMatch | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        key_file: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:  # fmt: skip
-        """Write the pages of namespaces, or of a match, to a bundle. ConfigError if neither is given."""
-        from kvfs.bundles import exporter
+        """Write the pages of namespaces, or of a match, to a bundle, signed if there is a ``key_file``."""
+        from kvfs.bundles import exporter, signature
 
         self._check_open()
         c = self._shared.c
         check_output(path)
         with root.translate_os_errors(path):
             chosen = exporter.choose(c, [self.catalog.find(n) for n in namespaces], match)
-            return exporter.export(c, chosen, path, progress)
+            return exporter.export(c, chosen, path, progress, signature.read_key(key_file) if key_file else None)
 
     def match_prefix(self, ref: str) -> PrefixMatch:
         """A match of a prefix (an id of ``kvfs ls``); ConfigError if its pages do not begin at the first token."""
@@ -358,17 +358,18 @@ class Store:
             return safetensors_file.write(self._shared.c, described, match, path, token_ids, progress)
 
     def import_bundle(
-        self, path: str, *, partial: bool = False, digest: str | None = None,
+        self, path: str, *, namespaces: Sequence[str] = (), partial: bool = False, digest: str | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Imported:  # fmt: skip
-        """Verify a bundle page by page and store its pages; none of a bundle that was changed, unless ``partial``."""
+        """Verify a bundle page by page and store its pages, or those of ``namespaces``; none of a bundle that was
+        changed, unless ``partial``."""
         from kvfs.bundles.importer import Importer
 
         self._check_open()
         self._check_writable()
-        return Importer(self._shared.c, self._shared.services().active, partial_=partial).run(
-            path, progress, digest=digest
-        )
+        active = self._shared.services().active
+        importer = Importer(self._shared.c, active, partial_=partial, namespaces=namespaces)
+        return importer.run(path, progress, digest=digest)
 
     @property
     def catalog(self) -> Catalog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -477,6 +478,29 @@ def test_an_object_that_is_no_match_is_refused(ns: kvfs.Namespace) -> None:
     for wrong in (None, 5, "match"):
         with pytest.raises(ConfigError, match="match"):
             ns.get(wrong, bytearray(5))  # type: ignore[arg-type]
+
+
+def segments_open() -> int:
+    """Descriptors of segments in this process, those of maps included."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{fd}").endswith(".kvs")
+    return count
+
+
+def test_a_view_takes_one_descriptor_per_segment_whatever_the_size_of_a_page(store: kvfs.Store) -> None:
+    """Pages of 10 KiB, as of MLA models: there is a gap behind each of them."""
+    layout = kvfs.PageLayout.kv(layers=1, kv_heads=2, head_dim=80, dtype="bfloat16", page_tokens=16)
+    ns = store.namespace("gaps", layout, revision="r1")
+    prompt, pages = list(range(200 * 16)), seeded(3, 200 * layout.page_bytes)
+    assert ns.put(prompt[: 100 * 16], pages[: 100 * layout.page_bytes]).stored == 100
+    assert ns.put(prompt, pages[100 * layout.page_bytes :], start=100).stored == 100
+    with ns.match(prompt) as match:
+        before = segments_open()
+        views = ns.view(match)
+        assert b"".join(views) == pages
+        assert segments_open() - before <= len(match.segments) < 20
 
 
 def test_a_view_stays_valid_after_its_segment_is_unlinked(store: kvfs.Store) -> None:

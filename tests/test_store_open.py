@@ -37,9 +37,13 @@ from kvfs import (
     StoreNotFoundError,
     StoreReadOnlyError,
 )
+from kvfs.directory import config_file
 from kvfs.directory.config import make_settings, parse_duration, parse_size, parse_toml, to_toml
 from kvfs.directory.root import _canonical
+from kvfs.doctor.checks import diagnose
+from kvfs.errors import IndexUnavailableError
 from kvfs.format.checksums import checksum
+from kvfs.maintenance.verify import restore_super
 from kvfs.runtime import registry
 from kvfs.runtime.background import TICK_SECONDS
 from kvfs.system.files import Files
@@ -185,6 +189,38 @@ def test_an_empty_directory_becomes_a_store_and_a_half_made_one_too(memory_path:
     (where / ".super.0123456789abcdef").write_text("half")
     with kvfs.open(where, capacity="32MiB") as store:
         assert store.settings.capacity_bytes == 16 << 20, "the first creator's settings stay"
+
+
+@pytest.mark.parametrize("left", ["segments", "pins"])
+def test_a_store_that_lost_its_super_file_is_never_made_again(path: Path, left: str) -> None:
+    with kvfs.open(path) as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        store.pin("kept", ns, TOKENS)
+        store_id = store.stats()["store_id"]
+    super_file = (path / "super").read_bytes()
+    (path / "super").unlink()
+    for file in (path / ("pins" if left == "segments" else "segments")).iterdir():
+        file.unlink()
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for how in ({"capacity": "16MiB"}, {"create": False}, {"read_only": True}):
+        with pytest.raises(CorruptError, match="verify --repair"):
+            kvfs.open(path, **how)  # type: ignore[arg-type]
+    assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert restore_super(str(path), Files()) and not restore_super(str(path), Files())
+    with kvfs.open(path) as store:
+        if left == "segments":
+            assert serves(store) and store.stats()["store_id"] == store_id
+            created = json.loads((path / "super").read_bytes())["created_us"]
+            assert abs(created - json.loads(super_file)["created_us"]) < 600_000_000
+
+
+def test_a_lost_super_file_whose_segments_are_unreadable_stays_lost(path: Path) -> None:
+    (path / "super").unlink()
+    for file in segment_files(path):
+        file.write_bytes(bytes(8192))
+    with pytest.raises(CorruptError, match="no segment has a readable header"):
+        restore_super(str(path), Files())
+    assert not (path / "super").exists()
 
 
 def test_files_are_private_under_any_umask(memory_path: Path) -> None:
@@ -641,6 +677,33 @@ def test_a_member_of_the_group_may_use_a_shared_store(open_path: Path) -> None:
         assert restored(store.namespace("m", tiny(), revision="r1"), tokens_of(2, 1)) == seeded(2, TINY_BYTES)
 
 
+@pytest.mark.needs_root("another user is needed")
+@pytest.mark.parametrize("mode", [0o700, 0o2770])
+def test_what_root_writes_belongs_to_the_owner_of_the_store(open_path: Path, mode: int) -> None:
+    path = open_path / "store"
+    path.mkdir()
+    os.chown(path, NO_OWNER, NO_OWNER)
+    path.chmod(mode)
+
+    def owner(capacity: str | None = None) -> str:
+        with kvfs.open(path, capacity=capacity) as theirs:
+            assert serves(theirs) or theirs.namespace("m", tiny(), revision="r1").put(TOKENS, PAGES).stored == CHUNKS
+            return str(theirs.stats()["index"]["generation"])
+
+    generation = run_child(lambda: owner("64MiB"), uid=NO_OWNER)
+    (path / "purged").rmdir()
+    config_file.change(str(path), "sync", "batch", Files())
+    with kvfs.open(path) as store:
+        ns = store.namespace("root", tiny(), revision="r1")
+        assert ns.put(TOKENS, PAGES).stored == CHUNKS and store.pin("p", ns, TOKENS)
+    found = [path, *path.rglob("*")]
+    assert {(p.stat().st_uid, p.stat().st_gid) for p in found} == {(NO_OWNER, NO_OWNER)}
+    assert run_child(owner, uid=NO_OWNER) == generation
+    os.chown(path / "kvfs.toml", 0, 0)
+    findings = {f.check: f for f in diagnose(str(path), Files())}
+    assert findings["owners"].status == "bad" and "kvfs.toml" in findings["owners"].detail
+
+
 @contextmanager
 def mounted_read_only(path: Path) -> Iterator[None]:
     done = subprocess.run(["mount", "--bind", "-o", "ro", str(path), str(path)], capture_output=True, text=True)
@@ -698,7 +761,7 @@ def test_a_private_index_without_disk_space_is_an_error_that_says_so(
         pytest.skip("no mounts here")
     try:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        with pytest.raises(StoreAccessError, match=r"no private index.*kvfs-index-"):
+        with pytest.raises(StoreAccessError, match="no private index"):
             kvfs.open(path, read_only=True)
         assert not list(tmp_path.iterdir())
     finally:
@@ -892,3 +955,22 @@ def test_an_interrupt_while_a_store_is_opened_does_not_hang_the_next_open(
     assert opened, "it waits for nothing"
     opened[0].close()
     assert not registry._STORES
+
+
+def test_an_open_waits_while_another_process_makes_an_index_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the gate for a few syncs. The open returned after 20 ms of that, and the first puts declined."""
+    with kvfs.open(tmp_path / "store", capacity="16MiB") as store:
+        store._shared.background.stop()
+        answers = ["rebuilding", "rebuilding", "timeout", "timeout", "", "rebuilding"]
+
+        def read(*_: object) -> None:
+            if answer := answers.pop(0):
+                raise IndexUnavailableError(answer)
+
+        monkeypatch.setattr(store._shared, "rebuild_if_needed", lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(store._shared.c.index, "read", read)
+            store._shared._become_ready()
+        assert answers == ["rebuilding"]

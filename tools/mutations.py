@@ -170,7 +170,7 @@ MUTATIONS = (
     Mutation(
         "keep the ring's slots from the next group", "kvfs/gpu/load.py",
         "if pages.later and group.source.has_slots:", "if False:",
-        ("tests/gpu/test_load_groups.py::test_the_ring_is_given_back_before_the_next_group_wants_it",),
+        ("tests/gpu/test_load_groups.py::test_slots_are_released_before_the_next_group_wants_them",),
     ),
     Mutation(
         "do not launch what was copied", "kvfs/gpu/load.py",
@@ -193,14 +193,14 @@ MUTATIONS = (
     ),
     Mutation(
         "restore up to where the first group ends, whatever the others have", "kvfs/lookup/incremental.py",
-        "        chunks = min([self.limit, *self._there.values()])\n",
-        "        chunks = self._there[self._needs_all[0]] if self._needs_all else self.limit\n",
+        "        chunks = min([self.limit, *self._found.values()])\n",
+        "        chunks = self._found[self._needs_all[0]] if self._needs_all else self.limit\n",
         ("tests/lookup/test_incremental.py",),
     ),
     Mutation(
         "look all of a prompt up before its first pages come", "kvfs/gpu/page_feed.py",
         "wanted, later, FIRST_PAGES, ahead)", "wanted, later, 1 << 30, ahead)",
-        ("tests/gpu/test_restore.py::test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up",),
+        ("tests/gpu/test_restore.py::test_the_first_pages_are_enqueued_before_the_rest_is_looked_up",),
     ),
     Mutation(
         "call back where the ends of loads are waited for", "kvfs/gpu/load.py",
@@ -311,7 +311,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no breaker after a timeout", "kvfs/index/environment.py",
-        "        self._breaker_open = True\n", "        self._breaker_open = False\n",
+        "        self._refused |= {write, True}\n", "        self._refused &= {write, True}\n",
         ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_no_other_process",),
     ),
     Mutation(
@@ -359,7 +359,7 @@ MUTATIONS = (
     ),
     Mutation(
         "trust an index that has two names", "kvfs/index/environment.py",
-        "stat.S_ISREG(data.st_mode) and data.st_nlink == 1", "stat.S_ISREG(data.st_mode)",
+        "same = same and data.st_nlink == 1", "same = same and data.st_nlink > 0",
         ("tests/security",),
     ),
     Mutation(

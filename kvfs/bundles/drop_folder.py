@@ -30,7 +30,7 @@ import stat
 import threading
 from typing import NamedTuple
 
-from kvfs.bundles.exporter import BundleError, TooLargeError
+from kvfs.bundles.exporter import BundleError, TooLargeError, UnsignedError
 from kvfs.bundles.importer import Importer, Pace
 from kvfs.context import Context
 from kvfs.directory.root import Directory
@@ -44,6 +44,7 @@ log = logging.getLogger("kvfs")
 FOLDER, REFUSED, REASON = "import", "refused", ".reason"
 IN_TRANSIT = (".tmp", ".part", ".partial", "~")  # endings of names of files that are still being written
 NAMES_MAX = 256  # names of the folder that are examined
+NAMES_LOGGED = 8  # namespaces of a bundle in one line of the log
 ADOPTED = ".adopted-"  # begins the name of a file that is about to be removed
 REFUSED_MAX = 16  # files kept in refused/
 REFUSED_SHARE = 8  # and their bytes: one in so many of the capacity
@@ -220,7 +221,7 @@ class DropFolder:
         if name not in self._renamed and self._files.monotonic() - seen.since < STALE_SECONDS:
             try:
                 importer.members(fd, st.st_size)
-            except TooLargeError:
+            except (TooLargeError, UnsignedError):
                 raise
             except BundleError:  # not complete yet
                 age = self._files.monotonic() - seen.since
@@ -228,7 +229,8 @@ class DropFolder:
                 return
         done = importer.take(fd)
         self._c.counters.add("bundles_adopted")
-        log.info("adopted %s/%r: %d of %d pages are new", self._where(), name, done.stored, done.pages)
+        names = ", ".join(list(done.namespaces)[:NAMES_LOGGED])
+        log.info("adopted %s/%r: %d of %d pages are new, of %s", self._where(), name, done.stored, done.pages, names)
         self._renamed.discard(name)
         self._remove_reason(name)
         try:

@@ -5,8 +5,8 @@ member ``kvfs-bundle.json`` with the BLAKE2b-256 of each. Without that member a 
 are new: they hold the chosen pages, each verified as it is copied; ``written_us`` is the time of a page's last use.
 The digest of the manifest names the whole bundle.
 
-Digests detect a changed bundle only for an importer that knows the right digest: a bundle is as trustworthy as its
-source.
+Digests detect a changed bundle only for an importer that knows the right digest or requires a signature
+(``kvfs.bundles.signature``): otherwise a bundle is as trustworthy as its source.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import IO, Any, NamedTuple
 
+from kvfs.bundles.signature import FIELD, is_signed, signature
 from kvfs.catalog.catalog import Catalog
 from kvfs.catalog.records import Records
 from kvfs.catalog.walk import Walk
 from kvfs.context import Context
-from kvfs.directory.root import private
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
@@ -40,6 +40,7 @@ from kvfs.system.files import Files
 MANIFEST = "kvfs-bundle.json"
 SEGMENT_BYTES = 64 << 20  # a segment of a bundle is sealed when it has reached this size
 BATCH_BYTES = 8 << 20  # payloads held in memory at once
+NAMESPACES_LISTED = 4096  # in a manifest, for people; bounds its size
 _TAR = 512  # block size of the tar format
 _COPY_BYTES = 4 << 20  # of one read and write
 
@@ -96,18 +97,21 @@ def _of_match(match: PrefixMatch) -> list[Chosen]:
     )
 
 
-def export(context: Context, chosen: list[Chosen], path: str, progress: Callable[[int, int], None]) -> Exported:
-    """Write a bundle; it appears at ``path`` when it is complete. ``progress``: (records done, all records). Raises
-    OSError unchanged."""
-    return _Exporter(context, path).run(chosen, progress)
+def export(
+    context: Context, chosen: list[Chosen], path: str, progress: Callable[[int, int], None], key: bytes | None = None
+) -> Exported:
+    """Write a bundle; it appears at ``path`` when it is complete. ``progress``: (records done, all records). ``key``
+    signs it. Raises OSError unchanged."""
+    return _Exporter(context, path, key).run(chosen, progress)
 
 
 class _Exporter:
     """One export: owns the temporary file and the list of its members."""
 
-    def __init__(self, context: Context, path: str) -> None:
+    def __init__(self, context: Context, path: str, key: bytes | None) -> None:
         self._c = context
         self._path = path
+        self._key = key
         self._folder = os.path.dirname(os.path.abspath(path))
         self._members: list[dict[str, object]] = []
         self.done = Exported(path)
@@ -118,7 +122,7 @@ class _Exporter:
         temporary = f"{self._path}.{self._c.files.random(4).hex()}.tmp"
         seen, total = 0, sum(c.records for c in chosen)
         try:
-            with open(temporary, "xb", opener=private) as tar, Records(self._c) as records:
+            with open(temporary, "xb", opener=self._c.directory.opener) as tar, Records(self._c) as records:
                 writer: _Writer | None = None
                 for (digest, number, part, stamp), same in groupby(chosen, key=lambda c: c[:4]):
                     if digest not in described or digest not in descriptors:
@@ -185,18 +189,19 @@ class _Exporter:
         self._members.append({"name": writer.name, "bytes": size, "blake2b": digest.hexdigest()})
 
     def _finish(self, tar: IO[bytes], namespaces: list[Described]) -> None:
-        manifest = json.dumps(
-            {
-                "kvfs": "bundle",
-                "version": 1,
-                "created_us": self._c.files.now_us(),
-                "store_id": self._c.store_id.hex(),
-                "pages": self.done.pages,
-                "namespaces": [{"name": d.name, "revision": d.revision, "digest": d.digest.hex()} for d in namespaces],
-                "segments": self._members,
-            },
-            indent=1,
-        ).encode()
+        listed = namespaces[:NAMESPACES_LISTED]
+        body: dict[str, object] = {
+            "kvfs": "bundle",
+            "version": 1,
+            "created_us": self._c.files.now_us(),
+            "store_id": self._c.store_id.hex(),
+            "pages": self.done.pages,
+            "namespaces": [{"name": d.name, "revision": d.revision, "digest": d.digest.hex()} for d in listed],
+            "segments": self._members,
+        }
+        if self._key is not None:
+            body[FIELD] = signature(body, self._key)
+        manifest = json.dumps(body, indent=1).encode()
         tar.write(_tar_header(MANIFEST, len(manifest)) + manifest + bytes(-len(manifest) % _TAR) + bytes(2 * _TAR))
         tar.flush()
         os.fsync(tar.fileno())
@@ -294,6 +299,10 @@ class TooLargeError(BundleError):
     """A bundle that exceeds the bounds of the import."""
 
 
+class UnsignedError(BundleError):
+    """A bundle without the signature that the store requires."""
+
+
 def _tar_header(name: str, size: int) -> bytes:
     fields = (
         name.encode().ljust(100, b"\0") + b"0000600\0" + b"0000000\0" * 2 + f"{size:011o}\0".encode()
@@ -331,14 +340,19 @@ def read_members(fd: int, size: int, read: Callable[[int, int, int], bytes], mem
     raise BundleError("the end is missing; copy the bundle again")
 
 
-def read_manifest(data: bytes) -> list[tuple[str, int, str]]:
-    """(name, bytes, digest) of the segments that a manifest names. The values are untrusted and not checked."""
+def read_manifest(data: bytes, key: bytes | None = None) -> list[tuple[str, int, str]]:
+    """(name, bytes, digest) of the segments that a manifest names. The values are untrusted and not checked.
+
+    UnsignedError if there is a ``key`` and the manifest is not signed with it.
+    """
     try:
         manifest = json.loads(data)
         if manifest["kvfs"] != "bundle" or manifest["version"] != 1:
             raise BundleError("a bundle of another version: use the kvfs that wrote it")
+        if key is not None and not is_signed(manifest, key):
+            raise UnsignedError("not signed with the key of this store: kvfs export --key-file signs a bundle")
         return [(s["name"], s["bytes"], s["blake2b"]) for s in manifest["segments"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BundleError("the manifest is damaged; copy the bundle again") from None
 
 

@@ -6,11 +6,12 @@ evictions are those of this store. Pages that are stored already are skipped.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -26,6 +27,7 @@ from kvfs.bundles.exporter import (
     read_manifest,
     read_members,
 )
+from kvfs.bundles.signature import read_key
 from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.directory.config import SEGMENT_MAX, quota_id
 from kvfs.directory.root import translate_os_errors
@@ -44,10 +46,11 @@ from kvfs.pages.layout import Group, Part
 from kvfs.segments.scan import Scan, read_descriptor, scan_segment
 from kvfs.segments.writer import Record, SegmentWriter
 from kvfs.system.files import Files
-from kvfs.write.active_segments import ActiveSegments, Declined, SegmentClass
+from kvfs.write.active_segments import ActiveSegments, Declined, RoomWait, SegmentClass
 
 MEMBERS_MAX = 100_000  # files in a bundle
-MANIFEST_BYTES_MAX = 64 << 20
+#: Of a manifest, as bytes and per file in the bundle: parsed, hostile JSON takes 27 times its size.
+MANIFEST_BYTES_MAX, MEMBER_BYTES = 4 << 20, 256
 PROBLEMS_MAX = 100  # lines of a report
 BATCH_PAGES, BATCH_BYTES = 256, 16 << 20  # of one append
 SPACE_SECONDS = 30.0  # longest wait for room, per append
@@ -65,6 +68,8 @@ class Imported:
     skipped: int = 0  # stored already
     expired: int = 0
     bad: int = 0  # did not verify; only of a partial import
+    left_out: int = 0  # of namespaces that were not chosen
+    namespaces: dict[str, int] = field(default_factory=dict)  # "name@revision" -> pages that are or were stored
     nbytes: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -99,15 +104,24 @@ class Pace(NamedTuple):
 
 
 class Importer:
-    """One import: verifies a bundle, then appends its pages. ``partial_``: takes what verifies of a damaged bundle."""
+    """One import: verifies a bundle, then appends its pages. ``partial_``: takes what verifies of a damaged bundle.
 
-    def __init__(self, context: Context, active: ActiveSegments, *, partial_: bool, pace: Pace | None = None) -> None:
+    ``namespaces``: takes only the pages of these (see ``Described.is_named``).
+    """
+
+    def __init__(
+        self, context: Context, active: ActiveSegments, *, partial_: bool, namespaces: Sequence[str] = (),
+        pace: Pace | None = None,
+    ) -> None:  # fmt: skip
         self._c = context
         self._active = active
         self._partial = partial_
+        self._chosen = tuple(namespaces)
+        self._key: bytes | None = None
         self._pace = pace or Pace()
         self.report = Imported()
         self._heads: set[bytes] = set()  # chunk hashes that begin a run
+        self._found: set[str] = set()  # chosen names that the bundle has
         self._stamps: dict[int, int] = {}  # access times in the bundle -> access times here
 
     def run(self, path: str, progress: Callable[[int, int], None], *, digest: str | None = None) -> Imported:
@@ -137,6 +151,9 @@ class Importer:
             self._check(fd, member)
             done += member.nbytes
             progress(done, 2 * size)
+        for ref in self._chosen:
+            if ref not in self._found:
+                raise ConfigError(f"namespace {ref!r} is not in this bundle: leave out -n to import all of it")
         # one access time per request, as in the store of origin, and in the same order
         now = self._c.files.now_us()
         self._stamps = {stamp: now + i for i, stamp in enumerate(sorted(self._stamps))}
@@ -155,13 +172,15 @@ class Importer:
         """
         found = read_members(fd, size, self._c.files.read, self._pace.members_max)
         members = [member for member in found if self._pace.step() is None]
-        if not members or members[-1].name != MANIFEST or members[-1].nbytes > self._pace.manifest_bytes_max:
+        bound = self._pace.manifest_bytes_max + MEMBER_BYTES * len(members)
+        if not members or members[-1].name != MANIFEST or members[-1].nbytes > bound:
             raise BundleError("there is no manifest at the end: not a bundle of kvfs, or cut short; copy it again")
         data = self._c.files.read(fd, members[-1].nbytes, members[-1].offset)
         self.report.digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         if digest is not None and not (len(digest) >= 16 and self.report.digest.startswith(digest.lower())):
             raise BundleError(f"its digest is {self.report.digest}, not {digest}: another bundle, or a changed one")
-        listed = read_manifest(data)
+        self._key = read_key(self._c.settings.bundle_key) if self._c.settings.bundle_key else None
+        listed = read_manifest(data, self._key)
         segments = members[:-1]
         if [(m.name, m.nbytes) for m in segments] != [x[:2] for x in listed]:
             raise BundleError("its files are not those of its manifest; copy the bundle again")
@@ -173,16 +192,42 @@ class Importer:
 
     def _check(self, fd: int, member: Member) -> None:
         """Verify the digest and every page of a segment."""
+        with self._segment(fd, member) as (source, at):
+            if self._key is None and not self._is_intact(fd, member):
+                if not self._partial:
+                    raise BundleError(
+                        f"{member.name} was changed after it was written; --partial takes what still verifies"
+                    )
+                self.report.problems.append(f"{member.name} was changed after it was written")
+            self._check_pages(source, at)
+
+    @contextlib.contextmanager
+    def _segment(self, fd: int, member: Member) -> Iterator[tuple[int, Member]]:
+        """The file and place to read a segment from. If bundles are signed, a verified copy in memory: a file in the
+        drop folder may be changed at any moment."""
+        if self._key is None:
+            yield fd, member
+            return
+        copy = os.memfd_create("kvfs-import")
+        try:
+            if not self._is_intact(fd, member, copy):
+                raise BundleError(f"{member.name} was changed after it was signed")
+            yield copy, member._replace(offset=0)
+        finally:
+            os.close(copy)
+
+    def _is_intact(self, fd: int, member: Member, copy: int | None = None) -> bool:
+        """Whether a segment has the digest of the manifest. What was read is written to ``copy``."""
         digest = hashlib.blake2b(digest_size=32)
         for at in range(0, member.nbytes, 4 << 20):
-            digest.update(self._c.files.read(fd, min(4 << 20, member.nbytes - at), member.offset + at))
+            data = self._c.files.read(fd, min(4 << 20, member.nbytes - at), member.offset + at)
+            digest.update(data)
+            if copy is not None:
+                self._c.files.write_all(copy, [data], at)
             self._pace.step()
-        if digest.hexdigest() != self._digests[member.name]:
-            if not self._partial:
-                raise BundleError(
-                    f"{member.name} was changed after it was written; --partial takes what still verifies"
-                )
-            self.report.problems.append(f"{member.name} was changed after it was written")
+        return digest.hexdigest() == self._digests[member.name]
+
+    def _check_pages(self, fd: int, member: Member) -> None:
         scan = self._scan(fd, member)
         if scan is None or scan.seal is None or scan.header.segment_id.hex() != member.name[:32]:
             if scan is None or not self._partial:
@@ -193,9 +238,20 @@ class Importer:
             self.report.pages += 1
             if isinstance(page, str):
                 self._refuse(f"{member.name} record {entry.seq}: {page}")
-            elif entry.chunk % RUN == 0:
+                continue
+            if not self._is_chosen(page.described):
+                self.report.left_out += 1
+                continue
+            name = f"{page.described.name}@{page.described.revision}"
+            self.report.namespaces[name] = self.report.namespaces.get(name, 0) + 1
+            if entry.chunk % RUN == 0:
                 self._heads.add(entry.chunk_hash)
             self._stamps.setdefault(entry.written_us, 0)
+
+    def _is_chosen(self, described: Described) -> bool:
+        named = {ref for ref in self._chosen if described.is_named(ref)}
+        self._found |= named
+        return bool(named) or not self._chosen
 
     def _scan(self, fd: int, member: Member) -> Scan | None:
         scan = scan_segment(fd, ExportWindow(member, self._pace.step), records_max=self._pace.records_max + 1)
@@ -256,11 +312,16 @@ class Importer:
 
     def _take(self, fd: int, member: Member) -> None:
         """Store the pages of a segment. They are verified again as they are read: the file may have changed."""
+        with self._segment(fd, member) as (source, at):
+            self._take_pages(source, at)
+
+    def _take_pages(self, fd: int, member: Member) -> None:
         now = self._c.files.now_us()
         scan = self._scan(fd, member)
         if scan is None:
             return
-        good = (page for _, page in self._pages(fd, member, scan) if isinstance(page, _Page))
+        pages = (page for _, page in self._pages(fd, member, scan) if isinstance(page, _Page))
+        good = (page for page in pages if self._is_chosen(page.described))
         shapes = groupby(
             good, key=lambda p: (p.described.digest, p.entry.group, p.part, p.entry.expires, p.entry.written_us)
         )
@@ -285,12 +346,12 @@ class Importer:
         missing = self._c.index.read(lambda s: _missing(s, key, records), COMMIT_SECONDS)
         self.report.skipped += len(records) - len(missing)
         segment_class = self._class(pages[0].described, pages[0].entry.expires)
-        deadline = self._c.files.monotonic() + self._pace.space_seconds
+        wait = RoomWait(self._pace.space_seconds)
         try:
             with translate_os_errors(self._c.directory.path), self._active.class_locks.acquire_within(segment_class):
                 while missing:
                     try:
-                        done = self._append(segment_class, missing, key, at_us, deadline)
+                        done = self._append(segment_class, missing, key, at_us, wait)
                     except ledger.StaleWriterError:
                         self._active.close_for_appends(segment_class)
                         raise IndexUnavailableError(
@@ -324,7 +385,7 @@ class Importer:
 
     def _append(
         self, segment_class: SegmentClass, records: list[_Placed],
-        key: Callable[[bytes], bytes], at_us: int, deadline: float,
+        key: Callable[[bytes], bytes], at_us: int, wait: RoomWait,
     ) -> int:  # fmt: skip
         """Append and publish the leading records that fit the active segment; how many."""
         first = records[0][1]
@@ -334,7 +395,7 @@ class Importer:
         fresh = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes)
         everything = SegmentWriter.need_fresh(len(descriptor), size, leaf_bytes, len(records))
         writer, generation = self._active.writer(
-            segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), deadline
+            segment_class, fresh, everything, lambda w: w.need(digest, descriptor, size, leaf_bytes, 1), wait
         )
         count, room = len(records), writer.remaining_bytes(ledger.segment_limit(self._c.settings, fresh))
         while count > 1 and writer.need(digest, descriptor, size, leaf_bytes, count) > room:
@@ -350,7 +411,7 @@ class Importer:
             ledger.reserve(session, writer.number, row, allocated, writer.records + count + 8, limits)
             return allocated
 
-        allocated = self._active.with_room(reserve, deadline, segment_class)
+        allocated = self._active.with_room(reserve, wait, segment_class)
         if allocated > writer.allocated:
             writer.grow(allocated)
         made = [
@@ -368,6 +429,9 @@ class Importer:
             for ((head, slot), _), r, at in zip(batch, made, placed, strict=True)
         ]  # fmt: skip
 
+        if self._c.settings.sync != "cache":  # a put that skips a page promises that it is stored
+            self._active.sync(writer)
+
         def commit(session: Session) -> Named:
             row = ledger.own_segment(session, writer.number, self._c.owner, generation)
             session.put_namespace(digest, descriptor, first.entry.group, first.part.pack())  # see ``writer``
@@ -380,7 +444,6 @@ class Importer:
 
         stored = self._c.index.write(commit, COMMIT_SECONDS)
         self._active.note_use(segment_class)
-        self._active.note_dirty(segment_class)
         self.report.stored += stored.records
         self._c.counters.add("pages_imported", stored.records)
         self.report.skipped += count - stored.records

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvfs.context import Context
-from kvfs.directory.root import private
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.device_kv import DeviceKV, KVBuffer
@@ -129,7 +128,7 @@ def write(
     temporary = f"{path}.{context.files.random(4).hex()}.tmp"
     reader = Reader(replace(context, verify=Verify.ALWAYS))  # independent of the policy of this process's own loads
     try:
-        with open(temporary, "xb", opener=private) as file, reader.open_segments(match) as held:
+        with open(temporary, "xb", opener=context.directory.opener) as file, reader.open_segments(match) as held:
             file.truncate(done.file_bytes)
             os.pwrite(file.fileno(), head, 0)
             written = 0

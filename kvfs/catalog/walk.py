@@ -19,7 +19,7 @@ from kvfs.index.rows import CLAIM, parse_row
 from kvfs.index.session import Session
 
 ROWS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
-PATIENCE_SECONDS = 10.0  # longest wait for the index: an inspection may wait longer than an engine
+PATIENCE_SECONDS = 5.0  # longest wait for the index: an inspection may wait longer than an engine
 PREFIXES_MAX = 200_000  # of one listing: bounds its memory
 HASH_BYTES = 32
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvfs.store import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
+_PLAIN = re.compile(r"[A-Za-z0-9._:/@+][A-Za-z0-9._:/@+-]*\Z")
 
 # 10 no store, 11 locked, 12 format, 14 no space, 90 corrupt: ``kvfs.errors`` has them.
 EXIT_FAILED, EXIT_USAGE, EXIT_PROBLEMS, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -181,11 +183,16 @@ def namespace_option(function: F) -> F:
     )(function)  # fmt: skip
 
 
+def _offered(names: Iterable[str], incomplete: str) -> list[str]:
+    """Names that a completion may insert: a shell executes what it finds in others, such as ``$(command)``."""
+    return sorted(n for n in names if n.startswith(incomplete) and _PLAIN.match(n))
+
+
 def complete_namespaces(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Names of the namespaces, for the shell; none where there is no store."""
     try:
         with _app(ctx).open(hurried=True) as store:
-            return sorted({d.name for d in store.catalog.described() if d.name.startswith(incomplete)})
+            return _offered({d.name for d in store.catalog.described()}, incomplete)
     except Exception:
         return []
 
@@ -194,6 +201,6 @@ def complete_pins(ctx: click.Context, _: click.Parameter, incomplete: str) -> li
     """Names of the pins, for the shell; none where there is no store."""
     try:
         with _app(ctx).open(hurried=True) as store:
-            return [pin.name for pin in store.pins() if pin.name.startswith(incomplete)]
+            return _offered({pin.name for pin in store.pins()}, incomplete)
     except Exception:
         return []

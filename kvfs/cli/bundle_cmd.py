@@ -21,6 +21,7 @@ KINDS = ("bundle", "safetensors")  # of the file that export writes
 @click.argument("targets", nargs=-1, metavar="[TARGET]...", shell_complete=complete_namespaces)
 @click.option("--prompt", metavar="FILE", help="Only the stored part of this prompt; with -n.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--key-file", metavar="FILE", help="Sign the bundle for stores whose bundle_key is the same file.")
 @namespace_option
 @click.option(
     "--format",
@@ -34,8 +35,8 @@ KINDS = ("bundle", "safetensors")  # of the file that export writes
 @common
 @click.pass_obj
 def export_command(
-    app: App, file: str, targets: tuple[str, ...], prompt: str | None, force: bool, ref: str | None,
-    formats: tuple[str, ...], tokenizer: str | None,
+    app: App, file: str, targets: tuple[str, ...], prompt: str | None, force: bool, key_file: str | None,
+    ref: str | None, formats: tuple[str, ...], tokenizer: str | None,
 ) -> None:  # fmt: skip
     """Write namespaces, or the stored part of one prompt, to FILE.
 
@@ -56,9 +57,11 @@ def export_command(
         raise ConfigError(f"{file} exists already: choose another name, or pass --force")
     ids = None if prompt is None else read_prompt(prompt, how, tokenizer)
     if kind == "safetensors":
+        if key_file is not None:
+            raise click.UsageError("--key-file signs bundles: leave it out for a safetensors file")
         _export_tensors(app, file, targets, ids, prompt, ref)
     else:
-        _export_bundle(app, file, targets, ids, prompt, ref)
+        _export_bundle(app, file, targets, ids, prompt, ref, key_file)
 
 
 def _sort_out(formats: tuple[str, ...]) -> tuple[str, str]:
@@ -101,8 +104,9 @@ def _export_tensors(
 
 
 def _export_bundle(
-    app: App, bundle: str, namespaces: tuple[str, ...], ids: Sequence[int] | None, prompt: str | None, ref: str | None
-) -> None:
+    app: App, bundle: str, namespaces: tuple[str, ...], ids: Sequence[int] | None, prompt: str | None, ref: str | None,
+    key_file: str | None,
+) -> None:  # fmt: skip
     from kvfs.errors import ConfigError
 
     with app.open() as store:
@@ -110,7 +114,8 @@ def _export_bundle(
         try:
             if match is not None and not match.tokens:
                 raise ConfigError(f"nothing of {prompt} is stored: kvfs match shows what is")
-            done = store.export(bundle, namespaces, match=match, progress=shown(app.out, "exporting", _pages))
+            progress = shown(app.out, "exporting", _pages)
+            done = store.export(bundle, namespaces, match=match, key_file=key_file, progress=progress)
         finally:
             if match is not None:
                 match.close()
@@ -130,25 +135,29 @@ def _export_bundle(
 
 @click.command("import")
 @click.argument("bundle", metavar="BUNDLE")
+@click.option("-n", "--namespace", "namespaces", metavar="NAME", multiple=True, help="Only the pages of NAME.")
 @click.option("--digest", metavar="HEX", help="Refuse any other bundle: 16 digits or more of what export showed.")
 @click.option("--partial", is_flag=True, help="Store the pages of a damaged bundle that verify. Exit code 3.")
 @common
 @click.pass_obj
-def import_command(app: App, bundle: str, digest: str | None, partial: bool) -> int:
+def import_command(app: App, bundle: str, namespaces: tuple[str, ...], digest: str | None, partial: bool) -> int:
     """Verify every page of BUNDLE and store its pages. Of a bundle that was changed nothing is stored.
 
-    Trust a bundle as much as its source: --digest makes sure that it is the one that was exported.
+    Trust a bundle as much as the weights of a model: it says what the KV of a prompt is, in every namespace that it
+    names. -n limits it to some; --digest or the setting bundle_key make sure where it comes from.
     """
     from kvfs.bundles.exporter import BundleError
 
     with app.open(write=True, counted=True) as store:
         try:
-            done = store.import_bundle(bundle, partial=partial, digest=digest, progress=shown(app.out, "importing"))
+            progress = shown(app.out, "importing")
+            done = store.import_bundle(bundle, namespaces=namespaces, partial=partial, digest=digest, progress=progress)
         except BundleError as exc:
             raise BundleError(f"{bundle}: {exc}; nothing was imported") from None
     data = {
         "bundle": bundle, "digest": done.digest, "pages": done.pages, "stored": done.stored, "skipped": done.skipped,
         "expired": done.expired, "bad": done.bad, "bytes": done.nbytes, "problems": done.problems,
+        "left_out": done.left_out, "namespaces": done.namespaces,
     }  # fmt: skip
 
     def lines() -> Iterable[str]:
@@ -157,6 +166,10 @@ def import_command(app: App, bundle: str, digest: str | None, partial: bool) -> 
             f"imported {text.count(done.stored)} of {text.count(done.pages)} pages ({text.size(done.nbytes)}), "
             f"{text.count(done.skipped)} were already stored"
         )
+        for name, pages in list(done.namespaces.items())[:PROBLEMS_SHOWN]:
+            yield f"in {name} {text.count(pages)} pages"
+        if done.left_out:
+            yield f"left out {text.count(done.left_out)} of other namespaces"
         if done.bad or done.expired:
             yield f"left out {text.count(done.bad)} that fail verification, {text.count(done.expired)} expired"
 

@@ -105,7 +105,7 @@ def _show(app: App) -> None:
 def _value(name: str, value: object) -> str:
     if name.endswith("ttl") and isinstance(value, (int, float)):
         return f"{value:.0f} s"
-    return text.size(value) if isinstance(value, int) else str(value)
+    return text.size(value) if isinstance(value, int) else str(value) or "-"
 
 
 @config_command.command("set")

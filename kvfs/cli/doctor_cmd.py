@@ -28,7 +28,7 @@ def doctor_command(app: App) -> int:
 
     try:
         with translate_os_errors(app.path):
-            findings = [*diagnose(app.path, Files()), diagnose_gpu(app.path, Files())]
+            findings = diagnose(app.path, Files(), lambda: [diagnose_gpu(app.path, Files())])
     except StoreNotFoundError:
         raise app.no_store() from None
     counts = Counter(f.status for f in findings)

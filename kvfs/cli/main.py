@@ -5,12 +5,15 @@ Nothing heavy is imported before a command runs.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import io
 import os
 import signal
 import sys
+import threading
+import time
 from types import FrameType
 from typing import NoReturn
 
@@ -42,6 +45,8 @@ COMMANDS = {
 #: click 8.2 and later raise this for a group without a command.
 NO_ARGUMENTS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
+#: An interrupted command that has not ended after this long waits for a disk: it ends without its cleanup.
+CLEANUP_SECONDS = 10.0
 GC_THRESHOLD = 50_000  # objects between collections; Python's default is 700
 
 
@@ -92,8 +97,9 @@ def main() -> NoReturn:
     os.environ.pop("KVFS_DISABLE", None)  # it switches engines off, not this command
     gc.set_threshold(GC_THRESHOLD)  # imports make many objects and no garbage
     _have_streams()
-    _end_in_order()
     app = App()
+    interrupts = _Interrupts(app)
+    interrupts.install()
     try:
         code = run(app)
         sys.stdout.flush()
@@ -101,7 +107,7 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     for number in _ENDS:  # nothing is left to interrupt
-        if signal.getsignal(number) is _end:
+        if signal.getsignal(number) == interrupts.end:
             signal.signal(number, signal.SIG_DFL)
     gc.freeze()  # else the interpreter collects cycles among all imported objects as it exits
     sys.exit(code)
@@ -116,17 +122,53 @@ def _have_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _end_in_order() -> None:
-    """SIGTERM ends a command as Ctrl-C does: it leaves no half-written file, and no index that must be rebuilt."""
-    for number in _ENDS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup stays nohup
-            signal.signal(number, _end)
+class _Interrupts:
+    """SIGTERM ends a command as Ctrl-C does: it leaves no half-written file, and no index that must be rebuilt.
+
+    Python runs handlers in the main thread, and the kernel wakes no thread that waits for a disk. So a thread looks for
+    a signal that stays pending, or a cleanup that does not end, and ends the process after CLEANUP_SECONDS.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._interrupted = False
+
+    def install(self) -> None:
+        for number in _ENDS:
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup stays nohup
+                signal.signal(number, self.end)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+        threading.Thread(target=self._watch, name="kvfs-interrupt", daemon=True).start()
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        for other in _ENDS:  # `timeout` sends it twice: the second must not interrupt the cleanup
+            signal.signal(other, signal.SIG_IGN)
+        self._interrupt(number, frame)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_ENDS))
+        since = time.monotonic()
+        while time.monotonic() - since < CLEANUP_SECONDS:
+            time.sleep(CLEANUP_SECONDS / 20)
+            if not (self._interrupted or _is_pending()):
+                since = time.monotonic()
+        self._app.out.error("interrupted, without a cleanup: the disk does not answer", EXIT_INTERRUPTED)
+        os._exit(EXIT_INTERRUPTED)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    for other in _ENDS:  # `timeout` sends it twice: the second must not interrupt the cleanup
-        signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def _is_pending() -> bool:
+    """Whether a signal that ends the command waits for the main thread."""
+    pending = 0
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if line.startswith(("SigPnd:", "ShdPnd:")):
+                pending |= int(line.split()[1], 16)
+    return any(pending & 1 << number - 1 for number in (signal.SIGINT, *_ENDS))
 
 
 def run(app: App, arguments: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ def match_command(app: App, prompt: str, ref: str | None, kind: str, tokenizer: 
     ids = read_prompt(prompt, kind, tokenizer)
     with app.open() as store:
         ns = app.namespace(store, ref)
-        hashes = ns.plan_save(ids).hashes
+        hashes = ns.chunk_hashes(ids)
         step = ns.layout.page_tokens
         with ns.match(ids) as match:
             tiers = Counter(page.tier.name for page in match.pages)

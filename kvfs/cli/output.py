@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +14,6 @@ import click
 from kvfs.cli import text
 
 PROGRESS_SECONDS = 0.2  # between two draws of a progress bar
-_HEADING = re.compile(r"[A-Z]{3,}(?: +[A-Z ]+)+\Z")
 
 
 class Output:
@@ -38,11 +36,8 @@ class Output:
             click.echo(json.dumps(data, indent=2))
         else:
             for line in ids if self.quiet else lines():
-                click.echo(self._styled(text.printable(line)))
-
-    def _styled(self, line: str) -> str:
-        """Headings of tables in bold; nothing else has a style."""
-        return click.style(line, bold=True) if self.color and _HEADING.match(line) else line
+                bold = self.color and isinstance(line, text.Heading)
+                click.echo(click.style(line, bold=True) if bold else text.printable(line))
 
     def note(self, message: str) -> None:
         """Information for people that scripts do not need."""
@@ -64,7 +59,7 @@ class Output:
         if not sys.stdin.isatty():
             raise click.UsageError("this destroys data, and without a terminal no question can be asked: pass --yes")
         self.clear()
-        if not click.confirm(question, err=True):
+        if not click.confirm(text.printable(question), err=True):
             raise click.ClickException("nothing was changed")
 
     # -- progress ----------------------------------------------------------------------------
@@ -75,7 +70,7 @@ class Output:
     def draw(self, line: str) -> None:
         """A line that the next one replaces; only on a terminal."""
         if sys.stderr.isatty() and not self.quiet:
-            sys.stderr.write(f"\r\033[K{line[:200]}")
+            sys.stderr.write(f"\r\033[K{text.printable(line[:200])}")
             sys.stderr.flush()
             self._drawn = True
 

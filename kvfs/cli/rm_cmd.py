@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
 
 from kvfs.cli import text
 from kvfs.cli.app import App, common, complete_namespaces, namespace_option
 from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
+
+if TYPE_CHECKING:
+    from kvfs.catalog.catalog import NamespaceInfo
+
+
+def _is_of_engine(info: NamespaceInfo) -> bool:
+    """Whether vLLM stored it: the salts of its requests are in chunk hashes only, so all tenants share a namespace."""
+    extra = info.described.body["extra"]
+    return info.pages > 0 and isinstance(extra, dict) and extra.get("engine") == "vllm"
 
 
 @click.command("rm")
@@ -32,7 +42,7 @@ def rm_command(
 
     Refused while a pin protects some of it. The bytes stay on disk until their segments are reclaimed.
     """
-    from kvfs.catalog.catalog import NamespaceInfo
+    from kvfs.catalog.catalog import NamespaceInfo, NotFoundError
     from kvfs.errors import ConfigError
     from kvfs.pages.identity import salt_digest
 
@@ -76,6 +86,13 @@ def rm_command(
             data["pages"] = sum(r.pages for r in results)
             data["segments_dropped"] = sum(r.segments_dropped for r in results)
             data["bytes_freed"] = sum(r.bytes_freed for r in results)
+    if tenant:
+        engines = sorted({i.label for i in infos.values() if _is_of_engine(i)})
+        other = f"vLLM's cache_salt is not looked for, and may be in {', '.join(engines)}" if engines else ""
+        if not data["pages"]:
+            raise NotFoundError("nothing is stored under the salt in $KVFS_SALT" + (f"; {other}" if other else ""))
+        if other:
+            app.out.note(other)
 
     def lines() -> Iterable[str]:
         if dry_run:

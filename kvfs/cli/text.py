@@ -8,6 +8,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((604_800, "w"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
+class Heading(str):
+    """The first line of a table; bold on a terminal."""
+
+
 def size(nbytes: float) -> str:
     """``116.5 GiB``."""
     unit = 0
@@ -49,7 +53,7 @@ def printable(text: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
-    """Aligned columns; ``right`` has an r at the position of each column that is aligned to the right."""
+    """Aligned columns below a ``Heading``; ``right`` has an r at the position of each right-aligned column."""
     cells = [list(heads), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
     lines = []
@@ -59,7 +63,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") 
             for i, (c, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(parts).rstrip())
-    return lines
+    return [Heading(lines[0]), *lines[1:]]
 
 
 def pairs(items: Iterable[tuple[str, str]]) -> list[str]:

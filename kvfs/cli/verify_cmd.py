@@ -32,6 +32,7 @@ def verify_command(app: App, sample: str | None, everything: bool, seed: int | N
     if seed is not None and sample is None:
         raise click.UsageError("--seed belongs to --sample: add it, or leave it out")
     share = 1.0 if everything else 0.0 if sample is None else _share(sample)
+    super_written = repair and not app.read_only and _restore_super(app.path)
     with app.open(write=repair) as store:
         app.out.draw("verifying ...")
         report = store.verify(share, repair=repair, seed=seed or 0)
@@ -39,12 +40,24 @@ def verify_command(app: App, sample: str | None, everything: bool, seed: int | N
         if repair and not report.ok:
             store.wait_ready(600.0)
             left = store.verify(share, seed=seed or 0)
+    report.repaired += super_written
     data = {
         "ok": left.ok, "sample": share, **asdict(report),
         "left": None if left is report else {"ok": left.ok, "problems": left.problems},
     }  # fmt: skip
     app.out.result(data, lambda: _report(report, left, share), report.problems)
     return 0 if left.ok else EXIT_PROBLEMS
+
+
+def _restore_super(path: str) -> bool:
+    from kvfs.errors import StoreNotFoundError
+    from kvfs.maintenance.verify import restore_super
+    from kvfs.system.files import Files
+
+    try:
+        return restore_super(path, Files())
+    except StoreNotFoundError:  # said when the store is opened
+        return False
 
 
 def _report(report: Verification, left: Verification, share: float) -> Iterable[str]:

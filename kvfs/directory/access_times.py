@@ -36,7 +36,7 @@ class AccessTimes:
         self._requests: OrderedDict[bytes, int] = OrderedDict()
 
     def note_request(self, chunk_hash: bytes, at_us: int) -> None:
-        """A request that ends in ``chunk_hash`` was looked up or loaded at ``at_us``."""
+        """A lookup, load or save at ``at_us`` ended in ``chunk_hash``: a save that goes on from there has its time."""
         with self._lock:
             self._requests[chunk_hash] = at_us
             self._requests.move_to_end(chunk_hash)
@@ -44,10 +44,10 @@ class AccessTimes:
                 self._requests.popitem(last=False)
 
     def request_of(self, chunk_hash: bytes) -> int | None:
-        """When the request that ends in ``chunk_hash`` was looked up, if that was less than REQUEST_US ago."""
+        """When the request that ends in ``chunk_hash`` began, if that was less than REQUEST_US ago."""
         with self._lock:
             at_us = self._requests.get(chunk_hash)
-        return at_us if at_us is not None and self._files.now_us() - at_us < REQUEST_US else None
+        return at_us if at_us is not None and 0 <= self._files.now_us() - at_us < REQUEST_US else None
 
     def stamp(self, segment_id: bytes, first: int, stamps: Sequence[int]) -> None:
         """Records from ``first`` on were used at these times. All that one request uses gets the same time:

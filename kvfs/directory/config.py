@@ -25,6 +25,7 @@ SEGMENT_MIN, SEGMENT_MAX = 256 * KIB, 4 * GIB
 SEGMENTS_MIN = 8  # segments that must fit into the capacity
 INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
 OVERHEAD_BYTES = 1 * MIB  # reserved for small files: super, settings, access times, liveness, LMDB's second file
+PIN_FILES_SHARE = 1024  # one in so many bytes of the capacity is reserved for the files of pins
 DURATION_MAX = 1e12  # seconds
 TOML_BYTES_MAX = 256 * KIB  # of kvfs.toml
 DOTS_MAX = 100  # of a line: tomllib's time for a dotted key grows with the square of its parts
@@ -89,11 +90,17 @@ class Settings:
     mode: str = "cache"
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     codec: str = "raw"  # default of namespaces
+    bundle_key: str = ""  # key file: only bundles that are signed with it are imported
 
     @property
     def segments_bytes_max(self) -> int:
         """What all segments may have allocated: the capacity minus the index and small files."""
-        return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES
+        return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES - self.capacity_bytes // PIN_FILES_SHARE
+
+    @property
+    def pin_files_bytes(self) -> int:
+        """What the files of all pins may have allocated: a quarter of the overhead, and a share of the capacity."""
+        return OVERHEAD_BYTES // 4 + self.capacity_bytes // PIN_FILES_SHARE
 
     @property
     def reserve_bytes(self) -> int:
@@ -138,6 +145,7 @@ def make_settings(
     mode: str = "cache",
     quotas: Mapping[str, Quota] | None = None,
     codec: str = "raw",
+    bundle_key: str = "",
 ) -> Settings:
     """Settings with defaults filled in and everything checked."""
     total = parse_size(capacity, "capacity")
@@ -168,6 +176,8 @@ def make_settings(
             "another mode"
         )
     parse_codec(codec)
+    if bundle_key and not (os.path.isabs(bundle_key) and bundle_key.isprintable()):
+        raise ConfigError(f"bundle_key is {_show(bundle_key)}: give the absolute path of a key file, or nothing")
     quotas = dict(quotas or {})
     for name, quota in quotas.items():
         if not isinstance(name, str) or not isinstance(quota, Quota):
@@ -177,7 +187,7 @@ def make_settings(
         raise ConfigError(
             f"quotas guarantee {guaranteed} bytes in sum: at most half the capacity ({total // 2}) can be promised"
         )
-    return Settings(total, segment_bytes, index_bytes, sync, mode, quotas, codec)
+    return Settings(total, segment_bytes, index_bytes, sync, mode, quotas, codec, bundle_key)
 
 
 def parse_document(data: bytes, path: str) -> dict[str, Any]:
@@ -193,7 +203,7 @@ def parse_document(data: bytes, path: str) -> dict[str, Any]:
 def parse_toml(data: bytes, path: str) -> Settings:
     """Settings of a kvfs.toml; ConfigError names the line or key."""
     document = parse_document(data, path)
-    known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "quota"}
+    known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key", "quota"}
     unknown = sorted(set(document) - known)
     if unknown:
         raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -206,6 +216,7 @@ def parse_toml(data: bytes, path: str) -> Settings:
         sync=_text(document, "sync", path),
         mode=_text(document, "mode", path),
         codec=_text(document, "codec", path, "raw"),
+        bundle_key=_text(document, "bundle_key", path, ""),
         quotas=_parse_quotas(document.get("quota", {}), path),
     )
 
@@ -246,6 +257,8 @@ def to_toml(settings: Settings) -> bytes:
     ]
     if settings.codec != "raw":  # versions that know no codecs refuse the setting
         lines.append(f'codec = "{settings.codec}"')
+    if settings.bundle_key:
+        lines.append(f"bundle_key = {quoted(settings.bundle_key)}")
     for name, quota in sorted(settings.quotas.items()):
         lines += ["", f"[quota.{quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
         if quota.cap_bytes is not None:

@@ -23,7 +23,7 @@ log = logging.getLogger("kvfs")
 NAME = "kvfs.toml"
 LOCK_SECONDS = 2.0  # how long a change waits for another one
 SAME, NEW, REFUSED = "same", "new", "refused"  # what ``Follower.look`` found
-KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec")
+KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key")
 QUOTA_KEYS = ("guaranteed", "cap", "ttl")
 _QUOTA = re.compile(r"quota\.(?P<name>.+)\.(?P<key>[a-z]+)\Z")
 _SECTION = re.compile(r"\s*\[")
@@ -102,7 +102,7 @@ def read(path: str, files: Files) -> list[Setting]:
     values: dict[str, Any] = {
         "capacity": settings.capacity_bytes, "segment_bytes": settings.segment_bytes,
         "index_bytes": settings.index_bytes, "sync": settings.sync, "mode": settings.mode,
-        "codec": settings.codec,
+        "codec": settings.codec, "bundle_key": settings.bundle_key,
     }  # fmt: skip
     found = [Setting(key, values[key], NAME if key in named else "default") for key in KEYS]
     for name, quota in sorted(settings.quotas.items()):
@@ -151,7 +151,7 @@ def _locate(key: str) -> tuple[str, str]:
 
 def _literal(name: str, value: str) -> str:
     """The value as TOML, after a check of its kind."""
-    if name in ("sync", "mode", "codec"):
+    if name in ("sync", "mode", "codec", "bundle_key"):
         return config.quoted(value)
     if name == "ttl":
         config.parse_duration(value, name)

@@ -41,9 +41,9 @@ class Liveness:
         self.owner = self._files.random(OWNER_BYTES)
         name = f"{self.owner.hex()}.live"
         temporary = f".{name}"
-        self._fd = self._files.create(temporary, directory.file_mode, dir_fd=self._run)
+        self._file = Descriptor.create(self._files, temporary, directory.file_mode, dir_fd=self._run)
         try:
-            if not self._files.flock(self._fd, fcntl.LOCK_EX):
+            if not self._files.flock(self._file.fd, fcntl.LOCK_EX):
                 raise StoreLockedError(f"{name}: another process locked a file that was just created")
             try:
                 self.beat()
@@ -62,12 +62,12 @@ class Liveness:
     def beat(self) -> None:
         """Write the heartbeat, for processes under another kernel, where the lock is not seen."""
         line = f"{self.boot} {self._files.now_us():020d}\n".encode().ljust(_LINE_BYTES)
-        self._files.write_all(self._fd, [line], 0)
+        self._files.write_all(self._file.fd, [line], 0)
 
     def say_pinned(self, nbytes: int) -> None:
         """Publish how much memory this process keeps pinned."""
         with contextlib.suppress(OSError):  # then the others read the last value
-            self._files.write_all(self._fd, [nbytes.to_bytes(_PINNED_BYTES, "little")], _LINE_BYTES)
+            self._files.write_all(self._file.fd, [nbytes.to_bytes(_PINNED_BYTES, "little")], _LINE_BYTES)
 
     def pinned_by_others(self) -> int:
         """Bytes that the other live processes keep pinned. OSError if they cannot be listed."""
@@ -83,7 +83,7 @@ class Liveness:
     def say_watching(self, how: str) -> None:
         """Publish how this process learns what others change: by "inotify" or by "polling"."""
         with contextlib.suppress(OSError):
-            self._files.write_all(self._fd, [bytes(n for n, name in _WATCHES.items() if name == how)], _WATCHING)
+            self._files.write_all(self._file.fd, [bytes(n for n, name in _WATCHES.items() if name == how)], _WATCHING)
 
     def is_alive(self, owner: bytes) -> bool:
         """Whether the process with id ``owner`` still runs. Death is final, so it is remembered."""
@@ -146,18 +146,10 @@ class Liveness:
                         f"or wait {FOREIGN_FRESH_SECONDS:.0f} s after it has ended"
                     )
 
-    def forget(self) -> None:
-        """In a forked child: close the inherited descriptor; the parent keeps the lock."""
-        fd, self._fd = self._fd, -1
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._files.unlink(f"{self.owner.hex()}.live", dir_fd=self._run)
-        fd, self._fd = self._fd, -1  # a late heartbeat must not go to the next file with this number
-        with contextlib.suppress(OSError):
-            self._files.close(fd)
+        self._file.close()
 
 
 def census(directory: Directory) -> list[tuple[str, bool]]:

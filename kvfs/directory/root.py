@@ -93,6 +93,13 @@ class Directory:
             self.files.close(self.root)
         self.root = -1
 
+    def opener(self, path: str, flags: int) -> int:
+        """``opener`` for a file with stored pages: private, but a shared store's in a folder of a group is readable by
+        that group."""
+        mode = os.stat(os.path.dirname(os.path.abspath(path))).st_mode
+        shared = self.file_mode & 0o060 and mode & 0o2070 == 0o2070
+        return os.open(path, flags, 0o640 if shared else 0o600)
+
     # -- small files -------------------------------------------------------------------------
 
     def read_small(self, name: str, limit: int, *, sub: str = "") -> bytes | None:
@@ -145,10 +152,33 @@ class Directory:
         """Id of the store; FormatError if this version must not use the store."""
         data = self.read_small("super", SUPER_BYTES_MAX)
         if data is None:
+            self.check_unused()
             raise StoreNotFoundError(
                 f"{self.path} holds no kvfs store (no super file); create one with kvfs.open(path, capacity=...)"
             )
         return parse_super(data, self.path, read_only=self.read_only)
+
+    def check_unused(self) -> None:
+        """CorruptError for a directory with segments or pins but without a super file: a new store would drop them."""
+        for name in ("segments", "pins"):
+            with contextlib.suppress(FileNotFoundError):
+                if self.files.listdir(self.sub(name)) and not self.has_super():
+                    raise CorruptError(
+                        f"{self.path} is a kvfs store whose super file is lost ({name}/ is not empty): put it back, or "
+                        "run kvfs verify --repair, which makes a new one from the segments; no new store is made here"
+                    )
+
+    def has_super(self) -> bool:
+        """Whether there is a super file, valid or not."""
+        try:
+            self.files.stat("super", dir_fd=self.root)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def publish_super(self, store_id: bytes, created_us: int) -> None:
+        """Write the super file unless there is one."""
+        _publish_once(self, "super", pack_super(store_id, created_us))
 
 
 def pack_super(store_id: bytes, created_us: int) -> bytes:
@@ -288,6 +318,7 @@ def _check_empty(directory: Directory) -> None:
         raise FormatError(
             f"{directory.path} is not empty ({sorted(foreign)[0]!r} is not kvfs's): give kvfs a directory of its own"
         )
+    directory.check_unused()
 
 
 def _populate(directory: Directory, settings: bytes, files: Files) -> None:
@@ -306,7 +337,7 @@ def _populate(directory: Directory, settings: bytes, files: Files) -> None:
     directory.write_small("CACHEDIR.TAG", _CACHEDIR_TAG, durable=False)
     directory.write_small("README.txt", _README, durable=False)
     _publish_once(directory, "kvfs.toml", settings)
-    _publish_once(directory, "super", pack_super(files.random(16), files.now_us()))
+    directory.publish_super(files.random(16), files.now_us())
 
 
 def _publish_once(directory: Directory, name: str, data: bytes) -> None:
@@ -381,9 +412,3 @@ def filesystem_of(path: str) -> str | None:
             return found
     except (OSError, ValueError, IndexError):
         return None
-
-
-def private(path: str, flags: int) -> int:
-    """``opener`` for a file with stored pages: private, but readable by the group in a folder of the group."""
-    mode = os.stat(os.path.dirname(os.path.abspath(path))).st_mode
-    return os.open(path, flags, 0o640 if mode & 0o2070 == 0o2070 else 0o600)

@@ -12,7 +12,9 @@ import os
 import platform
 import resource
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 from kvfs.bundles.drop_folder import waiting
@@ -20,11 +22,14 @@ from kvfs.directory import config, io_mode
 from kvfs.directory.liveness import FOREIGN_FRESH_SECONDS, census
 from kvfs.directory.root import GOOD_FILESYSTEMS, Directory, filesystem_of
 from kvfs.directory.watch import probe
-from kvfs.errors import ConfigError, KvfsError
+from kvfs.errors import ConfigError, CorruptError, KvfsError
+from kvfs.system.descriptors import opened
+from kvfs.system.direct_io import aligned
 from kvfs.system.files import Files, boot_id
 from kvfs.system.memory_limits import cgroup_limit, memory_available
 
 OK, WARN, BAD = "ok", "warn", "bad"
+CHECKS_SECONDS, DISK_SECONDS = 1.0, 4.0  # all checks together before the disk is asked; the read of one block
 LOCK_SECONDS = 1.0  # a lock that is held for longer is reported: its owners need milliseconds
 SEGMENTS_MAX = 8192  # segments whose share in the page cache is read
 HEADROOM_FILES = 256  # descriptors that a process needs in addition to one per segment
@@ -41,17 +46,35 @@ class Finding(NamedTuple):
     data: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
-def diagnose(path: str, files: Files) -> list[Finding]:
-    """The findings of all checks. Raises only if there is no store."""
+def diagnose(path: str, files: Files, more: Callable[[], list[Finding]] = list) -> list[Finding]:
+    """The findings of all checks, and those of ``more``. Raises only if there is no store.
+
+    The checks run in a thread. While they take long, another one reads a block of the disk; if that read does not end
+    within DISK_SECONDS, the findings are those so far, and that the disk hangs.
+    """
+    found: list[Finding] = []
+    checks = _started(lambda: _diagnose(path, files, found, more))
+    while wait([checks], CHECKS_SECONDS).not_done:
+        read = _started(lambda: _read_disk(path, files))
+        if not wait([checks, read], DISK_SECONDS, FIRST_COMPLETED).done:
+            detail = f"it hangs: the read of one block takes more than {DISK_SECONDS:.0f} s; other checks are left out"
+            remedy = "look at dmesg and the device; processes that wait for it go on when it answers"
+            return [*found, Finding("disk", BAD, detail, remedy)]
+    checks.result()
+    return found
+
+
+def _diagnose(path: str, files: Files, found: list[Finding], more: Callable[[], list[Finding]]) -> None:
     directory = Directory(path, files, read_only=True)
     try:
         try:
             store_id = directory.store_id()
-            found = [Finding("format", OK, f"format 1, id {store_id.hex()[:8]}")]
+            found.append(Finding("format", OK, f"format 1, id {store_id.hex()[:8]}"))
         except KvfsError as exc:
             if exc.exit_code == 10:
                 raise
-            found = [Finding("format", BAD, str(exc), "use the kvfs that wrote it, or start with an empty directory")]
+            remedy = "use the kvfs that wrote it, or start with an empty directory"
+            found.append(Finding("format", BAD, str(exc), "" if isinstance(exc, CorruptError) else remedy))
         for check in (
             _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _processes, _locks, _index,
             _leftovers, _drop_folder, _watch, _page_cache,
@@ -60,9 +83,35 @@ def diagnose(path: str, files: Files) -> list[Finding]:
                 found += check(directory)
             except (OSError, KvfsError, ValueError) as exc:
                 found.append(Finding(check.__name__.strip("_"), BAD, str(exc), "see docs/cli.md, doctor"))
-        return found
+        found += more()
     finally:
         directory.close()
+
+
+def _started(function: Callable[[], None]) -> Future[None]:
+    """``function`` in a daemon thread, which a process that ends does not wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+            future.set_result(None)
+        except BaseException as exc:  # raised by ``result``
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name="kvfs-doctor", daemon=True).start()
+    return future
+
+
+def _read_disk(path: str, files: Files) -> None:
+    """Read a block of the disk, not of the page cache. Errors are ignored: they are answers."""
+    with contextlib.suppress(OSError):
+        root = files.open_root(path)
+        try:
+            with opened(files, "super", os.O_RDONLY | os.O_DIRECT, dir_fd=root) as fd:
+                files.preadv(fd, [aligned(4096)], 0)
+        finally:
+            files.close(root)
 
 
 def _read_settings(directory: Directory) -> config.Settings:
@@ -137,6 +186,26 @@ def _permissions(directory: Directory) -> Iterator[Finding]:
         yield Finding("permissions", WARN, f"{detail}: this user may only read", "run as the owner or in the group")
     else:
         yield Finding("permissions", OK, detail)
+    foreign = _foreign(directory, st, shared=mode & 0o070 == 0o070)
+    if foreign:
+        yield Finding(
+            "owners", BAD, f"{len(foreign)} files are of other users, not the owner's ({', '.join(foreign[:4])})",
+            f"as root: chown -R {st.st_uid}:{st.st_gid} {directory.path}",
+        )  # fmt: skip
+
+
+def _foreign(directory: Directory, root: os.stat_result, *, shared: bool) -> list[str]:
+    """Files of another owner than the store's directory; in a shared store, of another group."""
+    found = []
+    for folder, _, names, fd in os.fwalk(".", dir_fd=directory.root, follow_symlinks=False):
+        if folder.startswith("./import"):  # of other programs
+            continue
+        for name in (".", *names):
+            with contextlib.suppress(OSError):
+                st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if st.st_gid != root.st_gid if shared else st.st_uid != root.st_uid:
+                    found.append(repr(os.path.normpath(os.path.join(folder, name))))
+    return found
 
 
 def _limits(directory: Directory) -> Iterator[Finding]:

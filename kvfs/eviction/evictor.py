@@ -138,6 +138,7 @@ class Evictor:
         with self.lock.hold(now + patience) as held:
             if not held:
                 raise StoreLockedError(f"{self._c.directory.path}: another process evicts or purges: try again later")
+            self.reclaimer.charge_unknown()
             self.reclaimer.reclaim_dropped()
             while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
                 if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
@@ -194,6 +195,12 @@ class Evictor:
                     if self.reclaimer.drop_missing(segment_id, number, generation):
                         self.victims.forget(segment_id)
                         self._c.counters.add("segments_missing")
+
+    def charge_unknown(self) -> None:
+        """Charge segment files that no row names, unless another evictor is at work."""
+        with self.lock.hold(self._c.files.monotonic()) as held:
+            if held:
+                self.reclaimer.charge_unknown()
 
     def sweep(self) -> None:
         self.reclaimer.sweep_step()

@@ -8,7 +8,8 @@ differ by segment do no harm, but links between segments are lost. For each segm
 
     hazard = (1 + age / 50 s) ** -1.5 x sqrt(1 + life / 50 s); age: since its last use; life, by record: from its
              writing to its last use, at most an hour, at least 150 s for relocated records. In a store that turns
-             over quickly a quarter of the oldest page's age stands in place of the age's 50 s
+             over quickly a quarter of the oldest page's age stands in place of the age's 50 s. 0 for a last use in
+             the future: the clock was wrong, and an unknown time counts as older than all known ones
     loss   = hazard x bytes, summed over the fragment and all later fragments of that access time, in whatever
              segment: they become unreachable with it. A fragment behind a gap in the chunk indices is unreachable:
              loss 0.
@@ -39,7 +40,9 @@ RELOCATED_LIFE_US = 3 * SCALE_US
 AGE_POWER = 1.5
 #: A fragment is relocated if its loss per byte is at least this many times the store's average.
 RELOCATE_WORTH = 2.0
-#: Bytes that may be relocated per byte that is newly stored.
+#: A last use up to this much later than ``now_us`` counts as now, in microseconds: a survey may be a second old.
+AHEAD_US = 1_000_000
+#: Bytes that may be relocated per byte that is newly stored, both in whole blocks.
 WRITE_BUDGET = 0.05
 #: Most that the write budget saves up, in segments: it grows while the store fills and nothing is relocated.
 BUDGET_SEGMENTS = 4
@@ -110,7 +113,10 @@ class Policy:
         oldest = min((s.fragments.stamps[0] for s in summaries if s.fragments.stamps), default=now_us)
         scale = max(1, min(SCALE_US, (now_us - oldest) // 4))
         for s in summaries:
-            hazards = [(1.0 + (now_us - t) / scale) ** -AGE_POWER if t < now_us else 1.0 for t in s.fragments.stamps]
+            hazards = [
+                (1.0 + max(0, now_us - t) / scale) ** -AGE_POWER if t <= now_us + AHEAD_US else 0.0
+                for t in s.fragments.stamps
+            ]
             losses[s.number] = list(map(mul, self._chains.tails[s.number], hazards))
             worth += sum(map(mul, self._chains.reached[s.number], hazards))
             total_bytes += sum(s.fragments.nbytes)

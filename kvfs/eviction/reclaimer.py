@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,14 @@ from kvfs.index import ledger
 from kvfs.index.environment import FULL
 from kvfs.index.row_updates import sweep
 from kvfs.index.session import PAGE, Session
-from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
 
 T = TypeVar("T")
 #: Reads up to so many rows after a key: (what was found, the key to continue after; None at the end).
 _Look: TypeAlias = Callable[[Session, bytes, int], tuple[list[T], bytes | None]]
+_FILE = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 SWEEP_ROWS = 256  # index rows per transaction of a sweep
 ROOM_BYTES_MIN = 128 << 10  # more than one commit adds to the index: a commit that would fill it is refused
 ROOM_SHARE = 64  # of the index, one in so many bytes, where that is more
@@ -135,6 +137,29 @@ class Reclaimer:
         if strict and failed is not None:
             raise failed
         return freed
+
+    def charge_unknown(self) -> None:
+        """Charge the segment files that no row names. The caller holds the evictors' lock, so none is being reclaimed.
+
+        One in ``segments`` is the next victim when room is needed; a rebuild before that may name its pages.
+        """
+        files, listed = self._c.files, list[tuple[int, str, int]]()
+        for state, folder in ((DROPPED, self._c.directory.sub("doomed")), (SEALED, self._c.directory.sub("segments"))):
+            listed += [(folder, name, state) for name in files.listdir(folder) if _FILE.match(name)]
+        # after the listing: a row is older than its file
+        rows, generation = self._c.index.read(lambda s: (s.segments(), s.generation), COMMIT_SECONDS)
+        known = {file_name(row.segment_id) for _, row in rows}
+        for folder, name, state in listed:
+            if name not in known:
+                with contextlib.suppress(FileNotFoundError):
+                    st = files.stat(name, dir_fd=folder)
+                    if stat.S_ISREG(st.st_mode):
+                        charge = partial(
+                            ledger.charge_file, segment_id=bytes.fromhex(name[:32]), generation=generation,
+                            state=state, file_bytes=st.st_blocks * 512,
+                        )  # fmt: skip
+                        self._c.index.write(charge, COMMIT_SECONDS)
+                        self._c.counters.add("segments_unknown")
 
     def abandon(self) -> None:
         """In a forked child: the thread that was sweeping is the parent's, and never releases the lock here."""

@@ -14,7 +14,6 @@ from kvfs.context import Context
 from kvfs.eviction.policy import RELOCATED_LIFE_US
 from kvfs.eviction.usage import Fragments, Summary, group
 from kvfs.format import segment as fmt
-from kvfs.format.segment import Entry
 from kvfs.index.tables import DROPPED, SegmentRow
 from kvfs.segments.scan import scan_segment
 
@@ -24,7 +23,7 @@ class Table(NamedTuple):
 
     seqs: array[int]  # of its pages
     written_us: array[int]  # of all records, by seq
-    sizes: array[int]  # stored bytes, by page
+    sizes: array[int]  # bytes that a page takes in the file: its blocks, and its share of tables
     chunks: array[int]
     expires: array[int]  # unix seconds; 0: never
     marked: bool  # read with a purge mark
@@ -102,18 +101,20 @@ class Survey:
     def _read_table(self, number: int, row: SegmentRow, marked: bool) -> Table:
         held = self._c.segments.acquire(number, row.segment_id, self._c.index.generation)
         mark = self._c.marks.read(row.segment_id) if marked else None
-        entries: list[Entry] = []
+        scan = None
         if held is not None:
             try:
                 scan = scan_segment(held.fd, self._c.files, records_max=row.records)
-                entries = scan.entries if scan is not None else []
             except OSError:
                 self._c.counters.add("read_errors")
+        entries = scan.entries if scan is not None else []
         parts = [e for e in entries if e.kind == fmt.KIND_PART]
         purged = {e.seq for e in parts if mark is not None and mark.covers(e)}
+        blocks = [fmt.align(e.stored_bytes) for e in parts]
+        share = max(0, scan.end - fmt.FIRST_PAYLOAD - sum(blocks)) // len(parts) if scan is not None and parts else 0
         return Table(
             array("I", [e.seq for e in parts]), array("Q", [e.written_us for e in entries]),
-            array("Q", [e.stored_bytes for e in parts]), array("I", [e.chunk for e in parts]),
+            array("Q", [nbytes + share for nbytes in blocks]), array("I", [e.chunk for e in parts]),
             array("I", [1 if e.seq in purged else e.expires for e in parts]),  # 1: long ago
             marked,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """One GPU as the transports use it: streams, events, scratch, pinned memory, copies, kernels.
 
-``Gpu`` is the real one, through torch and ``kvfs.kernels.driver``. Tests put a class with the same methods in its
-place and run the transports over host memory and interpreted kernels (``tests/gpu/simulated.py``).
+``Gpu`` is the real one, through torch and ``kvfs.kernels.driver``. Tests use a class with the same methods over host
+memory instead (``tests/gpu/simulated.py``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvfs.kernels.driver import CudaError
 from kvfs.kernels.launch import Launch, launch_of
 from kvfs.kernels.work_list import Shape, Work
 
-#: Of the kernels. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
+#: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
-COPY_TILE_BYTES = 32 << 10  # tiles of this size want fewer warps
+COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
 
 
@@ -32,7 +32,7 @@ def copy_warps(shape: Shape) -> int:
 
 
 class Event(Protocol):
-    """Something that a stream will have done."""
+    """A point in a stream, reached when all work before it has been done."""
 
     def query(self) -> bool: ...
 
@@ -40,12 +40,12 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work in order. Host addresses must be pinned, or registered; nothing here waits. Kernels want ``use``."""
+    """Work in order. Host addresses must be pinned or registered; nothing here waits. Launch kernels in ``use``."""
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None: ...
 
     def push(self, target: int, source: int, nbytes: int) -> None:
-        """A few bytes out of pageable memory, which may change as soon as this returns."""
+        """Copy a few bytes of pageable memory in; it may change as soon as this returns."""
 
     def copy_in_2d(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int
@@ -54,20 +54,20 @@ class Stream(Protocol):
     def copy_out(self, target: int, source: int, nbytes: int) -> None: ...
 
     def use(self) -> AbstractContextManager[object]:
-        """Launch kernels on it from this thread, inside."""
+        """Inside, this thread launches kernels on it."""
 
     def event(self) -> Event:
-        """An event for ``record``, to be used again and again."""
+        """An event for ``record``, which may be recorded again and again."""
 
     def record(self, event: Event | None = None) -> Event: ...
 
     def after(self, event: Event) -> None: ...
 
     def gather(self, work: Work, shape: Shape) -> None:
-        """Cells of the engine to pages; if ``shape.sums``, their leaves are summed then."""
+        """Copy cells of the engine to pages; if ``shape.sums``, sum their leaves then."""
 
     def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
-        """Cells of pages to the engine, but for pages with flags; ``check`` sums leaves first, and sets flags."""
+        """Copy cells of pages without flags to the engine; ``check`` sums the leaves first, and flags bad pages."""
 
 
 class Memory(Protocol):
@@ -76,7 +76,7 @@ class Memory(Protocol):
     address: int
 
     def words(self, offset: int) -> Any:
-        """From byte ``offset`` on, as what kernels take."""
+        """From byte ``offset`` on, in the form that kernels take."""
 
 
 class Device(Protocol):
@@ -85,10 +85,10 @@ class Device(Protocol):
     name: str
 
     def enter(self) -> None:
-        """Make it current on the calling thread, which is one of kvfs's own, for good."""
+        """Make it current on the calling thread, one of kvfs's own, permanently."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Make it current on the calling thread, which is somebody else's, inside."""
+        """Make it current on the calling thread, any thread, inside."""
 
     def stream(self) -> Stream: ...
 
@@ -105,12 +105,12 @@ class Device(Protocol):
 
 
 #: Maps of pinned memory. A forked child does not have these addresses (MADV_DONTFORK), so it must never unmap them:
-#: something else may lie there.
+#: it may have mapped something else there.
 _MAPS: set[mmap.mmap] = set()
 
 
 def _wake_soon() -> None:
-    """Have the calling thread's short sleeps be short: by default Linux adds up to 50 us to each."""
+    """Shorten the calling thread's short sleeps: by default Linux adds up to 50 us to each."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
 
@@ -127,7 +127,7 @@ class Pinned:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        _MAPS.add(self._map)  # an interrupt may come when the driver has it already
+        _MAPS.add(self._map)  # before: an interrupt may come once the driver has registered it
         try:
             device.register(self.address, self.nbytes, read_only=False)
         except CudaError:
@@ -140,13 +140,14 @@ class Pinned:
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        """Unpin. Nothing may copy any more; views that are left keep the memory, not the pinning.
+        """Unpin. No copy may be under way; views that are left keep the memory, not the pinning.
 
-        CudaError if the driver keeps it. It stays where it is then: the driver would take other memory there for it.
+        CudaError if the driver keeps the registration. Then the map stays: new memory at its address would count as
+        registered.
         """
         if self._map in _MAPS and self._pid == os.getpid():
             self._device.unregister(self.address)
-            self._map.madvise(mmap.MADV_DOFORK)  # a child that drops it unmaps a map of its own
+            self._map.madvise(mmap.MADV_DOFORK)  # from now on a child has a map of its own to unmap
             _MAPS.discard(self._map)
 
 
@@ -218,7 +219,7 @@ class _Stream:
         )  # fmt: skip
 
     def _launch(self, kernel: object, by_triton: Callable[[], Any], programs: int, *addresses: int) -> None:
-        """``kernel``: what Triton compiles it for. Once that is done the driver launches it, if it can."""
+        """``kernel``: key of what Triton compiles. Once it is compiled the driver launches it, if it can."""
         launch = self._launches.get(kernel)
         if launch is not None:
             launch(*addresses)
@@ -295,7 +296,7 @@ class Gpu:
     def memory(self, nbytes: int) -> Memory:
         torch = self._torch
         tensor = torch.empty(-(-nbytes // 8) * 8, dtype=torch.uint8, device=self.name)
-        # torch's cache may give out what work still queued on this stream uses; other streams must not touch it yet
+        # torch's cache may return memory that work queued on this stream still uses; other streams must wait for that
         torch.cuda.current_stream(self.index).synchronize()
         return _Memory(tensor, torch.int64)
 

@@ -8,8 +8,8 @@ is what has been found so far. What windows and snapshots need is known when the
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -95,13 +95,14 @@ class MatchFeed:
         self._request, self.match, self.ruled_out = request, request.match, ruled_out
         self.held: Mapping[int, OpenSegment] = {}
         self.tails: Mapping[int, int] = request.match.tails
-        self._holding = contextlib.ExitStack()
+        self._opened: AbstractContextManager[Mapping[int, OpenSegment]] | None = None
 
     def begin(self) -> None:
         pass
 
     def hold(self) -> None:
-        self.held = self._holding.enter_context(self._request.context.reader.open_segments(self.match))
+        self._opened = self._request.context.reader.open_segments(self.match)
+        self.held = self._opened.__enter__()
 
     def groups(self) -> Iterator[GroupPages]:
         match, pages = self.match, self._request.pages
@@ -118,7 +119,8 @@ class MatchFeed:
         return self._request.pages
 
     def release(self) -> None:
-        self._holding.close()
+        if self._opened is not None:
+            self._opened.__exit__(None, None, None)
         self.held = {}  # the load may live until the garbage is collected
 
 

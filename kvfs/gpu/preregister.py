@@ -80,7 +80,7 @@ def _cached(files: Files, held: OpenSegment, offset: int, nbytes: int) -> int:
 
 
 def _hottest(context: Context, digest: bytes, own: dict[tuple[int, bytes], int], deadline: float) -> list[Stretch]:
-    """Stretches of these parts that are stored as a reader of them wants them, by access time, latest first."""
+    """Runs of records of these parts that are stored as a reader of them wants them, by access time, latest first."""
 
     def found() -> Iterator[Stretch]:
         try:

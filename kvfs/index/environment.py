@@ -12,11 +12,11 @@ until ``install`` makes a new one current.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
 import re
-import stat
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,16 +25,25 @@ import lmdb
 from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.gate import Gate
-from kvfs.index.generation_files import State, keep_slack, read_state, write_state
-from kvfs.index.lmdb_files import begin, discard_generation, open_environment, open_tables
+from kvfs.index.generation_files import State, checksum_of, keep_slack, read_state, write_state
+from kvfs.index.lmdb_files import (
+    begin,
+    check_size,
+    discard_generation,
+    extend_to_last_page,
+    open_environment,
+    open_tables,
+)
 from kvfs.index.native_session import NativeIndex, NativeSession
 from kvfs.index.session import Session, Tables
 from kvfs.native import library
+from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import SHORT_OF, boot_id
 from kvfs.system.worker import Worker
 
 T = TypeVar("T")
-PROBE_SECONDS = 0.1  # an open breaker lets one call through per this time
+PROBE_SECONDS = 0.1  # between two probes of an open breaker, and how long one waits for the shared gate
+PROBE_WRITE_SECONDS = 0.005  # for the exclusive one: readers wait for the probe meanwhile
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages as well
 READ_AHEAD_BYTES_MAX = 1 << 30
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
@@ -65,22 +74,24 @@ class Index:
 
     _native: NativeIndex | None = None  # of the open generation, for lookups in the caller's thread
 
-    def __init__(self, directory: Directory, map_size: int, *, private_path: str | None = None) -> None:
+    def __init__(self, directory: Directory, map_size: int, *, private: bool = False) -> None:
         self._directory = directory
         self._files = directory.files
         self._map_size = map_size
-        self._private = private_path
-        self._read_only = directory.read_only and private_path is None
+        self._private = private  # an index outside the store, which only this process uses
+        self._read_only = directory.read_only and not private
         self._boot = boot_id(self._files)
         self._gate = Gate(directory)
         self._worker = Worker("kvfs-index")
         self._env: lmdb.Environment | None = None
         self._tables: Tables | None = None
-        self._users = -1
+        self._users = self._data = Descriptor(self._files)
         self._current: tuple[int, ...] | None = None
-        self._broken_until = 0.0
-        self._breaker_open = False
+        self._refused: set[bool] = set()  # the breaker: False: reads fail at once, True: writes
+        self._probing = False
+        self._probe_at = 0.0
         self._closed = False
+        self._paused = False  # the index thread waits for the end of a fork
         self.generation = ""
         self.timeouts = 0
         self.errors = 0
@@ -112,43 +123,62 @@ class Index:
         if self._closed:
             raise IndexUnavailableError("closed")
         now = self._files.monotonic()
-        if self._breaker_open:
-            if now < self._broken_until:
-                raise IndexUnavailableError("timeout")
-            self._broken_until = now + PROBE_SECONDS
-            timeout = min(timeout, PROBE_SECONDS)
+        if write in self._refused:
+            self._probe()
+            raise IndexUnavailableError("timeout")
         try:
             result = self._worker.call(lambda: self._transact(function, now + timeout, write), timeout)
-        except TimeoutError:
-            self._trip()
+        except TimeoutError:  # the index thread hangs
+            self._trip(write=False)
             raise IndexUnavailableError("timeout") from None
         except IndexUnavailableError as exc:
             if str(exc) == "timeout":
-                self._trip()
+                self._trip(write=write)
             raise
         except OSError as exc:
             self.errors += 1
             raise IndexUnavailableError(f"index error: {exc.strerror}") from None
-        self._breaker_open = False
         return result
 
-    def _trip(self) -> None:
+    def _trip(self, *, write: bool) -> None:
+        """Open the breaker. A process that stops as a reader hinders writers only."""
         self.timeouts += 1
-        self._broken_until = self._files.monotonic() + PROBE_SECONDS
-        self._breaker_open = True
+        self._refused |= {write, True}
+        self._probe()
+
+    def _probe(self) -> None:
+        """Let the index thread find out whether the index answers again. No caller waits for that."""
+        if self._probing or self._files.monotonic() < self._probe_at:
+            return
+        self._probing = True
+
+        def probe() -> None:
+            try:
+                for write in sorted(self._refused):
+                    seconds = PROBE_WRITE_SECONDS if write else PROBE_SECONDS
+                    self._transact(lambda session: None, self._files.monotonic() + seconds, write)
+                    self._refused.discard(write)
+            except Exception as exc:
+                if str(exc) != "timeout":  # any other answer is one
+                    self._refused.clear()
+            finally:
+                self._probe_at = self._files.monotonic() + PROBE_SECONDS
+                self._probing = False
+
+        self._worker.submit(probe)
 
     def _transact(self, function: Callable[[Session], T], deadline: float, write: bool) -> T:
-        if self._private is None:
+        if not self._private:
             self._gate.acquire(exclusive=write, deadline=deadline)
         try:
-            if self._private is None and not self._is_current():
+            if not self._private and not self._is_current():
                 if not write:
                     self._gate.release()
                     self._gate.acquire(exclusive=True, deadline=deadline)
                 self._open_current()
             return self._in_transaction(function, write)
         finally:
-            if self._private is None and self._gate.held:
+            if not self._private and self._gate.held:
                 self._gate.release()
 
     def _in_transaction(self, function: Callable[[Session], T], write: bool) -> T:
@@ -156,8 +186,13 @@ class Index:
             raise IndexUnavailableError("closed" if self._closed else "rebuilding")
         now_s = self._files.now_us() // 1_000_000
         try:
+            check_size(self._env, self._files, self._data.fd)
             with begin(self._env, write=write) as txn:
-                return function(Session(txn, self._tables, self.generation, now_s))
+                result = function(Session(txn, self._tables, self.generation, now_s))
+            if write:
+                with contextlib.suppress(OSError):  # it is committed
+                    extend_to_last_page(self._env, self._files, self._data.fd)
+            return result
         except lmdb.MapFullError:
             raise IndexUnavailableError("index full") from None
         except lmdb.Error as exc:
@@ -206,22 +241,29 @@ class Index:
         return IndexUnavailableError("rebuilding")
 
     def _open_in(self, folder: int, name: str) -> None:
-        self._users = self._files.open("users", os.O_RDONLY, dir_fd=folder)
-        alone = self._files.flock(self._users, fcntl.LOCK_EX)
-        data = self._files.stat("data.mdb", dir_fd=folder)
+        self._users = Descriptor.open(self._files, "users", os.O_RDONLY, dir_fd=folder)
+        alone = self._files.flock(self._users.fd, fcntl.LOCK_EX)
+        flags = os.O_RDONLY if self._read_only else os.O_RDWR
+        self._data = Descriptor.open(self._files, "data.mdb", flags, dir_fd=folder)
+        data = self._files.fstat(self._data.fd)
         state = read_state(self._directory)
         same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
-        same = same and stat.S_ISREG(data.st_mode) and data.st_nlink == 1  # two names: a copy by hard links
+        same = same and data.st_nlink == 1  # two names: a copy by hard links
         if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
             raise OSError("dirty index of another boot or of dead processes")
+        if self._read_only and state.clean and state.checksum not in ("", checksum_of(self._files, self._data.fd)):
+            raise OSError("the index was damaged after it was closed")  # a damaged page number would be a SIGBUS
         if self._read_only:  # not a user: the last writer must find itself alone to leave the index clean
-            self._files.flock(self._users, fcntl.LOCK_UN)
-        elif not self._files.flock(self._users, fcntl.LOCK_SH):
+            self._files.flock(self._users.fd, fcntl.LOCK_UN)
+        elif not self._files.flock(self._users.fd, fcntl.LOCK_SH):
             raise OSError("the users file is locked by a process that does not hold the gate")
         if not self._read_only and (state.clean or alone):
             write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=False))
-        path = os.path.join(self._directory.path, "index", name)
-        self._env = open_environment(path, self._map_size, self._directory.file_mode, read_only=self._read_only)
+        self._open_data()
+
+    def _open_data(self) -> None:
+        self._env = open_environment(self._data.fd, self._map_size, read_only=self._read_only)
+        check_size(self._env, self._files, self._data.fd)
         self._tables = open_tables(self._env, create=False)
 
     def _read_current(self) -> str | None:
@@ -239,17 +281,17 @@ class Index:
             return
         with contextlib.suppress(OSError):
             self._directory.remove("CURRENT", sub="index")
-        discard_generation(os.path.join(self._directory.path, "index", name))
+        discard_generation(self._files, self._directory.sub("index"), name)
 
     def _retire(self, exclusive: bool) -> None:
         """Discard the generation after an LMDB error: no process may use it again."""
         name = self.generation
         self._close_environment()
-        if not exclusive and self._private is None:
+        if not exclusive and not self._private:
             with contextlib.suppress(IndexUnavailableError):
                 self._gate.release()
                 self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + PROBE_SECONDS)
-        if self._private is None and self._gate.held and self._read_current() == name:
+        if not self._private and self._gate.held and self._read_current() == name:
             self._discard_current(name)
 
     def install(self, name: str, timeout: float) -> None:
@@ -261,16 +303,13 @@ class Index:
                 self._refuse_if_current()
                 old = self._read_current()
                 index = self._directory.sub("index")
-                folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
-                try:
+                with opened(self._files, name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index) as folder:
                     data = self._files.stat("data.mdb", dir_fd=folder)
-                finally:
-                    self._files.close(folder)
                 # complete and synced: the first process that opens it under the gate marks it dirty
                 write_state(self._directory, State(name, self._boot, data.st_dev, data.st_ino, clean=True))
                 self._directory.write_small("CURRENT", name.encode(), sub="index")
                 if old is not None and old != name:
-                    discard_generation(os.path.join(self._directory.path, "index", old))
+                    discard_generation(self._files, index, old)
                 self._open_current()
             finally:
                 self._gate.release()
@@ -303,14 +342,13 @@ class Index:
 
         self._worker.call(discard, timeout)
 
-    def open_private(self) -> None:
-        """Open the private generation of a reader that may not write the store."""
-        assert self._private is not None
-        path = self._private
+    def open_private(self, fd: int) -> None:
+        """Open the private generation in the file ``fd``, for a reader that may not write the store."""
+        assert self._private
 
         def do() -> None:
-            self._env = open_environment(path, self._map_size, 0o600)
-            self._tables = open_tables(self._env, create=False)
+            self._data = Descriptor.reopen(self._files, fd, os.O_RDWR)
+            self._open_data()
             self.generation = f"private-{self._files.random(4).hex()}"  # unique: numbers mean other segments in another
 
         self._worker.call(do, 5.0)
@@ -323,23 +361,18 @@ class Index:
 
     def read_ahead(self) -> None:
         """Ask the kernel to read the whole index ahead, before a walk: its pages are in no order on the disk."""
-        if self.generation and self._private is None:
-            with contextlib.suppress(OSError):
-                folder = self._files.open(
-                    self.generation, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._directory.sub("index")
-                )
-                try:
-                    fd = self._files.open("data.mdb", os.O_RDONLY, dir_fd=folder)
-                    try:
-                        self._files.readahead(fd, 0, min(self._files.fstat(fd).st_size, READ_AHEAD_BYTES_MAX))
-                    finally:
-                        self._files.close(fd)
-                finally:
-                    self._files.close(folder)
+        if self.generation and not self._private:
+            index, flags = self._directory.sub("index"), os.O_RDONLY
+            with (
+                contextlib.suppress(OSError),
+                opened(self._files, self.generation, flags | os.O_DIRECTORY, dir_fd=index) as folder,
+                opened(self._files, "data.mdb", flags, dir_fd=folder) as fd,
+            ):
+                self._files.readahead(fd, 0, min(self._files.fstat(fd).st_size, READ_AHEAD_BYTES_MAX))
 
     def keep_slack(self) -> None:
         """Allocate blocks ahead of the index file's end, so that eviction can commit on a full disk."""
-        if self.generation and not self._read_only and self._private is None:
+        if self.generation and not self._read_only and not self._private:
             with contextlib.suppress(OSError):
                 keep_slack(self._directory, self.generation, self._map_size)
 
@@ -348,10 +381,8 @@ class Index:
         env, self._env, self._tables, self._current = self._env, None, None, None
         if env is not None:
             env.close()
-        if self._users >= 0:
-            with contextlib.suppress(OSError):
-                self._files.close(self._users)
-            self._users = -1
+        self._users.close()
+        self._data.close()
 
     def _close_native(self) -> None:
         native, self._native = self._native, None
@@ -361,23 +392,29 @@ class Index:
     def close(self, timeout: float = 5.0) -> None:
         """Close; the last user leaves the index clean, so that the next one does not have to rebuild it."""
         self._closed = True
-        with contextlib.suppress(TimeoutError, IndexUnavailableError, OSError, lmdb.Error):
+        patience = timeout
+        try:
             self._worker.call(lambda: self._close_clean(timeout), timeout)
-        self._worker.stop()
-        with contextlib.suppress(OSError):
-            self._gate.close()
+        except TimeoutError:  # the index thread hangs
+            patience = 0.0
+        except (IndexUnavailableError, OSError, lmdb.Error):
+            pass
+        self._worker.stop(patience)
+        self._gate.close()
 
     def _close_clean(self, timeout: float) -> None:
-        if self._private is not None or self._env is None or self._read_only:
+        if self._private or self._env is None or self._read_only:
             self._close_environment()
             return
         try:
             self._gate.acquire(exclusive=True, deadline=self._files.monotonic() + timeout)
             state = read_state(self._directory)
-            if self._is_current() and state is not None and self._files.flock(self._users, fcntl.LOCK_EX):
+            if self._is_current() and state is not None and self._files.flock(self._users.fd, fcntl.LOCK_EX):
+                check_size(self._env, self._files, self._data.fd)
                 self._env.sync(True)
+                checksum = checksum_of(self._files, self._data.fd)
                 self._close_environment()
-                write_state(self._directory, state._replace(clean=True))
+                write_state(self._directory, state._replace(clean=True, checksum=checksum))
         finally:
             self._close_environment()
             if self._gate.held:
@@ -387,15 +424,12 @@ class Index:
         """In a forked child: close inherited descriptors without unlocking what the parent holds."""
         self._close_native()
         env, self._env = self._env, None
-        if env is not None:
+        if env is not None and self._paused:
             with contextlib.suppress(Exception):
                 env.close()
-        for fd in (self._users,):
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        with contextlib.suppress(OSError):
-            self._gate.close()
+        elif env is not None:  # LMDB's locks may be held by a thread that only the parent has: never closed, nor freed
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))
+        self._gate.close()  # the child has closed all inherited Descriptors already
 
     def quiesce(self, timeout: float) -> Callable[[], None]:
         """Before a fork: wait until the index thread is between requests; call the result after the fork."""
@@ -404,8 +438,10 @@ class Index:
         reached, resume = threading.Event(), threading.Event()
 
         def pause() -> None:
+            self._paused = True
             reached.set()
             resume.wait(timeout)
+            self._paused = False
 
         thread = threading.Thread(target=lambda: self._try_call(pause, timeout), daemon=True)
         thread.start()

@@ -9,12 +9,12 @@ Threads of one process share the two descriptors, so only the index thread (``kv
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 
 from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
+from kvfs.system.descriptors import Descriptor
 
 POLL_SECONDS = 75e-6  # fixed: exponential back-off measured 30 times worse
 
@@ -26,7 +26,7 @@ class Gate:
         self._files = directory.files
         self._root = directory.root
         self._flags = os.O_RDONLY if directory.read_only else os.O_RDWR
-        self._fds: dict[str, int] = {}
+        self._fds: dict[str, Descriptor] = {}
         self._inodes: dict[str, int] = {}  # of what is open
         try:
             for name in ("gate", "main"):
@@ -38,14 +38,10 @@ class Gate:
 
     def _fd(self, name: str) -> int:
         if name not in self._fds:
-            fd = self._files.open(name, self._flags, dir_fd=self._root)
-            try:
-                self._inodes[name] = self._files.fstat(fd).st_ino
-            except OSError:
-                self._files.close(fd)
-                raise
-            self._fds[name] = fd
-        return self._fds[name]
+            file = Descriptor.open(self._files, name, self._flags, dir_fd=self._root)
+            self._inodes[name] = self._files.fstat(file.fd).st_ino
+            self._fds[name] = file
+        return self._fds[name].fd
 
     def acquire(self, *, exclusive: bool, deadline: float) -> None:
         """Raises IndexUnavailableError ("timeout") after ``deadline`` (monotonic seconds) and holds no lock then."""
@@ -77,15 +73,13 @@ class Gate:
             self._files.sleep(POLL_SECONDS)
 
     def _unlock(self, name: str) -> None:
-        fd = self._fds.get(name, -1)
-        if fd < 0:
+        file = self._fds.get(name)
+        if file is None:
             return
         try:
-            self._files.flock(fd, fcntl.LOCK_UN)
+            self._files.flock(file.fd, fcntl.LOCK_UN)
         except OSError:  # closing also releases the lock; the next acquire opens the file again
-            del self._fds[name]
-            with contextlib.suppress(OSError):
-                self._files.close(fd)
+            self._fds.pop(name).close()
 
     def _in_place(self) -> bool:
         """Whether the paths still name the locked files: a lock on a replaced file excludes no other process."""
@@ -98,7 +92,6 @@ class Gate:
 
     def close(self) -> None:
         """Close the descriptors. In a forked child this leaves the parent's locks in place."""
-        for fd in self._fds.values():
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        for file in self._fds.values():
+            file.close()
         self._fds.clear()

@@ -26,6 +26,7 @@ A crash leaves these rows, and the kernel drops the locks of the dead:
   adopts it, the evictor does, and drops it.
 - seal page written, row active: an adopter finds the seal and closes the segment for appends.
 - dropped, wherever the file is: the next evictor repeats the steps of the reclaimer, each of which may be done already.
+- a file without a row: ``charge_file`` makes one, dropped in ``doomed/``, else sealed and without records.
 - no index: a rebuild takes each row from its file. A file in ``doomed/`` is dropped, one with a seal is sealed, any
   other is active without an owner if no other process has the store open and it may be appended to, else sealed.
 
@@ -53,6 +54,7 @@ from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 ANY_CLASS = bytes(16)
 QUOTA_BYTES = 8  # of a class id: the quota that pays
 NO_QUOTA = bytes(QUOTA_BYTES)
+MARK_BYTES = 64  # of a purge mark without its bits, one per record, rounded up
 EPOCH_MAX = 0xFFFF_FFFF  # what a table entry can hold
 Step: TypeAlias = Callable[[Session, int, bytes], object]  # a step that the owner takes: (session, number, owner)
 
@@ -115,8 +117,11 @@ def page_limit(settings: Settings) -> int:
 
 
 def charge(file_bytes: int, records: int) -> int:
-    """Bytes that a segment is charged: its file, its access times, and one block for the file's metadata."""
-    return file_bytes + fmt.align(records * STAMP_BYTES + 1) + fmt.BLOCK
+    """Bytes that a segment is charged: its file, its access times, a purge mark, and one block for the file's metadata.
+
+    Each segment is charged for a mark, since a purge needs room for marks in a store that is full.
+    """
+    return file_bytes + fmt.align(records * STAMP_BYTES + 1) + fmt.align(records // 8 + MARK_BYTES) + fmt.BLOCK
 
 
 def new_segment(
@@ -127,6 +132,15 @@ def new_segment(
     _check(session, cost, limits)
     row = SegmentRow(segment_id, owner, class_id, ACTIVE, flags, 1, 0, cost, fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0)
     return session.add_segment(row)
+
+
+def charge_file(session: Session, segment_id: bytes, generation: str, state: int, file_bytes: int) -> None:
+    """Insert a row for a segment file that has none, whatever the limit is. It names no records."""
+    if session.generation == generation:
+        cost = charge(file_bytes, 0)
+        session.add_segment(
+            SegmentRow(segment_id, NO_OWNER, ANY_CLASS, state, 0, 1, 0, cost, fmt.FIRST_PAYLOAD, fmt.FIRST_TABLE, 0)
+        )
 
 
 def own_segment(session: Session, number: int, owner: bytes, generation: str) -> SegmentRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvfs.format.segment import KNOWN_CODECS
@@ -219,25 +219,31 @@ def move(
     return old
 
 
-def forget_place(session: Session, keys: Iterable[bytes], wrong: set[tuple[int, int]]) -> int:
-    """Remove the bad records ``wrong``, pairs (segment, seq), from the rows ``keys``; how many were removed."""
-    return len(forget(session, keys, wrong))
+def forget(session: Session, keys: Iterable[bytes], wrong: Mapping[tuple[int, int], bytes]) -> set[tuple[int, int]]:
+    """Remove the records ``wrong`` from the rows ``keys``, and from the counts of their namespaces.
 
-
-def forget(session: Session, keys: Iterable[bytes], wrong: Container[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Remove the records ``wrong``, pairs (segment, seq), from the rows ``keys``; those that were removed."""
+    ``wrong``: (segment, seq) -> digest of the namespace; empty if unknown. Those that were removed.
+    """
     removed: set[tuple[int, int]] = set()
+    sums: dict[tuple[int, bytes], tuple[int, int]] = {}
     for key in keys:
         row = parse_row(key, session.txn.get(key, db=session.db.pages))
         if row is None:
             continue
         places = dict(row.places())
         bad = [j for j, p in places.items() if (p.segment, p.seq) in wrong and not p.flags & CLAIM]
-        removed |= {(places[j].segment, places[j].seq) for j in bad}
         for j in bad:
-            del places[j]
+            place = places.pop(j)
+            record = place.segment, place.seq
+            removed.add(record)
+            counted = place.segment, wrong[record]
+            records, stored_bytes = sums.get(counted, (0, 0))
+            sums[counted] = records + 1, stored_bytes + place.stored_bytes
         if bad:
             save(session, key, places, row.leaves)
+    for (segment, digest), (records, stored_bytes) in sums.items():
+        if digest:
+            session.add_contents(segment, digest, -records, -stored_bytes)
     return removed
 
 

@@ -1,8 +1,8 @@
 """Gather and scatter: cells between an engine's buffers and canonical pages in scratch, one kernel both ways.
 
 A program takes (granule, layer) after (granule, layer): 16 states of all heads of one layer, which is one leaf. Of
-each buffer it moves a tile of rows (head, state) by columns (elements of the piece of the cell that lies there). K,
-V and scales are buffers of one launch.
+each buffer it moves a tile of rows (head, state) by columns (elements of the part of the cell that the buffer holds).
+K, V and scales are buffers of one launch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _KINDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 def move(work: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 8) -> Any:
     """Run on the current stream. ``work``: an i64 tensor that begins with a work list (``kvfs.kernels.work_list``).
 
-    What was compiled; None under the interpreter.
+    Returns the compiled kernel; None under the interpreter.
     """
     return _cells[(programs,)](
         work, shape.buffers, shape.states, shape.rows, shape.cols, shape.element, _KINDS[shape.element], to_page,

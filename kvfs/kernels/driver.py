@@ -1,8 +1,8 @@
 """The few calls of the CUDA driver that torch does not offer: host registration, copies from raw addresses, launches.
 
-Copies are asynchronous and want pinned memory on the host's side; their calls take microseconds and keep the GIL, so
+Copies are asynchronous and need pinned memory on the host's side; their calls take microseconds and keep the GIL, so
 that a busy Python thread cannot come between two of them. The driver's functions report errors by value, so a failed
-call leaves nothing behind that a later one would trip over. A context must be current on the calling thread
+call leaves no state that a later call would find. A context must be current on the calling thread
 (``torch.cuda.set_device``).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 _RELAXED = 2  # CUstreamCaptureMode
-_GONE = (4, 709, 713)  # the driver was shut down, its context destroyed, or that memory is not registered: CUresult
+_NOT_REGISTERED = (4, 709, 713)  # CUresult: driver shut down, context destroyed, or memory not registered
 
 _Pointer, _Size, _Device, _Stream = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 
@@ -70,22 +70,22 @@ def _driver() -> _Driver:
 
 
 def register(address: int, nbytes: int, *, read_only: bool) -> None:
-    """Pin host memory for DMA; ``read_only`` also takes read-only shared maps of files. Whole pages."""
+    """Pin host memory for DMA, in whole pages; ``read_only`` also allows read-only shared maps of files."""
     flags = _PORTABLE | (_READ_ONLY if read_only else 0)
     _driver().check(_driver().register(address, nbytes, flags), f"register {nbytes} bytes")
 
 
 def unregister(address: int) -> None:
-    """Unpin what was registered from ``address`` on. CudaError if the driver keeps it."""
+    """Unpin what was registered from ``address`` on. CudaError if the driver keeps it registered."""
     code = _driver().unregister(address)
-    if code not in _GONE:
+    if code not in _NOT_REGISTERED:
         _driver().check(code, "unregister")
 
 
 def relax_capture() -> int:
-    """Have the calling thread's calls neither end, nor fail for, a graph that another thread captures.
+    """Let the calling thread's calls neither end the capture of a graph in another thread, nor fail because of it.
 
-    By default registering and querying do both. Returns what ``restore_capture`` takes.
+    By default registering and querying do both. Returns the argument of ``restore_capture``.
     """
     return _capture_mode(_RELAXED)
 
@@ -117,7 +117,7 @@ def copy_out(target: int, source: int, nbytes: int, stream: int) -> None:
 def copy_in_2d(
     target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
 ) -> None:
-    """``height`` pieces of ``width`` bytes, each a pitch behind the last, host to device, in stream order."""
+    """``height`` rows of ``width`` bytes, each a pitch behind the last, host to device, in stream order."""
     copy = _Copy2D(
         src_type=_HOST, src_host=source, src_pitch=source_pitch, dst_type=_DEVICE, dst_device=target,
         dst_pitch=target_pitch, width=width, height=height,
@@ -128,7 +128,7 @@ def copy_in_2d(
 
 
 def launch(function: int, programs: int, threads: int, shared: int, stream: int, parameters: ctypes.Array[Any]) -> None:
-    """``programs`` blocks of ``threads``, with ``shared`` bytes of shared memory. ``parameters``: addresses of them."""
+    """``programs`` blocks of ``threads``, with ``shared`` bytes of shared memory. ``parameters``: their addresses."""
     code = _driver().launch(function, programs, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if code:
         _driver().check(code, f"launch of {programs} x {threads} threads")

@@ -1,7 +1,7 @@
 """Gather and scatter where Triton does not work: what ``kvfs.kernels.cells`` does, by torch's indexing.
 
-The host works out where each piece of a cell lies, so it waits for the device more often than the kernels make it.
-Pages have been verified before: flags are not looked at.
+The host computes the address of each part of a cell, so it waits for the device more often than with the kernels.
+Ignores flags: pages have been verified before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, Shape, Work
 
-ELEMENTS_MAX = 1 << 20  # moved at once: each takes 16 bytes of the device for its indices
+ELEMENTS_MAX = 1 << 20  # moved at once: the indices of each take 16 bytes of the device
 
 At = Callable[[int, int, int], Any]
 
@@ -45,7 +45,7 @@ def move(work: Work, shape: Shape, at: At, *, to_page: bool) -> None:
 
 
 def _buffers(shape: Shape, first_row: int, rows: int) -> list[tuple[Any, ...]]:
-    """Of each buffer that holds any of these layers: (layer, base address) of those, and the words of its head."""
+    """For each buffer with any of these layers: (layer, base address) of those, and the words of its head."""
     table = array("q", shape.table)
     size, found = BUFFER_WORDS + shape.layers, []
     for start in range(0, size * shape.buffers, size):
@@ -57,7 +57,7 @@ def _buffers(shape: Shape, first_row: int, rows: int) -> list[tuple[Any, ...]]:
 
 
 def _copy(element: int, nbytes: int, at: At, cells: Any, pages: Any, *, to_page: bool) -> None:
-    """Pieces of ``nbytes`` between these addresses of the engine's cells and of pages."""
+    """Copy ``nbytes`` each between these addresses of the engine's cells and of pages."""
     import torch
 
     elements = nbytes // element

@@ -17,7 +17,7 @@
     16  granules x (offset in scratch, first token, page) - for groups of one state the chunk in place of the token
 
 The buffer table has, for each buffer, BUFFER_WORDS words and then the base address of each layer of the part (0: not
-in this buffer). So nothing about a launch is a scalar argument: no count or offset can make Triton compile anew.
+in this buffer). No property of a launch is a scalar argument, so no count or offset can make Triton compile again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ GRANULE_WORDS = 3
 BUFFER_WORDS = 8
 WORD = 8
 ROWS_MAX = 128  # of a tile: states x heads
-COLS_MAX = 64  # of a tile: elements of a cell piece
-LEAF_BYTES_MIN = 241  # shorter inputs take other paths of XXH3: the host sums those
+COLS_MAX = 64  # of a tile: elements of a cell in one buffer
+LEAF_BYTES_MIN = 241  # shorter inputs take other paths of XXH3: the host sums them
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is fixed for one group of one rank: compile-time constants of the kernels, and the buffer table."""
+    """Constants of one group of one rank: those that the kernels are compiled for, and the buffer table."""
 
     buffers: int
     states: int  # of a granule
@@ -68,7 +68,7 @@ class Shape:
 
 
 class Work(NamedTuple):
-    """A work list, and what it is about where the host has it: i64 words all."""
+    """A work list on the device, and its words and unit ids on the host, i64 all."""
 
     memory: Any  # of the device (``kvfs.gpu.device.Memory``)
     offset: int  # in it
@@ -116,7 +116,7 @@ def _power(n: int) -> int:
 
 
 def granule_words(offset: int, step: int, tokens: Sequence[int], pages: Sequence[int], granules: int = 1) -> array[int]:
-    """Words of granules that lie ``step`` bytes apart from ``offset`` on; ``granules`` of each of ``pages``."""
+    """Words of granules ``step`` bytes apart from ``offset`` on; ``granules`` of each of ``pages``."""
     words = array("q", bytes(len(tokens) * GRANULE_WORDS * WORD))
     words[0::GRANULE_WORDS] = array("q", range(offset, offset + step * len(tokens), step))
     words[1::GRANULE_WORDS] = array("q", tokens)

@@ -1,6 +1,6 @@
-"""XXH3-64 of leaves on the GPU, equal to the library bit for bit for inputs of more than 240 bytes.
+"""XXH3-64 of leaves on the GPU, bit for bit equal to the library for inputs of more than 240 bytes.
 
-After the specification and reference code of XXH3 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight
+Follows the specification and reference code of XXH3 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight
 64-bit lanes, stripes of 64 bytes, blocks of 16 stripes with a scramble behind each; default secret, seed 0. Within a
 block the stripes only add to the lanes, so a block is one tile; blocks follow one another.
 """
@@ -25,7 +25,7 @@ _INIT = (
     0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
     0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
 )  # fmt: skip
-#: words of the secret: all 24; from byte 121, for the last stripe; from byte 11, for the merge. Then the first lanes
+#: Words of the secret: all 24; from byte 121, for the last stripe; from byte 11, for the merge. Then the initial lanes
 CONSTANTS = array("Q", _SECRET + _SECRET[121:185] + _SECRET[11:75]).tobytes() + array("Q", _INIT).tobytes()
 
 LEAVES = 16  # of a tile
@@ -68,7 +68,7 @@ def _product(data, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _block(at, constants, lane, mask, LEAVES: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the 16 stripes of a block add to the lanes: does not depend on what is in them."""
+    """What the 16 stripes of a block add to the lanes, whatever these hold."""
     lanes = tl.zeros((LEAVES, 8), tl.uint64)
     plain = tl.zeros((LEAVES, 8), tl.uint64)
     for stripe in tl.static_range(16):
@@ -139,9 +139,9 @@ def _leaves(  # type: ignore[no-untyped-def]
 
 
 def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> Any:
-    """Sum the leaves of a batch on the current stream: against ``leaves``, setting flags (``check``), or into it.
+    """Sum the leaves of a batch on the current stream: compare with ``leaves`` and flag (``check``), or write them.
 
-    ``constants``: an i64 tensor that holds CONSTANTS. ``shape.sums`` must be true. Returns what was compiled;
-    None under the interpreter.
+    ``constants``: an i64 tensor that holds CONSTANTS. ``shape.sums`` must be true. Returns the compiled kernel; None
+    under the interpreter.
     """
     return _leaves[(programs,)](work, constants, LEAVES, shape.aligned, check, num_warps=WARPS)

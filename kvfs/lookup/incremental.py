@@ -1,7 +1,7 @@
-"""Looking a prompt up a piece at a time, for a load that starts with the first piece while the rest is looked up.
+"""Looks a prompt up step by step, for a load that begins with the first pages while the rest is looked up.
 
-In a group that needs all of its pages, each piece is either stored or ends the prefix; so the load of what was found
-can start before the next piece is hashed. What windows and snapshots need is known only with the end of the prefix.
+In a group that needs all of its pages the prefix ends at the first missing page, so the pages of a step can be sent
+before the next step is hashed. What windows and snapshots need is known once the end of the prefix is.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from kvfs.segments.open_segments import OpenSegment
 
 
 class Lookahead:
-    """One lookup in progress, used by one thread.
-
-    Owns the segments of what was found (``held``) until ``release``, and the prompt's chain of hashes, which grows as
-    far as it is looked up. Walks are delegated to ``search``, the match at the end to ``Matcher``.
-    """
+    """One lookup in progress. Used by one thread. Owns the open segments of what it finds, until ``release``."""
 
     def __init__(
         self, context: Context, matcher: Matcher, identity: Identity, chain: Chain, wants: list[Part], chunks: int
@@ -33,31 +29,31 @@ class Lookahead:
         self._c, self._matcher, self._identity, self._chain = context, matcher, identity, chain
         self._lookups, self._read = matcher.begin(Prompt(identity.digest, ()), wants)
         self._needs_all = [n for n, x in enumerate(self._lookups) if x.group.need.kind == "all"]
-        self._there = dict.fromkeys(self._needs_all, 0)  # leading chunks that were found and whose segments are held
+        self._found = dict.fromkeys(self._needs_all, 0)  # leading chunks that were found and are held
         self._asked, self._seconds = chunks, 0.0
-        self.limit = chunks  # upper bound of the chunks that can be restored
-        #: segments of what was found, by number, and the end of what is published in each; both grow
+        self.limit = chunks  # more than these cannot be restored
+        #: open segments of what was found, by number, and the end of what is published in each; both grow
         self.held: dict[int, OpenSegment] = {}
         self.tails: dict[int, int] = {}
         #: everything that was found, after ``finish``
         self.match: PrefixMatch = PrefixMatch(0, identity.layout.page_tokens, identity.digest, "", (), {})
 
     def more(self, number: int, chunks: int) -> int:
-        """Look up the first ``chunks`` chunks of a group that needs all; how many leading ones of them are stored.
+        """Look up the first ``chunks`` chunks of a group that needs all; how many of them were found.
 
-        Fewer than asked for means that the prefix ends there.
+        Fewer than asked for: the prefix ends there.
         """
         began = self._c.files.monotonic()
-        chunks, there = min(chunks, self.limit), self._there[number]
-        if chunks > there:
-            self._there[number] = there = self._look(number, there, chunks)
-            if there < chunks:
-                self.limit = there
+        chunks, found = min(chunks, self.limit), self._found[number]
+        if chunks > found:
+            self._found[number] = found = self._look(number, found, chunks)
+            if found < chunks:
+                self.limit = found
         self._seconds += self._c.files.monotonic() - began
-        return min(chunks, there)
+        return min(chunks, found)
 
     def found(self, number: int, chunks: int) -> GroupMatch:
-        """The pages of the first ``chunks`` chunks of a group; ``more`` has found all of them."""
+        """The pages of the first ``chunks`` chunks of a group, all of which were found."""
         return self._matcher.group_match(number, self._lookups[number], 0, chunks)
 
     def finish(self, *, go_on: bool) -> PrefixMatch:
@@ -66,7 +62,7 @@ class Lookahead:
             self.more(number, self.limit)
         began = self._c.files.monotonic()
         others = [x for x in self._lookups if x.group.need.kind != "all"]
-        chunks = min([self.limit, *self._there.values()])
+        chunks = min([self.limit, *self._found.values()])
         if others:
             chunks = self._look_back(others, chunks) if go_on else 0
         self.match = self._matcher.hold(self._lookups, chunks, self._read.generation, self.held)
@@ -78,7 +74,7 @@ class Lookahead:
         return self.match
 
     def release(self) -> None:
-        """Release the segments; nothing may be loaded from them after this."""
+        """Release the segments: nothing is loaded from them any more."""
         self.held.clear()
         self.match.close()
 
@@ -88,17 +84,17 @@ class Lookahead:
         for lookup in self._lookups:
             lookup.extend(prompt)
 
-    def _look(self, number: int, there: int, chunks: int) -> int:
+    def _look(self, number: int, known: int, chunks: int) -> int:
         self._extend(chunks)
         lookup = self._lookups[number]
-        found = self._walk(partial(walk_forward, lookup, chunks, self._read, there), there)
+        found = self._walk(partial(walk_forward, lookup, chunks, self._read, known), known)
         new = {n: i for n, i in dict(lookup.segments).items() if n not in self.held}
         later(self.tails, dict(lookup.tails))
         if new:
             self.held.update(self._matcher.acquire(new, self._read.generation))
             if not new.keys() <= self.held.keys():
-                sources = self.found(number, found).cut(there, found - there).sources()
-                for chunk in range(there, found):
+                sources = self.found(number, found).cut(known, found - known).sources()
+                for chunk in range(known, found):
                     if not all(s.place.segment in self.held for s in sources.get(chunk, [])):
                         return chunk
         return found
@@ -108,7 +104,7 @@ class Lookahead:
         return self._walk(partial(walk_back, others, self._identity.layout.page_tokens, chunks, self._read), 0)
 
     def _walk(self, walk: Callable[[], int], otherwise: int) -> int:
-        """The result of ``walk``, or ``otherwise`` if the index cannot answer."""
+        """The result of ``walk``; ``otherwise`` if the index cannot answer."""
         try:
             return walk()
         except IndexUnavailableError as exc:

@@ -11,7 +11,7 @@ from kvfs.errors import ConfigError, IndexUnavailableError
 from kvfs.index.native_session import NativeSession
 from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
-from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch, restorable
+from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch, restorable, used_ranges
 from kvfs.lookup.search import Found, GroupLookup, Prompt, search, walk_all
 from kvfs.native.index_walker import HandOverError, MovedError
 from kvfs.pages.layout import Group, PageLayout, Part
@@ -173,6 +173,12 @@ class Matcher:
             self._c.access_times.note_request(match.last_hash, match.at_us)
         self._c.holds.add(match.hold)
         return match
+
+    def note_use(self, lookup: GroupLookup, at_us: int) -> None:
+        """Set the access time of the pages that ``lookup`` found, for a request that uses them without a load."""
+        hits = [hit for run in sorted(lookup.found.hits) for hit in lookup.found.hits[run]]
+        for segment, seq, count in used_ranges(hits, lookup.prompt.run_length, lookup.found.present):
+            self._c.access_times.stamp(lookup.segments[segment], seq, [at_us] * count)
 
     def group_match(self, number: int, lookup: GroupLookup, first: int, end: int) -> GroupMatch:
         """Of what was found of a group, chunks [first, end)."""

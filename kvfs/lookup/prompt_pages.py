@@ -18,7 +18,7 @@ from kvfs.context import Context
 from kvfs.errors import ConfigError
 from kvfs.lookup.matcher import Matcher
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.lookup.search import Prompt
+from kvfs.lookup.search import GroupLookup, Prompt
 from kvfs.pages import chunk_hash
 from kvfs.pages.chunk_hash_cache import Chain
 from kvfs.pages.identity import Identity
@@ -85,6 +85,9 @@ class PromptPages:
         #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
         self.stored: dict[str, int] = {}
         self.writing: dict[str, int] = {}
+        self._selected_us = 0  # when ``select`` was called last
+        self._found: list[GroupLookup] = []  # of the last ``look`` that began where the one before began, or earlier
+        self._first = 0  # where it began
         self.forget()
         self.extend(token_ids)
 
@@ -115,6 +118,7 @@ class PromptPages:
         """Treat nothing as stored until the next ``look``."""
         self.stored = {g.name: 0 for g in self._identity.layout.groups}
         self.writing = dict(self.stored)
+        self._found = []
 
     def look(self, first: int = 0) -> None:
         """Ask the index what is stored of the chunks from ``first`` on; what is known of earlier chunks stays.
@@ -123,8 +127,14 @@ class PromptPages:
         """
         below = (1 << first) - 1
         prompt = Prompt(self._identity.digest, self._hashes)
-        for number, group in enumerate(self._identity.layout.groups):
-            found = self._matcher.present(prompt, number, group, group.full, first, self.chunks, whole=True).found
+        lookups = [
+            self._matcher.present(prompt, number, group, group.full, first, self.chunks, whole=True)
+            for number, group in enumerate(self._identity.layout.groups)
+        ]
+        if first <= self._first or not self._found:
+            self._found, self._first = lookups, first
+        for lookup in lookups:
+            group, found = lookup.group, lookup.found
             self.stored[group.name] = self.stored[group.name] & below | found.present & ~below
             self.writing[group.name] = self.writing[group.name] & below | found.claimed & ~found.present & ~below
 
@@ -135,7 +145,9 @@ class PromptPages:
         earlier pages: pass -1 for their units when it is loaded.
         """
         self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
-        return self._matcher.select(Prompt(self._identity.digest, self._hashes[:end]), first)
+        match = self._matcher.select(Prompt(self._identity.digest, self._hashes[:end]), first)
+        self._selected_us = match.at_us
+        return match
 
     def plan(self, wanted: Mapping[str, Sequence[int]]) -> SavePlan:
         """A plan to save the chunks ``wanted`` (by group name), whether or not they are stored."""
@@ -144,7 +156,13 @@ class PromptPages:
         return SavePlan(self.chunks, tuple(self._hashes), missing, self._identity.digest)
 
     def note_lookup(self, matched_tokens: int) -> None:
-        """Count this prompt as one lookup; ``matched_tokens``: how many of its tokens the engine loads."""
+        """Count this prompt as one lookup; ``matched_tokens``: how many of its tokens the engine loads.
+
+        What ``look`` found counts as used, also where the engine has the pages and loads none.
+        """
+        at_us = self._selected_us or self._c.files.now_us()
+        for lookup in self._found:
+            self._matcher.note_use(lookup, at_us)
         self._c.counters.add("lookups")
         self._c.counters.add("tokens_queried", self.chunks * self._identity.layout.page_tokens)
         self._c.counters.add("tokens_matched", matched_tokens)

@@ -7,6 +7,7 @@ already are not copied again; the new pin also names that segment. The files sur
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from kvfs.write.relocate import Relocator
 
 _NAME = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?\Z")
 PINNED_SHARE = 0.5  # of the capacity may be pinned: the rest must stay evictable
+PIN_BYTES, ID_BYTES = 512, 36  # of a pin's file: without segment ids, of each id
 ROOM_SECONDS = 5.0  # longest eviction for the room of one batch of copies
 
 
@@ -57,6 +59,7 @@ class Pins:
         segment_class = SegmentClass(NO_QUOTA + b"pin:" + self._c.files.random(4), fmt.FLAG_PINNED, evictor=True)
         sources = {n for n, i in match.segments.items() if i not in pinned}
         self._check_share(match, sources, pinned)
+        self._check_files(file, len(match.segments))
         spared = {*match.segments.values(), segment_class.class_id}
 
         def make_room(nbytes: int) -> None:
@@ -105,6 +108,19 @@ class Pins:
             raise NoSpaceError(
                 f"pins hold {held} bytes and this one adds {new}: at most half the capacity ({limit}) may be "
                 "pinned; unpin something or raise the capacity"
+            )
+
+    def _check_files(self, file: str, segments: int) -> None:
+        """NoSpaceError if there is no room for a pin's ``file``, which will name about so many segments."""
+        folder, files = self._c.directory.sub("pins"), self._c.files
+        held = 0
+        for name in files.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                held += 0 if name == file else fmt.align(files.stat(name, dir_fd=folder).st_size)
+        limit = self._c.settings.pin_files_bytes
+        if held + fmt.align(PIN_BYTES + ID_BYTES * segments) > limit:
+            raise NoSpaceError(
+                f"the files of all pins hold {held} bytes, {limit} is the most: unpin something or raise the capacity"
             )
 
     def unpin(self, name: str) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -37,7 +37,7 @@ from kvfs.write.active_segments import ActiveSegments
 
 T = TypeVar("T")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.kvs\Z")
-LOCK_SECONDS = 30.0  # longest wait for the evictors' lock: an eviction or another purge may run
+LOCK_SECONDS = 10.0  # longest wait for the evictors' lock: an eviction or another purge may run
 KEYS_PER_HOLD = 128  # index rows per transaction, so that writers wait little
 
 
@@ -296,34 +296,17 @@ class Purger:
 
     def _unname(self, number: int, generation: str, segment: _Segment, purged: Sequence[Entry]) -> None:
         """Remove records from the index, in slices."""
-        by_run: dict[bytes, set[int]] = {}
-        for entry in purged:
-            by_run.setdefault(_row_key(segment, entry, entry.run_hash), set()).add(entry.seq)
+        digests = {seq: described.digest for seq, described in segment.spaces.items() if described is not None}
+        wrong = {(number, entry.seq): digests.get(entry.ns_seq, b"") for entry in purged}
+        by_run = {_row_key(segment, entry, entry.run_hash) for entry in purged}
         removed: set[int] = set()
         for keys in _slices(list(by_run)):
-            removed |= self._forget(generation, number, keys, {seq for key in keys for seq in by_run[key]})
+            removed |= self._forget(generation, keys, wrong)
         # where another continuation has the run's slot, a record has a row of its own
         for entries in _slices([e for e in purged if e.seq not in removed]):
-            own = [_row_key(segment, entry, entry.chunk_hash) for entry in entries]
-            removed |= self._forget(generation, number, own, {entry.seq for entry in entries})
-        self._uncount(number, generation, segment, [e for e in purged if e.seq in removed])
+            self._forget(generation, [_row_key(segment, entry, entry.chunk_hash) for entry in entries], wrong)
 
-    def _uncount(self, number: int, generation: str, segment: _Segment, removed: Sequence[Entry]) -> None:
-        """Subtract removed records from what the segment holds of each namespace."""
-        sums: dict[bytes, tuple[int, int]] = {}
-        for entry in removed:
-            described = segment.spaces.get(entry.ns_seq)
-            if described is not None:
-                records, stored = sums.get(described.digest, (0, 0))
-                sums[described.digest] = records + 1, stored + entry.stored_bytes
-        for digest, (records, stored) in sums.items():
-            self._c.index.write(
-                partial(_subtract, generation=generation, number=number, digest=digest, amount=(records, stored)),
-                COMMIT_SECONDS,
-            )
-
-    def _forget(self, generation: str, number: int, keys: Sequence[bytes], seqs: set[int]) -> set[int]:
-        wrong = {(number, seq) for seq in seqs}
+    def _forget(self, generation: str, keys: Sequence[bytes], wrong: Mapping[tuple[int, int], bytes]) -> set[int]:
 
         def transact(session: Session) -> set[tuple[int, int]]:
             if session.generation != generation:  # its numbers mean other segments
@@ -331,11 +314,6 @@ class Purger:
             return forget(session, keys, wrong)
 
         return {seq for _, seq in self._c.index.write(transact, COMMIT_SECONDS)}
-
-
-def _subtract(session: Session, generation: str, number: int, digest: bytes, amount: tuple[int, int]) -> None:
-    if session.generation == generation:
-        session.add_contents(number, digest, -amount[0], -amount[1])
 
 
 def _row_key(segment: _Segment, entry: Entry, head: bytes) -> bytes:

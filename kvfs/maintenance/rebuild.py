@@ -31,7 +31,7 @@ from kvfs.format.codec import CodecError
 from kvfs.format.segment import Entry, PurgeMark
 from kvfs.index import ledger
 from kvfs.index.environment import FULL, Index
-from kvfs.index.lmdb_files import discard_generation, open_environment, open_tables
+from kvfs.index.lmdb_files import discard_generation, extend_to_last_page, open_environment, open_tables
 from kvfs.index.row_updates import Publish, publish
 from kvfs.index.rows import RUN, Place
 from kvfs.index.session import PAGE, Session
@@ -40,7 +40,7 @@ from kvfs.pages.chunk_hash import page_key
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.pages.layout import Group, Part
 from kvfs.segments.scan import Scan, covered_end, read_descriptor, scan_segment
-from kvfs.system.descriptors import opened
+from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import SHORT_OF, Files
 
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{32}\.kvs\Z")
@@ -97,14 +97,19 @@ def rebuild(
             return None  # another process builds one, or has built one meanwhile
         _remove_stale_generations(directory)
         name = files.random(8).hex()
-        files.mkdir(name, directory.dir_mode, dir_fd=directory.sub("index"))
-        path = os.path.join(directory.path, "index", name)
+        index_fd = directory.sub("index")
+        files.mkdir(name, directory.dir_mode, dir_fd=index_fd)
         try:
-            report = build(directory, path, settings, store_id, alone=alone, cancelled=cancelled)
+            with opened(files, name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index_fd) as folder:
+                files.close(files.create("users", directory.file_mode, dir_fd=folder))
+                with contextlib.closing(
+                    Descriptor.create(files, "data.mdb", directory.file_mode, dir_fd=folder)
+                ) as data:
+                    report = build(directory, data.fd, settings, store_id, alone=alone, cancelled=cancelled)
             index.install(name, timeout=5.0)
         except BaseException as exc:
             if not isinstance(exc, TimeoutError):  # it may still become current; if not, the next rebuild removes it
-                discard_generation(path)
+                discard_generation(files, index_fd, name)
             if isinstance(exc, lmdb.Error):
                 raise IndexUnavailableError(f"index error: {exc}") from None
             raise
@@ -118,23 +123,24 @@ def _remove_stale_generations(directory: Directory) -> None:
         current = directory.read_small("CURRENT", 64, sub="index")
     for name in directory.files.listdir(directory.sub("index")):
         if _GENERATION.match(name) and name.encode() != current:
-            discard_generation(os.path.join(directory.path, "index", name))
+            discard_generation(directory.files, directory.sub("index"), name)
 
 
 def build(
-    directory: Directory, path: str, settings: Settings, store_id: bytes, *, alone: bool,
+    directory: Directory, data: int, settings: Settings, store_id: bytes, *, alone: bool,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Report:  # fmt: skip
-    """Fill the empty directory ``path`` with a complete generation, synced to disk."""
+    """Fill the empty file ``data`` with a complete generation, synced to disk."""
     files, report = directory.files, Report()
-    env = open_environment(path, settings.index_bytes, directory.file_mode)
+    env = open_environment(data, settings.index_bytes)
     try:
         tables = open_tables(env, create=True)
         now_s = files.now_us() // 1_000_000
         marks = PurgeMarks(directory)
         marked = marks.ids()
         # newest first: of two records of one page, the first that is published wins
-        for listed in sorted(_list_all(directory, report), key=lambda x: -x.created_us):
+        found = {listed.name: listed for listed in _list_all(directory, report)}  # renamed meanwhile: listed twice
+        for listed in sorted(found.values(), key=lambda x: -x.created_us):
             segment_id = bytes.fromhex(listed.name[:32])
             mark = marks.read(segment_id) if segment_id in marked else None
             with _SegmentBuilder(directory, listed, settings, store_id, alone, report, now_s, mark) as builder:
@@ -143,15 +149,10 @@ def build(
                         raise IndexUnavailableError("closed")
                     with env.begin(write=True) as txn:
                         step(Session(txn, tables, "", now_s))
+        extend_to_last_page(env, files, data)
         env.sync(True)
     finally:
         env.close()
-    for entry in os.scandir(path):
-        if entry.is_file():
-            os.chmod(entry.path, directory.file_mode)
-    fd = os.open(os.path.join(path, "users"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, directory.file_mode)
-    os.fchmod(fd, directory.file_mode)
-    os.close(fd)
     return report
 
 
@@ -187,6 +188,7 @@ class _SegmentBuilder:
         self, directory: Directory, listed: _Listed, settings: Settings, store_id: bytes, alone: bool,
         report: Report, now_s: int, mark: PurgeMark | None,
     ) -> None:  # fmt: skip
+        self._directory = directory
         self._files: Files = directory.files
         self._listed = listed
         self._folder = directory.sub(listed.folder)
@@ -215,7 +217,7 @@ class _SegmentBuilder:
         """One callable per transaction. A segment that cannot be read is charged, and gets no rows."""
         scan = None
         try:
-            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
+            self._open()
             if self._mode.direct:  # tables only: no readahead of payloads
                 self._files.random_access(self._fd)
             scan = scan_segment(self._fd, self._files)
@@ -252,6 +254,14 @@ class _SegmentBuilder:
             yield partial(self._publish, entries=batch)
             done += len(batch)
         self._report.unnamed += len(entries) - done
+
+    def _open(self) -> None:
+        """Open the segment; FileNotFoundError if it was reclaimed since it was listed."""
+        try:
+            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
+        except FileNotFoundError:  # an evictor that dropped it in the last generation may have renamed it
+            self._listed, self._folder = self._listed._replace(folder="doomed"), self._directory.sub("doomed")
+            self._fd = self._files.open(self._listed.name, os.O_RDONLY, dir_fd=self._folder)
 
     def _size_step(self, session: Session) -> None:
         """Set the size of the next commit. LMDB copies each leaf that changes: the less room, the smaller the commits.

@@ -7,24 +7,27 @@ that are not kvfs's to quarantine/, and retires an index that contradicts the se
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import re
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvfs.context import COMMIT_SECONDS, Context
-from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.directory.root import Directory, translate_os_errors
+from kvfs.errors import ConfigError, CorruptError, IndexUnavailableError
 from kvfs.format import codec as codecs
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.format.codec import CodecError, CodecMemoryError
-from kvfs.format.segment import Entry
-from kvfs.index.row_updates import forget_place
+from kvfs.format.segment import Entry, Header
+from kvfs.index.row_updates import forget
 from kvfs.index.rows import CLAIM, Place, parse_row
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
@@ -34,6 +37,7 @@ from kvfs.segments.open_segments import OpenSegment
 from kvfs.segments.scan import Scan, read_descriptor, scan_segment
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
+from kvfs.system.files import Files
 
 ROWS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
 PROBLEMS_MAX = 1000  # lines of a report
@@ -76,7 +80,7 @@ class Verifier:
         self._sample = sample
         self._random = random.Random(seed)
         self.report = Verification()
-        self._bad: dict[int, set[int]] = {}  # segment number -> seqs
+        self._bad: dict[tuple[int, int], bytes] = {}  # segment number, seq -> digest of the namespace
         self._why: dict[tuple[int, int], str] = {}
         self._named: set[tuple[int, int]] = set()  # bad records that the index names
         self._foreign: list[str] = []  # names in segments/ that are not of segments
@@ -150,7 +154,7 @@ class Verifier:
             self.report.bytes += entry.stored_bytes
             why = self._page(held, entry, known[entry.ns_seq])
             if why:
-                self._bad.setdefault(number, set()).add(entry.seq)
+                self._bad[number, entry.seq] = _digest(scan, entry)
                 self._why[number, entry.seq] = f"segment {row.segment_id.hex()} record {entry.seq}: {why}"
 
     def _described(self, held: OpenSegment, scan: Scan, ns_seq: int) -> Described | None:
@@ -249,12 +253,11 @@ class Verifier:
         if not self._is_same_index():
             self.report.note("index: retired and rebuilt meanwhile: check again")
             return
-        wrong = {(number, seq) for number, seqs in self._bad.items() for seq in seqs}
-        if wrong:
-            keys = [key for key, value in self._rows() if _names(key, value, wrong)]
+        if self._bad:
+            keys = [key for key, value in self._rows() if _names(key, value, self._bad)]
             for first in range(0, len(keys), ROWS_PER_HOLD):
                 some = keys[first : first + ROWS_PER_HOLD]
-                self.report.repaired += self._c.index.write(partial(self._forget, some, wrong), COMMIT_SECONDS)
+                self.report.repaired += self._c.index.write(partial(self._forget, some), COMMIT_SECONDS)
         if self.report.index_errors or self.report.bad_segments:
             try:
                 self._c.index.retire()
@@ -269,8 +272,8 @@ class Verifier:
         except IndexUnavailableError:
             return False
 
-    def _forget(self, keys: Sequence[bytes], wrong: set[tuple[int, int]], session: Session) -> int:
-        return forget_place(session, keys, wrong) if session.generation == self._generation else 0
+    def _forget(self, keys: Sequence[bytes], session: Session) -> int:
+        return len(forget(session, keys, self._bad)) if session.generation == self._generation else 0
 
     def _quarantine(self) -> None:
         """Move files that are not kvfs's to quarantine/, up to its limit; they are never deleted."""
@@ -290,6 +293,36 @@ class Verifier:
             self.report.repaired += 1
 
 
+def restore_super(path: str, files: Files) -> bool:
+    """Write a lost super file, with the store id that most segments name; False if it is not lost.
+
+    CorruptError if there are segments and none of them has a readable header.
+    """
+    with translate_os_errors(path), contextlib.closing(Directory(path, files, read_only=False)) as directory:
+        try:
+            directory.check_unused()
+            return False
+        except CorruptError:
+            headers = list(_headers(directory))
+        ids = Counter(header.store_id for header in headers)
+        if not ids and files.listdir(directory.sub("segments")):
+            raise CorruptError(f"{path}: no segment has a readable header, so the id of the store is lost")
+        store_id = ids.most_common(1)[0][0] if ids else files.random(16)
+        created = [header.created_us for header in headers if header.store_id == store_id]
+        directory.publish_super(store_id, min(created, default=files.now_us()))
+        return True
+
+
+def _headers(directory: Directory) -> Iterator[Header]:
+    """The headers of all segments that have one."""
+    folder = directory.sub("segments")
+    for name in filter(_SEGMENT_NAME.match, directory.files.listdir(folder)):
+        with contextlib.suppress(OSError), opened(directory.files, name, os.O_RDONLY, dir_fd=folder) as fd:
+            header = fmt.parse_header(directory.files.read(fd, fmt.BLOCK, 0))
+            if header is not None and file_name(header.segment_id) == name:
+                yield header
+
+
 def _page_rows(session: Session, start: bytes) -> list[tuple[bytes, bytes]]:
     with session.txn.cursor(db=session.db.pages) as cursor:
         found = []
@@ -301,7 +334,13 @@ def _page_rows(session: Session, start: bytes) -> list[tuple[bytes, bytes]]:
         return found
 
 
-def _names(key: bytes, value: bytes, wrong: set[tuple[int, int]]) -> bool:
+def _digest(scan: Scan, entry: Entry) -> bytes:
+    """Digest of the namespace that an entry belongs to; empty if its namespace record is damaged."""
+    named = scan.entries[entry.ns_seq] if entry.ns_seq < len(scan.entries) else None
+    return named.chunk_hash if named is not None and named.kind == fmt.KIND_NAMESPACE else b""
+
+
+def _names(key: bytes, value: bytes, wrong: Container[tuple[int, int]]) -> bool:
     row = parse_row(key, value)
     return row is not None and any((p.segment, p.seq) in wrong for _, p in row.places())
 

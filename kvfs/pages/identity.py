@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -16,6 +17,8 @@ from kvfs.pages.layout import PageLayout
 
 _MOVING = frozenset({"", "main", "master", "latest", "head", "trunk", "dev", "none", "null"})
 _TEXT = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?\Z")
+_DIGEST = re.compile(r"(?:[0-9a-f]{32})?\Z")  # of a salt; empty for none
+_SALT = "salt:"  # begins the name of a tenant's quota, and so no name of a namespace
 _FIELDS = ("kvfs", "name", "revision", "layout", "rope", "adapter", "salt", "epoch", "extra")
 
 
@@ -46,6 +49,8 @@ class Identity:
             value = getattr(self, what)
             if not isinstance(value, str) or not _TEXT.match(value):
                 raise ConfigError(f"namespace {what} is {value!r}: pass 1 to 256 printable ASCII characters")
+        if self.name.startswith(_SALT):
+            raise ConfigError(f"namespace name is {self.name!r}: {_SALT} begins the quotas of tenants")
         if self.revision.lower() in _MOVING:
             raise ConfigError(
                 f"revision is {self.revision!r}, a moving name: pass the commit or a digest of the weights, "
@@ -110,10 +115,21 @@ class Described:
     layout: PageLayout
     body: Mapping[str, Any]
 
+    def is_named(self, ref: str) -> bool:
+        """Whether ``ref`` is its name, name@revision (or its beginning), or 6 or more digits of its digest."""
+        name, at, revision = ref.rpartition("@")
+        digits = len(ref) >= 6 and self.digest.hex().startswith(ref)
+        return ref == self.name or digits or (bool(at) and name == self.name and self.revision.startswith(revision))
+
     @property
     def label(self) -> str:
         """Name and the beginning of the revision."""
         return f"{self.name}@{self.revision[:8]}"
+
+
+@functools.lru_cache(maxsize=64)  # a store has few layouts and may have many namespaces; checking one takes 0.4 ms
+def _layout_of(descriptor: str) -> PageLayout:
+    return PageLayout.from_descriptor(json.loads(descriptor))
 
 
 def parse_descriptor(data: bytes) -> Described | None:
@@ -125,9 +141,12 @@ def parse_descriptor(data: bytes) -> Described | None:
         if not isinstance(body, dict) or set(body) != set(_FIELDS) or body["kvfs"] != 1:
             return None
         texts = (body["name"], body["revision"], body["salt"])
-        if not all(isinstance(t, str) for t in texts):
+        rules = (_TEXT, _TEXT, _DIGEST)
+        if not all(isinstance(t, str) and rule.match(t) for t, rule in zip(texts, rules, strict=True)):
             return None
-        layout = PageLayout.from_descriptor(body["layout"])
+        if body["name"].startswith(_SALT):
+            return None
+        layout = _layout_of(json.dumps(body["layout"], sort_keys=True))
     except (ValueError, RecursionError):  # ConfigError is a ValueError
         return None
     return Described(digest_of(data), *texts, layout, body)

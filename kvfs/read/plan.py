@@ -13,7 +13,10 @@ from kvfs.segments.open_segments import OpenSegment
 
 @dataclass
 class ReadJob:
-    """``count`` pages from ``chunk`` on, ``size`` bytes each, neighbours in a segment and in the caller's buffer."""
+    """``count`` pages from ``chunk`` on, ``size`` bytes each, ``stride`` bytes apart in a segment.
+
+    In a job that is read into the caller's buffer they are neighbours there and in the segment: the stride is the size.
+    """
 
     held: OpenSegment
     segment: int  # its number in the match's generation of the index
@@ -21,6 +24,7 @@ class ReadJob:
     chunk: int
     out: int  # bytes, in the caller's buffer
     size: int
+    stride: int
     roots: bytes  # of the pages, concatenated
     seqs: list[int]  # record numbers of the pages
 
@@ -30,14 +34,14 @@ class ReadJob:
 
     @property
     def nbytes(self) -> int:
-        return self.size * len(self.seqs)
+        return self.stride * (len(self.seqs) - 1) + self.size
 
     def root(self, i: int) -> bytes:
         return self.roots[i * ROOT_BYTES : (i + 1) * ROOT_BYTES]
 
     def page(self, data: memoryview, i: int) -> memoryview:
         """Page ``i`` of the bytes of this job."""
-        return data[i * self.size : (i + 1) * self.size]
+        return data[i * self.stride : i * self.stride + self.size]
 
     def bits(self) -> int:
         return (1 << len(self.seqs)) - 1 << self.chunk
@@ -139,17 +143,23 @@ def _joined(runs: list[Run]) -> list[Run]:
     return joined
 
 
-def plan_reads(gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int) -> tuple[list[ReadJob], int]:
-    """``plan_runs``, cut into reads of at most ``bytes_max`` (or one page) that fill a buffer of consecutive pages."""
+def plan_reads(
+    gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int, *, gaps: bool = False
+) -> tuple[list[ReadJob], int]:
+    """``plan_runs``, cut into jobs of at most ``bytes_max`` (or one page).
+
+    Unless ``gaps`` between the pages of a job are allowed, each fills a buffer of consecutive pages.
+    """
     runs, covered = plan_runs(gm, held)
     jobs: list[ReadJob] = []
     size = gm.part_bytes
     for run in runs:
-        step = max(1, bytes_max // size) if run.stride == size else 1
+        step = max(1, bytes_max // run.stride) if gaps or run.stride == size else 1
+        stride = run.stride if gaps else size
         for i in range(0, run.count, step):
             n = min(step, run.count - i)
             jobs.append(ReadJob(
                 run.held, run.segment, run.offset + i * run.stride, run.chunk + i, (run.chunk + i - gm.first) * size,
-                size, run.roots[i * ROOT_BYTES : (i + n) * ROOT_BYTES], run.seqs[i : i + n],
+                size, stride, run.roots[i * ROOT_BYTES : (i + n) * ROOT_BYTES], run.seqs[i : i + n],
             ))  # fmt: skip
     return jobs, covered

@@ -11,7 +11,7 @@ from kvfs.context import COMMIT_SECONDS, Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.format.codec import fits
-from kvfs.index.row_updates import forget_place
+from kvfs.index.row_updates import forget
 from kvfs.index.rows import Place
 from kvfs.lookup.prefix_match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
 from kvfs.pages.chunk_set import span
@@ -20,12 +20,13 @@ from kvfs.read.assemble import assemble, decode_page
 from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
 from kvfs.read.plan import ReadJob, plan_reads
 from kvfs.segments.open_segments import OpenSegment
+from kvfs.system.files import Files, Mapping
 from kvfs.system.thread_pool import Team
 from kvfs.types import Tier
 
 S = TypeVar("S")
 T = TypeVar("T")
-VIEW_BYTES = 256 << 20  # of one map: a longer run of pages is several maps
+VIEW_BYTES = 256 << 20  # of the pages of a view that are verified, or where maps are not allowed read, together
 
 
 class Reader:
@@ -104,20 +105,21 @@ class Reader:
     def view(self, match: PrefixMatch, gm: GroupMatch, group: Group) -> list[memoryview]:
         """Read-only buffers of the leading pages that verify, over shared maps of the segments.
 
-        Each map keeps its segment's blocks allocated; a view stays valid after eviction. Decoded pages are private
-        memory.
+        One map per segment, with one descriptor, whatever the number of pages. It keeps the segment's blocks allocated;
+        a view stays valid after eviction. Decoded pages are private memory.
         """
         views: list[memoryview] = []
         bad: list[tuple[int, int]] = []
         leaf_bytes = group.leaf_bytes(gm.want)
         with self.open_segments(match) as held:
-            jobs, covered = plan_reads(gm, held, VIEW_BYTES)
+            jobs, covered = plan_reads(gm, held, VIEW_BYTES, gaps=True)
             mapped = {job.chunk: job for job in jobs}
+            maps = _SegmentMaps(self._c.files, jobs)
             sources = {} if covered.bit_count() == gm.count else gm.sources()
             while (chunk := gm.first + len(views)) < gm.first + gm.count:
                 job = mapped.get(chunk)
                 new = (
-                    self._map_job(job, leaf_bytes)
+                    self._map_job(job, maps, leaf_bytes)
                     if job is not None
                     else self._decoded(gm, sources.get(chunk, []), leaf_bytes, held, bad)
                 )
@@ -145,13 +147,14 @@ class Reader:
                     bad.append((place.segment, place.seq))
         return []
 
-    def _map_job(self, job: ReadJob, leaf_bytes: int) -> list[memoryview]:
+    def _map_job(self, job: ReadJob, maps: _SegmentMaps, leaf_bytes: int) -> list[memoryview]:
         """Leading pages of a job that verify; several threads verify them."""
         mapping = None
+        at = 0  # of the job in the map
         try:
             if self._c.segments.may_map(job.held):
-                mapping = self._c.files.map(job.held.fd, job.nbytes, job.offset)
-                whole = memoryview(mapping).toreadonly()
+                mapping, at = maps.of(job)
+                whole = memoryview(mapping).toreadonly()[at : at + job.nbytes]
             else:
                 whole = memoryview(self._c.segments.read_bytes(job.held, job.nbytes, job.offset)).toreadonly()
         except (OSError, ValueError):
@@ -166,7 +169,8 @@ class Reader:
             part = views[first : first + step]
             try:
                 if mapping is not None:
-                    self._c.files.populate(mapping, first * job.size, sum(map(len, part)))
+                    nbytes = (len(part) - 1) * job.stride + job.size
+                    self._c.files.populate(mapping, at + first * job.stride, nbytes)
             except OSError:
                 self._c.counters.add("read_errors")
                 return first
@@ -215,11 +219,11 @@ class Reader:
         """Remove bad records from the index, so that the next lookup misses and the page can be stored again."""
         if not bad or self._c.liveness is None:
             return
-        wrong = set(bad)
+        wrong = dict.fromkeys(bad, match.namespace)
         keys = {hit.key for hit in gm.hits}
         with contextlib.suppress(IndexUnavailableError):
             self._c.index.write(
-                lambda s: forget_place(s, keys, wrong) if s.generation == match.generation else 0, COMMIT_SECONDS
+                lambda s: forget(s, keys, wrong) if s.generation == match.generation else None, COMMIT_SECONDS
             )
 
     @contextlib.contextmanager
@@ -248,6 +252,25 @@ class Reader:
     def abandon(self) -> None:
         """In a forked child, which does not have the parent's threads."""
         self._team.abandon()
+
+
+class _SegmentMaps:
+    """Maps of the segments of ``jobs``, each of the range that has their pages; made when they are needed."""
+
+    def __init__(self, files: Files, jobs: Sequence[ReadJob]) -> None:
+        self._files = files
+        self._ranges: dict[int, tuple[int, int]] = {}
+        for job in jobs:
+            first, end = self._ranges.get(job.segment, (job.offset, 0))
+            self._ranges[job.segment] = min(first, job.offset), max(end, job.offset + job.nbytes)
+        self._maps: dict[int, Mapping] = {}
+
+    def of(self, job: ReadJob) -> tuple[Mapping, int]:
+        """The map that has the pages of a job, and their offset in it."""
+        first, end = self._ranges[job.segment]
+        if job.segment not in self._maps:
+            self._maps[job.segment] = self._files.map(job.held.fd, end - first, first)
+        return self._maps[job.segment], job.offset - first
 
 
 def _each(function: Callable[[S], T], items: Iterator[S]) -> list[T]:

@@ -163,21 +163,25 @@ class OpenStore:
     # -- readiness ---------------------------------------------------------------------------
 
     def _become_ready(self) -> None:
+        deadline = self.c.files.monotonic() + READY_SECONDS
         if self.is_ready():
             return
         if self.read_only:
             self._read_only_index.open_own()
             return
         self._rebuilder = threading.Thread(target=self._rebuild_quietly, name="kvfs-rebuild", daemon=True)
-        deadline = self.c.files.monotonic() + READY_SECONDS
         self._rebuilder.start()
-        self._rebuilder.join(READY_SECONDS)
-        while (
-            not self._rebuild_failed
-            and self.c.files.monotonic() < deadline
-            and self.c.index.is_missing(READY_POLL_SECONDS)
-        ):
+        self._rebuilder.join(max(0.0, deadline - self.c.files.monotonic()))
+        while not self._rebuild_failed and self.c.files.monotonic() < deadline and self._may_become_ready():
             self.c.files.sleep(READY_POLL_SECONDS)  # another process builds it
+
+    def _may_become_ready(self) -> bool:
+        """Whether the index is missing, or does not answer: another process may be making one current."""
+        try:
+            self.c.index.read(lambda s: None, COMMIT_SECONDS)
+        except IndexUnavailableError as exc:
+            return str(exc) in ("rebuilding", "timeout")
+        return False
 
     def is_ready(self) -> bool:
         try:
@@ -302,8 +306,6 @@ class OpenStore:
         self.c.access_times.abandon()
         if self._services is not None:
             self._services.abandon()
-        if self.c.liveness is not None:
-            self.c.liveness.forget()
         self.c.index.abandon()
         self._rebuilder = None
         return self.directory

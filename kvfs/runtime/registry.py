@@ -17,27 +17,45 @@ Key = tuple[int, int]  # device and inode of the directory
 
 _LOCK = threading.RLock()
 _STORES: dict[Key, OpenStore] = {}
-_CLOSING: dict[Key, tuple[OpenStore, threading.Event]] = {}  # the event is set when the close is over
+#: What another thread opens or closes, outside of the lock: a fork must not wait. The event is set when that is over.
+_OPENING: dict[Key, tuple[OpenStore, threading.Event]] = {}
+_CLOSING: dict[Key, tuple[OpenStore, threading.Event]] = {}
 
 
 def acquire(options: OpenOptions) -> OpenStore:
     """The open store of a directory; ``release`` it when done.
 
-    One that is being closed is waited for: LMDB refuses an index that the process has open, which looks like damage.
+    One that is being opened or closed is waited for: LMDB refuses an index that the process has open, which looks like
+    damage.
     """
     end = options.files.monotonic() + WAIT_SECONDS
-    while True:
+    opening, key = (OpenStore(options), threading.Event()), _key(options.path)
+    try:
+        while True:
+            with _LOCK:
+                key = _key(options.path)
+                store, busy = _STORES.get(key), _OPENING.get(key) or _CLOSING.get(key)
+                forgotten = store is not None and 0 < store.users <= len(store.forgotten)
+                if busy is None and store is not None and not forgotten:
+                    return _use(store, options)
+                if busy is None and store is None:
+                    _OPENING[key] = opening
+                    break
+            if busy is None:
+                assert store is not None
+                _release_forgotten(store)
+            elif not busy[1].wait(max(0.0, end - options.files.monotonic())):
+                raise StoreLockedError(f"{options.path} is still being opened or closed in this process: try again")
+        store = opening[0]
+        store.on_forgotten = partial(_release_forgotten, store)
+        store.start()
         with _LOCK:
-            key = _key(options.path)
-            store, closing = _STORES.get(key), _CLOSING.get(key)
-            forgotten = store is not None and 0 < store.users <= len(store.forgotten)
-            if closing is None and not forgotten:
-                return _acquire(key, options)
-        if closing is None:
-            assert store is not None
-            _release_forgotten(store)
-        elif not closing[1].wait(max(0.0, end - options.files.monotonic())):
-            raise StoreLockedError(f"{options.path} is still being closed in this process: try again")
+            _STORES[key] = store
+            return _use(store, options)
+    finally:
+        if _OPENING.get(key) is opening:
+            del _OPENING[key]
+        opening[1].set()
 
 
 def _key(path: str) -> Key:
@@ -51,16 +69,12 @@ def _key(path: str) -> Key:
     return st.st_dev, st.st_ino
 
 
-def _acquire(key: Key, options: OpenOptions) -> OpenStore:
-    store, path = _STORES.get(key), options.path
-    if store is None:
-        store = OpenStore(options)
-        store.on_forgotten = partial(_release_forgotten, store)
-        store.start()
-        _STORES[key] = store
-    elif store.read_only and not options.read_only:
+def _use(store: OpenStore, options: OpenOptions) -> OpenStore:
+    """One user more, if the store is open in the way that is asked for."""
+    path = options.path
+    if store.read_only and not options.read_only:
         raise StoreLockedError(f"{path} is open read-only in this process: close it before opening it for writing")
-    elif options.verify not in (None, store.c.verify) or options.threads not in (None, store.c.threads):
+    if options.verify not in (None, store.c.verify) or options.threads not in (None, store.c.threads):
         raise ConfigError(
             f"{path} is open in this process with verify={store.c.verify.value!r} and threads={store.c.threads}: "
             "all stores of one directory in a process share these; leave them out or close the other one"
@@ -116,7 +130,8 @@ _resume: list[Callable[[], object]] = []
 
 def _before_fork() -> None:
     _LOCK.acquire()
-    _resume.extend(store.c.index.quiesce(1.0) for store in _STORES.values())
+    opening = [store for store, _ in _OPENING.values() if hasattr(store, "c")]
+    _resume.extend(store.c.index.quiesce(1.0) for store in [*_STORES.values(), *opening])
 
 
 def _after_in_parent() -> None:
@@ -131,8 +146,10 @@ def _after_in_child() -> None:
     global _LOCK
     _LOCK = threading.RLock()
     _resume.clear()
-    for store, _ in _CLOSING.values():  # its locks are the parent's: a copy here would keep them beyond its close
-        store.release_in_child().close()
+    for store, _ in [*_OPENING.values(), *_CLOSING.values()]:  # a copy of the parent's locks would outlast its close
+        if hasattr(store, "c"):
+            store.release_in_child().close()
+    _OPENING.clear()
     _CLOSING.clear()
     for key, store in list(_STORES.items()):
         try:

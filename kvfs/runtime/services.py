@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import tempfile
 from collections.abc import Callable
 
@@ -64,15 +63,14 @@ class StoreServices:
 
     def private_index(self, cancelled: Callable[[], bool]) -> Index:
         """An index outside the store. IndexUnavailableError once ``cancelled()`` is true."""
-        c, folder = self._c, tempfile.mkdtemp(prefix="kvfs-index-")
-        try:
-            build(c.directory, folder, c.settings, c.store_id, alone=False, cancelled=cancelled)
-            index = Index(c.directory, c.settings.index_bytes, private_path=folder)
-            index.open_private()
-        except lmdb.Error as exc:  # no space for it, for example
-            raise OSError(errno.EIO, f"no private index can be made there ({exc})", folder) from None
-        finally:  # the files stay open, and vanish with the process, however it ends
-            shutil.rmtree(folder, ignore_errors=True)
+        c = self._c
+        with tempfile.TemporaryFile() as file:  # has no name: it vanishes with the process, however that ends
+            try:
+                build(c.directory, file.fileno(), c.settings, c.store_id, alone=False, cancelled=cancelled)
+                index = Index(c.directory, c.settings.index_bytes, private=True)
+                index.open_private(file.fileno())
+            except lmdb.Error as exc:  # no space for it, for example
+                raise OSError(errno.EIO, f"no private index can be made there ({exc})", tempfile.gettempdir()) from None
         return index
 
     # -- periodic tasks ----------------------------------------------------------------------
@@ -86,6 +84,7 @@ class StoreServices:
             PeriodicTask("evict", 0.25, self.evictor.background),
             PeriodicTask("expire", 5.0, self.evictor.expire),
             PeriodicTask("missing", 1.0, self.evictor.drop_missing, after=1.0),
+            PeriodicTask("unknown", 60.0, self.evictor.charge_unknown, after=5.0),
             PeriodicTask("sync", 1.0, self.sync),
             PeriodicTask("tidy", 2.0, self.active.tidy),
             PeriodicTask("sweep", 0.5, self.evictor.sweep),

@@ -1,7 +1,7 @@
 """Segment files: create, append records, seal. ``kvfs.index.ledger`` describes the life of a segment.
 
 Invariants. A payload is written before its table entry, a table entry before the index names it. Nothing below
-``tail`` is ever written again, apart from table slots that were never used. Only the owner writes. Every open
+``tail`` is ever written again, apart from table slots that hold no published entry. Only the owner writes. Every open
 descriptor has a shared flock, so that an exclusive one tells the reclaimer that no reader is left; a map of a segment
 keeps a duplicate of the locked descriptor and thereby the lock.
 """
@@ -167,6 +167,9 @@ class SegmentWriter:
             if scan.header.flags & fmt.FLAG_DIRECT:
                 direct = _reopen_direct(files, file)
             files.fallocate(fd, 0, allocated)
+            # a rebuild would name entries that the dead owner did not publish, whose payloads are overwritten now
+            slots = fmt.slots_of_table(scan.table == fmt.FIRST_TABLE) - scan.slot
+            files.write_all(fd, [bytes(slots * ENTRY_BYTES)], scan.table + scan.slot * ENTRY_BYTES)
         except OSError:
             _close(file, direct)
             raise

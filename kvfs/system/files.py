@@ -109,8 +109,9 @@ class Files:
         collections.deque(map(os.close, iter(keep.pop, None)), maxlen=0)
 
     def create(self, name: str, mode: int, *, dir_fd: int, keep: list[int | None] | None = None) -> int:
-        """Create a new file with exactly ``mode``, whatever the umask removes."""
+        """Create a new file with exactly ``mode``, whatever the umask removes. Root's belong to the folder's owner."""
         fd = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd, keep=keep)
+        _hand_over(fd, dir_fd)
         if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
             os.fchmod(fd, mode)
         return fd
@@ -122,6 +123,7 @@ class Files:
         else:
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
             try:
+                _hand_over(fd, dir_fd)
                 os.fchmod(fd, mode)
             finally:
                 os.close(fd)
@@ -292,6 +294,15 @@ class Files:
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
         """Bytes of the range that are in the page cache, or None if the kernel does not say."""
         return _cachestat(fd, offset, nbytes)
+
+
+def _hand_over(fd: int, dir_fd: int) -> None:
+    """Give what root has created to the owner and group of the folder; otherwise that owner could not open it."""
+    if os.geteuid() == 0:
+        st = os.fstat(dir_fd)
+        if st.st_uid or st.st_gid != os.fstat(fd).st_gid:
+            with contextlib.suppress(OSError):  # a root without the capability, or without a mapping of that user
+                os.fchown(fd, st.st_uid, st.st_gid)
 
 
 @functools.cache

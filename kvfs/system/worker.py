@@ -67,6 +67,10 @@ class Worker:
             raise request.error
         return request.result  # type: ignore[return-value]
 
+    def submit(self, function: Callable[[], object]) -> None:
+        """Run ``function`` after the calls that wait already. Its result, or error, is dropped."""
+        self._queue.put(_Request(function))
+
     def stop(self, timeout: float = 5.0) -> None:
         self._queue.put(None)
         self._thread.join(timeout)

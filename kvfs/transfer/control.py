@@ -6,7 +6,7 @@
 
 Bytes move only inside ``step()``. ``cancel`` forbids new steps and waits for those in progress, so that no byte moves
 after it. The end releases every lease of the transfer. Callbacks run outside all locks: once per page, then once for
-the transfer, whatever they raise; ``done`` is set after the last of them.
+the transfer, even if one raises; ``done`` is set after the last of them.
 """
 
 from __future__ import annotations

@@ -58,13 +58,12 @@ class HostIO:
     def __init__(
         self, context: Context, appender: Appender, reader: Reader, matcher: Matcher, identity: Identity,
         retention: Callable[[float | str | None], tuple[int, SegmentClass]], device_kvs: Sequence[DeviceKV], *,
-        ring_bytes: int | str, threads: int, dirty_bytes: int | str | None, queue_max: int,
-        codec: int = 0,
+        ring_bytes: int | str, threads: int, dirty_bytes: int | str | None, queue_max: int, codec: int = 0,
     ) -> None:  # fmt: skip
         _number("threads", threads, 64)
         self._queue_max = _number("queue_max", queue_max, 1 << 20)
-        self._c, self._identity, self._retention, self._codec = context, identity, retention, codec
-        self._matcher = matcher
+        self._c, self._matcher, self._identity = context, matcher, identity
+        self._retention, self._codec = retention, codec
         self._attached = self._check(device_kvs)
         self._context = self._make_context(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
@@ -84,13 +83,12 @@ class HostIO:
     ) -> TransportContext:
         for a in self._attached.values():
             if a.device.memory.startswith("cuda"):  # no address for the copies here
-                raise ConfigError(
-                    f"group {a.group.name} is in {a.device.memory}, others in host memory: attach one device"
-                )
+                where = a.device.memory
+                raise ConfigError(f"group {a.group.name} is in {where}, others in host memory: attach one device")
         ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
-        descriptor = self._identity.descriptor_bytes()
-        writes = Writes(self._c.files.monotonic)
-        return TransportContext(self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec, writes)
+        identity, writes = self._identity, Writes(self._c.files.monotonic)
+        descriptor = identity.descriptor_bytes()
+        return TransportContext(self._c, appender, reader, identity, descriptor, ring, keep, self._codec, writes)
 
     def _load_threads(self, threads: int) -> JobThreads:
         return JobThreads("read", threads)
@@ -155,6 +153,8 @@ class HostIO:
         self._check_open()
         if plan.namespace != self._identity.digest:
             raise ConfigError("this plan is of another namespace: use plan_save of the one that is attached")
+        if self._identity.layout.kind == "opaque":  # plans are of token prompts, which share rows of the index
+            raise ConfigError("this namespace holds opaque pages, and a plan names chunks of tokens: use put_keys")
         if self._c.liveness is None and not self._c.declines:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to save")
         if len(attempt) != 8:
@@ -169,18 +169,15 @@ class HostIO:
         handle = Transfer(transfer)
         if self._c.declines:  # the store is switched off
             self._c.counters.add(f"pages_declined_{self._c.declines}", sum(len(chunks) for _, chunks in pages))
-            _refuse(transfer, self._c.declines)
-            return handle
+            return _refuse(handle, transfer, self._c.declines)
         if not store:
-            _refuse(transfer, "disabled")
-            return handle
+            return _refuse(handle, transfer, "disabled")
         save = self._save(
             self._context, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
             segment_class, attempt, [pool.put for pool in self._writes],
         )  # fmt: skip
         save.cut_to_source()
-        self._submit(transfer, self._copies, save.run)
-        return handle
+        return self._submit(handle, transfer, self._copies, save.run)
 
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
@@ -209,8 +206,7 @@ class HostIO:
         transfer = TransferControl(task, partial(self._forget_load, hold))
         handle = Transfer(transfer)
         request = LoadRequest(self._context, transfer, match, pages, ids, after, first_token, tiers, layerwise)
-        self._submit(transfer, self._reads, self._load(request).run)
-        return handle
+        return self._submit(handle, transfer, self._reads, self._load(request).run)
 
     def restore(
         self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
@@ -244,8 +240,7 @@ class HostIO:
             self._context, transfer, lookahead.match, pages, ids, after, first_token, TierAccounting(),
             lookahead=lookahead,
         )  # fmt: skip
-        self._submit(transfer, self._reads, self._load(request).run)
-        return handle
+        return self._submit(handle, transfer, self._reads, self._load(request).run)
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         """Register what a match needs ahead of its load, on a GPU; bytes of it that need not go through the ring then.
@@ -355,15 +350,17 @@ class HostIO:
                 transfer.stop("deadline")
             threading.Thread(target=_end_all, args=(late,), name="kvfs-end", daemon=True).start()
 
-    def _submit(self, transfer: TransferControl, pool: JobThreads, run: Callable[[], None]) -> None:
+    def _submit(
+        self, handle: Transfer, transfer: TransferControl, pool: JobThreads, run: Callable[[], None]
+    ) -> Transfer:
         with self._changed:
             busy = self._backlog(pool) >= self._queue_max or self._closed
             if not busy:
                 self._unfinished.add(transfer)
         if busy:
-            _refuse(transfer, "busy")
-        else:
-            pool.put(run)
+            return _refuse(handle, transfer, "busy")
+        pool.put(run)
+        return handle
 
     def _backlog(self, pool: JobThreads) -> int:
         """Transfers that have not ended, or that are still in a queue; batches of ended ones hold no slots."""
@@ -393,9 +390,10 @@ def _end_all(transfers: Sequence[TransferControl]) -> None:
         transfer.try_end()
 
 
-def _refuse(transfer: TransferControl, reason: str) -> None:
+def _refuse(handle: Transfer, transfer: TransferControl, reason: str) -> Transfer:
     transfer.stop(reason)
     transfer.end()
+    return handle
 
 
 def _check_first(first_token: int) -> None:

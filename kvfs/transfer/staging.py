@@ -86,7 +86,7 @@ class Lease:
     def move(self, state: SlotState) -> None:
         """Go on to ``state``, the next one; AssertionError for any other."""
         if not self.slots or _NEXT.get(self.state) is not state:
-            raise AssertionError(f"a lease of {len(self.slots)} slots goes from {self.state} to {state}")
+            raise AssertionError(f"a lease of {len(self.slots)} slots must not move from {self.state} to {state}")
         self.state = state
 
     def release(self) -> None:
@@ -116,7 +116,7 @@ class StagingRing:
         self._changed = threading.Condition()
         self._free = list(range(slots))
         self._leases: set[Lease] = set()
-        self._queues: dict[int, deque[object]] = {}  # who waits, first come first served, by ``keep``
+        self._queues: dict[int, deque[object]] = {}  # waiting calls, first come first served, by ``keep``
         self._closed = False
 
     @property

@@ -162,7 +162,7 @@ def _run_all(queue: SimpleQueue[Callable[[], None] | None], last: Callable[[], N
     while (run := queue.get()) is not None:
         try:
             run()
-        except BaseException:  # a bug in one transfer must not end the others, whatever a callback raises
+        except BaseException:  # an error in one transfer or callback must not end the others
             log.exception("a transfer crashed")
         del run  # it holds the match, which must not live until the next call comes
     last()

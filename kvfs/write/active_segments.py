@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Container
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -30,6 +31,8 @@ IDLE_SECONDS = 10.0  # without an append, after which a segment is sealed or tri
 CLASSES_MAX = 32  # active segments of one process; more of them are sealed
 LANES = 8  # segments of a class that one process appends to in parallel, at most
 BUSY_SECONDS = 0.005  # between tries to seal a segment that another thread appends to
+NO_ROOM_SECONDS = 1.0  # after a wait for room timed out: saves that need room decline at once, the background evicts
+PROBE_SECONDS = 0.05  # wait of a save after that, until one has got room
 CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # how long a close, a background sync waits for an append
 
 
@@ -40,6 +43,10 @@ class SegmentClass(NamedTuple):
     flags: int = 0  # what the segment is for, without FLAG_DIRECT, which the I/O mode decides
     evictor: bool = False  # may use the standing reserve
     lane: int = 0  # parallel appends need a segment each, since a file takes one buffered write at a time
+
+    @property
+    def quota(self) -> bytes:
+        return self.class_id[: ledger.QUOTA_BYTES]
 
     @property
     def expires(self) -> bool:
@@ -56,6 +63,13 @@ class Declined(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass
+class RoomWait:
+    """How long one save may still wait for room, in sum. Appends, and an eviction that gives room, are no waits."""
+
+    seconds: float
 
 
 class Active(NamedTuple):
@@ -77,17 +91,29 @@ class ActiveSegments:
         self._used_at: dict[SegmentClass, float] = {}  # last use of writers; a trimmed one has none
         self._dirty: set[SegmentClass] = set()
         self._pending_steps: list[tuple[int, str, ledger.Step]] = []  # (number, generation, step) of failed segments
+        self._no_room: dict[bytes, float] = {}  # quotas whose last wait for room timed out: until when none waits
 
     def lock(self, segment_class: SegmentClass) -> threading.Lock:
         return self.class_locks.lock(segment_class)
 
-    def with_room(self, transact: Callable[[Session], T], deadline: float, own: SegmentClass) -> T:
-        """Run a transaction that reserves space; where space is missing, evict and try again until the deadline.
+    def room_wait(self, segment_class: SegmentClass, seconds: float) -> RoomWait:
+        """Of a save that may wait for ``seconds``; less after a wait that timed out."""
+        until = self._no_room.get(segment_class.quota)
+        if until is None:
+            return RoomWait(seconds)
+        return RoomWait(0.0 if self._c.files.monotonic() < until else PROBE_SECONDS)
+
+    def with_room(self, transact: Callable[[Session], T], wait: RoomWait, own: SegmentClass) -> T:
+        """Run a transaction that reserves space; where space is missing, evict and try again until ``wait`` is over.
         Declined ("space") if there is none by then. ``own``: the class whose lock the caller holds."""
+        deadline: float | None = None
         while True:
             full = False
             try:
-                return self._c.index.write(transact, COMMIT_SECONDS)
+                result = self._c.index.write(transact, COMMIT_SECONDS)
+                if deadline is not None:
+                    self._no_room.pop(own.quota, None)
+                return result
             except NeedSpaceError as exc:
                 missing, owner = exc.missing, exc.owner
             except IndexUnavailableError as exc:
@@ -95,8 +121,13 @@ class ActiveSegments:
                     raise
                 missing, owner, full = 0, b"", True
             now = self._c.files.monotonic()
-            if now >= deadline:
+            if deadline is not None:
+                wait.seconds = deadline - now
+                if wait.seconds <= 0:
+                    self._no_room[own.quota] = now + NO_ROOM_SECONDS
+            if wait.seconds <= 0:
                 raise Declined("space")
+            deadline = now + wait.seconds
             if not self._make_room(missing, deadline, owner, index_full=full) and not (
                 owner and self._c.files.monotonic() < deadline and self._seal_other(owner, own)
             ):
@@ -123,13 +154,16 @@ class ActiveSegments:
             self._c.files.sleep(BUSY_SECONDS)
         return busy
 
-    def evict_for_full_disk(self, nbytes: int, deadline: float) -> bool:
+    def evict_for_full_disk(self, nbytes: int, wait: RoomWait) -> bool:
         """Free ``nbytes`` of a file system that is full before the ledger is; whether another try may succeed."""
-        return self._make_room(nbytes, deadline, b"", disk_full=True)
+        began = self._c.files.monotonic()
+        free = wait.seconds > 0 and self._make_room(nbytes, began + wait.seconds, b"", disk_full=True)
+        wait.seconds -= self._c.files.monotonic() - began
+        return free
 
     def writer(
         self, segment_class: SegmentClass, fresh: int, wanted: int, need: Callable[[SegmentWriter], int],
-        deadline: float,
+        wait: RoomWait,
     ) -> Active:  # fmt: skip
         """The active segment of the class with room for a record; seals the current one if it is full.
 
@@ -145,12 +179,12 @@ class ActiveSegments:
                 self._seal(segment_class)
             else:
                 self.close_for_appends(segment_class)
-        active = self._adopt(segment_class, fresh) or self._create(segment_class, fresh, wanted, deadline)
+        active = self._adopt(segment_class, fresh) or self._create(segment_class, fresh, wanted, wait)
         self._writers[segment_class] = active
         self.note_use(segment_class)
         return active
 
-    def _create(self, segment_class: SegmentClass, fresh: int, wanted: int, deadline: float) -> Active:
+    def _create(self, segment_class: SegmentClass, fresh: int, wanted: int, wait: RoomWait) -> Active:
         segment_bytes = ledger.segment_limit(self._c.settings, fresh)
         if fresh > segment_bytes:
             raise Declined("space")
@@ -163,7 +197,7 @@ class ActiveSegments:
             number = ledger.new_segment(session, segment_id, self._c.owner, class_id, flags, allocated, limits)
             return number, session.generation
 
-        number, generation = self.with_room(transact, deadline, segment_class)
+        number, generation = self.with_room(transact, wait, segment_class)
         header = Header(segment_id, self._c.store_id, self._c.files.now_us(), flags, class_id)
         try:
             writer = SegmentWriter.create(self._c.directory, header, number, allocated)
@@ -193,11 +227,13 @@ class ActiveSegments:
                 (n, r) for n, r in session.segments_in(ACTIVE)
                 if (r.class_id, r.flags) == wanted and r.tail <= limit and r.owner != self._c.owner
             ]  # fmt: skip
-            return rows[:8], session.generation
+            return rows, session.generation
 
         rows, generation = self._c.index.read(look, COMMIT_SECONDS)
+        assert self._c.liveness is not None
+        is_alive = cache(self._c.liveness.is_alive)
         for number, row in rows:
-            if self._c.liveness is None or self._c.liveness.is_alive(row.owner):
+            if is_alive(row.owner):
                 continue
             take = partial(ledger.adopt, number=number, seen=row, owner=self._c.owner)
             taken = self._c.index.write(take, COMMIT_SECONDS)
@@ -343,6 +379,9 @@ class ActiveSegments:
             elif writer.tail > self._c.settings.segment_bytes // 2:
                 self._seal(segment_class)
             else:
+                if segment_class in self._dirty and self._c.settings.sync == "batch":
+                    self._dirty.discard(segment_class)
+                    self.sync(writer)
                 size = writer.trim()
                 free = ledger.release_ownership if release else ledger.shrink
                 self._c.index.write(lambda s: free(s, writer.number, self._c.owner, generation, size), COMMIT_SECONDS)

@@ -30,12 +30,12 @@ from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.writer import Placed, Record, SegmentWriter
 from kvfs.write import class_locks
-from kvfs.write.active_segments import STEP, Active, ActiveSegments, Declined, SegmentClass
+from kvfs.write.active_segments import STEP, Active, ActiveSegments, Declined, RoomWait, SegmentClass
 from kvfs.write.encode import encode_records
 
 BATCH_PAGES = 256  # of one commit: 8 rows of 32 chunks, well under a millisecond of the lock
 BATCH_BYTES = 64 << 20  # of one gathered write
-SPACE_SECONDS = 5.0  # that a batch waits for eviction before the save declines
+SPACE_SECONDS = 5.0  # that a save waits for eviction, in sum, before it declines
 SPARE_RECORDS = 8  # charged for access times of entries that an append adds: descriptor, chain entries
 ANYTHING = SegmentClass()
 
@@ -116,7 +116,6 @@ class RelocateJob:
     shape: PartShape  # page_bytes: of the largest stored payload
     moves: Sequence[Move]
     segment_class: SegmentClass
-    durable: bool = False  # synced before the index names the copies, unless the store's level is ``cache``
 
     def need(self, writer: SegmentWriter) -> int:
         return self.shape.need(writer, self.digest, self.descriptor, len(self.moves))
@@ -145,24 +144,26 @@ class Appender:
 
     def __init__(self, context: Context, active: ActiveSegments, stored: Callable[[int], None]) -> None:
         self._c = context
-        self._stored = stored  # told how many bytes were newly stored
+        self._stored = stored  # told how many bytes of blocks were newly stored
         self._active = active
 
     # -- storing -----------------------------------------------------------------------------
 
-    def store(self, job: AppendJob, chunks: Sequence[int]) -> Outcome:
-        """Store ``chunks`` (ascending) of a job; the first decline ends it."""
+    def room_wait(self, segment_class: SegmentClass) -> RoomWait:
+        return self._active.room_wait(segment_class, SPACE_SECONDS)
+
+    def store(self, job: AppendJob, chunks: Sequence[int], wait: RoomWait | None = None) -> Outcome:
+        """Store ``chunks`` (ascending) of a job; the first decline ends it. ``wait``: of the whole save."""
         outcome = Outcome()
         if self._c.declines:
             self._c.counters.add(f"pages_declined_{self._c.declines}", len(chunks))
             return Outcome(declined=len(chunks), reason=self._c.declines)
-        deadline = self._c.files.monotonic() + SPACE_SECONDS
+        wait = wait or self.room_wait(job.segment_class)
         done = 0
         while done < len(chunks):
             try:
                 with self._active.class_locks.acquire_within(job.segment_class):
-                    done += self._batch(job, chunks[done:], outcome, deadline)
-                deadline = self._c.files.monotonic() + SPACE_SECONDS  # of the next batch, which has not waited yet
+                    done += self._batch(job, chunks[done:], outcome, wait)
                 continue
             except Declined as exc:
                 outcome.reason = exc.reason
@@ -181,11 +182,7 @@ class Appender:
                 ):
                     self._active.close_for_appends(job.segment_class)
                 # the file system is smaller than the capacity, or other files fill it
-                if (
-                    full
-                    and self._c.files.monotonic() < deadline
-                    and self._active.evict_for_full_disk(self._c.settings.segment_bytes, deadline)
-                ):
+                if full and self._active.evict_for_full_disk(self._c.settings.segment_bytes, wait):
                     outcome.reason = ""
                     continue
             outcome.declined += len(chunks) - done
@@ -197,14 +194,14 @@ class Appender:
             self._c.counters.add(f"pages_declined_{outcome.reason}", outcome.declined)
         return outcome
 
-    def _batch(self, job: AppendJob, chunks: Sequence[int], outcome: Outcome, deadline: float) -> int:
+    def _batch(self, job: AppendJob, chunks: Sequence[int], outcome: Outcome, wait: RoomWait) -> int:
         """Store the leading chunks that fit one batch; returns how many chunks were dealt with."""
         active = self._active.writer(
-            job.segment_class, job.need_fresh(), job.need_fresh(len(chunks)), lambda w: job.need(w, 1), deadline
+            job.segment_class, job.need_fresh(), job.need_fresh(len(chunks)), lambda w: job.need(w, 1), wait
         )
         batch = chunks[: self._fitting(job, active.writer, len(chunks))]
         try:
-            claims = self._claim(job, batch, active, deadline)
+            claims = self._claim(job, batch, active, wait)
             stored = self._append(job, claims.targets, active) if claims.targets else 0
         except StaleWriterError:
             self._active.close_for_appends(job.segment_class)
@@ -224,7 +221,7 @@ class Appender:
             count = max(1, count - max(1, over // fmt.align(size)))
         return count
 
-    def _claim(self, job: AppendJob, chunks: Sequence[int], active: Active, deadline: float) -> Claims:
+    def _claim(self, job: AppendJob, chunks: Sequence[int], active: Active, wait: RoomWait) -> Claims:
         """Claim chunks and reserve space for those that are neither stored nor claimed; the file grows to it."""
 
         def transact(session: Session) -> tuple[Claims, int]:
@@ -237,7 +234,7 @@ class Appender:
                 allocated = self._reserve(session, row, job, active.writer, len(targets))
             return Claims(targets, sum(c.skipped for c in claims), sum(c.in_flight for c in claims)), allocated
 
-        claims, allocated = self._active.with_room(transact, deadline, job.segment_class)
+        claims, allocated = self._active.with_room(transact, wait, job.segment_class)
         if allocated > active.writer.allocated:
             active.writer.grow(allocated)
         return claims
@@ -274,7 +271,7 @@ class Appender:
         stored = self._publish(job, named, active)
         written = sum(len(r.payload) for r in records)
         self._c.counters.add("bytes_written", written)
-        self._stored(written)
+        self._stored(sum(fmt.align(len(r.payload)) for r in records))
         return stored
 
     def _record(self, job: AppendJob, target: Target) -> Record:
@@ -310,8 +307,8 @@ class Appender:
         if not self._active.class_locks.is_free_within(job.segment_class, class_locks.APPEND_SECONDS):
             raise Declined("io")
         with self._active.lock(job.segment_class):
-            now = self._c.files.monotonic()  # the deadline: callers make room before
-            active = self._active.writer(job.segment_class, job.need_fresh(), 0, job.need, now)
+            wait = RoomWait(0.0)  # callers make room before
+            active = self._active.writer(job.segment_class, job.need_fresh(), 0, job.need, wait)
             try:
                 return self._copy(job, active)
             except NeedSpaceError:
@@ -336,7 +333,7 @@ class Appender:
         self._active.note_use(job.segment_class)
         for p, m in zip(placed, job.moves, strict=True):
             self._c.access_times.stamp(writer.segment_id, p.seq, [m.used_us])
-        if job.durable and self._c.settings.sync != "cache":
+        if self._c.settings.sync != "cache":  # callers drop the sources, which may be synced
             self._active.sync(writer)
         return self._c.index.write(lambda session: self._move(session, job, placed, active), COMMIT_SECONDS)
 

@@ -81,9 +81,10 @@ class Relocator:
 
         ``number`` is the segment's in the current index; ``held.number`` may be from an earlier one.
 
-        ``recode``: store raw payloads in this codec where that makes them smaller. The caller drops the source then,
-        so the copies are synced before the index names them (unless the store's level is ``cache``), and Declined is
-        raised for a page that cannot be read or may be purged, and for a damaged table or descriptor.
+        Copies are synced before the index names them, unless the store's level is ``cache``: callers drop the source.
+
+        ``recode``: store raw payloads in this codec where that makes them smaller. Declined is raised for a page that
+        cannot be read or may be purged, and for a damaged table or descriptor.
         """
         scan = scan_segment(held.fd, self._c.files)
         if recode is not None and (scan is None or max(seqs, default=-1) >= len(scan.entries)):
@@ -204,11 +205,7 @@ class _SegmentCopy:
             batch = [move._replace(slot=0) for move in batch]
         row_key = partial(_row_key, described.digest, group.name, key[2])
         stored = shape._replace(page_bytes=max(len(move.record.payload) for move in batch))
-        return self._appender.relocate(
-            RelocateJob(
-                described.digest, descriptor, row_key, stored, batch, self._class, durable=self._recode is not None
-            )
-        )
+        return self._appender.relocate(RelocateJob(described.digest, descriptor, row_key, stored, batch, self._class))
 
     def _encoded(self, batch: Sequence[Move], codec: int, group: Group) -> list[Move]:
         """The batch with raw records encoded; a record that has a codec keeps it."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,27 @@ def test_a_bundle_is_adopted_and_removed(store: kvfs.Store, bundle: Path) -> Non
     look(store)
     assert serves(store) and not there.exists() and refused(store) == {}
     assert counters(store)["bundles_adopted"] == 1 and store.verify().ok
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_only_bundles_with_the_signature_that_the_store_requires_are_adopted(
+    store: kvfs.Store, bundle: Path, clock: Clock, tmp_path: Path, renamed: bool
+) -> None:
+    for name in ("key", "other"):
+        (tmp_path / name).write_bytes(os.urandom(32))
+        (tmp_path / name).chmod(0o600)
+    store._shared.c.settings = replace(store._shared.c.settings, bundle_key=str(tmp_path / "key"))
+    if renamed:
+        drop(store, bundle)
+    else:
+        (folder(store) / "b.tar").write_bytes(bundle.read_bytes())
+    settle(store, clock)
+    assert "not signed with the key of this store" in refused(store)["b.tar"] and empty(store)
+    with kvfs.open(tmp_path / "source") as source:
+        for name in ("other", "key"):
+            source.export(str(folder(store) / f"{name}.tar"), ["alpha"], key_file=str(tmp_path / name))
+    settle(store, clock)
+    assert list(refused(store)) == ["b.tar", "other.tar"] and serves(store)
 
 
 def test_a_file_that_is_copied_is_adopted_when_it_is_complete(store: kvfs.Store, bundle: Path, clock: Clock) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 import tarfile
 from pathlib import Path
 
 import pytest
 
 import kvfs
-from kvfs.bundles.exporter import BundleError
+from kvfs.bundles.exporter import MANIFEST, BundleError, Member, UnsignedError, _tar_header
+from kvfs.bundles.importer import Importer
+from kvfs.directory import config_file
 from kvfs.index import ledger
 from kvfs.index.ledger import StaleWriterError
 from kvfs.index.tables import ACTIVE
 from kvfs.segments.writer import SegmentWriter
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
 
@@ -267,3 +272,127 @@ def test_a_write_error_of_an_import_leaves_no_segment_that_cannot_be_reclaimed(
             target.import_bundle(str(tmp_path / "b"))
     assert not target._shared.services().active.active_numbers() and not active_rows(target)
     assert target.import_bundle(str(tmp_path / "b")).stored == 160 and target.verify().ok
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    return new_key(tmp_path / "key")
+
+
+def new_key(path: Path) -> str:
+    path.write_bytes(os.urandom(32))
+    path.chmod(0o600)
+    return str(path)
+
+
+def require(store: kvfs.Store, key_file: str) -> kvfs.Store:
+    """The store, opened again with ``bundle_key``."""
+    store.close()
+    config_file.change(store.path, "bundle_key", key_file, Files())
+    return kvfs.open(store.path)
+
+
+def test_only_the_chosen_namespaces_of_a_bundle_are_imported(
+    source: kvfs.Store, target: kvfs.Store, tmp_path: Path
+) -> None:
+    beta = source.namespace("beta", tiny(), "1a")
+    assert beta.put(tokens_of(0, 40), seeded(9, 40 * TINY_BYTES)).stored == 40
+    source.export(str(tmp_path / "b"), ["alpha", "beta"])
+    with pytest.raises(kvfs.ConfigError, match="'gamma' is not in this bundle"):
+        target.import_bundle(str(tmp_path / "b"), namespaces=["alpha", "gamma"])
+    assert target.catalog.namespaces() == []
+    got = target.import_bundle(str(tmp_path / "b"), namespaces=["beta@1a"])
+    assert (got.stored, got.left_out, got.namespaces) == (40, 160, {"beta@1a": 40})
+    assert [i.name for i in target.catalog.namespaces()] == ["beta"]
+    assert restored(target.namespace("beta", tiny(), "1a"), tokens_of(0, 40)) == seeded(9, 40 * TINY_BYTES)
+    assert target.import_bundle(str(tmp_path / "b")).namespaces == {"alpha@1a": 160, "beta@1a": 40}
+
+
+def test_a_store_with_a_bundle_key_refuses_bundles_without_its_signature(
+    source: kvfs.Store, target: kvfs.Store, tmp_path: Path, key_file: str
+) -> None:
+    source.export(str(tmp_path / "unsigned"), ["alpha"])
+    source.export(str(tmp_path / "foreign"), ["alpha"], key_file=new_key(tmp_path / "other"))
+    source.export(str(tmp_path / "signed"), ["alpha"], key_file=key_file)
+    signed = (tmp_path / "signed").read_bytes()
+    target.import_bundle(str(tmp_path / "signed"))  # others ignore the signature
+    target.purge("alpha")
+    target = require(target, key_file)
+    for name in ("unsigned", "foreign"):
+        for partial in (False, True):
+            with pytest.raises(UnsignedError, match="not signed with the key"):
+                target.import_bundle(str(tmp_path / name), partial=partial)
+    at = signed.index(b'"pages": 160')
+    (tmp_path / "manifest").write_bytes(signed.replace(b'"pages": 160', b'"pages": 161'))
+    assert at and len(signed) == (tmp_path / "manifest").stat().st_size
+    changed = bytearray(signed)
+    changed[changed.index(seeded(2, TINY_BYTES)) + 5] ^= 1
+    (tmp_path / "page").write_bytes(changed)
+    for name, why in (("manifest", "not signed"), ("page", "changed after it was signed")):
+        with pytest.raises(BundleError, match=why):
+            target.import_bundle(str(tmp_path / name), partial=True)
+    assert target.catalog.namespaces() == []
+    assert target.import_bundle(str(tmp_path / "signed")).stored == 160
+
+
+def test_a_signed_bundle_that_changes_while_it_is_imported_is_refused(
+    source: kvfs.Store, target: kvfs.Store, tmp_path: Path, key_file: str
+) -> None:
+    """A forged segment with right checksums, put in place after the digest was verified."""
+    bundle, forged = tmp_path / "signed", tmp_path / "forged"
+    source.export(str(bundle), ["alpha"], key_file=key_file)
+    target = require(target, key_file)
+    source.export(str(forged), ["alpha"])
+    original, other = bundle.read_bytes(), forged.read_bytes()
+    importer = Importer(target._shared.c, target._shared.services().active, partial_=True)
+    intact = importer._is_intact
+
+    def swapped(fd: int, member: Member, copy: int | None = None) -> bool:
+        assert copy is not None
+        found = intact(fd, member, copy)
+        bundle.write_bytes(other[: len(other) // 2] + original[len(other) // 2 :])
+        return found
+
+    importer._is_intact = swapped  # type: ignore[method-assign]
+    with pytest.raises(BundleError, match="changed after it was signed"):
+        importer.run(str(bundle), lambda done, total: None)
+    assert target.catalog.namespaces() == []
+
+
+def test_a_key_file_is_a_secret(source: kvfs.Store, tmp_path: Path, key_file: str) -> None:
+    for name, content, mode in (("short", b"x" * 15, 0o600), ("long", b"x" * 5000, 0o600), ("open", b"x" * 32, 0o644)):
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).chmod(mode)
+        with pytest.raises(kvfs.ConfigError, match="key file"):
+            source.export(str(tmp_path / "b"), ["alpha"], key_file=str(tmp_path / name))
+    with pytest.raises(kvfs.ConfigError, match="key file"):
+        source.export(str(tmp_path / "b"), ["alpha"], key_file=str(tmp_path))
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(kvfs.ConfigError, match="absolute path"):
+        config_file.change(source.path, "bundle_key", "key", Files())
+
+
+def test_the_size_of_a_manifest_is_bounded_by_its_members(
+    source: kvfs.Store, target: kvfs.Store, tmp_path: Path
+) -> None:
+    """60 MB of empty lists took 1.6 GB of memory."""
+    body = b"[" + b"[]," * (2 << 20) + b"[]]"
+    (tmp_path / "b").write_bytes(_tar_header(MANIFEST, len(body)) + body + bytes(-len(body) % 512 + 1024))
+    with pytest.raises(BundleError, match="no manifest"):
+        target.import_bundle(str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(("store_mode", "mode"), [(0o700, 0o600), (0o2770, 0o640)])
+def test_a_bundle_of_a_private_store_is_private_in_a_folder_of_a_group(
+    tmp_path: Path, store_mode: int, mode: int
+) -> None:
+    for name, bits in (("s", store_mode), ("out", 0o2770)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(bits)
+    with kvfs.open(tmp_path / "s", capacity="16MiB") as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+        ns.put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
+        store.export(str(tmp_path / "out" / "b"), ["alpha"])
+        with ns.match(tokens_of(1, 4)) as match:
+            store.export_tensors(str(tmp_path / "out" / "t"), match)
+    assert [stat.S_IMODE((tmp_path / "out" / n).stat().st_mode) for n in "bt"] == [mode, mode]

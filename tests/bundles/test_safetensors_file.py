@@ -217,7 +217,7 @@ def test_a_damaged_page_is_not_exported_under_any_verify_policy(tmp_path: Path, 
     assert not list(tmp_path.glob("t*"))
 
 
-@pytest.mark.parametrize(("folder", "mode"), [(0o755, 0o600), (0o770, 0o600), (0o2770, 0o640)])
+@pytest.mark.parametrize(("folder", "mode"), [(0o755, 0o600), (0o770, 0o600), (0o2770, 0o600)])
 def test_an_export_of_a_private_store_is_not_readable_by_other_users(
     store: kvfs.Store, tmp_path: Path, folder: int, mode: int
 ) -> None:

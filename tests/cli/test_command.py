@@ -24,6 +24,7 @@ import pytest
 import kvfs
 from kvfs.cli.app import App, complete_namespaces, complete_pins
 from kvfs.cli.main import run
+from kvfs.cli.output import Output
 from kvfs.maintenance.recompress import Recompressed
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
@@ -162,6 +163,47 @@ def test_an_interrupt_is_130_without_a_traceback_and_leaves_the_index_clean(
     assert json.loads((store / "state").read_text())["clean"]
 
 
+HUNG = """
+import signal, sys, time
+import click
+from kvfs.cli import main
+main.CLEANUP_SECONDS = 0.4
+
+@click.command()
+def hung():
+    {hang}
+
+main.cli.get_command = lambda ctx, name: hung
+sys.argv = ["kvfs", "ls"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "hang",
+    [
+        # as in a system call that waits for a disk, the signal stays pending
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); print('ready', flush=True); time.sleep(60)",
+        "\n    try: print('ready', flush=True); time.sleep(60)\n    finally: time.sleep(60)",
+    ],
+    ids=["call", "cleanup"],
+)
+def test_an_interrupt_ends_a_command_that_waits_for_a_disk(number: int, hang: str) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HUNG.format(hang=hang)], env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(number)
+        _, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert child.returncode == 130 and err == "kvfs: interrupted, without a cleanup: the disk does not answer\n"
+
+
 def test_a_reader_that_closes_its_end_ends_the_command_quietly(store: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "{sys.executable}" -m kvfs.cli.main -C {store} stats --json | true'],
@@ -198,6 +240,8 @@ def on_a_terminal(arguments: list[str], answer: bytes = b"", **variables: str) -
         stderr=side, start_new_session=True,
     )  # fmt: skip
     os.close(side)
+    killer = threading.Timer(60, child.kill)
+    killer.start()
     if answer:
         os.write(main, answer)
     seen = b""
@@ -210,6 +254,7 @@ def on_a_terminal(arguments: list[str], answer: bytes = b"", **variables: str) -
             break
         seen += piece
     os.close(main)
+    killer.cancel()
     return child.wait(30), seen.decode()
 
 
@@ -226,12 +271,40 @@ def test_headings_are_bold_on_a_terminal_unless_no_color(store: Path) -> None:
     assert "\x1b" not in called("-C", str(store), "ls").stdout
 
 
+def test_names_that_look_like_headings_are_listed_at_once(store: Path) -> None:
+    names = ["SYSTEM", "customer-support-bot-system-prompt-2026", "AAA" + 60 * " " + "x"]
+    with kvfs.open(store) as s:
+        ns = s.namespace("alpha", tiny(), "9213176")
+        assert [s.pin(name, ns, tokens_of(1, 10)) for name in names] == [160, 160, 160]
+    code, seen = on_a_terminal(["-C", str(store), "pin", "ls"])
+    assert code == 0 and all(name in seen for name in names)
+    assert seen.count("\x1b[1m") == 1 and "\x1b[1mPIN " in seen
+
+
 def test_names_from_the_store_reach_no_terminal_as_control_sequences(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB"):
         pass
     (store_path / "segments" / "\x1b[2Jx").write_bytes(b"")
     done = called("-C", str(store_path), "verify")
     assert done.returncode == 3 and "\x1b" not in done.stdout and "?[2Jx" in done.stdout
+
+
+def test_a_question_shows_no_control_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(click, "confirm", lambda question, **_: asked.append(question) or True)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    Output().confirm("Remove x\x1b]0;pwn\x07\n\u202ey?", yes=False)
+    assert asked == ["Remove x?]0;pwn???y?"]
+
+
+def test_verify_repairs_a_store_without_its_super_file(store: Path) -> None:
+    listed = called("-C", str(store), "ls").stdout
+    (store / "super").unlink()
+    for arguments in (("ls",), ("init", "--capacity", "64MiB"), ("verify",)):
+        done = called("-C", str(store), *arguments)
+        assert done.returncode == 90 and "verify --repair" in done.stderr
+    assert called("-C", str(store), "verify", "--repair").returncode == 0
+    assert called("-C", str(store), "ls").stdout == listed
 
 
 def test_read_only_changes_nothing(store: Path) -> None:
@@ -314,6 +387,22 @@ def test_a_salted_namespace_needs_its_salt(store_path: Path, tmp_path: Path) -> 
         assert done.returncode == 2 and "salt" in done.stderr and "secret" not in done.stderr
     done = called("-C", str(store_path), "rm", "--tenant", "-y", "--json", KVFS_SALT="secret")
     assert json.loads(done.stdout)["pages"] == 4
+    done = called("-C", str(store_path), "rm", "--tenant", "-y", KVFS_SALT="secret")
+    assert done.returncode == 1 and "nothing is stored under the salt" in done.stderr
+
+
+def test_rm_of_a_tenant_says_that_it_does_not_reach_the_salts_of_an_engines_requests(store_path: Path) -> None:
+    tokens, pages = tokens_of(3, 4), seeded(3, 4 * TINY_BYTES)
+    with kvfs.open(store_path, capacity="64MiB") as s:
+        engine = s.namespace("llama", tiny(), "9213176", extra={"engine": "vllm"})
+        engine.put(tokens, pages, extra={0: b"digest of cache_salt"})
+    arguments = ("-C", str(store_path), "rm", "--tenant", "-y")
+    done = called(*arguments, KVFS_SALT="secret")
+    assert done.returncode == 1 and "cache_salt" in done.stderr and "llama@9213176" in done.stderr
+    with kvfs.open(store_path) as s:
+        s.namespace("beta", tiny(), "9213176", salt="secret").put(tokens, pages)
+    done = called(*arguments, KVFS_SALT="secret")
+    assert done.returncode == 0 and "removed 4 pages" in done.stdout and "llama@9213176" in done.stderr
 
 
 def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, tmp_path: Path) -> None:
@@ -440,6 +529,14 @@ def test_completion_offers_commands_and_namespaces(store: Path) -> None:
 
     assert "plain,verify" in complete("kvfs ver")
     assert "plain,alpha" in complete("kvfs ls a")
+    with kvfs.open(store) as s:
+        for name in ("a;touch${IFS}x;", "$(x)", "a b", "-rf", "org/model-7B@v1.0:q_4+x"):
+            ns = s.namespace(name, tiny(), "9213176")
+            ns.put(tokens_of(1, 2), seeded(1, 2 * TINY_BYTES))
+            assert s.pin(name, ns, tokens_of(1, 2)) == 32
+    for words in ("kvfs ls ", "kvfs unpin "):
+        offered = [line for line in complete(words).splitlines() if line not in ("plain,alpha", "plain,ls")]
+        assert offered == ["plain,org/model-7B@v1.0:q_4+x"]
 
 
 def test_completion_does_not_wait_for_the_index(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

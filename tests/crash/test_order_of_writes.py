@@ -341,8 +341,8 @@ def test_what_has_expired_is_a_miss_before_it_is_collected(tmp_path: Path) -> No
     files, tokens = LaterFiles(), PROMPTS.tokens(1, 3)
     with open_store(tmp_path / "store", files) as store:
         ns = namespace(store)
-        ns.put(tokens, b"".join(PROMPTS.pages(tokens)), ttl=30)
-        files.later_us = 29_000_000
+        ns.put(tokens, b"".join(PROMPTS.pages(tokens)), ttl=300)
+        files.later_us = 200_000_000
         assert ns.match(tokens).chunks == 3
-        files.later_us = 31_000_000
+        files.later_us = 301_000_000
         assert ns.match(tokens).chunks == 0

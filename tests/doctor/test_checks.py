@@ -6,7 +6,10 @@ import fcntl
 import os
 import resource
 import signal
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +111,30 @@ def test_settings_super_permissions_and_leftovers(path: Path) -> None:
 def test_a_missing_store_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(kvfs.StoreNotFoundError):
         checks.diagnose(str(tmp_path / "none"), Files())
+
+
+def test_a_disk_that_hangs_is_named_in_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CHECKS_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "DISK_SECONDS", 0.2)
+    answered = threading.Event()
+
+    class Hanging(Files):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            answered.wait(60)
+            return super().preadv(fd, buffers, offset, flags)
+
+    try:
+        found = checks.diagnose(str(path), Hanging(), lambda: pytest.fail("went on"))
+    finally:
+        answered.set()
+    assert [(f.check, f.status) for f in found] == [("disk", BAD)] and "hangs" in found[0].detail
+
+
+def test_slow_checks_are_waited_for_while_the_disk_answers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CHECKS_SECONDS", 0.05)
+    slow = Finding("slow", OK, "")
+    found = checks.diagnose(str(path), Files(), lambda: [(threading.Event().wait(0.5) and slow) or slow])
+    assert found[-1] is slow and "disk" not in {f.check for f in found}
 
 
 def test_it_changes_nothing(path: Path) -> None:

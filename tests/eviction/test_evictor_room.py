@@ -15,9 +15,10 @@ import kvfs
 from kvfs import Quota
 from kvfs.directory.config import quota_id
 from kvfs.eviction.reclaimer import Reclaimer
+from kvfs.index import ledger
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
-from kvfs.write.active_segments import LANES
+from kvfs.write.active_segments import LANES, NO_ROOM_SECONDS, PROBE_SECONDS
 from kvfs.write.appender import SPACE_SECONDS
 from tests.stores import restored, seeded, tokens_of
 
@@ -74,6 +75,26 @@ def test_a_stopped_evictor_costs_its_neighbours_one_deadline(memory_path: Path) 
         assert ns.put(tokens_of(20, 100), pages).stored == 100
 
 
+@pytest.mark.parametrize("nbytes", [1, 64])
+def test_eviction_of_pages_far_below_a_block_relocates_within_its_budget(memory_path: Path, nbytes: int) -> None:
+    """Counted by their bytes, whole segments of them were relocated to free nothing."""
+    big = kvfs.PageLayout.opaque(page_bytes=900 << 10, page_tokens=16)
+    small = kvfs.PageLayout.opaque(page_bytes=nbytes, page_tokens=16)
+    files = Clock()
+    with kvfs.open(memory_path / "store", capacity="16MiB", files=files) as store:
+        store._shared.background.stop()
+        files.seconds = 0.001
+        ns = store.namespace("big", big, revision="r1")
+        for i in range(60):
+            assert ns.put_keys([b"big %02d" % i * 4], bytes(900 << 10)).stored
+        before = store.stats()["counters"].get("pages_carried", 0)
+        ns = store.namespace("small", small, revision="r1")
+        for round_ in range(3):
+            keys = [b"%02d %03d" % (round_, i) * 4 for i in range(300)]
+            assert ns.put_keys(keys, bytes(300 * nbytes)).stored == 300
+        assert store.stats()["counters"].get("pages_carried", 0) - before <= 4 * (256 << 10) // 4096
+
+
 # ---------------------------------------------------------------- quotas of few segments
 
 
@@ -125,6 +146,7 @@ def test_a_lane_waits_for_another_that_appends(small: kvfs.Store, monkeypatch: p
         seed += 1
     assert SPACE_SECONDS <= files.monotonic() < 2 * SPACE_SECONDS
     assert seed < 20
+    files.advance(NO_ROOM_SECONDS)
     monkeypatch.setattr(files, "sleep", lambda seconds: busy.release())
     assert put(small, "less", seed, 0).stored == 4
 
@@ -148,3 +170,56 @@ def test_an_evictor_that_could_not_remove_segments_evicts_again_when_another_pro
         assert Reclaimer(store._shared.c).reclaim_dropped() > 0, "another process"
         for n in range(40, 400):
             assert ns.put(tokens_of(n, 4), PAGES) == (4, 0, 0, 0, "")
+
+
+# ---------------------------------------------------------------- readers that hold everything
+
+
+def test_readers_that_hold_all_segments_cost_one_wait(memory_path: Path) -> None:
+    files = Clock()
+    with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:
+        store._shared.background.stop()
+        ns, pages = store.namespace("model", LAYOUT, revision="r1"), seeded(1, 100 * PAGE)
+        for seed in range(8):
+            assert ns.put(tokens_of(seed, 100), pages).stored == 100
+        store._shared.services().active.finish_all()
+        rows = store._shared.c.index.read(lambda s: s.segments(), 2.0)
+        held = [store._shared.c.segments.acquire(n, row.segment_id, "") for n, row in rows]
+        waited = []
+        for seed in range(20, 26):
+            began = files.monotonic()
+            assert ns.put(tokens_of(seed, 100), pages).reason == "space"
+            waited.append(files.monotonic() - began)
+        assert SPACE_SECONDS <= waited[0] < 2 * SPACE_SECONDS and max(waited[1:]) == 0.0, waited
+        files.advance(NO_ROOM_SECONDS)
+        began = files.monotonic()
+        assert ns.put(tokens_of(30, 100), pages).reason == "space"
+        assert files.monotonic() - began < 2 * PROBE_SECONDS
+        held.clear()
+        files.advance(NO_ROOM_SECONDS)
+        assert ns.put(tokens_of(40, 100), pages).stored == 100
+
+
+# ---------------------------------------------------------------- files without a row
+
+
+@pytest.mark.parametrize("folder", ["segments", "doomed"])
+def test_segment_files_that_no_row_names_are_charged_and_make_room_first(memory_path: Path, folder: str) -> None:
+    path = memory_path / "store"
+    with kvfs.open(path, capacity="16MiB", segment_bytes="256KiB", files=Clock()) as store:
+        store._shared.background.stop()
+        services, ns = store._shared.services(), store.namespace("model", LAYOUT, revision="r1")
+        assert ns.put(tokens_of(1, 4), PAGES).stored == 4
+        used = store.stats()["used_bytes"]
+        unknown = path / folder / f"{'ab' * 16}.kvs"
+        unknown.write_bytes(bytes(MIB))
+        (path / folder / f"{'cd' * 16}.kvs").mkdir()
+        services.evictor.charge_unknown()
+        services.evictor.charge_unknown()
+        assert store.stats()["used_bytes"] >= used + MIB
+        assert store.stats()["counters"]["segments_unknown"] == 1
+        if folder == "segments":
+            assert services.evictor._evict_one() == ledger.charge(MIB, 0)
+        services.evictor.background()
+        assert not unknown.exists() and store.stats()["used_bytes"] == used
+        assert restored(ns, tokens_of(1, 4)) == PAGES

@@ -133,8 +133,13 @@ def test_a_store_that_turns_over_in_seconds_tells_old_from_new() -> None:
     assert chosen is not None and chosen.victim == 2
 
 
-def test_access_times_in_the_future_do_no_harm() -> None:
-    chosen = choose([use(1, [-500] * 4), use(2, [900] * 4)], NOW, 0)
+def test_an_access_time_in_the_future_is_older_than_all_others() -> None:
+    chosen = choose([use(1, [-500] * 4), use(2, [900] * 4)], NOW, 500)
+    assert chosen is not None and (chosen.victim, chosen.relocate) == (1, ())
+
+
+def test_a_page_that_was_used_during_the_survey_is_the_newest() -> None:
+    chosen = choose([use(1, [-1] * 4), use(2, [1] * 4)], NOW, 0)
     assert chosen is not None and chosen.victim == 2
 
 

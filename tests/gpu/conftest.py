@@ -1,4 +1,4 @@
-"""What all tests of the GPU transport want."""
+"""Fixtures of all tests of the GPU transport."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 
 import kvfs
 from kvfs.gpu import load as gpu_load
+from tests.transfer.conftest import patience
+
+__all__ = ["patience"]  # a fixture
 
 
 @pytest.fixture

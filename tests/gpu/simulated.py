@@ -3,8 +3,8 @@
 Leaves are summed by the xxhash library and cells are moved by the torch fallback, unless a test asks for the kernels
 under Triton's interpreter: a hundredth of the time, and tests of the kernels themselves are in ``tests/kernels``.
 
-It checks what a real GPU would not forgive: copies only touch memory that is pinned, registered or its own, and
-registered memory is still there.
+It checks what a real GPU requires: copies only touch memory that is pinned, registered or its own, and registered
+memory is still mapped.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _flag(flags: int, page: int) -> ctypes.c_int32:
 
 
 def _without_flagged_pages(work: Work) -> Work:
-    """The kernel ``cells.move`` leaves flagged pages out; the torch fallback moves what its work list names."""
+    """The kernel ``cells.move`` leaves flagged pages out; the torch fallback moves every page of its work list."""
     flags = work.host[10]
     if not flags:
         return work
@@ -151,7 +151,7 @@ def _without_flagged_pages(work: Work) -> Work:
 
 
 class SimulatedDevice:
-    """``refuse``: registrations of maps fail, as on hosts whose driver cannot do it. ``triton``: it is installed.
+    """``refuse``: registrations of maps fail, as on hosts whose driver cannot do it. ``triton``: Triton is installed.
 
     ``interpreted``: the Triton kernels run, under the interpreter.
     """

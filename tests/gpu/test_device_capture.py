@@ -1,4 +1,4 @@
-"""Graphs that an engine captures: what kvfs asks of the driver meanwhile must not end that."""
+"""Graphs that an engine captures: calls of the driver by kvfs must not end a capture."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gpu(fake: Driver) -> Gpu:
     return made  # type: ignore[no-any-return]
 
 
-def test_a_thread_of_kvfs_is_out_of_it_for_good(gpu: Gpu, fake: Driver) -> None:
+def test_a_thread_of_kvfs_relaxes_its_mode_permanently(gpu: Gpu, fake: Driver) -> None:
     modes: list[int] = []
 
     def run() -> None:
@@ -71,13 +71,13 @@ def test_a_thread_of_kvfs_is_out_of_it_for_good(gpu: Gpu, fake: Driver) -> None:
     assert gpu.asked == [RELAXED], "nothing is asked before"  # type: ignore[attr-defined]
 
 
-def test_a_thread_of_the_engine_is_as_it_was(gpu: Gpu, fake: Driver) -> None:
-    with pytest.raises(ValueError, match="whatever"), gpu.current():
+def test_a_thread_of_the_engine_gets_its_mode_back(gpu: Gpu, fake: Driver) -> None:
+    with pytest.raises(ValueError, match="any error"), gpu.current():
         assert fake.mode == RELAXED
         with gpu.current():
             pass
         assert fake.mode == RELAXED
-        raise ValueError("whatever")
+        raise ValueError("any error")
     assert fake.mode == GLOBAL and gpu.asked == [RELAXED, RELAXED]  # type: ignore[attr-defined]
     fake.code = 1
     with pytest.raises(driver.CudaError), gpu.current():

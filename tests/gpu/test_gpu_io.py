@@ -1,4 +1,4 @@
-"""The GPU transport over a simulated device: kernels under the interpreter, copies that check their memory."""
+"""The GPU transport over a simulated device, whose copies check their memory."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_attach_says_where_triton_does_not_work(ns: kvfs.Namespace, caplog: pyte
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_a_page_is_the_same_whichever_transport_wrote_it(ns: kvfs.Namespace, store: kvfs.Store, triton: bool) -> None:
+def test_a_page_does_not_depend_on_the_transport_that_wrote_it(
+    ns: kvfs.Namespace, store: kvfs.Store, triton: bool
+) -> None:
     engine = saved(ns, 3, device=SimulatedDevice(triton=triton))
     with ns.match(prompt(3)) as match:
         by_gpu = bytearray(match.nbytes)
@@ -200,17 +202,17 @@ def test_units_of_minus_one_are_left_alone(ns: kvfs.Namespace, way: dict[str, An
 
 
 @pytest.mark.parametrize("layers", [range(4), range(1, 4)])
-@pytest.mark.parametrize("piece_bytes", [None, 4096])
-def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | None) -> None:
-    """One band a layer; also where a layer of a page lies in two registered pieces."""
+@pytest.mark.parametrize("region_bytes", [None, 4096])
+def test_layer_by_layer(ns: kvfs.Namespace, layers: range, region_bytes: int | None) -> None:
+    """One band for each layer; also where a layer of a page is in two regions."""
     source, target = Engine(seed=1, layers=layers), Engine(layers=layers)
     with attach(ns, source.kv) as io:
         result = io.save(ns.plan_save(prompt(5), part=io.parts), range(10), NOW).wait(SECONDS)
         assert result is not None and result.pages == 5
     device = SimulatedDevice()
     with attach(ns, target.kv, device=device) as io, ns.match(prompt(5), part=io.parts) as match:
-        if piece_bytes is not None:
-            io._gpu_context.regions._region_bytes = piece_bytes
+        if region_bytes is not None:
+            io._gpu_context.regions._region_bytes = region_bytes
         io.warm(match)  # the kernel may have paged out what was saved
         launches = device.launches
         result = io.load(match, range(10), NOW, layerwise=True).wait(SECONDS)
@@ -219,7 +221,7 @@ def test_layer_by_layer(ns: kvfs.Namespace, layers: range, piece_bytes: int | No
     assert target.tokens(range(10)) == source.tokens(range(10))
 
 
-def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(
+def test_a_layerwise_load_that_is_cut_short_restores_nothing(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "PENDING", 0)  # each band is launched before the next one is copied
@@ -235,7 +237,7 @@ def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(
         def cancel_in_the_second_band() -> None:
             if device.launches == begin + 2:
                 threading.Thread(target=transfer.cancel).start()
-                while not transfer.stopped:
+                while not transfer._control.stopped:
                     time.sleep(0.001)
 
         device.before_launch = cancel_in_the_second_band
@@ -246,8 +248,8 @@ def test_a_layerwise_load_that_is_cut_short_vouches_for_nothing(
         assert device.launches == begin + 2
 
 
-def test_a_save_on_a_full_disk_goes_on_when_room_was_made(store_path: Path) -> None:
-    """The batch comes twice, so its checksums are needed twice."""
+def test_a_save_on_a_full_disk_resumes_after_space_is_freed(store_path: Path) -> None:
+    """The batch is appended twice, so its checksums are needed twice."""
     files = FaultyFiles()
     with kvfs.open(store_path, capacity="16MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
@@ -272,11 +274,11 @@ def test_a_ring_that_cannot_be_pinned_is_refused(ns: kvfs.Namespace) -> None:
     device.fails_at = 1  # the kernels do not run
     with pytest.raises(CudaError):
         attach(ns, Engine().kv, device=device)
-    assert not [nbytes for nbytes, _ in device.registered.values() if nbytes >= 1 << 20], "the ring is pinned still"
+    assert not [nbytes for nbytes, _ in device.registered.values() if nbytes >= 1 << 20], "the ring is still pinned"
     assert threading.active_count() == threads
 
 
-def test_pages_of_another_degree_are_put_together(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
+def test_pages_of_another_degree_are_assembled(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
     whole = Engine(seed=9)
     halves = [Engine(heads=(h, 1)) for h in (0, 1)]
     for h, half in enumerate(halves):
@@ -343,10 +345,10 @@ def test_a_ring_of_one_slot_serves_many_transfers(ns: kvfs.Namespace) -> None:
 
 
 class ClockFiles(FakeClock, Files):
-    """Time passes when somebody says so."""
+    """Time passes when the test says so."""
 
 
-def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_it_is_cheap(
+def test_registering_within_loads_stops_where_it_is_expensive_and_resumes_where_it_is_cheap(
     store: kvfs.Store, tmp_path: Path
 ) -> None:
     files, device = ClockFiles(), SimulatedDevice()
@@ -369,7 +371,7 @@ def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_
 
     assert maps.ready()
     register(0.125, 1.0)
-    assert maps.ready(), "too little to tell"
+    assert maps.ready(), "too few bytes were measured"
     register(0.25, 1.0)
     assert not maps.ready()
     register(8, 0.02)
@@ -379,7 +381,7 @@ def test_registering_within_loads_stops_where_it_is_dear_and_begins_again_where_
     os.close(fd)
 
 
-def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+def test_registered_maps_are_bounded_and_freed(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     device = SimulatedDevice()
     saved(ns, 4)
     target = Engine()
@@ -397,7 +399,7 @@ def test_registered_maps_are_bounded_and_let_go(ns: kvfs.Namespace, store: kvfs.
     assert not device.registered, "something is still pinned"
 
 
-def test_a_single_piece_is_registered_by_the_load_that_wants_it(ns: kvfs.Namespace) -> None:
+def test_a_single_region_is_registered_by_the_load_that_needs_it(ns: kvfs.Namespace) -> None:
     source, target, device = saved(ns, 2), Engine(), SimulatedDevice()
     with attach(ns, target.kv, device=device) as io, ns.match(prompt(2)) as match:
         io.ring.acquire = lambda *args, **kwargs: pytest.fail("the ring was used")  # type: ignore[method-assign]
@@ -406,10 +408,10 @@ def test_a_single_piece_is_registered_by_the_load_that_wants_it(ns: kvfs.Namespa
     assert target.tokens(range(4)) == source.tokens(range(4))
 
 
-def test_pieces_of_a_growing_segment_hold_all_that_a_load_needs(
+def test_regions_of_a_growing_segment_hold_all_that_a_load_needs(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load plans its pages a window at a time; what the first window makes must do for the others."""
+    """A load plans its pages window by window; the regions of the first window must serve the others."""
     monkeypatch.setattr("kvfs.gpu.page_feed.WINDOW_PAGES", 1)
     source, target = saved(ns, 8), Engine()
     with attach(ns, target.kv) as io, ns.match(prompt(8)) as match:
@@ -430,7 +432,7 @@ def test_a_large_save_is_written_to_several_segments(store_path: Path, monkeypat
             result = io.save(ns.plan_save(tokens), range(24), NOW).wait(SECONDS)
         assert result is not None and result.pages == 12
         assert len(segment_files(store_path)) == 3
-    with kvfs.open(store_path) as store:  # who comes next goes on with one of them
+    with kvfs.open(store_path) as store:  # the next process appends to one of them
         ns = store.namespace("model", LAYOUT, "1")
         with attach(ns, target.kv) as io, ns.match(tokens) as match:
             result = io.load(match, range(24), NOW).wait(SECONDS)
@@ -469,7 +471,7 @@ def test_an_arena_is_filled_ahead_and_kept(ns: kvfs.Namespace) -> None:
         for _ in range(3):
             result = io.load(match, range(8), NOW).wait(SECONDS)
             assert result is not None and result.tokens == 4 * PAGE and io.ring.free == slots
-        assert {a for a in device.registered if a not in pinned} == set(blocks), "a block was pinned anew"
+        assert {a for a in device.registered if a not in pinned} == set(blocks), "a block was pinned again"
     assert target.tokens(range(8)) == source.tokens(range(8))
     assert not device.registered, "something is still pinned"
 
@@ -493,7 +495,7 @@ def test_an_arena_grows_in_the_background_by_what_loads_have_lacked(ns: kvfs.Nam
 
 
 def test_an_arena_makes_nothing_once_it_is_closed(ns: kvfs.Namespace) -> None:
-    """A sweep may come a moment after the end; the threads that would read are gone then."""
+    """A sweep may come a moment after the end, when the reader threads have ended."""
     saved(ns, 4)
     device = SimulatedDevice()
     with attach(ns, Engine().kv, device=device, transport="arena") as io, ns.match(prompt(4)) as match:
@@ -507,24 +509,24 @@ def test_an_arena_makes_nothing_once_it_is_closed(ns: kvfs.Namespace) -> None:
     assert regions.nbytes == 0 and not device.registered
 
 
-def test_an_arena_that_is_full_takes_the_oldest_piece(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+def test_a_full_arena_drops_the_oldest_region(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     sources = [saved(ns, 2, seed=i, first=1000 * i) for i in range(3)]
     target, device = Engine(), SimulatedDevice()
     with attach(ns, target.kv, device=device, transport="arena", registered_bytes=2 * 4096) as io:
-        pieces = io._gpu_context.regions
-        assert pieces is not None
-        pieces._region_bytes = pieces.source._block_bytes = 4096  # two blocks in all
+        regions = io._gpu_context.regions
+        assert regions is not None
+        regions._region_bytes = regions.source._block_bytes = 4096  # two blocks in all
         for i in (0, 1, 2, 0, 2, 1):
             with ns.match(prompt(2, 1000 * i)) as match:
                 io.warm(match)
                 result = io.load(match, range(4), NOW).wait(SECONDS)
             assert result is not None and result.tokens == 2 * PAGE
             assert target.tokens(range(4)) == sources[i].tokens(range(4))
-            assert pieces.nbytes <= 2 * 4096
+            assert regions.nbytes <= 2 * 4096
     assert not device.registered
 
 
-def test_a_block_that_cannot_be_read_is_given_back(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+def test_a_block_that_cannot_be_filled_is_free_again(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     saved(ns, 4)
     target, device = Engine(), SimulatedDevice()
     before = target.tokens(range(8))
@@ -540,7 +542,7 @@ def test_a_block_that_cannot_be_read_is_given_back(ns: kvfs.Namespace, store: kv
     assert not device.registered
 
 
-def test_processes_of_a_host_share_what_may_be_pinned(store_path: Path) -> None:
+def test_processes_of_a_host_share_the_budget_of_pinned_bytes(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
         saved(ns, 4)
@@ -552,7 +554,7 @@ def test_processes_of_a_host_share_what_may_be_pinned(store_path: Path) -> None:
                 assert io.warm(match) == match.nbytes
                 assert ns._c.pinned.mine == io._gpu_context.regions.nbytes  # type: ignore[union-attr]
                 mine = PinnedBytes(other)
-                assert not mine.take(64 << 20, 64 << 20, 0.0), "what this process has is not counted"
+                assert not mine.take(64 << 20, 64 << 20, 0.0), "bytes of this process are not counted"
             other.say_pinned((64 << 20) - 1)
             with attach(ns, Engine().kv, registered_bytes="64MiB") as io, ns.match(prompt(4)) as match:
                 time.sleep(FRESH_SECONDS)
@@ -623,7 +625,7 @@ def test_a_failing_launch_ends_its_transfer_and_no_other(ns: kvfs.Namespace) -> 
     assert engine.tokens(range(10, 14)) == engine.tokens(range(4))
 
 
-def test_outcomes_are_told_once_for_each_page(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
+def test_each_page_has_one_callback(ns: kvfs.Namespace, way: dict[str, Any]) -> None:
     saved(ns, 3)
     seen: list[Any] = []
     with attach(ns, Engine().kv, **way) as io, ns.match(prompt(3)) as match:
@@ -668,12 +670,12 @@ def test_mode_staging_maps_nothing_and_reads_from_the_disk(disk_path: Path, page
 
 
 class ColdFiles(Files):
-    """A page cache that holds of payloads what was filled in, and nothing else. ``bad``: filling fails."""
+    """A page cache that holds no payloads except those that were prefetched. ``bad``: prefetching fails."""
 
     bad = False
 
     def __init__(self) -> None:
-        self.filled: list[tuple[int, int]] = []
+        self.prefetched: list[tuple[int, int]] = []
         self._of: dict[int, int] = {}  # maps, by offset
 
     def has_large_folios(self) -> bool:
@@ -688,47 +690,45 @@ class ColdFiles(Files):
         if self.bad:
             raise OSError(errno.EIO, "a bad sector")
         super().populate(mapping, offset, nbytes)
-        self.filled.append((self._of[id(mapping)], len(mapping)))
+        self.prefetched.append((self._of[id(mapping)], len(mapping)))
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
-        return sum(max(0, min(at + n, offset + nbytes) - max(at, offset)) for at, n in self.filled)
+        return sum(max(0, min(at + n, offset + nbytes) - max(at, offset)) for at, n in self.prefetched)
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
-def test_what_is_cold_and_was_used_before_is_filled_in_and_read_in_place(store_path: Path, used: bool) -> None:
+def test_cold_pages_that_were_used_before_are_prefetched_and_read_in_place(store_path: Path, used: bool) -> None:
     files, device = ColdFiles(), SimulatedDevice()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = saved(ns, 6), Engine()
         for _ in range(2 if used else 1):
             with attach(ns, target.kv, device=device) as io, ns.match(prompt(6)) as match:
-                files.filled.clear()  # by the probe
+                files.prefetched.clear()  # by the probe
                 result = io.load(match, range(12), NOW).wait(SECONDS)
                 assert result is not None and result.tiers == {Tier.DISK: 6 * PAGE}, result
                 assert target.tokens(range(12)) == source.tokens(range(12))
-                assert (device.maps() > 0) == bool(files.filled)
-        assert bool(files.filled) == used
+                assert (device.maps() > 0) == bool(files.prefetched)
+        assert bool(files.prefetched) == used
 
 
-def test_a_small_part_of_what_would_be_registered_is_not_filled_in(store_path: Path) -> None:
-    """The driver would read the rest of the piece, page by page."""
+def test_a_small_part_of_a_region_is_not_prefetched(store_path: Path) -> None:
+    """The driver would read the rest of the region, page by page."""
     files, device = ColdFiles(), SimulatedDevice()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = saved(ns, 12), Engine()
         for _ in range(2):  # the second time the pages were used before
             with attach(ns, target.kv, device=device) as io, ns.match(prompt(2)) as match:
-                files.filled.clear()  # by the probe
+                files.prefetched.clear()  # by the probe
                 result = io.load(match, range(4), NOW).wait(SECONDS)
                 assert result is not None and result.tiers == {Tier.DISK: 2 * PAGE}, result
                 assert target.tokens(range(4)) == source.tokens(range(4))
-                assert not files.filled and not device.maps()
+                assert not files.prefetched and not device.maps()
 
 
-def test_what_will_be_registered_is_filled_in_as_a_whole_and_once(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the page cache lacks of a piece when it is registered would be read by the thread that loads, alone."""
+def test_whole_regions_are_prefetched_once(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load thread alone would read what the page cache lacks of a region when it is registered."""
     files, device = ColdFiles(), SimulatedDevice()
     monkeypatch.setattr("kvfs.gpu.populate.PREFETCH_BYTES", 1 << 14)
     monkeypatch.setattr("kvfs.gpu.page_feed.WINDOW_PAGES", 1)
@@ -738,7 +738,7 @@ def test_what_will_be_registered_is_filled_in_as_a_whole_and_once(
         with attach(ns, target.kv) as io, ns.match(prompt(12)) as match:
             io.load(match, range(24), NOW).wait(SECONDS)  # the second time the pages were used before
         with attach(ns, target.kv, device=device) as io, ns.match(prompt(8)) as match:
-            files.filled.clear()  # by the probe
+            files.prefetched.clear()  # by the probe
             readers, populate_at = set[str](), files.populate_at
             monkeypatch.setattr(
                 files, "populate_at", lambda *at: (readers.add(threading.current_thread().name), populate_at(*at))
@@ -747,18 +747,18 @@ def test_what_will_be_registered_is_filled_in_as_a_whole_and_once(
             assert readers == {"kvfs-ring"}
             assert result is not None and result.tiers == {Tier.DISK: 8 * PAGE}, result
             assert target.tokens(range(16)) == source.tokens(range(16))
-            ends = [0, *(at + nbytes for at, nbytes in sorted(files.filled))]
-            assert [at for at, _ in sorted(files.filled)] == ends[:-1] and len(ends) > 3
+            ends = [0, *(at + nbytes for at, nbytes in sorted(files.prefetched))]
+            assert [at for at, _ in sorted(files.prefetched)] == ends[:-1] and len(ends) > 3
             assert sum(nbytes for nbytes, read_only in device.registered.values() if read_only) == ends[-1]
 
 
-def test_what_cannot_be_filled_in_comes_through_the_ring(store_path: Path) -> None:
+def test_pages_that_cannot_be_prefetched_come_through_the_ring(store_path: Path) -> None:
     files = ColdFiles()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = saved(ns, 6), Engine()
         with attach(ns, target.kv) as io, ns.match(prompt(6)) as match:
-            io.load(match, range(12), NOW).wait(SECONDS)  # has been used, when that is closed
+            io.load(match, range(12), NOW).wait(SECONDS)  # the pages count as used when it is closed
         with attach(ns, target.kv) as io, ns.match(prompt(6)) as match, counted(store) as moved:
             files.bad = True
             result = io.load(match, range(12, 24), NOW).wait(SECONDS)
@@ -767,7 +767,7 @@ def test_what_cannot_be_filled_in_comes_through_the_ring(store_path: Path) -> No
         assert moved("read_errors") >= 1
 
 
-def test_what_was_filled_in_and_could_not_be_registered_then_has_come_from_the_disk(store_path: Path) -> None:
+def test_prefetched_pages_that_cannot_be_registered_count_as_from_the_disk(store_path: Path) -> None:
     files, device = ColdFiles(), SimulatedDevice()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")
@@ -775,8 +775,8 @@ def test_what_was_filled_in_and_could_not_be_registered_then_has_come_from_the_d
         with attach(ns, target.kv) as io, ns.match(prompt(6)) as match:
             io.load(match, range(12), NOW).wait(SECONDS)  # the second time the pages were used before
         with attach(ns, target.kv, device=device) as io, ns.match(prompt(6)) as match:
-            files.filled.clear()  # by the probe
+            files.prefetched.clear()  # by the probe
             device.refuse = True
             result = io.load(match, range(12, 24), NOW).wait(SECONDS)
-            assert files.filled and result is not None and result.tiers == {Tier.DISK: 6 * PAGE}, result
+            assert files.prefetched and result is not None and result.tiers == {Tier.DISK: 6 * PAGE}, result
             assert target.tokens(range(12, 24)) == source.tokens(range(12))

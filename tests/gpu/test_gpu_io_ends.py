@@ -1,4 +1,4 @@
-"""How transfers of the GPU transport end early: nothing moves behind anybody's back, and nothing stays behind."""
+"""Transfers of the GPU transport that end early: no byte moves after the end, and nothing stays pinned."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_child_does_not_unmap_what_was_pinned_and_closed() -> None:
     pinned.close()
     pid = os.fork()
     if not pid:
-        own = [mmap.mmap(-1, pinned.nbytes) for _ in range(100)]  # one of them lies where the parent has its map
+        own = [mmap.mmap(-1, pinned.nbytes) for _ in range(100)]  # one of them is at the address of the parent's map
         del pinned
         gc.collect()
         for memory in own:
@@ -76,10 +76,10 @@ def test_a_child_does_not_unmap_what_was_pinned_and_closed() -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_memory_whose_pinning_is_interrupted_is_not_unmapped_while_the_driver_has_it(
+def test_memory_whose_pinning_is_interrupted_is_not_unmapped_while_it_is_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would take whatever comes to lie there for that, and copy the old pages."""
+    """New memory at its address would count as registered, and copies would read the old pages."""
     device = SimulatedDevice()
     register, had = device.register, list[int]()
 
@@ -95,7 +95,7 @@ def test_memory_whose_pinning_is_interrupted_is_not_unmapped_while_the_driver_ha
 
 
 @pytest.mark.parametrize("lacking", ["kvfs-ring", "kvfs-tell-0", "kvfs-end-0", "kvfs-read-0", "kvfs-write-0"])
-def test_an_attach_that_finds_no_more_threads_leaves_nothing_pinned_and_none_behind(
+def test_an_attach_without_more_threads_leaves_nothing_pinned_and_no_thread_behind(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     device, before, start, started = SimulatedDevice(), set(threading.enumerate()), threading.Thread.start, list[str]()
@@ -122,7 +122,7 @@ OF_THE_STORE = {"kvfs-open", "kvfs-watch"}
 
 
 @pytest.mark.parametrize("transport", ["in_place", "arena", "ring"])
-def test_what_was_attached_and_forgotten_leaves_nothing_pinned_and_no_thread_behind(
+def test_an_engine_that_is_not_closed_leaves_nothing_pinned_and_no_thread_behind(
     ns: kvfs.Namespace, transport: str
 ) -> None:
     source, target, device, before = saved(ns, 2), Engine(), SimulatedDevice(), set(threading.enumerate())
@@ -159,11 +159,11 @@ def test_a_load_that_waits_for_slots_is_cancelled_at_once(ns: kvfs.Namespace) ->
 
 
 def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, settled, called, gone = threading.Event(), threading.Event(), threading.Event(), list[bool]()
+    started, settled, called, cancelled = threading.Event(), threading.Event(), threading.Event(), list[bool]()
     append, wait_until, waits = host_save.Save._append, gpu_save.wait_until, list[int]()
 
     def slow_append(*args: Any) -> None:
-        """A page is settled; whoever leaves a step next calls back."""
+        """A page is settled; the thread that ends its step next calls back."""
         append(*args)
         settled.set()
         called.wait(0.2)
@@ -178,7 +178,7 @@ def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch
         if not called.is_set():
             called.set()
             assert started.wait(SECONDS)
-            gone.append(transfer.cancel(SECONDS / 10))
+            cancelled.append(transfer.cancel(SECONDS / 10))
 
     monkeypatch.setattr(host_save.Save, "_append", slow_append)
     monkeypatch.setattr(gpu_save, "wait_until", slow_wait)
@@ -187,12 +187,12 @@ def test_a_save_can_be_cancelled_from_a_callback(ns: kvfs.Namespace, monkeypatch
         transfer = io.save(ns.plan_save(prompt(16)), range(32), NOW, deadline=LATE, on_page=on_page)
         started.set()
         assert transfer.wait(SECONDS) is not None
-        assert gone == [True] and transfer.state is TransferState.CANCELLED
+        assert cancelled == [True] and transfer.state is TransferState.CANCELLED
         assert io.ring.free == io.ring.slots
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_segments_are_let_go_of_though_no_garbage_is_collected(ns: kvfs.Namespace, layerwise: bool) -> None:
+def test_segments_are_released_though_no_garbage_is_collected(ns: kvfs.Namespace, layerwise: bool) -> None:
     """Engines keep the collector from running; a segment that is open is not reclaimed."""
     saved(ns, 4)
     gc.collect()
@@ -233,8 +233,8 @@ def test_a_load_that_outlives_the_close_keeps_what_it_uses_until_its_end(ns: kvf
 
 
 @pytest.mark.parametrize("lacking", ["device", "host"])
-def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace, lacking: str) -> None:
-    """The engine may have all of the GPU's memory."""
+def test_a_command_buffer_without_memory_leaves_nothing_behind(ns: kvfs.Namespace, lacking: str) -> None:
+    """The engine may have taken all of the GPU's memory."""
     device = SimulatedDevice()
     with attach(ns, Engine(seed=1).kv, device=device) as io:
         lane = io._gpu_context.saves
@@ -249,22 +249,22 @@ def test_a_work_list_that_finds_no_room_leaves_nothing_behind(ns: kvfs.Namespace
                 lane.commands(2 << 20)
         device.memory, device.pinned_max = memory, most  # type: ignore[method-assign]
         assert len(device.registered) < before
-        sheet = lane.commands(1)
-        device.check_host(sheet._back.address, 1)
+        commands = lane.commands(1)
+        device.check_host(commands._back.address, 1)
         assert len(device.registered) == before
 
 
-def test_a_long_prompt_finds_the_work_list_of_the_last_one(ns: kvfs.Namespace) -> None:
-    """To make one takes longer than to plan the load of a short prompt."""
+def test_a_long_prompt_reuses_the_command_buffer_of_the_last_one(ns: kvfs.Namespace) -> None:
+    """Making one takes longer than planning the load of a short prompt."""
     device = SimulatedDevice()
     with attach(ns, Engine(seed=1).kv, device=device) as io:
         lane = io._gpu_context.loads
         made = lane.commands(2 << 20)
         lane.give_back(made)
         for nbytes in (1 << 20, 2 << 20, 1):
-            sheet = lane.commands(nbytes)
-            assert (sheet is made) == (nbytes > 1 << 20)
-            lane.give_back(sheet)
+            commands = lane.commands(nbytes)
+            assert (commands is made) == (nbytes > 1 << 20)
+            lane.give_back(commands)
         few, more = lane.commands(1), [lane.commands(2 << 20) for _ in range(2)]
         assert few.nbytes == 1 << 20 and more[0] is made and more[1] is not made
         assert len(lane._buffers) == UNDER_WAY
@@ -274,7 +274,7 @@ def full(_: int) -> Any:
     raise MemoryError("CUDA out of memory")
 
 
-def test_what_is_pinned_can_be_let_go_of_while_it_is_being_counted(
+def test_regions_can_be_freed_while_pinned_bytes_are_counted(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM may strike the main thread anywhere."""
@@ -290,10 +290,10 @@ def test_what_is_pinned_can_be_let_go_of_while_it_is_being_counted(
 
 
 @pytest.mark.parametrize("transport", ["in_place", "arena"])
-def test_a_piece_that_hangs_while_it_is_made_keeps_nobody_from_loading_and_closing(
+def test_a_region_that_hangs_while_it_is_made_delays_no_load_and_no_close(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    """Its bytes come from a disk; others' may come from the page cache, and the ring is there."""
+    """Its bytes come from a disk; other loads read the page cache, or use the ring."""
     source, target = saved(ns, 4), Engine()
     device, go, stuck = SimulatedDevice(), threading.Event(), threading.Event()
     io = attach(ns, target.kv, device=device, transport=transport)
@@ -327,7 +327,7 @@ def test_a_piece_that_hangs_while_it_is_made_keeps_nobody_from_loading_and_closi
     assert not device.registered and not ns._c.pinned.mine and maps.nbytes == 0
 
 
-def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done(
+def test_after_a_timeout_no_call_waits_for_a_region_until_it_is_done(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(ns, 4)
@@ -364,7 +364,7 @@ def test_whoever_waited_in_vain_for_a_piece_does_not_wait_again_until_it_is_done
 def test_a_store_is_closed_though_its_gpu_is_broken(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    """An illegal address in whatever kernel, and each later call fails; torch says so with a RuntimeError."""
+    """After an illegal address in any kernel each later call fails; torch raises RuntimeError."""
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -384,7 +384,7 @@ def test_a_store_is_closed_though_its_gpu_is_broken(
 
 @pytest.mark.parametrize("call", ["warm", "warm_hottest"])
 @pytest.mark.parametrize("transport", ["in_place", "arena"])
-def test_an_interrupt_while_pieces_are_made_leaves_nothing_pinned_behind(
+def test_an_interrupt_while_regions_are_made_leaves_nothing_pinned_behind(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, call: str, transport: str
 ) -> None:
     saved(ns, 2)
@@ -395,7 +395,7 @@ def test_an_interrupt_while_pieces_are_made_leaves_nothing_pinned_behind(
         def register(*args: Any, **options: Any) -> None:
             register_now(*args, **options)
             _thread.interrupt_main()
-            time.sleep(0.01)  # in the main thread it strikes here, before anybody knows of what was registered
+            time.sleep(0.01)  # in the main thread it strikes here, before the region is recorded
 
         monkeypatch.setattr(device, "register", register)
         with pytest.raises(KeyboardInterrupt):
@@ -411,7 +411,7 @@ def test_an_interrupt_while_pieces_are_made_leaves_nothing_pinned_behind(
     assert not device.registered and not ns._c.pinned.mine
 
 
-def test_an_arena_that_finds_no_room_for_a_block_owes_nothing_for_it(
+def test_an_arena_without_memory_for_a_block_is_charged_nothing_for_it(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``vm.max_map_count``, or a limit of the address space."""
@@ -431,10 +431,10 @@ def test_an_arena_that_finds_no_room_for_a_block_owes_nothing_for_it(
 
 
 @pytest.mark.parametrize("transport", ["in_place", "arena", "ring"])
-def test_what_the_driver_does_not_let_go_of_stays_where_it_is(
+def test_memory_that_the_driver_keeps_registered_stays_mapped(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
-    """It would take whatever came to lie there for it: copies of the engine's own would read old pages."""
+    """New memory at its address would count as registered: the engine's own copies would read old pages."""
 
     def mapped(address: int) -> bool:
         with open("/proc/self/maps") as maps:

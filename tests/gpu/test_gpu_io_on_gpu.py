@@ -1,4 +1,4 @@
-"""On a real GPU, through the public API: the same bytes as the host's copies make, and nothing beside them.
+"""On a real GPU, through the public API: the same bytes as the host's copies make, and no others.
 
 python -m pytest tests/gpu tests/kernels -m gpu
 """
@@ -118,7 +118,7 @@ def test_a_round_trip_equals_the_host(
     with ns.attach(target.kv, **way) as io, ns.match(tokens) as match:
         assert io.kernels == ("torch" if cells.move is fails else "triton")
         if io.transport == "arena":
-            assert io.warm(match) >= match.nbytes  # with what lies between pages
+            assert io.warm(match) >= match.nbytes  # with the gaps between pages
         result = io.load(match, case.ids, event(), layerwise=order.startswith("layer")).wait(SECONDS)
         assert result is not None and result.tokens == 2 * page, result
     assert {start: bytearray(raw) for start, raw in target.bytes().items()} == expected
@@ -147,7 +147,7 @@ def save(ns: kvfs.Namespace, rank: Rank, tokens: list[int], units: Any, after: A
         assert result is not None and result.declined == 0, result
 
 
-def test_mode_staging_goes_past_the_page_cache(store_path: Path) -> None:
+def test_mode_staging_bypasses_the_page_cache(store_path: Path) -> None:
     source, target, tokens = Rank(seed=7), Rank(), list(range(4096))
     with kvfs.open(store_path, capacity="512MiB", mode="staging") as store:
         ns = store.namespace("model", LAYOUT, "1")
@@ -176,7 +176,7 @@ def test_a_large_save_on_a_gpu_is_written_to_several_segments(store_path: Path) 
     assert target.same(source, 8192)
 
 
-def test_a_prompt_is_looked_up_while_its_first_pages_are_on_their_way(store: kvfs.Store, way: Any) -> None:
+def test_a_prompt_is_looked_up_while_its_first_pages_move(store: kvfs.Store, way: Any) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     source, target, tokens = Rank(seed=9), Rank(), list(range(4096))
     save(ns, source, tokens, range(256))
@@ -301,7 +301,7 @@ def test_a_device_that_is_not_there_is_refused(store: kvfs.Store) -> None:
         ns.attach(kvfs.DeviceKV(rank.kv.group, far))
 
 
-def test_the_driver_launches_what_triton_has_compiled(store: kvfs.Store) -> None:
+def test_the_driver_launches_kernels_that_triton_has_compiled(store: kvfs.Store) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     source, target = Rank(seed=1), Rank()
     with ns.attach(source.kv) as saves, ns.attach(target.kv) as loads:
@@ -320,7 +320,7 @@ def test_the_driver_launches_what_triton_has_compiled(store: kvfs.Store) -> None
 
 
 @pytest.mark.parametrize("transport", ["in_place", "arena"])
-def test_what_was_used_last_is_pinned_before_the_first_load(store: kvfs.Store, transport: str) -> None:
+def test_pages_that_were_used_last_are_registered_before_the_first_load(store: kvfs.Store, transport: str) -> None:
     ns = store.namespace("model", LAYOUT, "1")
     source, target, tokens = Rank(seed=1), Rank(), list(range(512))
     save(ns, source, tokens, range(32))
@@ -329,20 +329,20 @@ def test_what_was_used_last_is_pinned_before_the_first_load(store: kvfs.Store, t
         before = io._gpu_context.regions.nbytes
         result = io.load(match, range(32), event()).wait(SECONDS)
         assert result is not None and result.tokens == 512, result
-        assert io._gpu_context.regions.nbytes == before, "the load had to pin more"
+        assert io._gpu_context.regions.nbytes == before, "the load had to register more"
     assert target.same(source, 32)
 
 
-def test_graphs_are_captured_while_pages_are_moved_and_pinned(
+def test_graphs_are_captured_while_pages_are_moved_and_registered(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless told otherwise, CUDA lets a call of whatever thread that might be unsafe end a capture, and fail."""
+    """By default a call of any thread that CUDA deems unsafe fails, and ends the capture."""
     ns = store.namespace("model", LAYOUT, "1")
     source, target, tokens = Rank(seed=1), Rank(), list(range(512))
     save(ns, source, tokens, range(32))
     over, happened, turns = threading.Event(), event(), list[tuple[bool, int]]()
     with ns.attach(target.kv) as io:
-        monkeypatch.setattr(io, "_is_dropped", lambda segment_id: True)  # each sweep unpins all
+        monkeypatch.setattr(io, "_is_dropped", lambda segment_id: True)  # each sweep frees all regions
 
         def serve() -> None:
             while not over.is_set():
@@ -356,7 +356,7 @@ def test_graphs_are_captured_while_pages_are_moved_and_pinned(
         thread.start()
         try:
             a = torch.randn(256, 256, device="cuda") / 16
-            a @ a  # makes the handle of the library behind it, which no capture allows
+            a @ a  # makes the library's handle, which is not allowed during a capture
             for _ in range(200):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):  # in the mode that engines leave it in

@@ -1,4 +1,4 @@
-"""What the host asks of a driver that answers late: few batches at once, and no disk under the driver's lock."""
+"""A driver that is late: few batches are enqueued at once, and the driver waits for no disk under its lock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHUNKS = 8
 
 
 class Later:
-    """An event that is over when it has been asked for often enough, or when somebody waits for it."""
+    """An event that happens once it has been queried often enough, or is waited for."""
 
     def __init__(self) -> None:
         self.left = 0.0
@@ -66,7 +66,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "QUEUED", 2)
 
 
-def test_a_lane_knows_which_batch_has_to_be_over() -> None:
+def test_a_lane_knows_which_batch_has_to_have_ended() -> None:
     device = LateDevice()
     lane = DmaLane(device, 4096)
     ends = []
@@ -93,11 +93,9 @@ def test_a_batch_of_many_calls_counts_for_several(monkeypatch: pytest.MonkeyPatc
         assert due is (None if last is None else tested._ends[last]), number
 
 
-def test_pages_that_lie_scattered_come_in_batches_of_few_copies(
-    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scattered_pages_come_in_batches_of_few_copies(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target, sent = Engine(seed=1), Engine(), []
-    with attach(ns, source.kv) as io:  # every second page, then the rest: no two neighbours lie side by side
+    with attach(ns, source.kv) as io:  # every second page, then the rest: no neighbours of the prompt are side by side
         plan = ns.plan_save(prompt(CHUNKS))
         for parity in (0, 1):
             some = replace(plan, missing={name: chunks[parity::2] for name, chunks in plan.missing.items()})
@@ -139,7 +137,7 @@ def test_few_batches_are_under_way(ns: kvfs.Namespace, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
-def test_a_load_that_waits_for_room_can_be_ended(ns: kvfs.Namespace, end: str) -> None:
+def test_a_load_that_waits_for_scratch_can_be_ended(ns: kvfs.Namespace, end: str) -> None:
     saved(ns, CHUNKS)
     target, device = Engine(), LateDevice()
     with attach(ns, target.kv, device=device, scratch_bytes=1) as io, ns.match(prompt(CHUNKS)) as match:
@@ -159,7 +157,7 @@ def test_a_load_that_waits_for_room_can_be_ended(ns: kvfs.Namespace, end: str) -
         assert result.reason == {"cancel": "cancelled", "deadline": "deadline"}[end]
 
 
-def test_layers_that_have_come_are_told_while_others_wait_for_room(
+def test_layers_that_have_arrived_are_announced_while_others_wait_for_scratch(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, device = saved(ns, CHUNKS), Engine(), LateDevice(0)
@@ -189,7 +187,7 @@ def test_layers_that_have_come_are_told_while_others_wait_for_room(
 
 
 class SparseFiles(Files):
-    """A page cache that lacks the second and the last stretch of a file."""
+    """A page cache that lacks the second and the last huge page of a file."""
 
     def __init__(self) -> None:
         self.read_in: list[tuple[int, int]] = []
@@ -212,7 +210,7 @@ class SparseFiles(Files):
 
 
 @pytest.mark.parametrize("code", [0, errno.EIO])
-def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
+def test_bytes_that_the_page_cache_lacks_are_read_before_they_are_registered(
     store: kvfs.Store, tmp_path: Path, code: int
 ) -> None:
     files, device = SparseFiles(), SimulatedDevice()
@@ -236,14 +234,14 @@ def test_what_the_page_cache_lacks_is_read_before_it_is_registered(
 
 
 class HalfCachedFiles(Files):
-    """A page cache that holds every second stretch."""
+    """A page cache that holds every second huge page."""
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
         return nbytes // 2 if nbytes > HUGE_BYTES else nbytes * (offset // HUGE_BYTES % 2)
 
 
-def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path) -> None:
-    """A process may have 65530, and the engine wants some."""
+def test_a_region_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path) -> None:
+    """A process may have 65,530 maps, and the engine needs some."""
     files, device, size = HalfCachedFiles(), SimulatedDevice(), 16 * HUGE_BYTES
     maps = RegisteredMaps(device, files, PinnedBudget(store._shared.c.pinned, files, 1 << 40))
     path = tmp_path / "file"
@@ -261,8 +259,8 @@ def test_a_piece_stays_one_map_of_the_process(store: kvfs.Store, tmp_path: Path)
         os.close(fd)
 
 
-def test_nothing_is_read_for_a_piece_that_the_budget_does_not_allow(store: kvfs.Store, tmp_path: Path) -> None:
-    """A rank that begins when others have spent it would read for its whole deadline, for nothing."""
+def test_nothing_is_read_for_a_region_that_exceeds_the_budget(store: kvfs.Store, tmp_path: Path) -> None:
+    """A rank that starts when others have spent the budget would read for its whole deadline, in order to drop it."""
     files = SparseFiles()
     maps = RegisteredMaps(SimulatedDevice(), files, PinnedBudget(store._shared.c.pinned, files, HUGE_BYTES))
     (tmp_path / "file").touch()

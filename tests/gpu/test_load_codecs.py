@@ -1,4 +1,4 @@
-"""Encoded pages through the GPU transport over a simulated device: saved, loaded, beside raw ones, damaged."""
+"""Encoded pages through the GPU transport over a simulated device: saved, loaded, together with raw ones, damaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine(seed: int) -> Engine:
 
 
 def save(store: kvfs.Store, source: Engine, chunks: int, name: str) -> None:
-    """What is missing of a prompt, in a codec."""
+    """Save the missing pages of a prompt, in a codec."""
     ns = store.namespace("model", LAYOUT, "1", codec=name)
     with attach(ns, source.kv, codec=codec.CODECS[name]) as io:
         result = io.save(ns.plan_save(prompt(chunks)), range(2 * chunks), NOW).wait(SECONDS)

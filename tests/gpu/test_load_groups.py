@@ -67,7 +67,7 @@ def source(ns: kvfs.Namespace) -> Engine:
     return engine
 
 
-def test_a_group_that_cannot_be_settled_leaves_nothing_of_the_others_pinned(
+def test_a_group_that_cannot_be_settled_leaves_no_other_group_pinned(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, forgets = SimulatedDevice(), list[int]()
@@ -85,7 +85,7 @@ def test_a_group_that_cannot_be_settled_leaves_nothing_of_the_others_pinned(
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_all_groups_come(ns: kvfs.Namespace, source: Engine, way: dict[str, Any], layerwise: bool) -> None:
+def test_all_groups_arrive(ns: kvfs.Namespace, source: Engine, way: dict[str, Any], layerwise: bool) -> None:
     target = Engine()
     with attach(ns, *target.kvs, **way) as io, ns.match(TOKENS) as match:
         for _ in range(2):  # the second time some of it is pinned
@@ -102,7 +102,7 @@ def test_all_groups_come(ns: kvfs.Namespace, source: Engine, way: dict[str, Any]
 
 
 class Order(SimulatedStream):
-    """Notes what is enqueued, and when the host looks whether something is over."""
+    """Records what is enqueued, and each query of the host."""
 
     def __init__(self, device: Any) -> None:
         super().__init__(device)
@@ -131,7 +131,7 @@ class Ordered(SimulatedDevice):
 
 
 def log_of_a_load(ns: kvfs.Namespace, scratch_bytes: int | str = "1MiB", **how: bool) -> list[str]:
-    """What the device was given to do, and asked, in order, while all of it was pinned already."""
+    """What a load enqueues and queries, in order, with all regions registered."""
     device, target = Ordered(), Engine()
     with attach(ns, *target.kvs, device=device, scratch_bytes=scratch_bytes) as io, ns.match(TOKENS) as match:
         io.warm(match)
@@ -157,10 +157,10 @@ def test_few_copies_are_ahead_of_their_launches(
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_batches_are_small_at_the_end_of_the_load_alone(
+def test_batches_are_small_only_at_the_end_of_the_load(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch, layerwise: bool
 ) -> None:
-    """Not at the end of each group or band: nothing but the last kernels is hidden by no copy."""
+    """Not at the end of each group or band: only the last kernels have no copy behind them."""
     monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     log = log_of_a_load(ns, layerwise=layerwise)
     *bands, rest = " ".join(what for what in log if what != "copy").split("end")
@@ -198,7 +198,7 @@ def damage(path: Path, ns: kvfs.Namespace, group: str, chunk: int) -> None:
         file.write(bytes([data[at] ^ 4]))
 
 
-def test_the_ring_is_given_back_before_the_next_group_wants_it(ns: kvfs.Namespace, source: Engine) -> None:
+def test_slots_are_released_before_the_next_group_wants_them(ns: kvfs.Namespace, source: Engine) -> None:
     target, slot = Engine(), max(g.page_bytes for g in LAYOUT.groups)
     one = -(-slot // 4096) * 4096
     with attach(ns, *target.kvs, transport="ring", ring_bytes=one) as io, ns.match(TOKENS) as match:
@@ -206,7 +206,7 @@ def test_the_ring_is_given_back_before_the_next_group_wants_it(ns: kvfs.Namespac
         assert result is not None and (result.tokens, result.reason) == (CHUNKS * PAGE, ""), result
 
 
-def test_what_a_damaged_window_makes_useless_is_not_brought_through_the_ring(
+def test_pages_that_a_damaged_window_makes_useless_do_not_come_through_the_ring(
     ns: kvfs.Namespace, store: kvfs.Store, source: Engine
 ) -> None:
     """Shorter prefixes would need other pages of the window."""
@@ -218,10 +218,10 @@ def test_what_a_damaged_window_makes_useless_is_not_brought_through_the_ring(
     assert target.blocks("full", 0, CHUNKS) == b"\xa5" * len(target.blocks("full", 0, CHUNKS))
 
 
-def test_layers_that_have_come_do_not_wait_for_a_disk(
+def test_layers_that_have_arrived_do_not_wait_for_a_disk(
     ns: kvfs.Namespace, source: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The window lies in registered pieces; the other group is read, and that takes its time."""
+    """The window is in registered regions; the reads of the other group take a while."""
     target, reading, go_on = Engine(), threading.Event(), threading.Event()
     with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
         io.warm(match)
@@ -248,7 +248,7 @@ def test_layers_that_have_come_do_not_wait_for_a_disk(
 
 
 def fine(target: Engine, source: Engine, told: list[kvfs.PageDone]) -> None:
-    """Each page was told of once, those that are LOADED are there, and no other byte is anything but the source's."""
+    """Each page had one callback, LOADED pages are in the engine, and every byte is untouched or the source's."""
     assert len(told) == len({(page.group, page.chunk) for page in told}) == CHUNKS + WINDOW
     for page in told:
         if page.outcome is kvfs.PageOutcome.LOADED:
@@ -260,7 +260,7 @@ def fine(target: Engine, source: Engine, told: list[kvfs.PageDone]) -> None:
 
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("how", [{}, {"registered_bytes": 0}])
-def test_whichever_launch_fails_what_came_before_counts(
+def test_groups_before_a_failing_launch_are_loaded(
     ns: kvfs.Namespace, source: Engine, how: dict[str, Any], layerwise: bool
 ) -> None:
     loaded = set()
@@ -275,16 +275,16 @@ def test_whichever_launch_fails_what_came_before_counts(
             loaded.add(result.pages)
             assert io.ring.free == io.ring.slots
             maps = io._gpu_context.regions
-            assert maps is None or not any(piece.users for piece in maps._regions.values())
+            assert maps is None or not any(region.users for region in maps._regions.values())
             device.fails_at = -1
             assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
-    assert loaded >= {0, WINDOW}, "the first group is thrown away with the second"
+    assert loaded >= {0, WINDOW}, "the first group is discarded with the second"
 
 
 @pytest.mark.parametrize("how", [{}, {"registered_bytes": 0}])
 @pytest.mark.parametrize("launch", [1, 2, 3, 5])
 @pytest.mark.parametrize("why", ["cancelled", "deadline"])
-def test_a_load_that_ends_at_any_launch_vouches_for_what_came(
+def test_a_load_that_ends_at_any_launch_counts_the_pages_that_arrived(
     ns: kvfs.Namespace, source: Engine, how: dict[str, Any], launch: int, why: str
 ) -> None:
     device, target, told, started = SimulatedDevice(), Engine(), list[kvfs.PageDone](), threading.Event()
@@ -343,17 +343,17 @@ def test_a_load_cancelled_in_its_first_group_does_not_begin_the_next(
         assert io.load(match, units(), NOW).wait(SECONDS).tokens == CHUNKS * PAGE  # type: ignore[union-attr]
 
 
-PIECE = 32 << 10
+REGION = 32 << 10
 
 
 class RestOnDisk(Files):
-    """Pages are in the page cache, and the rest of the pieces round them is not, when ``cold``: the disk hangs."""
+    """Pages are in the page cache; with ``cold`` the rest of their regions is not, and the disk hangs."""
 
     def __init__(self) -> None:
         self.cold, self.stuck, self.go = False, threading.Event(), threading.Event()
 
     def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int | None:
-        return 0 if self.cold and nbytes <= PIECE else super().cached_bytes(fd, offset, nbytes)
+        return 0 if self.cold and nbytes <= REGION else super().cached_bytes(fd, offset, nbytes)
 
     def populate_at(self, address: int, nbytes: int) -> None:
         if self.cold:
@@ -362,7 +362,7 @@ class RestOnDisk(Files):
         super().populate_at(address, nbytes)
 
 
-def test_what_has_come_does_not_wait_for_the_rest_of_a_piece(store_path: Path) -> None:
+def test_pages_that_have_arrived_do_not_wait_for_the_rest_of_a_region(store_path: Path) -> None:
     files, target = RestOnDisk(), Engine()
     with kvfs.open(store_path, capacity="64MiB", files=files) as opened:
         ns = opened.namespace("hybrid", LAYOUT, "1")
@@ -372,10 +372,10 @@ def test_what_has_come_does_not_wait_for_the_rest_of_a_piece(store_path: Path) -
         with attach(ns, *target.kvs) as io, ns.match(TOKENS) as match:
             maps = io._gpu_context.regions
             assert maps is not None
-            maps._region_bytes = PIECE
+            maps._region_bytes = REGION
             assert io.warm(match)
             window = [ref.place for refs in match.group("window").sources().values() for ref in refs]
-            keep = {place.block * 4096 // PIECE for place in window[-WINDOW:]}
+            keep = {place.block * 4096 // REGION for place in window[-WINDOW:]}
             for key in [key for key in maps._regions if key[1] not in keep]:
                 assert maps._drop_unused(key)
             files.cold = True

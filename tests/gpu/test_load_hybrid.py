@@ -124,7 +124,7 @@ def test_pages_that_share_slots(store: kvfs.Store, layers: tuple[int, int], slot
     check_loaded(source, target)
 
 
-def test_neighbours_go_in_one_copy_whatever_the_size_of_their_pages(ns: kvfs.Namespace) -> None:
+def test_neighbours_share_a_copy_for_pages_of_any_size(ns: kvfs.Namespace) -> None:
     device, source, target = CountingDevice(), Engine(seed=1), Engine()
     with attach(ns, *source.kvs, device=device) as io:
         assert save(ns, io).pages == 2 * CHUNKS

@@ -1,6 +1,6 @@
-"""Transfers over a device that is late: what was enqueued happens when somebody looks, streams in any order.
+"""Transfers over a device that is late: enqueued work happens at queries and waits, the streams in any order.
 
-Copies look at host memory when they happen, as those of a GPU do: what was let go of, or used again, too early shows.
+Copies read host memory when they happen, as those of a GPU do: memory that was released, or reused, too early shows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.gpu.simulated import SimulatedDevice, SimulatedStream
 from tests.gpu.test_gpu_io import LATE, NOW, PAGE, SECONDS, Engine, attach, prompt
 
 CHUNKS = 8
-STEPS = 3  # that are taken when somebody looks, at most
+STEPS = 3  # of enqueued work at each query, at most
 
 
 class Recorded:
-    """An event, as often as it is recorded."""
+    """An event, which may be recorded several times."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -113,7 +113,7 @@ class LateDevice(SimulatedDevice):
         return self.streams[-1]
 
     def steps(self, most: int, until: Callable[[], bool]) -> bool:
-        """Do some of what is due; whether ``until`` holds."""
+        """Do some of the enqueued work; whether ``until`` holds."""
         with self.lock:
             for _ in range(self.random.randint(0, most) if most <= STEPS else most):
                 ready = [stream for stream in self.streams if stream.calls]
@@ -145,7 +145,7 @@ def stored(ns: kvfs.Namespace) -> Engine:
 
 
 class SlowCopies(LateDevice):
-    """The stream that was made last, the one of kernels, comes first: copies happen when it waits for them."""
+    """The stream that was made last, the one of kernels, goes first: copies happen when it waits for them."""
 
     def steps(self, most: int, until: Callable[[], bool]) -> bool:
         with self.lock:
@@ -166,7 +166,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_loads_are_right_whatever_comes_first(
+def test_loads_are_right_in_any_order_of_streams(
     ns: kvfs.Namespace, device: LateDevice, way: str, layerwise: bool
 ) -> None:
     source, target = stored(ns), Engine()
@@ -182,14 +182,14 @@ def test_loads_are_right_whatever_comes_first(
 
 
 @pytest.mark.parametrize("way", ["in_place", "small ring"])
-def test_saves_are_right_whatever_comes_first(ns: kvfs.Namespace, device: LateDevice, way: str) -> None:
+def test_saves_are_right_in_any_order_of_streams(ns: kvfs.Namespace, device: LateDevice, way: str) -> None:
     source, target = Engine(seed=1), Engine()
     with attach(ns, source.kv, device=device, scratch_bytes="4KiB", **WAYS[way]) as io:
         for first in (0, 1000):
             transfer = io.save(ns.plan_save(prompt(CHUNKS, first)), range(2 * CHUNKS), NOW, deadline=LATE)
             assert transfer.source_free.wait(SECONDS)
             held = source.tokens(range(2 * CHUNKS))
-            source.memory[...] = 0x5A5A  # the engine's own again
+            source.memory[...] = 0x5A5A  # the engine reuses it
             result = transfer.wait(SECONDS)
             assert result is not None and result.pages == CHUNKS, result
             with attach(ns, target.kv) as other, ns.match(prompt(CHUNKS, first)) as match:
@@ -200,7 +200,7 @@ def test_saves_are_right_whatever_comes_first(ns: kvfs.Namespace, device: LateDe
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_a_cancelled_load_moves_nothing_behind_anybodys_back(
+def test_a_cancelled_load_moves_nothing_after_the_cancel(
     ns: kvfs.Namespace, device: LateDevice, way: str, layerwise: bool
 ) -> None:
     stored(ns)
@@ -219,7 +219,7 @@ def test_a_cancelled_load_moves_nothing_behind_anybodys_back(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("damage", ["launch", "tables"])
-def test_a_load_that_fails_lets_go_of_nothing_that_is_still_read(
+def test_a_load_that_fails_releases_nothing_that_copies_still_read(
     ns: kvfs.Namespace, device: LateDevice, monkeypatch: pytest.MonkeyPatch, way: str, layerwise: bool, damage: str
 ) -> None:
     stored(ns)
@@ -240,7 +240,7 @@ def test_a_load_that_fails_lets_go_of_nothing_that_is_still_read(
         assert set(target.tokens(range(2 * CHUNKS))) == {0xA5}
 
 
-def test_pages_whose_flags_nobody_can_wait_for_are_not_loaded(
+def test_pages_whose_flags_cannot_be_waited_for_are_not_loaded(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(ns)
@@ -264,7 +264,7 @@ def test_pages_whose_flags_nobody_can_wait_for_are_not_loaded(
 def test_a_load_waits_for_the_copies_of_pages_that_it_refuses(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """No kernel is launched for these; what they are copied from may be let go of as soon as the load has ended."""
+    """No kernel is launched for these; their source may be released as soon as the load has ended."""
     stored(ns)
     late = SlowCopies(1)
     monkeypatch.setattr(gpusource, "root_of", lambda _: bytes(16))

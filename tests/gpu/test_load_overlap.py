@@ -1,4 +1,4 @@
-"""Loads that follow one another: the next is enqueued while the last ones are coming, and waits for itself alone."""
+"""Loads that follow one another: the next is enqueued while the last ones move, and waits only for its own copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = 5
 
 
 class Halting(LateDevice):
-    """Nothing that is enqueued happens until ``go``; then all of it does, before anybody can look."""
+    """Enqueued work happens after ``go``, all of it at the next query."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
@@ -78,7 +78,7 @@ def start(io: Any, ns: kvfs.Namespace, number: int, **options: Any) -> kvfs.Tran
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(3))
-def test_loads_that_overlap_are_right_whatever_comes_first(
+def test_loads_that_overlap_are_right_in_any_order_of_streams(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
 ) -> None:
     monkeypatch.setattr(lane, "QUEUED", 3)
@@ -101,7 +101,7 @@ def test_loads_that_overlap_are_right_whatever_comes_first(
     assert not device.errors and not device.registered and not ns._c.pinned.mine
 
 
-def test_the_next_load_is_on_its_way_before_the_last_one_has_come(ns: kvfs.Namespace) -> None:
+def test_the_next_load_is_enqueued_before_the_last_one_has_arrived(ns: kvfs.Namespace) -> None:
     source, target, device = several(ns), Engine(), Halting()
     with attach(ns, target.kv, device=device) as io:
         device.halt()
@@ -118,7 +118,7 @@ def test_the_next_load_is_on_its_way_before_the_last_one_has_come(ns: kvfs.Names
     assert not device.errors
 
 
-def test_a_load_that_a_disk_holds_up_keeps_no_other_from_its_end(
+def test_a_load_that_waits_for_a_disk_delays_the_end_of_no_other(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, device = several(ns), Engine(), Halting()
@@ -149,8 +149,10 @@ def test_a_load_that_a_disk_holds_up_keeps_no_other_from_its_end(
     assert not device.errors
 
 
-def test_layers_are_told_of_by_whoever_sees_them_first(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of the driver keep the interpreter: the thread that waits for ends may see them milliseconds later."""
+def test_layers_are_announced_by_the_thread_that_sees_them_first(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of the driver hold the GIL: the end thread may see a band milliseconds later."""
     monkeypatch.setattr(lane, "QUEUED", 1)
     monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     source, target, go, units = saved(ns, 8), Engine(), threading.Event(), range(16)
@@ -168,9 +170,7 @@ def test_layers_are_told_of_by_whoever_sees_them_first(ns: kvfs.Namespace, monke
 
 
 @pytest.mark.parametrize("damage", ["page", "launch"])
-def test_what_is_wrong_with_one_load_is_not_wrong_with_those_around_it(
-    ns: kvfs.Namespace, store: kvfs.Store, damage: str
-) -> None:
+def test_a_bad_load_does_not_affect_the_loads_around_it(ns: kvfs.Namespace, store: kvfs.Store, damage: str) -> None:
     source, target, device = several(ns), Engine(), Halting()
     if damage == "page":
         with ns.match(prompt(CHUNKS, 1000)) as match:
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_one_load_is_not_wrong_with_those_around_it(
         if damage == "launch":
             device.refuses_at = device.scatters + 2
         transfers = [start(io, ns, number) for number in range(3)]
-        device.launched(3 if damage == "page" else 2)  # what failed waits for what it has enqueued
+        device.launched(3 if damage == "page" else 2)  # the load that failed waits for its copies
         device.go.set()
         results = [transfer.wait(SECONDS) for transfer in transfers]
         assert [result is not None and result.tokens for result in results] == [CHUNKS * PAGE, 0, CHUNKS * PAGE]
@@ -200,7 +200,7 @@ def test_what_is_wrong_with_one_load_is_not_wrong_with_those_around_it(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_load_whose_end_cannot_be_asked_for_moves_nothing_behind_anybodys_back(
+def test_a_load_whose_end_cannot_be_queried_moves_nothing_after_its_end(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """It may be half enqueued then."""
@@ -236,19 +236,19 @@ def test_a_load_whose_end_cannot_be_asked_for_moves_nothing_behind_anybodys_back
 
 
 def test_a_callback_may_cancel_the_next_load(ns: kvfs.Namespace) -> None:
-    source, target, device, gone = several(ns), Engine(), Halting(), list[bool]()
+    source, target, device, cancelled = several(ns), Engine(), Halting(), list[bool]()
     with attach(ns, target.kv, device=device) as io:
         device.halt()
         pages = list[PageOutcome]()
         first = start(
             io, ns, 0, on_page=lambda page: pages.append(page.outcome),
-            on_done=lambda _: gone.append(second.cancel(SECONDS)),
+            on_done=lambda _: cancelled.append(second.cancel(SECONDS)),
         )  # fmt: skip
         second = start(io, ns, 1)
         device.launched(2)
         device.go.set()
         assert first.wait(SECONDS) is not None
-        assert gone == [True] and second.wait(SECONDS) is not None
+        assert cancelled == [True] and second.wait(SECONDS) is not None
         assert pages == [PageOutcome.LOADED] * CHUNKS
         assert target.tokens(units_of(0)) == source.tokens(units_of(0))
 
@@ -263,7 +263,7 @@ def test_callbacks_run_where_the_gpu_is_current(ns: kvfs.Namespace) -> None:
     assert called and called <= entered
 
 
-def test_loads_in_a_row_share_their_work_lists(ns: kvfs.Namespace) -> None:
+def test_loads_in_a_row_share_their_command_buffers(ns: kvfs.Namespace) -> None:
     several(ns)
     device = SimulatedDevice()
     with attach(ns, Engine().kv, device=device) as io:

@@ -1,4 +1,4 @@
-"""Pinning ahead of traffic: the pages that were used last, and nothing that should not be."""
+"""Registration ahead of traffic: the pages that were used last, within every limit."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from tests.gpu.simulated import SimulatedDevice
 from tests.gpu.test_gpu_io import LAYOUT, NOW, PAGE, SECONDS, Engine, attach, prompt, saved
 from tests.stores import segment_files
 
-PIECE = 16 << 10  # two pages
+REGION = 16 << 10  # two pages
 CHUNKS = 8  # of a prompt: 64 KiB
 PROMPTS = [1000 * i for i in range(4)]
 
 
 class Rank:
-    """A new process's GpuIO, with small pieces."""
+    """A new process's GpuIO, with small regions."""
 
-    def __init__(self, ns: kvfs.Namespace, piece: int = PIECE, **changes: Any) -> None:
+    def __init__(self, ns: kvfs.Namespace, region_bytes: int = REGION, **changes: Any) -> None:
         self.ns, self.engine, self.device = ns, Engine(), SimulatedDevice()
         self.io: GpuIO = attach(ns, self.engine.kv, device=self.device, **changes)
         maps = self.io._gpu_context.regions
         assert maps is not None
-        self.maps, maps._region_bytes = maps, piece
+        self.maps, maps._region_bytes = maps, region_bytes
         if self.io.transport == "arena":
-            maps.source._block_bytes = piece  # type: ignore[attr-defined]
+            maps.source._block_bytes = region_bytes  # type: ignore[attr-defined]
 
     def __enter__(self) -> Rank:
         return self
@@ -50,7 +50,7 @@ class Rank:
         self.io.close()
 
     def pinned(self, first: int) -> bool:
-        """Whether all of a prompt is."""
+        """Whether all of a prompt is registered."""
         with self.ns.match(prompt(CHUNKS, first)) as match:
             held = match.hold.held  # type: ignore[union-attr]
             return all(
@@ -72,15 +72,15 @@ def sources(ns: kvfs.Namespace) -> list[Engine]:
 
 
 @pytest.mark.parametrize("transport", ["in_place", "arena"])
-def test_the_first_load_of_what_was_used_last_finds_everything_pinned(
+def test_the_first_load_of_the_prompt_used_last_finds_everything_registered(
     ns: kvfs.Namespace, sources: list[Engine], transport: str
 ) -> None:
     with Rank(ns) as before:
         before.load(PROMPTS[1])  # the third is next, and then the second, which was used again
     with Rank(ns, transport=transport) as rank:
         assert not rank.pinned(PROMPTS[1])
-        there = rank.io.warm_hottest(10 * PIECE)
-        assert 8 * PIECE <= there <= 10 * PIECE and there == rank.maps.nbytes
+        there = rank.io.warm_hottest(10 * REGION)
+        assert 8 * REGION <= there <= 10 * REGION and there == rank.maps.nbytes
         assert [rank.pinned(first) for first in PROMPTS] == [False, True, False, True]
         known = dict(rank.device.registered)
         assert rank.load(PROMPTS[1]) == sources[1].tokens(range(2 * CHUNKS))
@@ -88,31 +88,31 @@ def test_the_first_load_of_what_was_used_last_finds_everything_pinned(
     assert not rank.device.registered
 
 
-def test_what_is_asked_for_in_all_is_an_upper_limit(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+def test_the_number_of_bytes_is_an_upper_limit(ns: kvfs.Namespace, sources: list[Engine]) -> None:
     with Rank(ns) as rank:
-        for nbytes in (0, PIECE, 3 * PIECE + 1):
-            assert nbytes - PIECE <= rank.io.warm_hottest(nbytes) <= nbytes
+        for nbytes in (0, REGION, 3 * REGION + 1):
+            assert nbytes - REGION <= rank.io.warm_hottest(nbytes) <= nbytes
         there = rank.maps.nbytes
-        assert rank.io.warm_hottest(PIECE) == there > PIECE, "less than there is: nothing goes"
+        assert rank.io.warm_hottest(REGION) == there > REGION, "less than is pinned: nothing is dropped"
         assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes == rank.device.maps()
         assert all(map(rank.pinned, PROMPTS))
         assert rank.io.warm_hottest("1GiB") == rank.maps.nbytes, "pinned twice"
 
 
-def test_nothing_that_is_pinned_goes_for_it(ns: kvfs.Namespace, sources: list[Engine]) -> None:
-    with Rank(ns, registered_bytes=5 * PIECE) as rank:
+def test_no_pinned_region_is_dropped_for_it(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+    with Rank(ns, registered_bytes=5 * REGION) as rank:
         with ns.match(prompt(CHUNKS, PROMPTS[0])) as match:
             assert rank.io.warm(match) == match.nbytes
         assert rank.pinned(PROMPTS[0])
-        assert rank.io.warm_hottest("1GiB") <= 5 * PIECE
-        assert rank.pinned(PROMPTS[0]), "the oldest prompt was asked for, and went for one that was not"
+        assert rank.io.warm_hottest("1GiB") <= 5 * REGION
+        assert rank.pinned(PROMPTS[0]), "a requested prompt was dropped for one that was not requested"
 
 
 @pytest.mark.parametrize("transport", ["in_place", "arena"])
-def test_a_piece_that_cannot_become_larger_stays_as_it_is(ns: kvfs.Namespace, transport: str) -> None:
-    """The active segment has grown since it was pinned, and the driver pins no more."""
+def test_a_region_that_cannot_grow_stays_as_it_is(ns: kvfs.Namespace, transport: str) -> None:
+    """The active segment has grown since it was registered, and the driver registers no more."""
     saved(ns, 1)
-    with Rank(ns, transport=transport, piece=1 << 20) as rank, ns.match(prompt(1)) as match:
+    with Rank(ns, transport=transport, region_bytes=1 << 20) as rank, ns.match(prompt(1)) as match:
         assert rank.io.warm(match) == match.nbytes
         there = rank.maps.nbytes
         saved(ns, 1, seed=2, first=1000)
@@ -124,28 +124,30 @@ def test_a_piece_that_cannot_become_larger_stays_as_it_is(ns: kvfs.Namespace, tr
     assert not rank.device.registered and not ns._c.pinned.mine
 
 
-def test_a_piece_that_is_copied_from_is_not_taken_away_for_a_larger_one(ns: kvfs.Namespace) -> None:
+def test_a_region_that_copies_use_is_not_replaced_by_a_larger_one(ns: kvfs.Namespace) -> None:
     saved(ns, 1)
-    with Rank(ns, piece=1 << 20) as rank, ns.match(prompt(1)) as match:
+    with Rank(ns, region_bytes=1 << 20) as rank, ns.match(prompt(1)) as match:
         assert rank.io.warm(match) == match.nbytes
         there = dict(rank.device.registered)
-        [piece] = rank.maps._regions.values()
-        piece.users += 1
+        [region] = rank.maps._regions.values()
+        region.users += 1
         saved(ns, 1, seed=2, first=1000)
         rank.io.warm_hottest("1GiB")
         assert rank.device.registered == there and ns._c.pinned.mine == rank.maps.nbytes
-        piece.users -= 1
+        region.users -= 1
 
 
 def test_blocks_of_an_arena_that_are_not_full_count_as_a_whole(ns: kvfs.Namespace) -> None:
     """A few pages in each of many segments would pin many times what was asked for."""
     saved(ns, 1)
-    with Rank(ns, transport="arena", piece=1 << 20) as rank:
+    with Rank(ns, transport="arena", region_bytes=1 << 20) as rank:
         assert rank.io.warm_hottest((1 << 20) - 1) == 0 and not ns._c.pinned.mine
         assert 0 < rank.io.warm_hottest(1 << 20) < 1 << 20 == ns._c.pinned.mine
 
 
-def test_a_forked_child_pins_nothing_with_what_its_parent_attached(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+def test_a_forked_child_registers_nothing_with_the_engine_of_its_parent(
+    ns: kvfs.Namespace, sources: list[Engine]
+) -> None:
     with Rank(ns) as rank, ns.attach(Engine().kv) as host, ns.match(prompt(CHUNKS)) as match:
         pid = os.fork()
         if not pid:
@@ -159,26 +161,26 @@ def test_a_forked_child_pins_nothing_with_what_its_parent_attached(ns: kvfs.Name
         assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_what_the_page_cache_does_not_hold_is_left_out(
+def test_pages_that_the_page_cache_does_not_hold_are_left_out(
     ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Rank(ns) as rank:
         monkeypatch.setattr(Files, "cached_bytes", lambda self, fd, offset, nbytes: nbytes - 1)
         assert rank.io.warm_hottest("1GiB") == 0
-        monkeypatch.setattr(Files, "cached_bytes", lambda self, fd, offset, nbytes: None)  # the kernel does not say
+        monkeypatch.setattr(Files, "cached_bytes", lambda self, fd, offset, nbytes: None)  # an old kernel
         assert rank.io.warm_hottest("1GiB") > 0
 
 
-def test_only_own_pages_of_the_namespace_are_pinned(store: kvfs.Store, ns: kvfs.Namespace) -> None:
+def test_only_own_pages_of_the_namespace_are_registered(store: kvfs.Store, ns: kvfs.Namespace) -> None:
     saved(ns, CHUNKS)
     other = store.namespace("other", LAYOUT, "1")
     half = Engine(seed=2, heads=(0, 1))
     with attach(ns, half.kv) as io, Rank(other) as rank:
-        assert io.warm_hottest("1GiB") == 0, "pages of whole parts do not lie as a rank of two wants them"
+        assert io.warm_hottest("1GiB") == 0, "pages of whole parts are not stored as a rank of two wants them"
         assert rank.io.warm_hottest("1GiB") == 0
 
 
-def test_a_sealed_segment_whose_table_was_never_filled_is_pinned_by_a_reader(store_path: Path) -> None:
+def test_a_sealed_segment_whose_table_was_never_filled_is_registered_by_a_reader(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB") as writer:
         saved(writer.namespace("model", LAYOUT, "1"), CHUNKS)
     with kvfs.open(store_path, read_only=True) as reader, Rank(reader.namespace("model", LAYOUT, "1")) as rank:
@@ -187,17 +189,17 @@ def test_a_sealed_segment_whose_table_was_never_filled_is_pinned_by_a_reader(sto
         assert rank.pinned(0)
 
 
-def test_where_the_budget_is_spent_each_piece_is_tried_once_and_not_for_each_of_its_pages(
+def test_a_region_that_exceeds_the_budget_is_tried_once_and_not_for_each_of_its_pages(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that share a budget would each take all of their time to find out that there is none left."""
+    """Ranks that share a budget would each spend their whole deadline on failing attempts."""
     with kvfs.open(store_path, capacity="64MiB") as writer:
         for i in range(6):
             saved(writer.namespace("model", LAYOUT, "1"), 1, seed=i, first=1000 * i)
     tries = list[tuple[bytes, int]]()
     with (
         kvfs.open(store_path, read_only=True) as reader,
-        Rank(reader.namespace("model", LAYOUT, "1"), piece=1 << 20, registered_bytes=4096) as rank,
+        Rank(reader.namespace("model", LAYOUT, "1"), region_bytes=1 << 20, registered_bytes=4096) as rank,
     ):
         make = rank.maps.source.make
 
@@ -210,7 +212,9 @@ def test_where_the_budget_is_spent_each_piece_is_tried_once_and_not_for_each_of_
     assert tries and len(tries) == len(set(tries))
 
 
-def test_a_store_that_is_switched_off_has_nothing_to_pin(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_switched_off_has_nothing_to_register(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVFS_DISABLE", "1")
     with kvfs.open(store_path) as off, attach(off.namespace("model", LAYOUT, "1"), Engine(seed=1).kv) as io:
         assert io.transport == "ring" and io.warm_hottest("1GiB") == 0
@@ -222,7 +226,7 @@ def test_a_store_that_is_switched_off_has_nothing_to_pin(store_path: Path, monke
         assert result is not None and result.tokens == 0, result
 
 
-def test_an_index_that_does_not_answer_pins_nothing(
+def test_without_the_index_nothing_is_registered(
     ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
@@ -233,17 +237,17 @@ def test_an_index_that_does_not_answer_pins_nothing(
         assert rank.io.warm_hottest("1GiB") == 0
 
 
-def test_after_its_deadline_it_has_what_it_has(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+def test_nothing_is_registered_after_the_deadline(ns: kvfs.Namespace, sources: list[Engine]) -> None:
     with Rank(ns) as rank:
         assert rank.io.warm_hottest("1GiB", deadline=0) == 0
         with ns.match(prompt(CHUNKS)) as match:
             assert rank.io.warm(match, deadline=0) == 0
 
 
-def test_an_index_that_takes_longer_to_walk_than_there_is_time_leaves_time_to_pin(
+def test_a_walk_that_would_exceed_the_deadline_leaves_time_to_register(
     ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else large stores, which need it most, would pin nothing at all."""
+    """Else large stores, which need it most, would register nothing at all."""
     look = walk._slice
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -256,7 +260,7 @@ def test_an_index_that_takes_longer_to_walk_than_there_is_time_leaves_time_to_pi
         assert rank.io.warm_hottest("1GiB", deadline=0.8) > 0
 
 
-def test_an_index_that_somebody_holds_does_not_keep_it_beyond_its_deadline(
+def test_an_index_that_is_locked_delays_it_no_longer_than_its_deadline(
     ns: kvfs.Namespace, sources: list[Engine], store_path: Path
 ) -> None:
     with Rank(ns) as rank:
@@ -270,10 +274,10 @@ def test_an_index_that_somebody_holds_does_not_keep_it_beyond_its_deadline(
             os.close(fd)
 
 
-def test_a_disk_that_is_slow_to_say_whose_pages_there_are_does_not_keep_it_beyond_its_deadline(
+def test_a_slow_walk_of_records_delays_it_no_longer_than_its_deadline(
     store_path: Path,
 ) -> None:
-    """A cold store: each record that the walk looks up is a read."""
+    """In a cold store each record that the walk looks up is a read."""
     files = FaultyFiles()
     with kvfs.open(store_path, capacity="64MiB", files=files) as opened:
         ns = opened.namespace("model", LAYOUT, "1")
@@ -288,12 +292,12 @@ def test_a_disk_that_is_slow_to_say_whose_pages_there_are_does_not_keep_it_beyon
 
 
 @pytest.mark.parametrize("call", ["warm", "warm_hottest"])
-def test_a_disk_that_hangs_while_a_piece_is_made_does_not_keep_an_engine_from_starting(
+def test_a_disk_that_hangs_while_a_region_is_made_does_not_keep_an_engine_from_starting(
     ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """The page cache holds the pages, and of the rest of their piece not all."""
+    """The page cache holds the pages, but not all of the rest of their region."""
     go, asked, files = threading.Event(), threading.Event(), ns._c.files
-    with Rank(ns, piece=64 << 20) as rank:
+    with Rank(ns, region_bytes=64 << 20) as rank:
         monkeypatch.setattr(
             files, "cached_bytes", lambda fd, at, nbytes: nbytes if at else nbytes - 4096, raising=False
         )
@@ -310,8 +314,8 @@ def test_a_disk_that_hangs_while_a_piece_is_made_does_not_keep_an_engine_from_st
             go.set()
 
 
-def test_a_process_out_of_descriptors_loads_and_starts_all_the_same(store_path: Path) -> None:
-    """What others have pinned cannot be listed then: nothing more is, and the ring is there."""
+def test_a_process_out_of_descriptors_still_loads_and_starts(store_path: Path) -> None:
+    """The pinned bytes of other processes cannot be listed then: nothing is registered, and loads use the ring."""
     files = FaultyFiles()
     with kvfs.open(store_path, capacity="64MiB", files=files) as opened:
         ns = opened.namespace("model", LAYOUT, "1")
@@ -324,7 +328,7 @@ def test_a_process_out_of_descriptors_loads_and_starts_all_the_same(store_path: 
             assert rank.io.warm_hottest("1GiB") > 0
 
 
-def test_the_ring_and_host_memory_have_nothing_to_pin(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+def test_the_ring_and_host_memory_have_nothing_to_register(ns: kvfs.Namespace, sources: list[Engine]) -> None:
     with attach(ns, Engine().kv, registered_bytes=0) as io, ns.match(prompt(CHUNKS)) as match:
         assert (io.warm_hottest("1GiB"), io.warm(match)) == (0, 0)
     with ns.attach(Engine().kv) as host, ns.match(prompt(CHUNKS)) as match:
@@ -345,7 +349,7 @@ def test_bad_arguments_are_named(ns: kvfs.Namespace) -> None:
             io.warm_hottest("1GiB")
 
 
-def test_a_pinned_piece_needs_no_descriptor_beside_its_segments(ns: kvfs.Namespace, sources: list[Engine]) -> None:
+def test_a_region_needs_no_descriptor_other_than_its_segments(ns: kvfs.Namespace, sources: list[Engine]) -> None:
     def descriptors() -> int:
         links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         return sum(os.readlink(link).endswith(".kvs") for link in links)
@@ -357,7 +361,7 @@ def test_a_pinned_piece_needs_no_descriptor_beside_its_segments(ns: kvfs.Namespa
         assert descriptors() - before == len(segments) < len(rank.maps._regions) - 10
 
 
-def test_pinned_pieces_keep_a_bounded_number_of_segments_open(store_path: Path) -> None:
+def test_regions_keep_a_bounded_number_of_segments_open(store_path: Path) -> None:
     """A process that is out of descriptors serves nothing at all."""
     with kvfs.open(store_path, capacity="64MiB", segment_bytes="256KiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
@@ -373,13 +377,15 @@ def test_pinned_pieces_keep_a_bounded_number_of_segments_open(store_path: Path) 
                         assert len({key[0] for key in rank.maps._regions}) <= 2
                     assert rank.load(first) == engine.tokens(range(2 * CHUNKS))
             there = rank.maps.nbytes
-            assert rank.io.warm_hottest("1GiB") == there, "others went for what is only likely to be wanted"
+            assert rank.io.warm_hottest("1GiB") == there, (
+                "regions were dropped for pages that are only likely to be used"
+            )
 
 
-def test_the_upkeep_asks_nothing_of_the_driver_while_there_is_nothing_to_do(
+def test_an_idle_sweep_makes_no_call_of_the_driver(
     ns: kvfs.Namespace, sources: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines capture graphs for many seconds when they start, and any other thread's call may end a capture."""
+    """Engines capture graphs for many seconds when they start; a call of any other thread may end a capture."""
     with Rank(ns) as rank:
         assert rank.io.warm_hottest("1GiB") > 0
         calls, current = list[int](), rank.device.current
@@ -398,7 +404,7 @@ def test_the_upkeep_asks_nothing_of_the_driver_while_there_is_nothing_to_do(
 
 
 class HungRun(Files):
-    """Nothing can be written into ``run/`` any more."""
+    """Writes into ``run/`` hang."""
 
     def __init__(self) -> None:
         self.hangs, self.go = False, threading.Event()
@@ -409,7 +415,7 @@ class HungRun(Files):
         return super().write_all(fd, buffers, offset, block)
 
 
-def test_what_is_pinned_is_let_go_of_and_read_though_the_disk_hangs(store_path: Path) -> None:
+def test_regions_are_freed_and_read_though_the_disk_hangs(store_path: Path) -> None:
     files = HungRun()
     with kvfs.open(store_path, capacity="64MiB", files=files) as store:
         ns = store.namespace("model", LAYOUT, "1")

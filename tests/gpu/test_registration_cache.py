@@ -30,10 +30,10 @@ class Source:
         return True
 
     def lacks(self, segment_id: bytes, number: int) -> None:
-        raise AssertionError("nothing is lacking")
+        raise AssertionError("the source is never asked to grow")
 
     def grow(self, seconds: float) -> None:
-        raise AssertionError("nothing is lacking")
+        raise AssertionError("the source is never asked to grow")
 
     def cost(self, nbytes: int) -> int:
         return nbytes
@@ -86,7 +86,7 @@ def test_a_close_waits_for_the_users_of_a_replaced_region(held: Any) -> None:
     assert not source.made and source.closed
 
 
-def test_what_is_only_likely_to_be_wanted_replaces_nothing_that_copies_use(held: Any) -> None:
+def test_a_spare_region_replaces_none_that_copies_use(held: Any) -> None:
     source, lease = Source(), RegionLease()
     cache = RegistrationCache(source, Files(), REGION)
     [short] = cache.ranges(held, 0, 100, 100, lease, register=True) or ()

@@ -1,4 +1,4 @@
-"""Restores: a prompt is looked up while its first pages are on their way."""
+"""Restores: a prompt is looked up while its first pages move."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def restored(io: Any, tokens: list[int], units: Any = UNITS, **how: Any) -> kvfs
 
 
 def come(ns: kvfs.Namespace, io: Any, how: str, tokens: list[int], units: Any) -> kvfs.TransferResult:
-    """What a load, or a restore, of a prompt comes to."""
+    """The result of a load, or a restore, of a prompt."""
     if how == "restore":
         return restored(io, tokens, units)
     with ns.match(tokens) as match:
@@ -62,7 +62,7 @@ def through_ring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Looking:
-    """Stops lookups before the piece that ends behind chunk ``at``."""
+    """Stops lookups before the step that goes beyond chunk ``at``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -91,7 +91,7 @@ def test_what_is_stored_of_a_prompt_is_restored(ns: kvfs.Namespace, way: str, st
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(3))
-def test_restores_and_loads_that_overlap_are_right_whatever_comes_first(
+def test_restores_and_loads_that_overlap_are_right_in_any_order_of_streams(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
 ) -> None:
     monkeypatch.setattr(lane, "QUEUED", 3)
@@ -120,7 +120,7 @@ def test_restores_and_loads_that_overlap_are_right_whatever_comes_first(
     assert not device.errors and not device.registered and not ns._c.pinned.mine
 
 
-def test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up(
+def test_the_first_pages_are_enqueued_before_the_rest_is_looked_up(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, device, looking = saved(ns, CHUNKS), Engine(), Halting(), Looking(monkeypatch, 6)
@@ -144,8 +144,8 @@ def test_the_first_pages_are_on_their_way_before_the_rest_is_looked_up(
 
 
 @pytest.mark.parametrize("stored", [2, 6])
-def test_a_prefix_that_ends_with_the_pages_that_were_looked_up_is_waited_for(ns: kvfs.Namespace, stored: int) -> None:
-    """Nobody knew that they were the last ones when they were sent."""
+def test_a_prefix_that_ends_with_a_step_of_the_lookup_is_waited_for(ns: kvfs.Namespace, stored: int) -> None:
+    """It was not known that they are the last pages when they were sent."""
     source, target, device = saved(ns, stored), Engine(), Halting()
     with attach(ns, target.kv, device=device) as io:
         with ns.match(prompt(stored)) as match:
@@ -163,7 +163,7 @@ def test_a_prefix_that_ends_with_the_pages_that_were_looked_up_is_waited_for(ns:
     assert not device.errors
 
 
-def test_its_first_pages_are_looked_up_while_the_engine_still_uses_its_units(
+def test_the_first_pages_are_looked_up_while_the_engine_still_uses_its_units(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, over, looked = saved(ns, CHUNKS), Engine(), threading.Event(), threading.Event()
@@ -190,7 +190,7 @@ def test_its_first_pages_are_looked_up_while_the_engine_still_uses_its_units(
         assert target.tokens(UNITS) == source.tokens(UNITS)
 
 
-def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+def test_it_counts_as_one_lookup_and_releases_its_segments(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     saved(ns, 5)
     pages: list[Any] = []
     with counted(store) as moved, attach(ns, Engine().kv) as io:
@@ -201,22 +201,24 @@ def test_it_counts_as_one_lookup_and_lets_go_of_its_segments(ns: kvfs.Namespace,
         names = ("lookups", "tokens_queried", "tokens_matched", "tokens_loaded", "loads_done")
         assert [moved(name) for name in names] == [1, CHUNKS * PAGE, 5 * PAGE, 5 * PAGE, 1]
     assert moved("bytes_loaded") == 5 * ns.layout.groups[0].page_bytes
-    assert not [hold for hold in ns._c.holds if hold.held], "a restore that is over holds segments"
+    assert not [hold for hold in ns._c.holds if hold.held], "a restore that has ended holds segments"
     cells = [cell.cell_contents for cell in transfer._control._summarise.__closure__ or ()]
     held = [cell.hold and cell.hold.held for cell in cells if isinstance(cell, PrefixMatch)]
-    assert held == [{}] and Lookahead not in map(type, cells), "whoever keeps the transfer holds them"
+    assert held == [{}] and Lookahead not in map(type, cells), "the transfer holds them"
 
 
-def test_work_lists_take_as_much_room_as_what_is_found(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not as much as all of the prompt would; where that is more than was thought, they go on another sheet."""
+def test_command_buffers_are_sized_for_the_pages_that_are_found(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for all of the prompt; if more pages are found than expected, another buffer is taken."""
     monkeypatch.setattr(lane, "COMMANDS_BYTES_MIN", 4096)
     monkeypatch.setattr(page_feed, "COMMANDS_PAGES", 1)
     monkeypatch.setattr(batches, "BATCH_BYTES_MIN", 1)
     source, target = saved(ns, CHUNKS), Engine()
     with attach(ns, target.kv, scratch_bytes="32KiB") as io:
         loads, taken = io._gpu_context.loads, list[int]()
-        sheet = loads.commands
-        loads.commands = lambda nbytes: (taken.append(nbytes), sheet(nbytes))[1]  # type: ignore[method-assign]
+        make = loads.commands
+        loads.commands = lambda nbytes: (taken.append(nbytes), make(nbytes))[1]  # type: ignore[method-assign]
         for many in (CHUNKS, CHUNKS, 40_000):
             target.memory[...] = 0xA5A5
             assert restored(io, prompt(many), [*UNITS, *[31] * (2 * many - len(UNITS))]).tokens == CHUNKS * PAGE
@@ -224,14 +226,14 @@ def test_work_lists_take_as_much_room_as_what_is_found(ns: kvfs.Namespace, monke
             assert len(taken) > 1 or many > CHUNKS
             assert len(loads._buffers) == len(loads._free)
             taken.clear()
-        assert sum(sheet.nbytes for sheet in loads._buffers) < 80 * many
+        assert sum(buffer.nbytes for buffer in loads._buffers) < 80 * many
 
 
 @pytest.mark.parametrize("way", [{}, {"transport": "arena"}], ids=["in place", "arena"])
 def test_an_active_segment_is_read_in_place_as_far_as_it_is_published(
     store_path: Path, through_ring: list[int], way: dict[str, Any]
 ) -> None:
-    """A piece that ended with the pages that are looked up first would be in use when the next ones need more of it."""
+    """A region that ended with the first pages would be in use when the next pages need more of it."""
     with kvfs.open(store_path, capacity="1GiB") as store:
         ns = store.namespace("model", LAYOUT, "1")
         source, target = Engine(seed=1), Engine()
@@ -265,7 +267,7 @@ def test_a_conversation_that_grows_in_an_active_segment_is_read_in_place(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_was_written_by_ranks_is_put_together(ns: kvfs.Namespace, way: str) -> None:
+def test_pages_that_ranks_have_written_are_assembled(ns: kvfs.Namespace, way: str) -> None:
     whole, target = Engine(seed=9), Engine()
     for h in (0, 1):
         half = Engine(heads=(h, 1))
@@ -301,10 +303,10 @@ def test_a_flipped_bit_ends_what_is_restored_and_leaves_the_index(
         assert (target.memory[:, 2 * chunk : 2 * chunk + 2] == 0xA5A5).all()
         assert moved("pages_corrupt") == 1
         assert restored(io, prompt(CHUNKS)).tokens == chunk * PAGE
-        assert moved("pages_corrupt") == 1, "its record is in the index still"
+        assert moved("pages_corrupt") == 1, "its record is still in the index"
 
 
-def test_tokens_and_units_say_what_is_to_be_restored(ns: kvfs.Namespace) -> None:
+def test_tokens_and_units_say_what_to_restore(ns: kvfs.Namespace) -> None:
     source, target = saved(ns, CHUNKS), Engine()
     tokens = prompt(CHUNKS)
     with attach(ns, target.kv) as io:

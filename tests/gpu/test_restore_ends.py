@@ -64,7 +64,7 @@ def test_a_restore_that_is_cancelled_before_it_is_looked_up_is_cancelled(ns: kvf
         assert restored(io, prompt(2)).tokens == 2 * PAGE
 
 
-def test_a_deadline_that_passes_while_it_is_looked_up_leaves_what_was_found(
+def test_a_deadline_that_passes_during_the_lookup_leaves_the_pages_that_were_found(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = saved(ns, CHUNKS), Engine()
@@ -78,7 +78,7 @@ def test_a_deadline_that_passes_while_it_is_looked_up_leaves_what_was_found(
 
 
 @pytest.mark.parametrize("found", [0, 2, 6])
-def test_an_index_that_answers_no_more_leaves_what_was_found(
+def test_an_index_that_stops_answering_leaves_the_pages_that_were_found(
     ns: kvfs.Namespace, store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, found: int
 ) -> None:
     source, target = saved(ns, CHUNKS), Engine()
@@ -99,7 +99,7 @@ def test_an_index_that_answers_no_more_leaves_what_was_found(
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["purged", "stored again"])
-def test_pages_that_are_gone_when_their_row_is_read_again_are_a_miss(
+def test_pages_whose_row_was_dropped_during_the_lookup_are_a_miss(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     source, target, more = saved(ns, CHUNKS), Engine(), Lookahead.more
@@ -138,7 +138,7 @@ def test_an_error_behind_the_lookup_leaves_no_token_restored(
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["no memory"]
 
 
-def test_a_lookup_that_fails_for_a_bug_fails_its_restore_and_no_other(
+def test_a_lookup_with_a_bug_fails_its_restore_and_no_other(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, more = saved(ns, CHUNKS), Engine(), Lookahead.more

@@ -1,4 +1,4 @@
-"""Restores of several groups: what is found and sent while others are looked up, and what of it is of use."""
+"""Restores of several groups: pages that are sent while others are looked up, and which of them are useful."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_hybrid(source: groups.Engine, target: groups.Engine, chunks: int) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stored", [0, 3, 7, groups.CHUNKS])
-def test_windows_are_those_at_the_end_of_what_was_found(hybrid: kvfs.Namespace, way: str, stored: int) -> None:
+def test_windows_are_those_at_the_end_of_the_prefix(hybrid: kvfs.Namespace, way: str, stored: int) -> None:
     source, target = save_hybrid(hybrid, stored), groups.Engine()
     with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
         result = restored(io, groups.TOKENS, groups.units())
@@ -60,8 +60,8 @@ def test_windows_are_those_at_the_end_of_what_was_found(hybrid: kvfs.Namespace, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_lies_behind_the_last_whole_window_is_of_no_use(hybrid: kvfs.Namespace, way: str) -> None:
-    """All of the full group is there, and by then on its way; of the windows those up to chunk 7."""
+def test_pages_behind_the_last_whole_window_are_useless(hybrid: kvfs.Namespace, way: str) -> None:
+    """All of the full group is stored, and sent by then; of the windows those up to chunk 7."""
     source, target = save_hybrid(hybrid, 7), groups.Engine()
     pages = {"full": bytes(5 * hybrid.layout.groups[0].page_bytes), "window": b""}
     assert hybrid.put(groups.TOKENS, pages, {"full": 7, "window": 0}).stored == 5
@@ -71,17 +71,17 @@ def test_what_lies_behind_the_last_whole_window_is_of_no_use(hybrid: kvfs.Namesp
     check_hybrid(source, target, 7)
 
 
-def test_pages_that_came_in_vain_are_not_counted_as_used(hybrid: kvfs.Namespace, store: kvfs.Store) -> None:
-    """The full group is there, and no window."""
+def test_pages_that_were_sent_and_are_useless_do_not_count_as_used(hybrid: kvfs.Namespace, store: kvfs.Store) -> None:
+    """The full group is stored, and no window."""
     pages = {"full": bytes(5 * hybrid.layout.groups[0].page_bytes), "window": b""}
     assert hybrid.put(groups.TOKENS, pages, {"full": 0, "window": 0}).stored == 5
-    stamps: list[Any] = []
+    times: list[Any] = []
     with counted(store) as moved, attach(hybrid, *groups.Engine().kvs) as io:
-        recency = hybrid._c.access_times
-        recency.stamp = lambda *stamp: stamps.append(stamp)  # type: ignore[method-assign]
+        access_times = hybrid._c.access_times
+        access_times.stamp = lambda *args: times.append(args)  # type: ignore[method-assign]
         result = restored(io, groups.TOKENS, groups.units())
         assert (result.tokens, result.pages, result.nbytes, result.declined) == (0, 0, 0, 0)
-    assert not moved("bytes_loaded") and not stamps and recency.request_of(b"") is None
+    assert not moved("bytes_loaded") and not times and access_times.request_of(b"") is None
 
 
 @pytest.mark.parametrize("way", ["in_place", "small ring"])
@@ -94,7 +94,7 @@ def test_a_damaged_page_of_either_group_shortens_what_is_restored(
     with attach(hybrid, *target.kvs, **{**WAYS[way], "ring_bytes": "64KiB", "dirty_bytes": None}) as io:
         result = restored(io, groups.TOKENS, groups.units())
         assert result.reason == "unreadable" and result.tokens <= chunk * groups.PAGE, result
-        if group == "full" and way == "small ring":  # its slots are waited for: known before windows go
+        if group == "full" and way == "small ring":  # its slots are waited for: known before windows are sent
             assert set(target.blocks("window", 0, groups.CHUNKS)) == {0xA5}
         again = restored(io, groups.TOKENS, groups.units())
         assert again.tokens == hybrid.match(groups.TOKENS).tokens and not again.declined, again
@@ -123,7 +123,7 @@ def test_the_second_group_waits_for_slots_of_the_first(hybrid: kvfs.Namespace) -
 def test_a_segment_that_grows_between_two_lookups_is_read_in_place(
     store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, through_ring: list[int]
 ) -> None:
-    """The window's group is the first of the layout and the last to be looked up, and its pages come meanwhile."""
+    """The window's group is the first of the layout and the last in the lookup; its pages are stored meanwhile."""
     layout = PageLayout.of(
         [
             Group("window", (1, 2, 4), 2, groups.CELL, Need.window_of(4 * groups.PAGE), groups.PAGE),

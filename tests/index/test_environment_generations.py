@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import pickle
 import threading
@@ -239,3 +240,22 @@ def test_a_sweep_starts_over_in_a_new_index(store: kvfs.Store, monkeypatch: pyte
     assert tested.drop(index.read(first_segment, 2.0))
     tested.sweep_all()
     assert index.read(lambda s: s.txn.stat(s.db.pages)["entries"], 2.0) == SEGMENTS - 2
+
+
+def test_a_store_that_was_moved_while_it_is_open_is_opened_through_its_descriptors(store: kvfs.Store) -> None:
+    """By its old path the index seems to be missing: this process removed each new one of the other processes."""
+    old, new = Path(store.path), Path(store.path).with_name("moved")
+    old.rename(new)
+    try:
+        rebuild(store)
+        generation = store._shared.c.index.generation
+        index = new / "index"
+        with open(index / generation / "users") as users:
+            fcntl.flock(users, fcntl.LOCK_SH)  # another process uses the index
+            (index / "again").write_text(generation)
+            (index / "again").rename(index / "CURRENT")
+            assert there(store) == [True] * SEGMENTS
+        assert (index / "CURRENT").read_text() == generation == store._shared.c.index.generation
+        assert not old.exists()
+    finally:
+        new.rename(old)

@@ -55,9 +55,16 @@ def totals(session: Session) -> tuple[int, int]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    env = open_environment(str(tmp_path), 1 << 24, 0o600)
+    with open(tmp_path / "data.mdb", "xb") as file:
+        env = open_environment(file.fileno(), 1 << 24)
     yield Store(env)
     env.close()
+
+
+@pytest.mark.parametrize("records", [0, 1, 100, 100_000])
+def test_a_segment_is_charged_for_its_access_times_and_a_purge_mark(records: int) -> None:
+    mark = fmt.pack_purge_mark(fmt.PurgeMark(SEGMENT_ID, 0, 1, bytes(records // 8 + 1)))
+    assert ledger.charge(MIB, records) >= MIB + fmt.align(8 * records) + fmt.align(len(mark)) + fmt.BLOCK
 
 
 def test_a_segment_is_charged_from_its_row_to_its_reclaim(store: Store) -> None:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from kvfs.format.checksums import checksum
 from kvfs.index import rows
 from kvfs.index.lmdb_files import open_environment, open_tables
-from kvfs.index.row_updates import Publish, RunKeys, Target, claim_run, forget_place, publish, sweep
+from kvfs.index.row_updates import Publish, RunKeys, Target, claim_run, forget, publish, sweep
 from kvfs.index.rows import CLAIM, CLAIM_SECONDS, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
@@ -329,7 +329,7 @@ class Tree:
             with session.txn.cursor(db=self.tables.pages) as cursor:
                 keys = [bytes(key) for key, _ in cursor]
             record = self.records[chunk_hash][-1]
-            forget_place(session, keys, {record})
+            forget(session, keys, {record: b""})
         self.forgotten.add(record)
 
     def rebuild(self) -> None:
@@ -454,7 +454,8 @@ class Forks(RuleBasedStateMachine):
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[lmdb.Environment]:
-    made = open_environment(str(tmp_path), 1 << 26, 0o600)
+    with open(tmp_path / "data.mdb", "xb") as file:
+        made = open_environment(file.fileno(), 1 << 26)
     yield made
     made.close()
 

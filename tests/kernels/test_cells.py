@@ -56,7 +56,7 @@ def run(
 
 @pytest.fixture(autouse=True, params=["triton", "torch"])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who moves the cells."""
+    """The kernel or torch moves the cells."""
     monkeypatch.setattr(sys.modules[__name__], "BY", request.param)
     return str(request.param)
 
@@ -126,7 +126,7 @@ def test_a_page_of_a_smaller_part() -> None:
     Case("block,kv,token,head,dim", 16, 16, heads=4, layers=3, copies=KERNEL).check(1, part=Part(1, 2, 1, 2))
 
 
-def test_scales_that_lie_apart_move_in_the_same_launch(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_scales_in_buffers_of_their_own_move_in_the_same_launch(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     layout = PageLayout.kv(layers=2, kv_heads=3, head_dim=5, dtype="int8", scale="float32", page_tokens=16)
     group, rng = layout.groups[0], np.random.default_rng(3)
     shapes = [((4, 16, 3, 5), "int8")] * 2 + [((4, 16, 3), "float32")] * 2

@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs, down to machine code: the interpreter takes programs that the compiler refuses."""
+"""The kernels compile for GPUs, down to machine code: the interpreter accepts programs that the compiler refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches by the driver: only of what Triton would launch in the same way."""
+"""Launches by the driver: only of kernels that Triton would launch in the same way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_addresses_are_counted_and_everything_else_is_refused() -> None:
         (compiled(tmem_size=64), 2),
     ],
 )  # fmt: skip
-def test_what_a_plain_launch_does_not_fit_is_left_to_triton(made: Any, arguments: int) -> None:
+def test_kernels_that_need_more_than_a_plain_launch_are_left_to_triton(made: Any, arguments: int) -> None:
     assert launch.launch_of(made, arguments, 8, 1) is None
 
 
@@ -77,7 +77,7 @@ def test_a_launch_passes_the_addresses_and_nothing_for_scratch(arguments: int, m
     ]
 
 
-def test_an_address_that_kernels_were_not_compiled_for_is_a_bug() -> None:
+def test_an_address_that_is_not_aligned_is_a_bug() -> None:
     one = launch.launch_of(compiled(), 1, 64, 99)
     assert one is not None
     with pytest.raises(AssertionError, match="17"):

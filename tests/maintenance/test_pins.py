@@ -109,3 +109,14 @@ def test_a_pin_keeps_its_pages_and_none_after_them(store: kvfs.Store) -> None:
     for seed in range(20):
         assert restored(ns, tokens_of(seed, CHUNKS)) == PAGES[: LAYOUT.page_bytes]
     assert store.verify().ok
+
+
+def test_the_files_of_pins_are_bounded(store: kvfs.Store) -> None:
+    ns = fill(store, range(1))
+    most = store.settings.pin_files_bytes // fmt.BLOCK
+    for number in range(most):
+        assert store.pin(f"p{number}", ns, tokens_of(0, CHUNKS))
+    with pytest.raises(NoSpaceError, match="files of all pins"):
+        store.pin("one more", ns, tokens_of(0, CHUNKS))
+    assert store.pin("p0", ns, tokens_of(0, CHUNKS)), "replaces its file"
+    assert store.unpin("p1") and store.pin("one more", ns, tokens_of(0, CHUNKS))

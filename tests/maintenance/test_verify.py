@@ -94,6 +94,29 @@ def test_damage_is_named_and_mended(path: Path, damage: Callable[[Path], None]) 
             assert seeded(seed, 60 * TINY_BYTES).startswith(restored(ns, tokens_of(seed, 60)))
 
 
+@pytest.mark.parametrize("finder", ["verify", "get"])
+def test_counts_after_a_repair_equal_those_of_a_rebuilt_index(path: Path, finder: str) -> None:
+    flip_payload(path)
+
+    def counts(store: kvfs.Store) -> tuple[int, int]:
+        (info,) = store.catalog.namespaces()
+        return info.pages, info.nbytes
+
+    with kvfs.open(path) as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+        pages, nbytes = counts(store)
+        if finder == "verify":
+            assert store.verify(1.0, repair=True).repaired == 1
+        else:
+            assert len(restored(ns, tokens_of(3, 60))) < 60 * TINY_BYTES
+        assert counts(store) == (pages - 1, nbytes - TINY_BYTES)
+        assert ns.put(tokens_of(3, 60), seeded(3, 60 * TINY_BYTES)).stored == 1
+        assert counts(store) == (pages, nbytes)
+    shutil.rmtree(path / "index")
+    with kvfs.open(path) as store:
+        assert store.wait_ready(60.0) and counts(store) == (pages, nbytes)
+
+
 def test_repair_removes_nothing_from_an_index_that_it_did_not_check(path: Path) -> None:
     """In another index, numbers mean other segments."""
     flip_payload(path)

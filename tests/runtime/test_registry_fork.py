@@ -15,6 +15,7 @@ import pytest
 
 import kvfs
 from kvfs.directory.liveness import Liveness
+from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, load, restored, run_child, seeded, tiny, tokens_of
 
 CHUNKS = 3
@@ -245,3 +246,71 @@ def test_a_child_of_a_process_that_was_sweeping_sweeps(tmp_path: Path) -> None:
         with store._shared.services().evictor.reclaimer._sweeping:
             assert run_child(sweep)["bytes_after"] >= 0
         assert store.gc(0)["bytes_after"] >= 0
+
+
+def test_a_fork_does_not_wait_for_a_store_that_another_thread_opens(memory_path: Path) -> None:
+    """Its child opens the same store, and leaves the parent's locks to the parent."""
+    begun, go_on, late = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowFiles(Files):
+        def listdir(self, dir_fd: int) -> list[str]:
+            begun.set()
+            if not go_on.wait(30):
+                late.set()
+            return super().listdir(dir_fd)
+
+    path = memory_path / "slow"
+    kvfs.open(path, capacity="16MiB").close()
+    opened: list[kvfs.Store] = []
+    opening = threading.Thread(target=lambda: opened.append(kvfs.open(path, files=SlowFiles())))
+    opening.start()
+    assert begun.wait(30)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with kvfs.open(path) as store:
+                os.write(writer, b"+" if save(store.namespace("m", tiny(), revision="r1"), 1) == CHUNKS else b"-")
+            signal.pause()
+        finally:
+            os._exit(4)
+    try:
+        assert not late.is_set() and not go_on.is_set(), "the fork waited for the open"
+        assert os.read(reader, 1) == b"+"
+        go_on.set()
+        opening.join(30)
+        assert serves(opened[0].namespace("m", tiny(), revision="r1"), 1)
+        opened[0].close()
+        with kvfs.open(path) as again:
+            assert again._shared.rebuilt is None, "the child kept a lock of the parent"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_child_calls_lmdb_only_if_the_index_thread_was_outside_of_it(
+    store: kvfs.Store, ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Otherwise a lock of LMDB may be held by a thread that the child does not have."""
+    index, release, closed, begun = store._shared.c.index, threading.Event(), list[None](), threading.Event()
+
+    class Environment:
+        def close(self) -> None:
+            closed.append(None)
+
+    environment = index._env
+    if hangs:
+        index._worker.submit(lambda: (begun.set(), release.wait(60)))
+        assert begun.wait(30)
+        index._env = Environment()  # type: ignore[assignment]
+    else:
+        index._worker.call(lambda: setattr(index, "_env", Environment()), 30.0)
+    try:
+        assert run_child(lambda: len(closed)) == (0 if hangs else 1)
+    finally:
+        index._env = environment
+        release.set()
+    assert serves(ns, 1)

@@ -8,6 +8,7 @@ the directory, and serves right bytes or none. A user who may write the director
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import socket
@@ -21,6 +22,7 @@ import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError, KvfsError
+from kvfs.index.lmdb_files import discard_generation
 from kvfs.index.tables import ACTIVE
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, run_child, seeded, segment_files, tiny, tokens_of
@@ -393,3 +395,52 @@ def test_hashes_of_two_tenants_have_nothing_in_common(path: Path) -> None:
     with kvfs.open(path) as store:
         one, two = (set(namespace(store, salt=s).plan_save(TOKENS).hashes) for s in ("a", "b"))
         assert not one & two and len(one) == CHUNKS
+
+
+@pytest.mark.parametrize("there", ["a link to nothing", "a link to a file", "a directory of another program"])
+def test_an_index_directory_that_was_exchanged_leads_nowhere(path: Path, victim: Path, there: str) -> None:
+    """LMDB opens paths, and follows links. The store's own directory stays in use, wherever it was moved."""
+    with kvfs.open(path) as store:
+        name, moved = generation(path).name, path / "moved"
+        with open(generation(path) / "users") as users:
+            fcntl.flock(users, fcntl.LOCK_SH)  # another process is alive: the index is trusted
+            (path / "index").rename(moved)
+            if there == "a directory of another program":
+                name = "deadbeefdeadbeef"
+                (victim / name).mkdir()
+                (victim / name / "file").write_bytes(SECRET)
+                (path / "index").symlink_to(victim)
+                (moved / name).mkdir()  # cannot be opened, so it is removed
+            else:
+                (path / "index" / name).mkdir(parents=True)
+                target = victim / ("new" if there == "a link to nothing" else "file")
+                (path / "index" / name / "data.mdb").symlink_to(target)
+            before = tree(victim)
+            (moved / "new").write_text(name)
+            (moved / "new").rename(moved / "CURRENT")  # makes every process open the index again
+            ns = namespace(store)
+            assert restored(ns, TOKENS) in (b"", PAGES)
+            assert store.wait_ready(20.0) and restored(ns, TOKENS) == PAGES
+            assert tree(victim) == before
+        if there == "a directory of another program":
+            shutil.rmtree(victim / name)
+
+
+@pytest.mark.parametrize("how", ["link", "links inside", "fifo"])
+def test_removing_a_generation_follows_no_link(tmp_path: Path, victim: Path, how: str) -> None:
+    place = tmp_path / "generation"
+    if how == "link":
+        place.symlink_to(victim)
+    elif how == "fifo":
+        os.mkfifo(place)
+    else:
+        (place / "deep" / "deeper").mkdir(parents=True)
+        (place / "deep" / "deeper" / "file").write_bytes(SECRET)
+        (place / "deep" / "link").symlink_to(victim)
+        (place / "data.mdb").symlink_to(victim / "file")
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        discard_generation(Files(), folder, "generation")
+    finally:
+        os.close(folder)
+    assert not os.path.lexists(place)

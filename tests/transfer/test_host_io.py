@@ -25,7 +25,7 @@ from kvfs import PageOutcome, TransferState
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from kvfs.system.files import Files
-from kvfs.transfer import load as hostload
+from kvfs.transfer import load as host_load
 from kvfs.transfer import save as host_save
 from kvfs.transfer import workers
 from kvfs.transfer.control import TransferControl, TransferTask
@@ -77,7 +77,7 @@ class GatedFiles(Files):
 
 
 class Engine:
-    """The KV memory of one rank: a tensor of its layers and heads, and what was in it."""
+    """The KV memory of one rank: a tensor of its layers and heads, and its first content."""
 
     def __init__(self, layers: Sequence[int] = range(4), heads: tuple[int, int] = (0, 4), *, seed: int | None = 0,
                  replica: tuple[int, int] = (0, 1), units: int = 64) -> None:  # fmt: skip
@@ -95,7 +95,7 @@ class Engine:
 
 
 class Log:
-    """What the callbacks were called with."""
+    """Records the calls of callbacks."""
 
     def __init__(self) -> None:
         self.pages: Counter[tuple[str, int]] = Counter()
@@ -169,7 +169,7 @@ def settled(io: HostIO) -> None:
     io.ring.check()
 
 
-# -- the plain way ---------------------------------------------------------------------------
+# -- round trips ----------------------------------------------------------------------------
 
 
 def test_save_and_load(ns: kvfs.Namespace, store: kvfs.Store) -> None:
@@ -281,7 +281,7 @@ def test_the_source_is_read_after_the_event(ns: kvfs.Namespace, kind: str) -> No
 
 def stalled(where: str, io: HostIO, ns: kvfs.Namespace, files: GatedFiles, monkeypatch: pytest.MonkeyPatch,
             log: Log) -> tuple[kvfs.Transfer, Callable[[], None]]:  # fmt: skip
-    """A transfer of 3 pages that stands still in a state, and how to let it go on."""
+    """A transfer of 3 pages that is stopped in a state, and a call that lets it continue."""
     gate = Gate()
     kind, _, state = where.partition(" ")
     submit: Callable[..., kvfs.Transfer]
@@ -312,8 +312,8 @@ def stalled(where: str, io: HostIO, ns: kvfs.Namespace, files: GatedFiles, monke
         monkeypatch.setattr(host_save, "gather", lambda *a: (gate(), real(*a))[1])
     elif state == "scattering":
         gate.shut()
-        scatter = hostload.scatter
-        monkeypatch.setattr(hostload, "scatter", lambda *a, **k: (gate(), scatter(*a, **k))[1])
+        scatter = host_load.scatter
+        monkeypatch.setattr(host_load, "scatter", lambda *a, **k: (gate(), scatter(*a, **k))[1])
     elif state in ("writing", "loading"):
         gate = files.writes if state == "writing" else files.reads
         gate.shut()
@@ -368,7 +368,7 @@ def test_cancel_at_every_step_leaks_nothing(
             canceller.join(SECONDS)
             assert not canceller.is_alive()
         assert t.cancel() and t.source_free.is_set()
-        engine.memory[...] = 0x1111  # nobody reads or writes it any more
+        engine.memory[...] = 0x1111  # no transfer reads or writes it any more
         go_on()
         assert t.done.wait(SECONDS)
         log.check(t, 3)
@@ -419,7 +419,7 @@ def test_an_event_that_raises_is_a_failure(ns: kvfs.Namespace) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, asyncio.CancelledError, KeyboardInterrupt])
-def test_callbacks_that_raise_disturb_nobody(ns: kvfs.Namespace, error: type[BaseException]) -> None:
+def test_callbacks_that_raise_disturb_no_transfer(ns: kvfs.Namespace, error: type[BaseException]) -> None:
     calls: list[object] = []
 
     def broken(what: object) -> None:
@@ -444,7 +444,7 @@ def test_preemption_waits_for_source_free_only(ns: kvfs.Namespace, files: GatedF
     transfers = [io.save(ns.plan_save(prompt(4, i * 1000)), blocks(4, i * 8), deadline=LATE) for i in range(6)]
     assert all(t.source_free.wait(SECONDS) for t in transfers)
     assert files.writes.reached.wait(SECONDS) and not any(t.published.is_set() for t in transfers)
-    engine.memory[...] = 0  # the blocks belong to somebody else now
+    engine.memory[...] = 0  # the blocks belong to another request now
     files.writes.open()
     assert all(t.wait(SECONDS) is not None for t in transfers)
     other = Engine(seed=None)
@@ -472,7 +472,7 @@ def test_a_full_ring_declines_before_gathering(
         log.check(second, 2)
         late = io.save(ns.plan_save(prompt(2, 2000)), blocks(2), deadline=0.0)
         assert late.wait(SECONDS) is not None and late.result.reason == "deadline"  # type: ignore[union-attr]
-        with ns.match(prompt(3)) as match:  # loads go on
+        with ns.match(prompt(3)) as match:  # loads still get slots
             assert io.load(match, blocks(3, 30), deadline=LATE).wait(SECONDS).pages == 3  # type: ignore[union-attr]
         files.writes.open()
         result = first.wait(SECONDS)
@@ -483,10 +483,10 @@ def test_a_full_ring_declines_before_gathering(
         assert match.chunks == 3
 
 
-def test_a_stalled_disk_delays_nobodys_source_free(
+def test_a_stalled_disk_delays_no_source_free(
     ns: kvfs.Namespace, files: GatedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that finds the ring full waits as long as the disk gets on, not for its deadline."""
+    """A save that finds the ring full waits while writes make progress, not for its deadline."""
     saved(ns, 3)
     files.writes.shut()
     with ns.attach(Engine().kv, ring_bytes=4 * max(4096, LAYOUT.page_bytes)) as io:
@@ -510,7 +510,7 @@ def test_a_stalled_disk_delays_nobodys_source_free(
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
-def test_what_waits_behind_one_that_hangs_ends_at_its_deadline(ns: kvfs.Namespace, kind: str) -> None:
+def test_a_transfer_queued_behind_one_that_hangs_ends_at_its_deadline(ns: kvfs.Namespace, kind: str) -> None:
     engine, event, log = saved(ns, 1), threading.Event(), Log()
     with ns.attach(engine.kv, threads=1) as io, ns.match(prompt(1)) as match:
 
@@ -619,7 +619,7 @@ def test_a_disk_that_fails_declines(ns: kvfs.Namespace, files: GatedFiles, monke
         settled(io)
 
 
-def test_a_cancelled_save_gives_its_slots_back_while_the_disk_stalls(ns: kvfs.Namespace, files: GatedFiles) -> None:
+def test_a_cancelled_save_releases_its_slots_while_the_disk_stalls(ns: kvfs.Namespace, files: GatedFiles) -> None:
     files.writes.shut()
     with ns.attach(Engine().kv) as io:
         first = io.save(ns.plan_save(prompt(2)), blocks(2), deadline=LATE)
@@ -772,6 +772,17 @@ def test_a_match_for_a_smaller_part_is_refused(ns: kvfs.Namespace) -> None:
         io.load(ns.match(prompt(1), part=Part(0, 2, 0, 4)), blocks(1))
 
 
+def test_opaque_pages_are_not_saved_through_a_plan_of_tokens(store: kvfs.Store) -> None:
+    """It would store them in rows of several chunks, where ``match_keys`` does not look."""
+    layout = PageLayout.opaque(300, 16)
+    ns = store.namespace("opaque", layout, revision="1")
+    hashes = tuple(bytes([n]) * 32 for n in range(4))
+    plan = kvfs.SavePlan(4, hashes, {"opaque": (0, 1, 2, 3)}, ns.identity.digest)
+    kv = kvfs.describe(layout.group("opaque"), np.zeros((1, 4, 300), "uint8"), "layer,slot,dim")
+    with ns.attach(kv) as io, pytest.raises(ConfigError, match="put_keys"):
+        io.save(plan, [0, 1, 2, 3])
+
+
 HYBRID = PageLayout.of(
     [
         Group("full", (0, 2), 2, Cell("opaque", 8), Need.all(), 16),
@@ -855,7 +866,7 @@ def test_a_rank_without_layers_of_a_group_leaves_it_out(store: kvfs.Store) -> No
         assert result is not None and (result.tokens, result.pages) == (64, 4)
 
 
-def test_groups_in_host_memory_and_on_a_gpu_are_refused_before_the_cpu_reads_what_is_no_address_of_its_own(
+def test_groups_in_host_memory_and_on_a_gpu_are_refused_before_the_cpu_reads_an_address_of_the_gpu(
     store: kvfs.Store,
 ) -> None:
     ns = store.namespace("hybrid", HYBRID, revision="1")
@@ -956,7 +967,7 @@ def test_closing_the_store_finishes_and_closes_its_transfers(store_path: Path) -
 
 
 def test_a_finished_transfer_keeps_nothing_of_its_match(ns: kvfs.Namespace) -> None:
-    """The threads that ran it have no next one to forget it for."""
+    """The threads that ran it may get no other transfer."""
     engine = saved(ns, 2)
     with ns.attach(engine.kv) as io:
         match = ns.match(prompt(2))
@@ -970,7 +981,7 @@ def test_a_finished_transfer_keeps_nothing_of_its_match(ns: kvfs.Namespace) -> N
             gc.collect()
 
 
-def test_what_was_attached_and_forgotten_leaves_no_threads(ns: kvfs.Namespace) -> None:
+def test_an_engine_that_is_not_closed_leaves_no_threads(ns: kvfs.Namespace) -> None:
     saved(ns, 2)
 
     def running() -> list[threading.Thread]:
@@ -989,7 +1000,7 @@ def test_what_was_attached_and_forgotten_leaves_no_threads(ns: kvfs.Namespace) -
         gc.collect()
 
 
-def test_close_ends_what_does_not_finish_in_time(ns: kvfs.Namespace, files: GatedFiles) -> None:
+def test_close_ends_transfers_that_do_not_finish_in_time(ns: kvfs.Namespace, files: GatedFiles) -> None:
     files.writes.shut()
     logs = [Log() for _ in range(3)]
     io = ns.attach(Engine().kv)
@@ -1033,7 +1044,7 @@ def test_a_save_that_gathers_beyond_the_close_ends(ns: kvfs.Namespace, monkeypat
 
 
 def elsewhere(path: str, packed: bytes, answers: Any) -> None:
-    """What another process does with a plan and a match that it was sent."""
+    """Another process saves and loads by a plan and a match that it was sent."""
     plan, match = pickle.loads(packed)
     engine, target = Engine(), Engine(seed=None)
     with kvfs.open(path) as store:
@@ -1075,7 +1086,7 @@ def test_a_layer_that_has_arrived_is_ready_whenever_it_is_asked_for() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_must_attach_anew(ns: kvfs.Namespace, files: GatedFiles) -> None:
+def test_a_child_must_attach_again(ns: kvfs.Namespace, files: GatedFiles) -> None:
     engine = Engine()
     io = ns.attach(engine.kv)
     files.writes.shut()

@@ -102,7 +102,7 @@ def test_small_pages_in_one_slot_are_read_in_one_call(store_path: Path, monkeypa
 
 
 def test_dirty_slots_are_counted_whole(store_path: Path) -> None:
-    """What saves may hold is slots; ten small pages in four of them leave the fifth to loads."""
+    """The limit of saves counts slots: ten small pages in four of them leave the fifth to loads."""
     layout = hybrid(2, 6)
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("hybrid", layout, "1")
@@ -116,7 +116,7 @@ def test_dirty_slots_are_counted_whole(store_path: Path) -> None:
             ns.attach(Engine(layout).kvs, ring_bytes=12287)
 
 
-def test_sets_of_pages_with_gaps_come_right(store_path: Path) -> None:
+def test_sets_of_pages_with_gaps_are_right(store_path: Path) -> None:
     """Pages of a lease need not be neighbours in the prompt."""
     layout = hybrid(2, 6)
     source, target = Engine(layout, seed=1), Engine(layout)
@@ -128,12 +128,12 @@ def test_sets_of_pages_with_gaps_come_right(store_path: Path) -> None:
         with ns.attach(target.kvs, ring_bytes=2 * 12288) as io, ns.match(PROMPT) as match:
             assert io.load(match, {"full": some, "window": some}).wait(SECONDS) is not None
     kept = [block for block in some if block >= 0]
-    gone = sorted({*range(2 * CHUNKS)} - {*kept})
+    lost = sorted({*range(2 * CHUNKS)} - {*kept})
     assert (target.memory[0][:, kept] == source.memory[0][:, kept]).all()
-    assert (target.memory[0][:, gone] == 0xA5A5).all()
+    assert (target.memory[0][:, lost] == 0xA5A5).all()
 
 
-def test_behind_a_page_that_full_attention_lacks_no_group_is_gathered(
+def test_no_group_is_gathered_behind_a_page_that_full_attention_lacks(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, gathered, real = hybrid(2, 6), [], host_save.gather

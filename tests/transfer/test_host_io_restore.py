@@ -41,7 +41,7 @@ def save(ns: kvfs.Namespace, chunks: int) -> Engine:
 
 
 def same(source: Engine, target: Engine, chunks: int) -> bool:
-    """All of the full group, and the last pages of the other one, and nothing else."""
+    """All of the full group and the last pages of the other one are equal, and nothing else was written."""
     first = 2 * max(0, chunks - WINDOW)
     end = 2 * chunks
     return (
@@ -83,7 +83,7 @@ def test_it_is_looked_up_when_its_turn_comes_and_cancelled_before(ns: kvfs.Names
     assert same(source, target, 3)
 
 
-def test_a_restore_that_is_cancelled_when_its_prompt_has_just_been_looked_up_claims_nothing(
+def test_a_restore_that_is_cancelled_right_after_its_lookup_restores_nothing(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(ns, CHUNKS)
@@ -105,7 +105,7 @@ def test_a_restore_that_is_cancelled_when_its_prompt_has_just_been_looked_up_cla
 
 def test_pages_that_are_offered_while_a_transfer_ends_are_too_late() -> None:
     class Late:
-        """Is released when the transfer has ended, and not been summed up."""
+        """Released when the transfer has ended, and has not been summed up."""
 
         def release(self) -> None:
             transfer.offer({0: 1}, lambda _: (PAGE, {}))
@@ -139,7 +139,7 @@ def test_extra_keys_are_those_of_the_call(ns: kvfs.Namespace) -> None:
     assert same(images[b"cat"], target, CHUNKS)
 
 
-def test_what_was_found_and_is_damaged_shortens_it(ns: kvfs.Namespace, store: kvfs.Store) -> None:
+def test_a_damaged_page_shortens_it(ns: kvfs.Namespace, store: kvfs.Store) -> None:
     source, target = save(ns, 5), Engine(LAYOUT)
     with ns.match(PROMPT) as match:
         page = bytes(memoryview(ns.view(match, "full")[4])[:64])
@@ -156,7 +156,7 @@ def test_what_was_found_and_is_damaged_shortens_it(ns: kvfs.Namespace, store: kv
         assert (target.memory[1][:, :8] == source.memory[1][:, :8]).all()
 
 
-def test_units_of_every_group_bound_what_is_restored(ns: kvfs.Namespace) -> None:
+def test_units_of_every_group_bound_the_restored_length(ns: kvfs.Namespace) -> None:
     save(ns, CHUNKS)
     with ns.attach(Engine(LAYOUT).kvs) as io:
         for units, expected in (({**UNITS, "window": range(7)}, 3), ({**UNITS, "full": []}, 0)):

@@ -26,7 +26,7 @@ def ring(slots: int = 4, slot_bytes: int = 4096) -> StagingRing:
 
 
 def soon(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
+    """Wait until another thread has made it true."""
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
@@ -38,7 +38,7 @@ def got(lease: Lease | None) -> Lease:
     return lease
 
 
-def test_slots_go_round() -> None:
+def test_slots_are_reused() -> None:
     r = ring()
     lease = got(r.acquire(2, NOW))
     assert lease.slots == (0, 1) and r.free == 2
@@ -56,7 +56,7 @@ def test_slots_go_round() -> None:
 @pytest.mark.parametrize("moves", [["DRAINING"], ["FILLING"], ["FREE"], ["FULL", "FULL"], ["FULL", "DRAINING", "FULL"]])
 def test_a_wrong_transition_is_a_bug(moves: list[str]) -> None:
     lease = got(ring().acquire(1, NOW))
-    with pytest.raises(AssertionError, match="goes from"):
+    with pytest.raises(AssertionError, match="must not move from"):
         for name in moves:
             lease.move(SlotState[name])
 
@@ -107,10 +107,10 @@ def test_least_and_keep_count_pages_and_slots() -> None:
     save = got(r.acquire(12, NOW, page_bytes=SLOT_ALIGN, least=9, keep=1))
     assert len(save) == 9 and r.free == 1
     save.release()
-    assert r.acquire(13, time.monotonic() + 1e9, page_bytes=SLOT_ALIGN) is None, "never to be had, so at once"
+    assert r.acquire(13, time.monotonic() + 1e9, page_bytes=SLOT_ALIGN) is None, "can never be met, so declined at once"
 
 
-def test_pages_in_and_across_slots_are_joined_where_they_lie_just_so() -> None:
+def test_neighbouring_pages_are_joined_in_and_across_slots() -> None:
     r = ring(4, 2 * SLOT_ALIGN)
     held = [got(r.acquire(1, NOW)) for _ in range(4)]
     for i in (0, 2, 3):
@@ -125,7 +125,7 @@ def test_pages_in_and_across_slots_are_joined_where_they_lie_just_so() -> None:
     assert short.ranges() == [(0, 4, 4 * SLOT_ALIGN)], "with the rest of its block, each is as long as its stride"
 
 
-def test_pages_do_not_join_over_what_a_slot_has_left() -> None:
+def test_pages_are_not_joined_across_the_unused_end_of_a_slot() -> None:
     r = ring(2, 5 * SLOT_ALIGN)
     lease = got(r.acquire(4, NOW, page_bytes=2 * SLOT_ALIGN))
     assert lease.ranges() == [(0, 2, 0), (2, 2, 5 * SLOT_ALIGN)]
@@ -137,7 +137,7 @@ def test_none_within_the_deadline_changes_nothing_and_is_counted() -> None:
     assert r.acquire(1, NOW) is None and r.acquire(1, time.monotonic() + 0.01) is None
     assert r.declined == 2 and r.free == 0
     lease.release()
-    assert r.acquire(3, time.monotonic() + 1e9) is None, "more than there are is refused at once"
+    assert r.acquire(3, time.monotonic() + 1e9) is None, "more slots than the ring has are declined at once"
     assert r.acquire(1, time.monotonic() + 1e9, keep=2) is None
     assert len(got(r.acquire(3, NOW, least=1))) == 2
     r.check()
@@ -232,8 +232,8 @@ class RingMachine(RuleBasedStateMachine):
         super().__init__()
         self.ring = ring(6, 7 * SLOT_ALIGN)
         self.model: dict[Lease, SlotState] = {}
-        self.stamp = 0
-        self.stamps: dict[Lease, int] = {}
+        self.value = 0
+        self.values: dict[Lease, int] = {}
         self.declined = 0
 
     @rule(
@@ -253,9 +253,9 @@ class RingMachine(RuleBasedStateMachine):
         views = lease.views()
         assert [len(view) for view in views] == [page_bytes] * len(lease)
         for view in views:
-            self.stamp += 1
-            view[:] = bytes([self.stamp % 251]) * page_bytes
-        self.model[lease], self.stamps[lease] = SlotState.FILLING, self.stamp
+            self.value += 1
+            view[:] = bytes([self.value % 251]) * page_bytes
+        self.model[lease], self.values[lease] = SlotState.FILLING, self.value
         return lease
 
     @rule(lease=leases, state=st.sampled_from(SlotState))
@@ -292,11 +292,11 @@ class RingMachine(RuleBasedStateMachine):
         assert self.ring.states() == want and self.ring.declined == self.declined
 
     @invariant()
-    def nobody_writes_to_a_page_of_another(self) -> None:
+    def no_lease_writes_to_a_page_of_another(self) -> None:
         for lease in self.model:
-            first = self.stamps[lease] - len(lease) + 1
-            for stamp, view in enumerate(lease.views(), first):
-                assert view == bytes([stamp % 251]) * len(view)
+            first = self.values[lease] - len(lease) + 1
+            for value, view in enumerate(lease.views(), first):
+                assert view == bytes([value % 251]) * len(view)
 
     @invariant()
     def stretches_and_runs_are_the_pages_in_their_order(self) -> None:
@@ -312,7 +312,7 @@ TestRingMachine = RingMachine.TestCase
 TestRingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_disk_is_stalled_when_a_slow_one_would_have_written_what_is_under_way() -> None:
+def test_a_disk_is_stalled_once_a_slow_one_would_have_ended_a_write() -> None:
     now = [100.0]
     writes = Writes(lambda: now[0])
     assert writes.stalled_at() == math.inf
@@ -320,7 +320,7 @@ def test_a_disk_is_stalled_when_a_slow_one_would_have_written_what_is_under_way(
         assert writes.stalled_at() == 101.0 + STALLED_SECONDS
         now[0] = 100.7
         with writes.one(int(SLOW_BYTES_PER_SECOND // 2)):
-            assert writes.stalled_at() == 101.5 + STALLED_SECONDS, "another write is no sign that one got to its end"
+            assert writes.stalled_at() == 101.5 + STALLED_SECONDS, "another write begins: none has ended"
             now[0] = 100.9
         assert writes.stalled_at() == pytest.approx(101.9 + STALLED_SECONDS)
     assert writes.stalled_at() == math.inf

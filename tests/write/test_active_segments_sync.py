@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
+from kvfs.eviction.victims import Victim
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
 
@@ -102,3 +103,42 @@ def test_a_background_sync_that_fails_drops_the_segment_and_is_not_retried(memor
         assert served(ns, 1)
         store.gc()
         assert store.stats()["segments"]["dropped"] == 0
+
+
+@pytest.mark.parametrize(("level", "syncs"), [("cache", 0), ("batch", 1), ("sync", 1)])
+def test_relocated_pages_are_synced_before_their_source_is_dropped(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, syncs: int
+) -> None:
+    with opened(memory_path, level) as (store, ns, files):
+        put(ns, 1)
+        services = store._shared.services()
+        services.active.finish_all()
+        [(number, row)] = store._shared.c.index.read(lambda s: s.segments(), 2.0)
+        victim = Victim(number, row, range(1, 1 + CHUNKS), CHUNKS * TINY_BYTES)
+        monkeypatch.setattr(services.evictor.victims, "choose", lambda *_: victim)
+        before = len(files.trace)
+        assert services.evictor._evict_one() and counters(store)["pages_carried"] == CHUNKS
+        kinds = [call.kind for call in files.trace[before:]]
+        last_write = len(kinds) - 1 - kinds[::-1].index("pwritev")
+        assert kinds[last_write : kinds.index("rename")].count("fdatasync") == syncs
+        assert put(ns, 1).skipped == CHUNKS and served(ns, 1)
+
+
+@pytest.mark.parametrize(("level", "syncs"), [("cache", 0), ("batch", 1), ("sync", 1)])
+def test_imported_pages_are_synced_before_a_put_skips_them(memory_path: Path, level: str, syncs: int) -> None:
+    bundle = str(memory_path / "bundle.tar")
+    with kvfs.open(memory_path / "source", capacity="16MiB") as source:
+        put(source.namespace("m", tiny(), revision="r1"), 1)
+        source.export(bundle, ["m"])
+    with opened(memory_path, level) as (store, ns, files):
+        assert store.import_bundle(bundle).stored == CHUNKS
+        assert files.calls["fdatasync"] == syncs
+        assert put(ns, 1).skipped == CHUNKS
+        store._shared.services().sync()
+        assert files.calls["fdatasync"] == syncs
+
+
+def test_a_close_at_level_batch_syncs_what_was_put_since_the_last_sync(memory_path: Path) -> None:
+    with opened(memory_path, "batch") as (_, ns, files):
+        put(ns, 1)
+    assert files.calls["fdatasync"] == 1

@@ -1,4 +1,4 @@
-"""Bare ways to bring cold files into the page cache, with nothing of them copied anywhere.
+"""Bare ways to bring cold files into the page cache, without copies of their bytes.
 
 ``readahead``: POSIX_FADV_WILLNEED, then the last byte. ``populate``: a map and MADV_POPULATE_READ. ``huge``: the same
 with MADV_HUGEPAGE before it, for which the kernel takes folios of 2 MiB. Each thread takes the next block of a file.
@@ -49,7 +49,7 @@ def can_populate() -> bool:
 
 @dataclass
 class BareFill(AbstractContextManager["BareFill"]):
-    """PageCachePrefetch the page cache with files that hold what a case does."""
+    """Fill the page cache with files that hold the bytes of a case."""
 
     case: Case
     paths: Sequence[Path]

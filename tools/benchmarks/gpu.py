@@ -3,8 +3,8 @@
 Baselines of the same run and the same bytes: memcpy between pinned memory and the device, one call; preadv into
 pinned memory by 4 and by 16 threads, then memcpy; `tensor[...].cpu()`. A load's time is that of match, load and wait,
 with verification on the GPU, of a prompt that the process has to hash; a save's that of plan and save, of a prompt
-that it has looked up before. Targets are poisoned before each load and compared with what was saved after it, bit for
-bit. Loads read sealed segments from the page cache, in the process that saved them, unless a row says otherwise.
+that it has looked up before. Targets are poisoned before each load, and compared after it, bit for bit, with the saved
+bytes. Loads read sealed segments from the page cache, in the process that saved them, unless a row says otherwise.
 """
 
 from __future__ import annotations
@@ -145,13 +145,13 @@ class _Bench:
         return copy
 
     def _preadv(self, nbytes: int, threads: int) -> Callable[[], Sample]:
-        """What others do: threads read files into pinned memory, piece by piece, and each piece is copied."""
+        """As other stores do: threads read files into pinned memory, block by block, and each block is copied."""
         files = [os.open(p, os.O_RDONLY) for p in sorted((self.path / "segments").glob("*.kvs"))]
-        pieces, left, step = [], nbytes, 4 << 20
+        blocks, left, step = list[tuple[int, int]](), nbytes, 4 << 20
         for fd in files:
             size = os.fstat(fd).st_size
-            pieces += [(fd, at) for at in range(0, min(size - step, left), step)]
-            left = nbytes - len(pieces) * step
+            blocks += [(fd, at) for at in range(0, min(size - step, left), step)]
+            left = nbytes - len(blocks) * step
         view = memoryview(self.pinned.numpy())
         pool = ThreadPoolExecutor(threads)
 
@@ -159,16 +159,16 @@ class _Bench:
             stream = self.torch.cuda.Stream()
 
             def one(index: int) -> None:
-                fd, at = pieces[index]
+                fd, at = blocks[index]
                 start = index * step
                 os.preadv(fd, [view[start : start + step]], at)
                 with self.torch.cuda.stream(stream):
                     self.scratch[start : start + step].copy_(self.pinned[start : start + step], non_blocking=True)
 
             with Stopwatch() as watch:
-                list(pool.map(one, range(min(len(pieces), nbytes // step))))
+                list(pool.map(one, range(min(len(blocks), nbytes // step))))
                 stream.synchronize()
-            return watch.sample(min(len(pieces), nbytes // step) * step)
+            return watch.sample(min(len(blocks), nbytes // step) * step)
 
         return load
 
@@ -193,7 +193,7 @@ class _Bench:
     def _save_with(
         self, io: Any, ns: kvfs.Namespace, tokens: int, prompt: array[int], number: int = 0
     ) -> tuple[float, float, float]:  # fmt: skip
-        ns.match(prompt).close()  # as whoever computes it has done before
+        ns.match(prompt).close()  # as an engine does before it computes the prompt
         begin, cpu = time.perf_counter(), time.process_time()
         plan = ns.plan_save(prompt)
         transfer = io.save(plan, self._units(self.source, tokens, number), self._event(), deadline=SECONDS)
@@ -262,7 +262,7 @@ class _Bench:
         return load
 
     def _restore(self, io: Any, tokens: int) -> Callable[[], Sample]:
-        """Looked up while the first pages are on their way."""
+        """Looked up while the first pages move."""
         prompt, units = self._tokens(tokens, 7), self._units(self.target, tokens)
         nbytes = self.source.needed(tokens)
 
@@ -292,7 +292,7 @@ class _Bench:
         with ns.match(self._tokens(tokens, 7)) as match:
             for io in (placed, arena):
                 if io.warm(match) < match.nbytes:
-                    raise BenchError(f"{io.transport}: what is to be loaded is not all pinned")
+                    raise BenchError(f"{io.transport}: not all pages of the load are registered")
         fresh: list[Any] = []
 
         def poison() -> None:
@@ -305,7 +305,7 @@ class _Bench:
         def check() -> None:
             self._check(tokens)
 
-        def let_go() -> None:
+        def check_and_close() -> None:
             check()
             fresh.pop().close()
 
@@ -313,7 +313,7 @@ class _Bench:
             Contender("pinned memcpy", self._memcpy(nbytes, to_host=False)),
             Contender("in place, registered", self._load(lambda: placed, ns, tokens), poison, check),
             Contender("in place, restored", self._restore(placed, tokens), poison, check),
-            Contender("in place, first touch", self._load(lambda: fresh[-1], ns, tokens), renew, let_go),
+            Contender("in place, first touch", self._load(lambda: fresh[-1], ns, tokens), renew, check_and_close),
             Contender("arena, filled", self._load(lambda: arena, ns, tokens), poison, check),
             Contender("ring", self._load(lambda: ring, ns, tokens), poison, check),
         ]
@@ -419,7 +419,7 @@ class _Bench:
             self.target.fill(None)
             os.sync()
             with suppress(OSError):
-                Path("/proc/sys/vm/drop_caches").write_text("1", encoding="ascii")  # as root; else what can be done
+                Path("/proc/sys/vm/drop_caches").write_text("1", encoding="ascii")  # as root; else per file, below
             for path in (self.path / "segments").glob("*.kvs"):
                 fd = os.open(path, os.O_RDONLY)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -431,21 +431,21 @@ class _Bench:
             drop()
             fresh.append(self._attach(ns, self.target))
 
-        def let_go() -> None:
+        def check_and_close() -> None:
             self._check(tokens)
             fresh.pop().close()
 
         rows = [
             Contender("cold, bare O_DIRECT, 16 threads", self._bare_direct(nbytes, 16), drop),
             Contender("cold, bare buffered, 4 threads", self._preadv(nbytes, 4), drop),
-            Contender("cold load", self._load(lambda: fresh[-1], ns, tokens), renew, let_go),
+            Contender("cold load", self._load(lambda: fresh[-1], ns, tokens), renew, check_and_close),
         ]
         samples = interleave(rows, max(1, self.plan.rounds // 3))
         self._report("load", tokens, "cold", samples, "cold, bare O_DIRECT, 16 threads")
 
     def _beside(self, ns: kvfs.Namespace, tokens: int) -> None:
-        """What a model's work on the same GPU loses while loads, and while saves, follow one another."""
-        table = Table(f"{self.shape}: time of a CUDA graph beside transfers of {tokens} tokens, against alone")
+        """The slowdown of a model's work on the same GPU while loads, and while saves, follow one another."""
+        table = Table(f"{self.shape}: time of a CUDA graph during transfers of {tokens} tokens, against alone")
         load_io = self._attach(ns, self.target, registered_bytes="32GiB")
         save_io = self._attach(ns, self.source)
         load = self._load(lambda: load_io, ns, tokens)
@@ -474,7 +474,7 @@ class _Bench:
                 stop.set()
                 thread.join()
                 ratio = {p: percentile(busy, p) / percentile(alone, p) for p in (50, 99)}
-                table.add(work=name, beside=kind, alone_ms=percentile(alone, 50) * 1e3, median=ratio[50], p99=ratio[99])
+                table.add(work=name, during=kind, alone_ms=percentile(alone, 50) * 1e3, median=ratio[50], p99=ratio[99])
         load_io.close()
         save_io.close()
         self.report.show(table)
@@ -528,17 +528,17 @@ class _Bench:
 
         def read() -> Sample:
             files = [os.open(p, os.O_RDONLY | os.O_DIRECT) for p in paths]
-            pieces = [(fd, at) for fd in files for at in range(0, os.fstat(fd).st_size - step, step)][: nbytes // step]
+            blocks = [(fd, at) for fd in files for at in range(0, os.fstat(fd).st_size - step, step)][: nbytes // step]
 
             def one(index: int) -> None:
-                fd, at = pieces[index]
+                fd, at = blocks[index]
                 os.preadv(fd, [view[index * step : (index + 1) * step]], at)
 
             with ThreadPoolExecutor(threads) as pool, Stopwatch() as watch:
-                list(pool.map(one, range(len(pieces))))
+                list(pool.map(one, range(len(blocks))))
             for fd in files:
                 os.close(fd)
-            return watch.sample(len(pieces) * step)
+            return watch.sample(len(blocks) * step)
 
         return read
 

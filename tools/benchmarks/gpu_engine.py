@@ -1,4 +1,4 @@
-"""Paged KV memory on a GPU as engines lay it out, filled, poisoned and compared there."""
+"""Paged KV memory on a GPU as engines lay it out; filled, poisoned and compared there."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Engine:
         return kvfs.describe(group, made, "kv,block,token,head,dim")
 
     def fill(self, seed: int | None) -> None:
-        """Random bytes, or poison; all of it is there when this returns."""
+        """Fill with random bytes, or poison; waits for the GPU."""
         for i, tensor in enumerate(self.tensors):
             raw = tensor.view(self.torch.uint8)
             if seed is None:

@@ -1,9 +1,9 @@
-"""What registering segments costs others: kernel launches of this and of another process, and who comes after a kill.
+"""The cost of registering segments: for kernel launches of this and of another process, and after a kill.
 
-Files in the page cache are mapped read-only and registered in the pieces that loads use, and unregistered. Meanwhile
-this process (other threads of it) and a second one launch one small kernel after the other and wait for each; the times
-before that are those to compare with. Then a process registers files, takes the lock of a store's index, and is killed
-with SIGKILL, while this one puts and matches in the same store.
+Files in the page cache are mapped read-only and registered in regions as loads do, and unregistered. Meanwhile this
+process (other threads of it) and a second one launch one small kernel after the other and wait for each; the baseline
+is the time before that. Then a process registers files, takes the lock of a store's index, and is killed with SIGKILL,
+while this one puts and matches in the same store.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(report: Report, folder: Path, plan: Plan) -> None:
 
 
 def fill(folder: Path, nbytes: int) -> list[Path]:
-    """Files in the page cache. Of zeros that no disk has seen: what counts is whose pages they are."""
+    """Files in the page cache, of zeros that were never written to a disk: only the kind of page matters."""
     paths = [folder / f"file-{i}" for i in range(-(-nbytes // FILE_BYTES))]
     calls = Files()
 
@@ -76,7 +76,7 @@ def fill(folder: Path, nbytes: int) -> list[Path]:
 
 
 class Registered:
-    """Maps of the first ``nbytes`` of files, piece by piece, as ``kvfs.gpu.registration`` makes them."""
+    """Maps of the first ``nbytes`` of files, region by region, as ``kvfs.gpu.registration`` makes them."""
 
     def __init__(self, files: Sequence[Path], nbytes: int) -> None:
         self._gpu = Gpu("cuda:0")
@@ -157,19 +157,19 @@ def _launches(report: Report, torch: Any, files: Sequence[Path], nbytes: int) ->
     held = Registered(files, nbytes)
     middle = time.monotonic()
     time.sleep(ALONE_SECONDS)
-    letting_go = time.monotonic()
-    held.let_go()
+    unregistering = time.monotonic()
+    held.release()
     end = time.monotonic()
     over.set()
     thread.join()
     windows = [
         Window("nothing", begin, registering), Window("registering", registering, middle),
-        Window("nothing, registered", middle, letting_go), Window("unregistering", letting_go, end),
+        Window("nothing, registered", middle, unregistering), Window("unregistering", unregistering, end),
     ]  # fmt: skip
     gib = nbytes / 2**30
     table = Table(
-        f"LaunchQueue of a small kernel while {gib:.0f} GiB are registered in pieces of {REGION_BYTES >> 20} MiB",
-        notes=[f"registered in {middle - registering:.2f} s, unregistered in {end - letting_go:.2f} s"],
+        f"Launches of a small kernel while {gib:.0f} GiB are registered in regions of {REGION_BYTES >> 20} MiB",
+        notes=[f"registered in {middle - registering:.2f} s, unregistered in {end - unregistering:.2f} s"],
     )
     for process, rows in (("this", summed_up(mine, windows)), ("another", other.ask(windows))):
         for row in rows:
@@ -205,12 +205,12 @@ def _killed(report: Report, folder: Path, files: Sequence[Path], nbytes: int) ->
                 longest[name] = max(longest[name], time.monotonic() - started)
                 stored = stored or (name == "put" and result == 1)
         recovered = time.monotonic() - begin
-        gone = holder.wait()
+        ended = holder.wait()
         if not stored:
             raise BenchError(f"no page was stored within {RECOVERY_SECONDS} s after the kill")
         table.add(
             until_a_put_was_stored_s=recovered, puts=calls, longest_put_s=longest["put"],
-            longest_match_s=longest["match"], process_gone_s=gone - begin,
+            longest_match_s=longest["match"], process_gone_s=ended - begin,
         )  # fmt: skip
     report.show(table)
 
@@ -227,7 +227,7 @@ def _hold(path: str, nbytes: int, files: Sequence[Path]) -> None:
             time.sleep(600.0)
 
         store._shared.c.index.write(hold, 600.0)
-        held.let_go()
+        held.release()
 
 
 # -- processes -------------------------------------------------------------------------------
@@ -256,13 +256,13 @@ class Child:
         return rows
 
     def wait(self) -> float:
-        """When it was gone, on the monotonic clock."""
+        """When it had ended, on the monotonic clock."""
         self._process.wait(120.0)
         return time.monotonic()
 
 
 def _launch(torch: Any) -> None:
-    """Launch until standard input says which windows count."""
+    """Launch until standard input names the windows to report."""
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.append(sys.stdin.readline()))
     warm_until = time.monotonic() + 0.5

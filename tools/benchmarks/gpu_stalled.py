@@ -1,8 +1,8 @@
-"""How long an engine waits for its blocks while the disk stands still: saves on a GPU, one after the other, at a pace.
+"""How long an engine waits for its blocks while the disk is stalled: saves on a GPU, one after the other, at a pace.
 
-The store's files are those of a file system whose writes of payloads do not come back until the end. The ring holds a
-few prompts; what finds no room is declined. Times from ``save`` until ``source_free``, with a healthy disk before and
-after (a save waits for slots, too, where more is saved than the disk takes: choose the pace accordingly).
+The store is on a file system whose writes of payloads do not return until the end. The ring holds a few prompts; saves
+that find no slots are declined. Times from ``save`` until ``source_free``, with a healthy disk before and after (a save
+also waits for slots if saves exceed the disk's rate: choose the pace accordingly).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEALTHY = 20  # saves, before and after
 class Plan:
     shape: str
     tokens: int
-    saves: int  # while the disk stands still
+    saves: int  # while the disk is stalled
     pace_seconds: float
     seed: int
 
@@ -40,7 +40,7 @@ class Plan:
 
 
 class StoppingFiles(Files):
-    """A disk that can be stopped: threads that write payloads stand still in their calls."""
+    """A disk that can be stopped: threads that write payloads hang in their calls."""
 
     def __init__(self) -> None:
         self.runs = threading.Event()
@@ -64,8 +64,8 @@ def run(report: Report, folder: Path, plan: Plan) -> None:
         ns = store.namespace("stalled", layout, "1")
         with ns.attach(engine.kvs, ring_bytes=RING) as io:
             saver = _Saver(torch, ns, io, engine, plan)
-            for disk, count in (("healthy", HEALTHY), ("stands still", plan.saves), ("healthy again", HEALTHY)):
-                if disk == "stands still":
+            for disk, count in (("healthy", HEALTHY), ("stalled", plan.saves), ("healthy again", HEALTHY)):
+                if disk == "stalled":
                     files.runs.clear()
                 times, transfers = saver.go(count)
                 declined = sum(t.done.is_set() and bool(t.result.declined) for t in transfers)

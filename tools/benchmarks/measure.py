@@ -2,13 +2,13 @@
 
 Every contender is run once without being counted; then round by round, one after the other, so that a machine
 that grows slower or faster does so for all of them. A ratio is taken within one round. Python's garbage
-collector is off while a clock runs. CPU time is that of this process and of children that it has waited for:
-what the kernel writes back later belongs to nobody here.
+collector is off while a clock runs. CPU time is that of this process and of children that it has waited for;
+what the kernel writes back later is not included.
 
-In a virtual machine whose host takes free memory back, a page that the host must find first costs ten times what
-writing it costs, and whoever is next pays. ``back_memory`` before each run that fills the page cache makes that
-rarer, not impossible: CPU seconds per GB that differ several times between rounds are its mark. Such noise only
-ever slows down, so the best round of both sides is compared as well.
+In a virtual machine whose host takes free memory back, a page that the host must find first costs ten times the
+write to it, for the contender that happens to be next. ``back_memory`` before each run that fills the page cache
+makes that rarer, not impossible: its mark is CPU seconds per GB that differ several times between rounds. Such noise
+only slows runs down, so the best round of both sides is compared as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GB = 1e9
 
 
 class BenchError(RuntimeError):
-    """What was measured did not do what it should: a figure would mean nothing."""
+    """The measured call did not do what it should: a figure would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def cpu_seconds() -> float:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to measure. ``before`` and ``after`` run beside the clock."""
+    """Something to measure. ``before`` and ``after`` are not timed."""
 
     name: str
     run: Callable[[], Sample]
@@ -120,7 +120,7 @@ def rate_ratio(ours: Sequence[Sample], baseline: Sequence[Sample]) -> Spread:
 
 
 def best_ratio(ours: Sequence[Sample], baseline: Sequence[Sample]) -> float:
-    """Best rate over best rate, of whatever rounds."""
+    """Best rate over best rate, each of any round."""
     return max(s.gb_per_second for s in ours) / max(s.gb_per_second for s in baseline)
 
 
@@ -141,7 +141,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def back_memory(nbytes: int) -> None:
-    """Have the machine's free memory backed by its host: fill ``nbytes`` of it, at most half, and let go."""
+    """Have the machine's free memory backed by its host: fill ``nbytes`` of it, at most half, and free them."""
     half = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     size = min(nbytes, half)
     if size > 0:

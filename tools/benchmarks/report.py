@@ -76,7 +76,7 @@ def cached_share(samples: Sequence[Sample]) -> str:
 
 
 class Report:
-    """Prints tables as they come and keeps them for the JSON file."""
+    """Prints each table when it is made, and keeps it for the JSON file."""
 
     def __init__(self, command: str, options: dict[str, Value], json_path: Path | None) -> None:
         self._json_path = json_path
@@ -98,7 +98,7 @@ class Report:
 
 
 def _plain(row: dict[str, Value]) -> dict[str, object]:
-    """A row with spreads as objects, and null for what is no number."""
+    """A row with spreads as objects, and null for values that are not finite."""
     return {name: _plain_value(value) for name, value in row.items()}
 
 
@@ -109,7 +109,7 @@ def _plain_value(value: Value) -> object:
 
 
 def machine() -> dict[str, Value]:
-    """What a reader must know to compare figures."""
+    """Facts that a reader needs to compare figures."""
     return {
         "kvfs": __version__,
         "python": platform.python_version(),

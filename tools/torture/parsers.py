@@ -34,7 +34,7 @@ from kvfs.index import tables
 from kvfs.index.environment import Index
 from kvfs.index.generation_files import State, read_state
 from kvfs.index.ledger import adopt
-from kvfs.index.row_updates import forget_place, sweep
+from kvfs.index.row_updates import forget, sweep
 from kvfs.index.rows import _EXTENT, _HEAD, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.session import Session, Tables
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
@@ -320,7 +320,7 @@ def row(data: bytes) -> str:
     txn.put(ROW_KEY, data, db="pages")
     session = Session(txn, DB, "", NOW_S)
     session.add_segment(SegmentRow(SEGMENT_ID, bytes(16), bytes(16), SEALED, 0, 1, 40, 1 << 20, 1 << 19, 4096, 0))
-    forget_place(session, [ROW_KEY], {(1, 1)})
+    forget(session, [ROW_KEY], {(1, 1): bytes(32)})
     sweep(session, b"\0", 10)
     return f"accepted {len(found.extents)}"
 

@@ -1,0 +1,108 @@
+"""What counts as a use of a page, and clocks that were wrong: which prompts stay in a full store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.system.files import Files
+from tests.stores import seeded, tokens_of
+
+LAYOUT = kvfs.PageLayout.kv(layers=2, kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)
+CHUNKS = 10  # of each prompt: 160 KiB
+PAGES = seeded(1, CHUNKS * LAYOUT.page_bytes)
+
+
+class Clock(Files):
+    """The real file system; the time of day moves by hand only."""
+
+    us = 1_780_000_000_000_000
+
+    def now_us(self) -> int:
+        return self.us
+
+    def advance(self, seconds: float) -> None:
+        self.us += int(seconds * 1e6)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ns(memory_path: Path, clock: Clock) -> Iterator[kvfs.Namespace]:
+    with kvfs.open(memory_path / "store", capacity="16MiB", files=clock) as store:
+        store._shared.background.stop()  # evictions happen where the test is, under its clock
+        yield store.namespace("model", LAYOUT, revision="r1")
+
+
+def used(ns: kvfs.Namespace, how: str, seed: int) -> int:
+    """How many chunks of a prompt are there; the request uses them in the way ``how``."""
+    prompt = tokens_of(seed, CHUNKS)
+    if how == "put":
+        return ns.put(prompt, PAGES).skipped
+    if how == "look and plan":
+        pages = ns.prompt(prompt)
+        pages.look()
+        pages.note_lookup(0)
+        there = pages.stored["full"].bit_count()
+    elif how == "plan_save and put":
+        missing = ns.plan_save(prompt).missing["full"]
+        there = CHUNKS - len(missing)
+    else:
+        with ns.match(prompt) as match:
+            there = match.chunks
+            if "get" in how:
+                assert ns.get(match, bytearray(match.nbytes)) == there
+    if there < CHUNKS:
+        ns.put(prompt, PAGES[there * LAYOUT.page_bytes :], start=there)
+    elif how == "match, put":
+        ns.put(prompt, PAGES)
+    return there
+
+
+@pytest.mark.parametrize("how", ["put", "match, put", "match, get, put", "plan_save and put", "look and plan"])
+def test_every_way_to_use_a_prompt_keeps_it(ns: kvfs.Namespace, clock: Clock, how: str) -> None:
+    """Ten prompts, each used every 40 s, next to a new one every 2 s: LRU by page keeps them."""
+    for seed in range(100):
+        clock.advance(2)
+        ns.put(tokens_of(seed, CHUNKS), PAGES)
+    shares = []
+    for rounds in range(8):
+        there = 0
+        for seed in range(10):
+            clock.advance(2)
+            there += used(ns, how, 1000 + seed)
+            clock.advance(2)
+            ns.put(tokens_of(2000 + 10 * rounds + seed, CHUNKS), PAGES)
+        shares.append(there / (10 * CHUNKS))
+    assert min(shares[1:]) > 0.9, shares
+
+
+@pytest.mark.parametrize("ahead", [3600, 365 * 86400])
+@pytest.mark.parametrize("other", [False, True], ids=["clock", "process"])
+def test_what_was_written_by_a_clock_that_was_ahead_is_evicted_first(
+    ns: kvfs.Namespace, clock: Clock, ahead: int, other: bool
+) -> None:
+    """``other``: a process that opens the store after the clock was set right, and knows none of the access times."""
+    clock.advance(ahead)
+    for seed in range(120):
+        clock.advance(0.1)
+        ns.put(tokens_of(seed, CHUNKS), PAGES)
+    clock.advance(-ahead)
+    if other:
+        ns._c.access_times.close()
+        services = ns._keep_alive._shared.services()  # type: ignore[attr-defined]
+        services.evictor.victims._survey._uses.clear()
+    shares = []
+    for _ in range(4):
+        there = 0
+        for seed in range(1000, 1030):
+            clock.advance(0.1)
+            there += used(ns, "match, get, put", seed)
+        shares.append(there / (30 * CHUNKS))
+    assert min(shares[1:]) > 0.9, shares
