@@ -7,8 +7,8 @@
  * Rules for all functions:
  *  - Pointers are valid for the lengths that are given with them. Numbers from Python are right; bytes of files are not
  *    trusted: each offset and length read from a file is checked before it is used.
- *  - kvfs_walk, kvfs_there, kvfs_parts never wait: no disk (RWF_NOWAIT or cachestat, RESOLVE_CACHED), no lock (LOCK_NB, one try).
- *    They are called with the interpreter held, which also keeps other threads of the process from forking or from
+ *  - kvfs_walk, kvfs_there, kvfs_parts never wait: neither for a disk (RWF_NOWAIT or cachestat, RESOLVE_CACHED) nor for a
+ *    lock (LOCK_NB, one try). They are called with the interpreter held, which also keeps other threads of the process from forking or from
  *    closing the index while a lock is held. On return they hold no lock.
  *  - kvfs_read, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only memory that
  *    the caller keeps alive.
@@ -76,7 +76,8 @@ typedef struct {
 KVFS_PUBLIC uint64_t kvfs_index_bytes(void);
 
 /* Pre: index has kvfs_index_bytes() bytes, aligned to 8. The caller closes the descriptors after kvfs_index_close.
- * Post: 0; -ESTALE: CURRENT is not what ``current`` says; or -errno of fstat. What the file holds is checked by each call that reads it. */
+ * Post: 0; -ESTALE: CURRENT is not what ``current`` says; or -errno of fstat. What the index file contains is checked by each
+ * call that reads it. */
 KVFS_PUBLIC int64_t kvfs_index_open(
     kvfs_index *index, const kvfs_descriptors *descriptors, const kvfs_stamp *current);
 
