@@ -8,8 +8,8 @@
  *  - Pointers are valid for the lengths that are given with them. Numbers from Python are right; bytes of files are not
  *    trusted: each offset and length read from a file is checked before it is used.
  *  - kvfs_walk, kvfs_there, kvfs_parts never wait: neither for a disk (RWF_NOWAIT or cachestat, RESOLVE_CACHED) nor for a
- *    lock (LOCK_NB, one try). They are called with the interpreter held, which also keeps other threads of the process from forking or from
- *    closing the index while a lock is held. On return they hold no lock.
+ *    lock (LOCK_NB, one try). They are called with the interpreter held, which also keeps other threads of the process
+ *    from forking or from closing the index while a lock is held. On return they hold no lock.
  *  - kvfs_read, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only memory that
  *    the caller keeps alive.
  */
