@@ -92,6 +92,7 @@ class Index:
         self._probe_at = 0.0
         self._closed = False
         self._paused = False  # the index thread waits for the end of a fork
+        self._in_lmdb = False  # a thread is inside LMDB, with its locks
         self.generation = ""
         self.timeouts = 0
         self.errors = 0
@@ -141,9 +142,9 @@ class Index:
         return result
 
     def _trip(self, *, write: bool) -> None:
-        """Open the breaker. A process that stops as a reader hinders writers only."""
+        """Open the breaker. A process that stops as a reader hinders writers only. A read-only store does not write."""
         self.timeouts += 1
-        self._refused |= {write, True}
+        self._refused |= {write} if self._read_only else {write, True}
         self._probe()
 
     def _probe(self) -> None:
@@ -185,6 +186,7 @@ class Index:
         if self._env is None or self._tables is None:  # a private index, closed meanwhile or retired after an error
             raise IndexUnavailableError("closed" if self._closed else "rebuilding")
         now_s = self._files.now_us() // 1_000_000
+        self._in_lmdb = True
         try:
             check_size(self._env, self._files, self._data.fd)
             with begin(self._env, write=write) as txn:
@@ -199,6 +201,8 @@ class Index:
             self.errors += 1
             self._retire(write)
             raise IndexUnavailableError(f"index error: {exc}") from None
+        finally:
+            self._in_lmdb = False
 
     # -- generations -------------------------------------------------------------------------
 
@@ -424,7 +428,7 @@ class Index:
         """In a forked child: close inherited descriptors without unlocking what the parent holds."""
         self._close_native()
         env, self._env = self._env, None
-        if env is not None and self._paused:
+        if env is not None and (self._paused or not self._in_lmdb):
             with contextlib.suppress(Exception):
                 env.close()
         elif env is not None:  # LMDB's locks may be held by a thread that only the parent has: never closed, nor freed

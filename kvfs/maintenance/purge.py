@@ -183,7 +183,8 @@ class Purger:
         old = self._c.marks.read(segment_id)
         if old is not None and old.whole:
             return None, 0
-        if segment.scan is None and (not row.records if row is not None else not segment.damaged):
+        unnamed = row is None or not row.records
+        if segment.scan is None and unnamed and not (segment.damaged and (row is None or row.state != ACTIVE)):
             return None, 0  # its writer has just made it, or no rebuild takes it for a segment
         if segment.scan is None:  # unreadable: a cache may lose its pages, a purge must not miss them
             return PurgeMark(segment_id, fmt.PURGE_ALL | fmt.PURGE_PENDING, 0, b""), row.records if row else 0

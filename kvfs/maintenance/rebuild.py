@@ -108,7 +108,8 @@ def rebuild(
                     report = build(directory, data.fd, settings, store_id, alone=alone, cancelled=cancelled)
             index.install(name, timeout=5.0)
         except BaseException as exc:
-            if not isinstance(exc, TimeoutError):  # it may still become current; if not, the next rebuild removes it
+            # after a timeout it may still become current; if not, the next rebuild removes it
+            if not isinstance(exc, TimeoutError) and _current(directory) != name.encode():
                 discard_generation(files, index_fd, name)
             if isinstance(exc, lmdb.Error):
                 raise IndexUnavailableError(f"index error: {exc}") from None
@@ -116,11 +117,16 @@ def rebuild(
         return report
 
 
+def _current(directory: Directory) -> bytes | None:
+    """Name of the current generation; None if there is none, or it cannot be read."""
+    with contextlib.suppress(FormatError, OSError):
+        return directory.read_small("CURRENT", 64, sub="index")
+    return None
+
+
 def _remove_stale_generations(directory: Directory) -> None:
     """Remove what rebuilds that died left behind. The current generation, if any, is kept."""
-    current = None
-    with contextlib.suppress(FormatError, OSError):
-        current = directory.read_small("CURRENT", 64, sub="index")
+    current = _current(directory)
     for name in directory.files.listdir(directory.sub("index")):
         if _GENERATION.match(name) and name.encode() != current:
             discard_generation(directory.files, directory.sub("index"), name)

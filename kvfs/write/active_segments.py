@@ -33,6 +33,7 @@ LANES = 8  # segments of a class that one process appends to in parallel, at mos
 BUSY_SECONDS = 0.005  # between tries to seal a segment that another thread appends to
 NO_ROOM_SECONDS = 1.0  # after a wait for room timed out: saves that need room decline at once, the background evicts
 PROBE_SECONDS = 0.05  # wait of a save after that, until one has got room
+FORGET_SECONDS = 10.0  # later saves wait as before: readers may have released what they held
 CLOSE_SECONDS, SYNC_SECONDS = 5.0, 1.0  # how long a close, a background sync waits for an append
 
 
@@ -98,10 +99,10 @@ class ActiveSegments:
 
     def room_wait(self, segment_class: SegmentClass, seconds: float) -> RoomWait:
         """Of a save that may wait for ``seconds``; less after a wait that timed out."""
-        until = self._no_room.get(segment_class.quota)
-        if until is None:
+        until, now = self._no_room.get(segment_class.quota), self._c.files.monotonic()
+        if until is None or now > until + FORGET_SECONDS:
             return RoomWait(seconds)
-        return RoomWait(0.0 if self._c.files.monotonic() < until else PROBE_SECONDS)
+        return RoomWait(0.0 if now < until else PROBE_SECONDS)
 
     def with_room(self, transact: Callable[[Session], T], wait: RoomWait, own: SegmentClass) -> T:
         """Run a transaction that reserves space; where space is missing, evict and try again until ``wait`` is over.

@@ -28,6 +28,23 @@ def store(memory_path: Path) -> Iterator[kvfs.Store]:
         yield made
 
 
+def test_a_late_read_costs_a_read_only_store_neither_its_index_nor_an_error(store: kvfs.Store) -> None:
+    """The probe wrote, LMDB refused that, and the index was taken for a damaged one."""
+    path = store.path
+    store.close()
+    with kvfs.open(path, read_only=True) as reader:
+        index = reader._shared.c.index
+        index.read(lambda session: None, 5.0)
+        environment = index._env
+        with open(Path(path) / "gate") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            with pytest.raises(IndexUnavailableError, match="timeout"):
+                index.read(lambda session: None, 0.05)
+        assert eventually(lambda: not index._refused and not index._probing)
+        index.read(lambda session: None, 5.0)
+        assert index._env is environment and index.errors == 0
+
+
 def eventually(check: Callable[[], bool]) -> bool:
     end = time.monotonic() + 60
     while not check():

@@ -290,11 +290,12 @@ def test_a_fork_does_not_wait_for_a_store_that_another_thread_opens(memory_path:
         os.close(writer)
 
 
-@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.parametrize("where", ["in LMDB", "at the gate", "paused"])
 def test_a_child_calls_lmdb_only_if_the_index_thread_was_outside_of_it(
-    store: kvfs.Store, ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, hangs: bool
+    store: kvfs.Store, ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Otherwise a lock of LMDB may be held by a thread that the child does not have."""
+    """Inside, a lock of LMDB may be held by a thread that the child does not have. An environment that is not closed
+    keeps the child from the index: py-lmdb opens a file once per process."""
     index, release, closed, begun = store._shared.c.index, threading.Event(), list[None](), threading.Event()
 
     class Environment:
@@ -302,14 +303,15 @@ def test_a_child_calls_lmdb_only_if_the_index_thread_was_outside_of_it(
             closed.append(None)
 
     environment = index._env
-    if hangs:
+    if where != "paused":
+        monkeypatch.setattr(index, "_in_lmdb", where == "in LMDB")
         index._worker.submit(lambda: (begun.set(), release.wait(60)))
         assert begun.wait(30)
         index._env = Environment()  # type: ignore[assignment]
     else:
         index._worker.call(lambda: setattr(index, "_env", Environment()), 30.0)
     try:
-        assert run_child(lambda: len(closed)) == (0 if hangs else 1)
+        assert run_child(lambda: len(closed)) == (0 if where == "in LMDB" else 1)
     finally:
         index._env = environment
         release.set()
