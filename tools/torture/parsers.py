@@ -381,11 +381,11 @@ def super_file(data: bytes) -> str:
     return "accepted"
 
 
-@target(lambda: [json.dumps(State("0" * 16, "boot", 1, 2, True)._asdict()).encode()], mutate_json)
+@target(lambda: [json.dumps(State("0" * 16, "boot", 1, 2, True, "f" * 16)._asdict()).encode()], mutate_json)
 def state(data: bytes) -> str:
     found = read_state(ImageDirectory(state=Image.of(data)))  # type: ignore[arg-type]
     if found is not None:
-        must([type(v) for v in found] == [str, str, int, int, bool], "types")
+        must([type(v) for v in found] == [str, str, int, int, bool, str], "types")
     return word(found)
 
 
