@@ -311,7 +311,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no breaker after a timeout", "kvfs/index/environment.py",
-        "        self._refused |= {write, True}\n", "        self._refused &= {write, True}\n",
+        "        self._refused |= {write} if self._read_only else {write, True}\n", "        pass\n",
         ("tests/crash/test_kill.py::test_a_frozen_holder_of_the_index_blocks_no_other_process",),
     ),
     Mutation(
