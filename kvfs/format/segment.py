@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     chunk_hash: bytes  # for KIND_NAMESPACE: the namespace digest
     run_hash: bytes  # chunk hash that keys the index row of this chunk: the first of its run or of a fork
     root: bytes
-    attempt: bytes  # 8 bytes: the cohort of ranks that wrote together
+    attempt: bytes  # 8 bytes: the save id: equal for all ranks that wrote together
 
 
 class Seal(NamedTuple):

@@ -55,7 +55,7 @@ class Record(NamedTuple):
     expires: int
     codec: int = fmt.CODEC_RAW
     table: bytes = b""  # leaf table of the raw bytes; optional for a raw payload, required for an encoded one
-    attempt: bytes = bytes(8)  # the cohort of ranks that wrote it
+    attempt: bytes = bytes(8)  # the save id: equal for all ranks of one save
 
 
 class Placed(NamedTuple):

@@ -16,6 +16,8 @@ import pytest
 
 import kvfs
 from kvfs.errors import ConfigError, StoreAccessError, StoreReadOnlyError
+from kvfs.index.tables import ACTIVE, SEALED, SegmentRow
+from kvfs.maintenance.purge import _Segment, select
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counted, load, restored, run_child, seeded, segment_files, tiny, tokens_of
 
@@ -548,3 +550,15 @@ def test_random_purges_equal_a_dict(path: Path) -> None:
             assert found(space(store, key[0], salt=f"salt {key[0]}"), key[1]) == model.get(key, 0), (step, key)
     assert store.verify().ok
     store.close()
+
+
+@pytest.mark.parametrize(("state", "marked"), [(ACTIVE, False), (SEALED, True)])
+def test_a_damaged_file_that_was_charged_without_records_is_marked(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch, state: int, marked: bool
+) -> None:
+    """It was taken for a segment that its writer has just made, so a rebuild could bring its pages back."""
+    purger = store._shared.services().purger
+    monkeypatch.setattr(purger, "_read", lambda *_: _Segment(None, {}, damaged=True))
+    row = SegmentRow(bytes(16), bytes(16), bytes(16), state, 0, 1, 0, 4096, 4096, 4096, 0)
+    mark, _ = purger._mark_for(bytes(16), select(digest=None, name="m", salt=None, chunks=None), row)
+    assert (mark is not None) is marked
