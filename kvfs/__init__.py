@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from kvfs.pages.layout import Need as Need
     from kvfs.pages.layout import PageLayout as PageLayout
     from kvfs.pages.layout import Part as Part
+    from kvfs.pages.pack import pack as pack
+    from kvfs.pages.pack import unpack as unpack
+    from kvfs.pages.shared_identity import shared_identity as shared_identity
     from kvfs.store import Store as Store
     from kvfs.store import open_store as open
     from kvfs.transfer.handle import Transfer as Transfer
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from kvfs.types import PurgeResult as PurgeResult
     from kvfs.types import PutResult as PutResult
     from kvfs.types import SavePlan as SavePlan
+    from kvfs.types import StoreStats as StoreStats
     from kvfs.types import Tier as Tier
     from kvfs.types import TransferResult as TransferResult
     from kvfs.types import TransferState as TransferState
@@ -75,9 +79,13 @@ _HOME = {
     "Need": "pages.layout",
     "PageLayout": "pages.layout",
     "Part": "pages.layout",
+    "pack": "pages.pack",
+    "unpack": "pages.pack",
     "PrefixMatch": "lookup.prefix_match",
     "Namespace": "namespace",
     "SavePlan": "types",
+    "StoreStats": "types",
+    "shared_identity": "pages.shared_identity",
     "Store": "store",
     "describe": "pages.describe",
     "Transfer": "transfer.handle",
@@ -119,6 +127,7 @@ __all__ = [
     "StoreLockedError",
     "StoreNotFoundError",
     "StoreReadOnlyError",
+    "StoreStats",
     "Tier",
     "Transfer",
     "TransferResult",
@@ -128,6 +137,9 @@ __all__ = [
     "__version__",
     "describe",
     "open",
+    "pack",
+    "shared_identity",
+    "unpack",
 ]
 
 

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs.context import Context
 from kvfs.directory.config import Quota, parse_duration, quota_id
+from kvfs.directory.engine_speeds import EngineSpeeds
 from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.format.codec import NAMES as codec_names
 from kvfs.format.codec import parse as parse_codec
 from kvfs.lookup.matcher import Matcher
-from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.lookup.prompt_pages import PromptPages, chain_of, prompt_of_keys
+from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
+from kvfs.lookup.prompt_pages import PromptPages, chain_of, prompt_of_hashes, prompt_of_keys
 from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_hash import ChunkHashes
 from kvfs.pages.chunk_set import members, span
-from kvfs.pages.identity import Identity, salt_digest
+from kvfs.pages.identity import Identity, label, salt_digest
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.read.reader import Reader
-from kvfs.system.memory_views import byte_view
-from kvfs.types import BufferLike, ExtraKeys, PagesLike, PutResult, TokensLike
+from kvfs.system.memory_views import PageBuffers, byte_view
+from kvfs.types import ExtraKeys, PagesLike, PutResult, Tier, TokensLike
 from kvfs.types import SavePlan as SavePlan
 from kvfs.write.active_segments import RoomWait, SegmentClass
 from kvfs.write.appender import Appender, AppendJob, Outcome, check_pages_fit
@@ -37,12 +38,22 @@ def random_epoch() -> int:
     return secrets.randbits(62) | 1
 
 
+def _of_store(store: Any, identity: Identity, codec: str) -> Namespace:
+    """A namespace that was pickled."""
+    made = store.namespace(
+        identity.name, identity.layout, identity.revision, identity.salt, rope=identity.rope, adapter=identity.adapter,
+        epoch=identity.epoch, extra=identity.extra, codec=codec,
+    )  # fmt: skip
+    assert isinstance(made, Namespace)
+    return made
+
+
 class _Put(NamedTuple):
     number: int
     group: Group
     part: Part
     start: int
-    data: memoryview
+    data: memoryview | PageBuffers
     pages: int
 
 
@@ -64,8 +75,18 @@ class Namespace:
         self._matcher = Matcher(context, identity.digest, identity.layout, reader.tiers)
         check_pages_fit(identity.layout, len(self._descriptor), context.settings)
 
+    def __repr__(self) -> str:
+        return f"<Namespace {label(self.name, self.identity.revision)} in {self._c.directory.path}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its store, which a process that unpickles it opens by path. The salt, a secret, is part of it."""
+        if self._keep_alive is None:
+            raise TypeError("this namespace was not made by Store.namespace: it cannot be pickled")
+        return _of_store, (self._keep_alive, self.identity, self.codec)
+
     @property
     def name(self) -> str:
+        """The name in its identity."""
         return self.identity.name
 
     @property
@@ -82,6 +103,14 @@ class Namespace:
         identity = replace(self.identity, epoch=random_epoch())
         return Namespace(self._c, self._appender, self._reader, identity, self.codec, self._keep_alive)
 
+    def compute_speed(self) -> int | None:
+        """Tokens per second that an engine of this namespace computed when one last told; None if none has."""
+        return EngineSpeeds(self._c.directory).read(self.identity.digest)
+
+    def note_compute_speed(self, tokens_per_second: float) -> None:
+        """Tell engines that start later how fast this one computes. Not stored if the disk fails, or read-only."""
+        EngineSpeeds(self._c.directory).note(self.identity.digest, tokens_per_second)
+
     # -- lookups -----------------------------------------------------------------------------
 
     def match(
@@ -97,45 +126,89 @@ class Namespace:
         hashes = self._chain(token_ids, extra, leave)
         return self._matcher.match(Prompt(self.identity.digest, hashes), self._parts(part))
 
-    def match_keys(self, keys: Sequence[bytes], *, part: Part | None = None) -> PrefixMatch:
-        """Match the leading keys that are present; for engines with opaque keys instead of tokens."""
+    def match_keys(self, keys: Sequence[bytes], *, part: Part | Mapping[str, Part] | None = None) -> PrefixMatch:
+        """Match the leading keys that are present; for engines with keys of their own instead of tokens."""
         return self._matcher.match(self._key_prompt(keys), self._parts(part))
 
     def present_keys(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether a page is stored under each of the opaque keys."""
+        """Whether a page is stored under each of the keys; of several groups, a page of each."""
         return self._matcher.stored(self._key_prompt(keys))
 
-    def prompt(self, token_ids: TokensLike = (), *, extra: ExtraKeys | None = None) -> PromptPages:
-        """A prompt that may grow, for engines that look up and decide page by page; see :class:`PromptPages`."""
-        return PromptPages(self._c, self._matcher, self.identity, token_ids, extra)
+    def prompt(
+        self, token_ids: TokensLike = (), *, hashes: Sequence[bytes] | None = None,
+        keys: Sequence[bytes] | None = None, extra: ExtraKeys | None = None,
+    ) -> PromptPages:  # fmt: skip
+        """A prompt for engines that look up and decide page by page; see ``PromptPages``.
+
+        Of ``token_ids``, and then it may grow; of ``hashes``, the chunk hashes of a prompt from its first chunk on, as
+        ``chunk_hashes`` gives them; or of ``keys``, each of which names one page (of each group) that needs no other.
+        Keys and hashes name different pages, also if they are equal.
+        """
+        if hashes is None and keys is None:
+            pages = PromptPages(self._c, self._matcher, self.identity, extra, None)
+            pages.extend(token_ids)
+            return pages
+        if (hashes is not None and keys is not None) or len(token_ids) or extra is not None:
+            raise ConfigError("pass one of token_ids, hashes and keys; extra belongs to token_ids")
+        named = self._key_prompt(keys) if keys is not None else prompt_of_hashes(self.identity, hashes or ())
+        return PromptPages(self._c, self._matcher, self.identity, None, named)
 
     # -- loads -------------------------------------------------------------------------------
 
-    def get(self, match: PrefixMatch, out: BufferLike | Mapping[str, BufferLike]) -> int:
+    def get(self, match: PrefixMatch, out: PagesLike) -> int:
         """Load the pages of ``match``; returns how many leading chunks are verified and now in ``out``.
 
         ``out``: a writable buffer of at least ``match.group(name).nbytes`` bytes, which receives pages in canonical
-        order; for layouts of several groups a mapping from group name to buffer. Its content beyond the returned length
-        is undefined. Raises ConfigError for a bad argument, never for a disk that fails.
+        order, or a list of buffers, one for each page; for layouts of several groups a mapping from group name to one
+        of these. Its content beyond the returned length is undefined. Raises ConfigError for a bad argument, never for
+        a disk that fails.
         """
+        good = self.get_pages(match, out)
+        return match.restorable(good) if match.tokens else 0
+
+    def get_pages(self, match: PrefixMatch, out: PagesLike) -> dict[str, int]:
+        """``get`` for callers that can use pages behind one that is lost, such as those of keys.
+
+        Group name -> set of chunks, as bits, that are verified and now in ``out``; the rest of it is undefined.
+        """
+        return self._load(match, out)[0]
+
+    def get_tiers(self, match: PrefixMatch, out: PagesLike) -> dict[Tier, int]:
+        """``get`` for callers that account for each request: tier -> set of chunks, as bits.
+
+        The sets are disjoint; together they are the leading chunks that ``get`` counts (of keys: all that are in
+        ``out``). A chunk belongs to the slowest tier that one of its pages was read from: HOST is the page cache, and
+        DEVICE holds chunks that need no page, such as those before a window.
+        """
+        return self._load(match, out)[1]
+
+    def _load(self, match: PrefixMatch, out: PagesLike) -> tuple[dict[str, int], dict[Tier, int]]:
         self._check_match(match)
-        outs = []
-        for gm in match.groups:
-            buffer = out.get(gm.name) if isinstance(out, Mapping) else out
-            if buffer is None or (not isinstance(out, Mapping) and len(match.groups) > 1):
-                raise ConfigError(f"out must map each of the groups {[g.name for g in match.groups]} to a buffer")
-            view = byte_view(buffer, f"out of group {gm.name}", writable=True)
-            if len(view) < gm.nbytes:
-                raise ConfigError(
-                    f"out of group {gm.name} has {len(view)} bytes, {gm.nbytes} are needed ({gm.count} pages)"
-                )
-            outs.append(view)
+        outs = [self._check_out(match, gm, out) for gm in match.groups]
         if not match.tokens:
-            return 0
+            return dict.fromkeys((gm.name for gm in match.groups), 0), {}
         began = self._c.files.monotonic()
-        chunks = self._reader.load(match, self.layout.groups, outs)
+        done = self._reader.load(match, self.layout.groups, outs)
         self._c.counters.took("get", self._c.files.monotonic() - began)
-        return chunks
+        return done
+
+    def _check_out(self, match: PrefixMatch, gm: GroupMatch, out: Any) -> memoryview | PageBuffers:
+        buffer = out.get(gm.name) if isinstance(out, Mapping) else out
+        if buffer is None or (not isinstance(out, Mapping) and len(match.groups) > 1):
+            raise ConfigError(f"out must map each of the groups {[g.name for g in match.groups]} to a buffer")
+        if isinstance(buffer, (list, tuple)):
+            pages = PageBuffers(buffer, gm.part_bytes, f"out of group {gm.name}", writable=True)
+            if len(buffer) != gm.count:
+                raise ConfigError(
+                    f"out of group {gm.name} has {len(buffer)} buffers: pass one for each of {gm.count} pages"
+                )
+            return pages
+        view = byte_view(buffer, f"out of group {gm.name}", writable=True)
+        if len(view) < gm.nbytes:
+            raise ConfigError(
+                f"out of group {gm.name} has {len(view)} bytes, {gm.nbytes} are needed ({gm.count} pages)"
+            )
+        return view
 
     def view(self, match: PrefixMatch, group: str | None = None) -> list[memoryview]:
         """Read-only buffers over the page cache, one per leading page that verifies; no copy.
@@ -151,6 +224,15 @@ class Namespace:
         gm = match.groups[0] if group is None else match.group(group)
         return self._reader.view(match, gm, self.layout.groups[gm.number]) if match.tokens else []
 
+    def touch(self, match: PrefixMatch) -> None:
+        """Set the access times of the pages of a match of keys to about its time, without reading them.
+
+        The pages of each segment get a time of their own: eviction takes equal times for one prompt, whose pages are
+        worth nothing behind a gap, and keys have no order.
+        """
+        self._check_match(match)
+        self._reader.touch(match)
+
     def _check_match(self, match: PrefixMatch) -> None:
         if not isinstance(match, PrefixMatch) or match.namespace != self.identity.digest:
             raise ConfigError("this match is of another namespace: use the one that made it")
@@ -164,8 +246,9 @@ class Namespace:
     ) -> PutResult:  # fmt: skip
         """Store whole pages of a prompt, in canonical order, from chunk ``start`` on.
 
-        ``pages``: one buffer, or a mapping from group name to buffer; ``start`` likewise. ``ttl``: lifetime in seconds,
-        or a text like "12h" (default: the quota's). ``attempt``: 8 bytes that all ranks of one save share. Pages that
+        ``pages``: one buffer, or a list of buffers of one page each, or a mapping from group name to one of these;
+        ``start``: a number, or such a mapping. ``ttl``: lifetime in seconds, or a text like "12h" (default: the
+        quota's). ``attempt``: 8 bytes that all ranks of one save share. Pages that
         are stored already are skipped, pages that another writer is storing count as ``in_flight``. In a group of full
         attention no page is stored whose predecessor is missing, and the first decline ends the put. A disk that fails
         is a decline; ConfigError and StoreReadOnlyError are raised before anything is written.
@@ -173,13 +256,16 @@ class Namespace:
         hashes = self._chain(token_ids, extra)
         return self._put(Prompt(self.identity.digest, hashes), pages, start, part, ttl, attempt)
 
-    def put_keys(self, keys: Sequence[bytes], pages: BufferLike, *, ttl: float | str | None = None) -> PutResult:
-        """Store one page per opaque key (namespaces of kind ``opaque``)."""
-        return self._put(self._key_prompt(keys), pages, 0, None, ttl, bytes(8))
+    def put_keys(
+        self, keys: Sequence[bytes], pages: PagesLike, *, part: Part | Mapping[str, Part] | None = None,
+        ttl: float | str | None = None, attempt: bytes = bytes(8),
+    ) -> PutResult:  # fmt: skip
+        """Store one page per key (of each group that ``pages`` names); the rest as in ``put``."""
+        return self._put(self._key_prompt(keys), pages, 0, part, ttl, attempt)
 
     def chunk_hashes(self, token_ids: TokensLike, *, extra: ExtraKeys | None = None) -> list[bytes]:
         """Hashes (32 bytes) of the full chunks of a prompt: each identifies the whole prefix up to its end."""
-        return list(self._chain(token_ids, extra))
+        return list(chain_of(self._c, self.identity, token_ids, 0, extra).all())
 
     def plan_save(
         self, token_ids: TokensLike, *, extra: ExtraKeys | None = None, part: Part | Mapping[str, Part] | None = None
@@ -208,7 +294,7 @@ class Namespace:
     def attach(
         self, device_kvs: DeviceKV | Sequence[DeviceKV], *, ring_bytes: int | str = "256MiB", threads: int = 2,
         dirty_bytes: int | str | None = None, queue_max: int = 256, scratch_bytes: int | str = "256MiB",
-        registered_bytes: int | str | None = None, transport: str | None = None,
+        registered_bytes: int | str | None = None, transport: str | None = None, append_elsewhere: bool = False,
     ) -> HostIO:  # fmt: skip
         """Attach the engine's buffers, one descriptor per group; saves and loads then go through ``HostIO``, or
         ``GpuIO`` for buffers on a GPU.
@@ -219,7 +305,8 @@ class Namespace:
         a GPU, loads use ``scratch_bytes`` of its memory, and saves as much, but at most 128 MiB;
         ``registered_bytes`` of host memory (default: a quarter of it) may be pinned by all processes of the host
         together, in addition to their rings (0: all loads use the ring). ``transport``: one of
-        ``kvfs.gpu.gpu_io.TRANSPORTS``; default: the fastest that the device supports.
+        ``kvfs.gpu.gpu_io.TRANSPORTS``; default: the fastest that the device supports. ``append_elsewhere``: saves
+        from a GPU are written to the store by a child process, so that they take nothing of this interpreter.
         Raises ConfigError for a descriptor that does not fit the layout, or a device that does not exist.
         """
         kvs = [device_kvs] if not isinstance(device_kvs, Sequence) else device_kvs
@@ -230,6 +317,8 @@ class Namespace:
         }  # fmt: skip
         memory = next((kv.memory for kv in kvs), "host")
         if not memory.startswith("cuda"):
+            if append_elsewhere:
+                raise ConfigError(f"append_elsewhere is for buffers on a GPU, these are in {memory}: leave it out")
             from kvfs.transfer.host_io import HostIO
 
             return HostIO(*args, **settings)
@@ -238,7 +327,7 @@ class Namespace:
 
         return GpuIO(
             Gpu(memory), *args, **settings, scratch_bytes=scratch_bytes, registered_bytes=registered_bytes,
-            transport=transport,
+            transport=transport, append_elsewhere=append_elsewhere,
         )  # fmt: skip
 
     def _put(
@@ -276,7 +365,7 @@ class Namespace:
         if end <= start:  # after what another group declined: of no use
             return Outcome(declined=pages), limit
         size = group.part_bytes(part)
-        chain = group.need.kind == "all" and prompt.run_length > 1
+        chain = group.need.kind == "all" and not prompt.keyed
         first = start - 1 if chain and start else start
         lookup = self._matcher.present(prompt, number, group, part, first, end, whole=False)
         present = lookup.found.present | lookup.found.claimed
@@ -286,7 +375,7 @@ class Namespace:
         missing = [c for c in range(start, end) if not present >> c & 1]
         self._matcher.note_use(lookup, at_us)
         job = AppendJob(
-            self.identity, self._descriptor, number, group, part, prompt,
+            self.identity.digest, self._descriptor, number, group, part, prompt,
             lambda chunk: data[(chunk - start) * size : (chunk - start + 1) * size],
             expires, at_us, attempt, segment_class, codec=self._codec,
         )  # fmt: skip
@@ -327,7 +416,11 @@ class Namespace:
             raise ConfigError(f"start is {first!r}: pass the number of the first chunk, 0 or more")
         mine = self._part(group, part)
         size = group.part_bytes(mine)
-        view = byte_view(data, f"pages of group {group.name}")
+        view: memoryview | PageBuffers
+        if isinstance(data, (list, tuple)):
+            view = PageBuffers(data, size, f"pages of group {group.name}")
+        else:
+            view = byte_view(data, f"pages of group {group.name}")
         count, rest = divmod(len(view), size)
         if rest:
             raise ConfigError(
@@ -364,9 +457,11 @@ class Namespace:
     # -- helpers -----------------------------------------------------------------------------
 
     def _chain(self, token_ids: TokensLike, extra: ExtraKeys | None, leave: int = 0) -> ChunkHashes:
+        self._c.note_use()
         return chain_of(self._c, self.identity, token_ids, leave, extra).all()
 
     def _key_prompt(self, keys: Sequence[bytes]) -> Prompt:
+        self._c.note_use()
         return prompt_of_keys(self.identity, keys)
 
     def _parts(self, part: Part | Mapping[str, Part] | None) -> list[Part]:

@@ -5,39 +5,51 @@ A call imports what it needs beyond the index: a command that only inspects a st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvfs.catalog.catalog import Catalog
-from kvfs.context import COMMIT_SECONDS
 from kvfs.directory import config, io_mode, root
-from kvfs.directory.config import Quota, Settings, parse_duration, parse_size
-from kvfs.directory.liveness import count_watching
+from kvfs.directory.config import Quota, Settings, parse_duration, parse_size, quota_id
+from kvfs.directory.event_log import Event
+from kvfs.directory.liveness import ProcessInfo, processes
 from kvfs.directory.pin_files import Pin, list_pins
+from kvfs.directory.shared_counters import NamespaceSums
+from kvfs.directory.sizes import size
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
 from kvfs.format.codec import parse as parse_codec
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
+from kvfs.native import library as native_library
+from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import PageLayout
 from kvfs.runtime import registry
 from kvfs.runtime.open_store import OpenOptions, OpenStore
 from kvfs.system.files import Files, check_output
-from kvfs.types import ExtraKeys, PurgeResult, TokensLike, Verify
+from kvfs.types import ExtraKeys, PurgeResult, StoreStats, TokensLike, Verify
 from kvfs.version import FORMAT
 
 if TYPE_CHECKING:
     from kvfs.bundles.exporter import Exported
     from kvfs.bundles.importer import Imported
-    from kvfs.bundles.safetensors_file import Written
+    from kvfs.bundles.safetensors_file import TensorFile, Written
     from kvfs.eviction.dry_run import GcPlan
     from kvfs.lookup.prefix_match import PrefixMatch
     from kvfs.maintenance.recompress import Recompressed, Recompressor, RecompressPlan
     from kvfs.maintenance.verify import Verification
     from kvfs.maintenance.warm import Warmed
     from kvfs.namespace import Namespace
+    from kvfs.remote.bucket import Bucket
+    from kvfs.remote.bucket_process import Fetch
+    from kvfs.remote.pull import Pulled
+    from kvfs.remote.push import Pushed
 
 PIN_SECONDS = 10.0  # how long a pin waits for an eviction or a purge in progress
 
@@ -53,8 +65,9 @@ def open_store(
 
     ``capacity``, ``segment_bytes``, ``index_bytes`` (bytes, or a text like "200GiB"), ``sync``, ``mode``, ``codec`` and
     ``quotas`` are used when the store is created; afterwards kvfs.toml decides, for every process. ``path`` defaults to
-    ``$KVFS_DIR``. ``verify``: "always" (default), "first" or "off". ``threads``: parallel reads of one ``get`` from the
-    page cache. ``counted=False`` is for processes that only inspect a store: their calls stay out of the counters that
+    ``$KVFS_DIR``, else to the store of the command: ``$XDG_CACHE_HOME/kvfs`` or ``~/.cache/kvfs``. ``verify``: "always"
+    (default), "first" or "off". ``threads``: parallel reads of one ``get`` from the page cache.
+    ``counted=False`` is for processes that only inspect a store: their calls stay out of the counters that
     all processes share, and they take part in the upkeep (eviction, TTLs) only once they load, store or evict.
     Raises StoreNotFoundError, FormatError, StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each
     message names the remedy.
@@ -64,8 +77,9 @@ def open_store(
     """
     disabled = config.switch("KVFS_DISABLE", os.environ.get("KVFS_DISABLE"))
     forced = config.switch("KVFS_READONLY", os.environ.get("KVFS_READONLY")) and not read_only
-    named = path if path is not None else os.environ.get("KVFS_DIR", "")
-    where = config.store_path(named or "disabled" if disabled else named)
+    if path is None:
+        path = os.environ.get("KVFS_DIR") or ("disabled" if disabled else config.default_path())
+    where = config.store_path(path or "disabled" if disabled else path)
     try:
         policy = None if verify is None else Verify(verify)
     except ValueError:
@@ -96,6 +110,11 @@ def open_store(
     return Store(registry.acquire(OpenOptions(where, files, read_only, policy, threads, declines, not counted)))
 
 
+def _reopened(path: str, read_only: bool, counted: bool) -> Store:
+    """A store that was pickled."""
+    return open_store(path, create=False, read_only=read_only, counted=counted)
+
+
 class Store:
     """An open store. Usable from any thread, and in children after a fork. Close it, or use ``with``.
 
@@ -108,8 +127,18 @@ class Store:
         self._finalizer = weakref.finalize(self, registry.release_later, shared)
         self._finalizer.atexit = False  # at exit the registry closes every open store
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ", read-only" if self.read_only else ""
+        return f"<Store {self.path}, limit {size(self.settings.capacity_bytes)}{state}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By path: a process that unpickles it opens the store, with the defaults of that process."""
+        self._check_open()
+        return _reopened, (os.path.abspath(self.path), self.read_only, not self._shared.c.inspect_only)
+
     @property
     def path(self) -> str:
+        """The directory, as it was given to ``open``."""
         return self._shared.path
 
     @property
@@ -119,23 +148,29 @@ class Store:
 
     @property
     def read_only(self) -> bool:
+        """Whether it is open for reading only: nothing can be stored, pinned, evicted or repaired."""
         return self._shared.read_only
 
     def namespace(
-        self, name: str, layout: PageLayout, revision: str, salt: str = "", *, codec: str | None = None,
-        **identity: Any,
+        self, name: str, layout: PageLayout, revision: str, salt: str = "", *,
+        rope: Mapping[str, Any] | None = None, adapter: str = "", epoch: int = 0,
+        extra: Mapping[str, Any] | None = None, codec: str | None = None,
     ) -> Namespace:  # fmt: skip
-        """The pages of one model. ``identity``: further fields of ``kvfs.Identity``.
+        """The pages of one model. All arguments but ``codec`` are its identity: change one, and nothing is found.
 
         ``revision`` is a commit or a digest of the weights, never a name that moves; ``salt`` a tenant's secret.
-        ``codec``: "raw", "zstd" or "planes", in which this process stores new pages (default: the store's setting). It
-        is not part of the identity: pages of every codec are read. Raises ConfigError for a bad argument, NoSpaceError
-        if a page does not fit into a segment.
+        ``rope``: the effective RoPE parameters, ``adapter``: a digest of an adapter's content, ``epoch``: a number of
+        the weights after a change in place, ``extra``: all else that changes KV in an engine, as JSON data.
+        ``codec``: "raw", "zstd" or "planes", in which this process stores new pages (default: the store's setting);
+        pages of every codec are read.
+        Raises ConfigError for a bad argument, NoSpaceError if a page does not fit into a segment.
         """
         from kvfs.namespace import Namespace
 
         self._check_open()
-        described = Identity(name, layout, revision, salt, **identity)
+        described = Identity(
+            name, layout, revision, salt, {} if rope is None else rope, adapter, epoch, {} if extra is None else extra
+        )
         services = self._shared.services()
         return Namespace(self._shared.c, services.appender, services.reader, described, codec, keep_alive=self)
 
@@ -149,11 +184,17 @@ class Store:
             self._shared.c.files.sleep(0.02)
         return True
 
-    def stats(self) -> dict[str, Any]:
-        """What the store holds, and what this process and all processes did with it. docs/api.md lists the keys."""
+    def stats(self) -> StoreStats:
+        """What the store holds, and what this process and all processes did with it. docs/api.md lists the keys.
+
+        Waits for no disk that hangs: what the files of the store say of other processes is then as of the last call.
+        """
         self._check_open()
         shared = self._shared
-        result: dict[str, Any] = {
+        live = self.processes()
+        totals = shared.c.figures.read("totals", shared.c.shared_counters.total, dict[str, int]())
+        watching = Counter(process.watching for process in live if process.watching)
+        result: StoreStats = {
             "path": shared.path,
             "format": FORMAT,
             "store_id": shared.c.store_id.hex(),
@@ -162,33 +203,69 @@ class Store:
             "mode": shared.c.mode.name,
             "verify": shared.c.verify.value,
             "watch": shared.watching,
+            "native": native_library.state(),
             "counters": shared.c.counters.snapshot(),
-            "totals": self._totals(),
+            "totals": totals | {f"now_{how}": n for how, n in watching.items()},
+            "processes": len(live),
+            "pinned_bytes": sum(process.pinned_bytes for process in live),
             "index": {"state": "ready", "generation": shared.c.index.generation, "timeouts": shared.c.index.timeouts},
         }
         try:
-            result |= shared.c.index.read(_summarise, COMMIT_SECONDS)
+            result.update(shared.c.index.read(partial(_summarise, quotas=shared.settings.quotas), COMMIT_SECONDS))
         except IndexUnavailableError as exc:
             result["index"]["state"] = str(exc)
         return result
 
-    def _totals(self) -> dict[str, int]:
-        """Counts of all processes, and how many of the live ones learn of changes by inotify or by polling."""
-        c = self._shared.c
-        watching = {f"now_{how}": n for how, n in count_watching(c.directory).items()}
-        return c.shared_counters.total() | watching
+    @property
+    def process_id(self) -> str:
+        """Id in hex of this process among ``processes()``; "" of a read-only store."""
+        liveness = self._shared.c.liveness
+        return liveness.owner.hex() if liveness is not None else ""
 
-    def gc(self, target_bytes: int | None = None, *, seconds: float | None = None) -> dict[str, int]:
+    def processes(self) -> list[ProcessInfo]:
+        """The live processes that may write to the store, this one included; empty while they cannot be listed.
+
+        While the disk hangs: those of the last call.
+        """
+        context = self._shared.c
+        try:
+            return context.figures.read("processes", lambda: processes(context.directory), [])
+        except OSError:
+            return []
+
+    def namespace_counts(self) -> dict[str, NamespaceSums]:
+        """What all processes did with each namespace, by its digest in hex: the counts that docs/api.md lists.
+
+        Of the namespaces that were used last: 32 to 512, by capacity.
+        """
+        self._check_open()
+        read = self._shared.c.shared_counters.by_namespace
+        found = self._shared.c.figures.read("namespaces", read, dict[bytes, NamespaceSums]())
+        return {digest.hex(): sums for digest, sums in found.items()}
+
+    def events(self) -> list[Event]:
+        """What happened to the store and by whom, oldest first: as many as the log keeps (``kvfs log``)."""
+        self._check_open()
+        return self._shared.c.figures.read("events", lambda: list(self._shared.c.events.read()), [])
+
+    def gc(
+        self, target_bytes: int | None = None, *, seconds: float | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> dict[str, int]:  # fmt: skip
         """Evict until segments use at most ``target_bytes`` (default: only what exceeds the limits now).
 
-        Stops after ``seconds``, if given. Returns ``segments_dropped``, ``bytes_before`` and ``bytes_after``.
+        Stops after ``seconds``, if given. ``progress(done, total)`` in bytes. Returns ``segments_dropped``,
+        ``bytes_before`` and ``bytes_after``.
         """
         self._check_open()
         self._check_writable()
         if self._shared.disabled:
             return {"segments_dropped": 0, "bytes_before": 0, "bytes_after": 0}
         with root.translate_os_errors(self.path):
-            return self._shared.services().evictor.collect(target_bytes, seconds)
+            evictor = self._shared.services().evictor
+            done = self._shared.c.calls.run(lambda: evictor.collect(target_bytes, seconds, progress))
+        self._shared.c.events.add("gc", **done)
+        return done
 
     def gc_plan(self, target_bytes: int | None = None) -> GcPlan:
         """What ``gc`` would do now; changes nothing."""
@@ -221,7 +298,9 @@ class Store:
         self._check_writable()
         number, idle_seconds = parse_codec(codec), parse_duration(idle, "idle")
         with root.translate_os_errors(self.path):
-            return self._recompressor().run(number, idle_seconds, seconds, progress)
+            done = self._recompressor().run(number, idle_seconds, seconds, progress)
+        self._shared.c.events.add("recompressed", codec=codec, segments=done.segments, pages=done.pages)
+        return done
 
     def _recompressor(self) -> Recompressor:
         from kvfs.maintenance.recompress import Recompressor
@@ -231,15 +310,17 @@ class Store:
 
     def purge(
         self, namespace: Namespace | str | bytes | None = None, *, salt: str | None = None,
-        prefix: TokensLike | None = None, chunks: Iterable[bytes] | None = None, extra: ExtraKeys | None = None,
+        prefix: TokensLike | None = None, chunks: Iterable[bytes] | None = None, keys: Sequence[bytes] | None = None,
+        extra: ExtraKeys | None = None,
     ) -> PurgeResult:  # fmt: skip
         """Remove pages permanently: no lookup finds them afterwards, and no rebuild restores them.
 
         ``namespace``: a Namespace, its digest (32 bytes, or in hex), or a name (then all revisions of that name).
         ``salt``: a tenant's secret; everything stored under it. ``prefix``: only the full chunks of these token ids,
         including heads that other prompts share; needs a Namespace. ``chunks``: only chunks with these hashes (see
-        ``Namespace.chunk_hashes``). Pages stored afterwards are served, and matches and views that exist already stay
-        valid until they are released. ConfigError if a pin protects some of the pages.
+        ``Namespace.chunk_hashes``). ``keys``: only the pages that these keys name; needs a Namespace. Pages stored
+        afterwards are served, and matches and views that exist already stay valid until they are released. ConfigError
+        if a pin protects some of the pages.
         """
         from kvfs.maintenance.purge import select
         from kvfs.namespace import Namespace
@@ -247,14 +328,16 @@ class Store:
         self._check_open()
         if not isinstance(namespace, (Namespace, str, bytes, type(None))) or namespace in ("", b""):
             raise ConfigError(f"namespace is {namespace!r}: pass a Namespace, a name, or a digest")
-        if prefix is not None:
-            if chunks is not None:
-                raise ConfigError("prefix and chunks are both given: pass one")
-            if not isinstance(namespace, Namespace):
-                raise ConfigError("prefix needs a Namespace as store.namespace(...) gives it: tokens are hashed by it")
-            chunks = namespace.chunk_hashes(prefix, extra=extra)
-        elif extra is not None:
+        if sum(one is not None for one in (prefix, chunks, keys)) > 1:  # by identity: these may be arrays
+            raise ConfigError("prefix, chunks and keys exclude each other: pass one")
+        if (prefix is not None or keys is not None) and not isinstance(namespace, Namespace):
+            raise ConfigError("prefix and keys need a Namespace as store.namespace(...) gives it: it hashes them")
+        if extra is not None and prefix is None:
             raise ConfigError("extra belongs to a prefix: pass prefix=token_ids")
+        if isinstance(namespace, Namespace) and prefix is not None:
+            chunks = namespace.chunk_hashes(prefix, extra=extra)
+        elif isinstance(namespace, Namespace) and keys is not None:
+            chunks = namespace.prompt(keys=keys).hashes
         digest = namespace.identity.digest if isinstance(namespace, Namespace) else namespace
         selection = select(
             digest=digest if isinstance(digest, bytes) else None,
@@ -264,21 +347,37 @@ class Store:
         self._check_enabled()
         self._check_writable()
         with root.translate_os_errors(self.path):
-            return self._shared.services().purger.purge(selection)
+            purger = self._shared.services().purger
+            done = self._shared.c.calls.run(lambda: purger.purge(selection))
+        whose = digest.hex() if isinstance(digest, bytes) else digest or ""
+        self._shared.c.events.add("purged", namespace=whose, pages=done.pages, segments_dropped=done.segments_dropped)
+        return done
 
     def pin(self, name: str, namespace: Namespace, token_ids: TokensLike) -> int:
         """Protect the stored prefix of ``token_ids`` from eviction, under ``name``; returns the tokens pinned."""
+        return self._pin(name, lambda: namespace.match(token_ids))
+
+    def pin_prefix(self, name: str, ref: str) -> int:
+        """``pin`` of the prefix with id ``ref`` (see ``kvfs ls``); ConfigError if it does not begin at token 0."""
+        return self._pin(name, lambda: self.match_prefix(ref))
+
+    def _pin(self, name: str, look: Callable[[], PrefixMatch]) -> int:
         self._check_open()
         self._check_writable()
         if self._shared.disabled:
             return 0
-        deadline = self._shared.c.files.monotonic() + PIN_SECONDS
-        with root.translate_os_errors(self.path), self._shared.services().evictor.lock.hold(deadline) as held:
+        with root.translate_os_errors(self.path):
+            tokens = self._shared.c.calls.run(lambda: self._pin_locked(name, look))
+        self._shared.c.events.add("pinned", name=name, tokens=tokens)
+        return tokens
+
+    def _pin_locked(self, name: str, look: Callable[[], PrefixMatch]) -> int:
+        services, deadline = self._shared.services(), self._shared.c.files.monotonic() + PIN_SECONDS
+        with services.evictor.lock.hold(deadline) as held:
             if not held:
                 raise StoreLockedError(f"{name!r} is not pinned: another process evicts or purges; try again")
-            # the lookup is under the lock, too: nothing that is being purged may be copied
-            with namespace.match(token_ids) as match:
-                return self._shared.services().pins.pin(name, match)
+            with look() as match:  # under the lock, too: nothing that is being purged may be copied
+                return services.pins.pin(name, match)
 
     def unpin(self, name: str) -> bool:
         """Remove a pin; False if there is no such pin."""
@@ -287,7 +386,11 @@ class Store:
         if self._shared.disabled:
             return False
         with root.translate_os_errors(self.path):
-            return self._shared.services().pins.unpin(name)
+            pins = self._shared.services().pins
+            done = self._shared.c.calls.run(lambda: pins.unpin(name))
+        if done:
+            self._shared.c.events.add("unpinned", name=name)
+        return done
 
     def pins(self) -> list[Pin]:
         """All pins, by name."""
@@ -295,15 +398,16 @@ class Store:
         if self._shared.disabled:
             return []
         with root.translate_os_errors(self.path):
-            return list_pins(self._shared.c.directory)
+            return self._shared.c.calls.run(lambda: list_pins(self._shared.c.directory))
 
     def warm(
         self, namespaces: Sequence[str] = (), *, prefixes: Sequence[str] = (), match: PrefixMatch | None = None,
-        pinned: bool = False, hottest: int | str | None = None, check: bool = False,
+        pinned: bool = False, hottest: int | str | None = None, sample: int | str | None = None, check: bool = False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Warmed:  # fmt: skip
         """Read pages into the page cache: of namespaces, of prefixes (ids of ``kvfs ls``), of a match, of all pins,
-        or the ``hottest`` bytes. ``check`` only reports how much is there. ``progress(done, total)`` in bytes.
+        or the ``hottest`` bytes; or a ``sample`` of so many bytes that are not there, which tells what the disk reads
+        (``read_bytes / seconds``). ``check`` only reports how much is there. ``progress(done, total)`` in bytes.
         """
         from kvfs.maintenance.warm import Warmer
 
@@ -316,20 +420,27 @@ class Store:
             ranges += warmer.of_match(match) if match is not None else []
             ranges += warmer.of_pins() if pinned else []
             ranges += warmer.hottest(parse_size(hottest, "hottest")) if hottest is not None else []
+            ranges += warmer.sample(parse_size(sample, "sample")) if sample is not None else []
             return warmer.run(ranges, check=check, progress=progress)
 
     def export(
-        self, path: str, namespaces: Sequence[str] = (), *, match: PrefixMatch | None = None,
-        key_file: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
+        self, path: str, namespaces: Sequence[str] = (), *, prefixes: Sequence[str] = (),
+        match: PrefixMatch | None = None, key_file: str | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:  # fmt: skip
-        """Write the pages of namespaces, or of a match, to a bundle, signed if there is a ``key_file``."""
+        """Write the pages of namespaces, of prefixes (ids of ``kvfs ls``) and of a match to a bundle, signed if there
+        is a ``key_file``. ``progress(done, total)`` in pages.
+        """
         from kvfs.bundles import exporter, signature
 
         self._check_open()
         c = self._shared.c
         check_output(path)
-        with root.translate_os_errors(path):
-            chosen = exporter.choose(c, [self.catalog.find(n) for n in namespaces], match)
+        with root.translate_os_errors(path), contextlib.ExitStack() as held:
+            matches = [held.enter_context(self.match_prefix(ref)) for ref in prefixes]
+            chosen = exporter.choose(
+                c, [self.catalog.find(n) for n in namespaces], [*matches, *([match] if match is not None else [])]
+            )
             return exporter.export(c, chosen, path, progress, signature.read_key(key_file) if key_file else None)
 
     def match_prefix(self, ref: str) -> PrefixMatch:
@@ -357,6 +468,16 @@ class Store:
         with root.translate_os_errors(path):
             return safetensors_file.write(self._shared.c, described, match, path, token_ids, progress)
 
+    def tensor_file(self, match: PrefixMatch) -> TensorFile:
+        """The safetensors file of a match, which knows its exact size before it is written."""
+        from kvfs.bundles import safetensors_file
+
+        self._check_open()
+        described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
+        if described is None or not match.tokens:
+            raise ConfigError("nothing to export: this match has no pages")
+        return safetensors_file.TensorFile(self._shared.c, described, match)
+
     def import_bundle(
         self, path: str, *, namespaces: Sequence[str] = (), partial: bool = False, digest: str | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -369,7 +490,112 @@ class Store:
         self._check_writable()
         active = self._shared.services().active
         importer = Importer(self._shared.c, active, partial_=partial, namespaces=namespaces)
-        return importer.run(path, progress, digest=digest)
+        done = importer.run(path, progress, digest=digest)
+        self._shared.c.events.add("imported", bundle=str(path), stored=done.stored, skipped=done.skipped)
+        return done
+
+    def push(
+        self, namespaces: Sequence[str] = (), *, prefixes: Sequence[str] = (), match: PrefixMatch | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Pushed:  # fmt: skip
+        """Store the pages of namespaces, of prefixes (ids of ``kvfs ls``) and of a match in the bucket of the settings,
+        unless they are there. ``progress(done, total)`` in pages. RemoteError if the bucket does not answer at all.
+        """
+        from kvfs.remote.push import Pusher
+
+        self._check_open()
+        self._check_enabled()
+        spaces = [self.catalog.find(n) for n in namespaces]
+        with contextlib.ExitStack() as held:
+            matches = [held.enter_context(self.match_prefix(ref)) for ref in prefixes]
+            matches += [match] if match is not None else []
+            if not spaces and not matches:
+                raise ConfigError("nothing is chosen for the push: pass names of namespaces, prefixes= or match=")
+            pusher = Pusher(self._shared.c, held.enter_context(self.bucket()), self.settings.remote.requests)
+            done = pusher.run(spaces, matches, progress)
+        if not self.read_only:
+            self._shared.c.events.add("pushed", stored=done.stored, failed=done.failed)
+        return done
+
+    def pull(
+        self, namespace: Namespace | str, token_ids: TokensLike | None = None, *, extra: ExtraKeys | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Pulled:  # fmt: skip
+        """Store what the bucket of the settings holds of a prompt (needs a Namespace), or of a whole namespace, here.
+
+        Each page is verified before it is published. A bucket that fails makes the pull shorter, see ``Pulled``.
+        ``progress(done, total)`` in bytes, of a namespace. RemoteError if the bucket does not answer at all.
+        """
+        from kvfs.namespace import Namespace
+        from kvfs.remote.pull import Puller, prompt_of
+
+        self._check_open()
+        self._check_enabled()
+        self._check_writable()
+        if (token_ids is not None and not isinstance(namespace, Namespace)) or (
+            extra is not None and token_ids is None
+        ):
+            raise ConfigError("token_ids need a Namespace as store.namespace(...) gives it, and extra needs token_ids")
+        services = self._shared.services()
+        with self.bucket() as bucket:
+            puller = Puller(self._shared.c, services.active, services.reader.tiers, bucket)
+            if isinstance(namespace, Namespace) and token_ids is not None:
+                done = puller.prompt(*prompt_of(namespace.identity, namespace.chunk_hashes(token_ids, extra=extra)))
+            else:
+                ref = namespace.identity.digest.hex() if isinstance(namespace, Namespace) else namespace
+                done = puller.namespace(ref, progress)
+        self._shared.c.events.add("pulled", stored=done.stored, refused=done.refused, failed=done.failed)
+        return done
+
+    def fetch(
+        self, namespace: Namespace, token_ids: TokensLike | None = None, *, hashes: Sequence[bytes] | None = None,
+        extra: ExtraKeys | None = None, first: int = 0,
+    ) -> Fetch | None:  # fmt: skip
+        """Begin to pull a prompt from the bucket of the settings, in a process of its own; returns at once.
+
+        The prompt is named by its tokens, or by the chunk hashes of ``namespace.prompt``. ``first``: how many leading
+        chunks are stored here. Lookups find pages as they arrive. None if there is no bucket, if
+        ``remote.read_through`` is off, or if the bucket lacked this prompt, or failed, within the last 30 seconds.
+        """
+        self._check_open()
+        remote = self.settings.remote
+        if not remote.url or remote.read_through == "off" or self.read_only or self._shared.disabled:
+            return None
+        if (token_ids is None) is (hashes is None):
+            raise ConfigError("pass token_ids or hashes=, one of them")
+        if hashes is None:
+            assert token_ids is not None
+            hashes = namespace.chunk_hashes(token_ids, extra=extra)
+        joined = hashes.joined if isinstance(hashes, ChunkHashes) else b"".join(hashes)
+        if namespace.layout.kind == "opaque" or len(joined) != len(hashes) * HASH_BYTES:
+            raise ConfigError(f"hashes must be chunk hashes of {HASH_BYTES} bytes each, of a namespace of KV")
+        if type(first) is not int or first < 0:
+            raise ConfigError(f"first is {first!r}: pass the number of leading chunks that are stored here")
+        process = self._shared.bucket_process()
+        return None if process is None else process.fetch(namespace.identity, joined, first)
+
+    def start_bucket_process(self) -> None:
+        """Start the process that asks the bucket, if ``fetch`` or uploads may need it. Else the first fetch does."""
+        remote = self.settings.remote
+        used = remote.read_through == "on" or remote.upload != "off"
+        if remote.url and used and not self.read_only and not self._shared.disabled:
+            process = self._shared.bucket_process()
+            if process is not None:
+                process.start()
+
+    @contextlib.contextmanager
+    def bucket(self, **how: Any) -> Iterator[Bucket]:
+        """The bucket of the settings, for ``kvfs.remote``. ConfigError if there is none. ``how``: as in
+        ``kvfs.remote.urls.open_object_store``."""
+        from kvfs.remote.bucket import Bucket
+        from kvfs.remote.urls import open_object_store
+
+        self._check_open()
+        objects = open_object_store(self.settings.remote, **how)
+        try:
+            yield Bucket(objects, self.settings.remote.url)
+        finally:
+            objects.close()
 
     @property
     def catalog(self) -> Catalog:
@@ -377,22 +603,27 @@ class Store:
         self._check_open()
         return Catalog(self._shared.c)
 
-    def verify(self, sample: float = 1.0, *, repair: bool = False, seed: int = 0) -> Verification:
+    def verify(
+        self, sample: float = 1.0, *, repair: bool = False, seed: int = 0,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Verification:  # fmt: skip
         """Check structure, index and the bytes of a share ``sample`` (0 to 1) of all pages.
 
-        ``repair``: bad pages leave the index. ``seed`` chooses the sample. See ``kvfs.maintenance.verify``.
+        ``repair``: bad pages leave the index. ``seed`` chooses the sample. ``progress(done, total)`` in bytes of
+        segments, which a damaged index may count wrongly. See ``kvfs.maintenance.verify``.
         """
         from kvfs.maintenance.verify import Verifier
 
         self._check_open()
         self._check_enabled()
-        verifier = Verifier(self._shared.c, sample, seed)
+        verifier = Verifier(self._shared.c, sample, seed, progress)
         with root.translate_os_errors(self.path):
             report = verifier.run()
             if repair and not report.ok:
                 self._check_writable()
                 verifier.repair()
                 self._shared.background.wake("rebuild")
+                self._shared.c.events.add("repaired", bad_pages=report.bad_pages, repaired=report.repaired)
         return report
 
     def _check_writable(self) -> None:
@@ -421,9 +652,17 @@ class Store:
         self.close()
 
 
-def _summarise(session: Session) -> dict[str, Any]:
+def _summarise(session: Session, quotas: Mapping[str, Quota]) -> StoreStats:
     ledger = session.ledger()
     states = dict.fromkeys(STATE_NAMES.values(), 0)
     for _, row in session.segments():
         states[STATE_NAMES[row.state]] += 1
-    return {"used_bytes": ledger.used, "segments": states, "index_bytes": session.used_bytes()}
+    used = {
+        name: {
+            "used_bytes": session.quota_used(quota_id(name)),
+            "cap_bytes": quota.cap_bytes,
+            "guaranteed_bytes": quota.guaranteed_bytes,
+        }
+        for name, quota in quotas.items()
+    }
+    return {"used_bytes": ledger.used, "segments": states, "index_bytes": session.used_bytes(), "quotas": used}

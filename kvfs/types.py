@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 #: Anything that exposes its bytes: bytes-like, numpy array, contiguous CPU torch tensor.
 BufferLike: TypeAlias = Any
@@ -39,8 +39,40 @@ class PutResult(NamedTuple):
     skipped: int
     declined: int
     in_flight: int = 0
-    #: why pages were declined, "" if none were: "space", "index", "io", "gap", "deadline", "disabled", "read-only"
+    #: why pages were declined, "" if none were: "space", "index", "io", "gap", "deadline", "disabled", "read-only",
+    #: "closed"
     reason: str = ""
+
+
+class IndexStats(TypedDict):
+    """How the index does."""
+
+    state: str  # "ready", or why it does not answer
+    generation: str
+    timeouts: int  # calls of this process that it did not answer in time
+
+
+class StoreStats(TypedDict, total=False):
+    """What ``Store.stats`` returns. The last four are missing while the index does not answer."""
+
+    path: str
+    format: int
+    store_id: str
+    capacity_bytes: int
+    read_only: bool
+    mode: str
+    verify: str
+    native: str  # "on ...", or why Python does lookups, reads and sums
+    watch: str  # how this process notices changes of others: "inotify", "polling" or "off"
+    counters: dict[str, int]  # of this process
+    totals: dict[str, int]  # of all processes, past and present
+    processes: int  # live ones that may write
+    pinned_bytes: int  # of memory, by them
+    index: IndexStats
+    used_bytes: int  # what all segments are charged
+    segments: dict[str, int]  # state -> how many
+    index_bytes: int  # of its budget, in use
+    quotas: dict[str, dict[str, int | None]]  # name -> used_bytes, cap_bytes, guaranteed_bytes
 
 
 class PurgeResult(NamedTuple):
@@ -59,6 +91,7 @@ class SavePlan:
     hashes: tuple[bytes, ...]
     missing: Mapping[str, tuple[int, ...]]  # group name -> chunk numbers, ascending
     namespace: bytes = b""  # digest
+    keyed: bool = False  # the pages have no order: each is stored, found and loaded by itself
 
     def __bool__(self) -> bool:
         return any(self.missing.values())
@@ -118,5 +151,5 @@ class TransferResult:
     reason: str = ""
 
 
-#: One buffer of whole pages, or one per group name.
-PagesLike: TypeAlias = "BufferLike | Mapping[str, BufferLike]"
+#: One buffer of whole pages, or a list or tuple of buffers of one page each; for several groups one of these per name.
+PagesLike: TypeAlias = "BufferLike | Sequence[BufferLike] | Mapping[str, BufferLike | Sequence[BufferLike]]"

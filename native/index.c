@@ -1,12 +1,15 @@
 /* A reader of LMDB 0.9 files (data version 1, pages of 4 KiB, little endian) that never waits.
  *
- * Pages are read with RWF_NOWAIT and copied, so there is no map, no page fault and no reader slot. The caller holds the
- * gate shared, so nothing commits meanwhile, and pages that a commit reaches stay what they are until the next one.
+ * Pages are read with RWF_NOWAIT and copied, so there is no map, no page fault and no reader slot. Nor is there a lock,
+ * although other processes may commit meanwhile: what commit T reaches stays what it is until T + 2 is complete. LMDB
+ * writes only to pages that are free, and transaction T + n takes pages that were freed before T + n - 1 only
+ * (mdb_page_alloc, mdb_find_oldest without readers): pages that T + 1 frees are written to by T + 3 at the earliest. So a
+ * read that began with T is right if the last commit at its end is T or T + 1, whatever its result; otherwise it is
+ * repeated.
  * Nothing in the file is trusted: a page must bear its own number and the kind that its place asks for, each offset
  * and length is checked before it is used, and heights are bounded. */
 #define _GNU_SOURCE
 #include <sched.h>
-#include <sys/file.h>
 
 #include "index.h"
 #include "now.h"
@@ -168,10 +171,38 @@ static int64_t read_record(const uint8_t *record, tree *t) {
     return 0;
 }
 
+enum { META_BYTES = PAGE + HEAD + 136, TXN = HEAD + 128 }; /* both metas, from the start of the file; number of a commit */
+
+/* The later one of two metas. */
+static const uint8_t *last_meta(const uint8_t *both) {
+    return both + HEAD + (load64(both + TXN) >= load64(both + PAGE + TXN) ? 0 : PAGE);
+}
+
+/* Whether what was read of commit ``txn`` is right: 0, KVFS_MOVED, or an error of kvfs_walk. */
+static int64_t check_moved(kvfs_index *x, uint64_t txn) {
+    uint8_t both[META_BYTES];
+    int64_t rc = read_now(x->fd.data, both + TXN, META_BYTES - TXN, TXN, &x->plain);
+    if (rc) return rc;
+    return load64(last_meta(both) + 128) - txn > 1 ? KVFS_MOVED : 0;
+}
+
+static int64_t read_tables(kvfs_index *x, const uint8_t *meta) {
+    static const char *const names[TABLES] = {"pages", "segments", "namespaces"};
+    uint8_t record[RECORD];
+    tree main;
+    int64_t rc = read_record(meta + 72, &main);
+    if (rc) return rc;
+    for (int i = 0; i < TABLES; i++) {
+        rc = tree_get(x, &main, (const uint8_t *)names[i], (unsigned)strlen(names[i]), record, RECORD);
+        if (rc != RECORD) return rc < 0 && rc != -ENOENT && rc != -E2BIG ? rc : -EIO;
+        if ((rc = read_record(record, &x->tables[i]))) return rc;
+    }
+    return 0;
+}
+
 /* The last commit, and where its tables are. */
 static int64_t read_meta(kvfs_index *x) {
-    static const char *const names[TABLES] = {"pages", "segments", "namespaces"};
-    uint8_t both[2 * PAGE], record[RECORD];
+    uint8_t both[META_BYTES], again[META_BYTES];
     int64_t rc = read_now(x->fd.data, both, sizeof both, 0, &x->plain);
     if (rc) return rc;
     for (int i = 0; i < 2; i++) {
@@ -180,76 +211,48 @@ static int64_t read_meta(kvfs_index *x) {
             load32(page + HEAD + 4) != 1 || load32(page + HEAD + 24) != PAGE)
             return -ENOTSUP;
     }
-    const uint8_t *a = both + HEAD, *b = a + PAGE, *meta = load64(a + 128) >= load64(b + 128) ? a : b;
+    const uint8_t *meta = last_meta(both);
     uint64_t txn = load64(meta + 128), last = load64(meta + 120);
     if (txn == x->txn) return 0;
+    /* A commit writes its number last, but this read may have overtaken it: then the number is new, and the rest is not */
+    if ((rc = read_now(x->fd.data, again, sizeof again, 0, &x->plain))) return rc;
+    if (memcmp(both, again, sizeof both)) return KVFS_MOVED;
     if (last > INT64_MAX / PAGE - 1) return -EIO;
     x->txn = 0; /* until all is known */
     x->last_page = last;
     x->leaf_page = 0;
     memset(x->slot_page, 0, sizeof x->slot_page);
-    tree main;
-    if ((rc = read_record(meta + 72, &main))) return rc;
-    for (int i = 0; i < TABLES; i++) {
-        rc = tree_get(x, &main, (const uint8_t *)names[i], (unsigned)strlen(names[i]), record, RECORD);
-        if (rc != RECORD) return rc < 0 && rc != -ENOENT && rc != -E2BIG ? rc : -EIO;
-        if ((rc = read_record(record, &x->tables[i]))) return rc;
+    if ((rc = read_tables(x, meta))) {
+        int64_t moved = check_moved(x, txn);
+        return moved ? moved : rc;
     }
     x->txn = txn;
     return 0;
 }
 
-static kvfs_stamp stamp_of(const struct stat *st) {
-    return (kvfs_stamp){st->st_dev, st->st_ino, st->st_mtim.tv_sec * 1000000000ll + st->st_mtim.tv_nsec,
-                        st->st_ctim.tv_sec * 1000000000ll + st->st_ctim.tv_nsec};
-}
-
-/* Whether a name still stands for the file that is open. A rename or unlink changes the file's ctime; where that has not
- * changed, the name is not looked up. exact: nor may the file have changed (it would be another generation). */
-static int64_t check_name(int fd, int folder, const char *name, kvfs_stamp *known, int exact) {
+/* Whether CURRENT is still the file that is open, unchanged: a rename over it, an unlink or a write changes its ctime. */
+static int64_t check_current(const kvfs_index *x) {
     struct stat st;
-    if (fstat(fd, &st)) return -ESTALE;
-    kvfs_stamp now = stamp_of(&st);
-    if (st.st_nlink && now.ctime_ns == known->ctime_ns) return 0;
-    if (exact || !st.st_nlink) return -ESTALE;
-    int64_t rc = stat_now(folder, name, &st);
-    if (rc) return rc;
-    if (st.st_dev != now.device || st.st_ino != now.inode) return -ESTALE;
-    *known = now;
-    return 0;
-}
-
-static int64_t check_current(kvfs_index *x) {
-    int64_t rc = check_name(x->fd.gate, x->fd.root, "gate", &x->gate, 0);
-    if (!rc) rc = check_name(x->fd.main, x->fd.root, "main", &x->main, 0);
-    return rc ? rc : check_name(x->fd.file, x->fd.folder, "CURRENT", &x->current, 1);
-}
-
-/* -- the gate -------------------------------------------------------------------------------------------------- */
-
-static int64_t lock(int fd) {
-    if (!flock(fd, LOCK_SH | LOCK_NB)) return 0;
-    return errno == EBADF ? -ESTALE : -EAGAIN;
+    if (fstat(x->fd.file, &st) || !st.st_nlink) return -ESTALE;
+    return st.st_ctim.tv_sec * 1000000000ll + st.st_ctim.tv_nsec == x->current_ctime_ns ? 0 : -ESTALE;
 }
 
 int64_t index_begin(kvfs_index *x) {
     if (x->pid != getpid()) return -ESTALE;
     if (__atomic_exchange_n(&x->busy, 1, __ATOMIC_ACQUIRE)) return -EAGAIN;
-    int64_t rc = __atomic_load_n(&x->open, __ATOMIC_ACQUIRE) ? lock(x->fd.gate) : -ESTALE;
-    if (!rc) {
-        int locked = !(rc = lock(x->fd.main));
-        flock(x->fd.gate, LOCK_UN);
-        if (locked && !(rc = check_current(x))) rc = read_meta(x);
-        if (locked && rc) flock(x->fd.main, LOCK_UN);
-    }
+    int64_t rc = __atomic_load_n(&x->open, __ATOMIC_ACQUIRE) ? check_current(x) : -ESTALE;
+    if (!rc) rc = read_meta(x);
     if (rc) __atomic_store_n(&x->busy, 0, __ATOMIC_RELEASE);
     else x->calls++;
     return rc;
 }
 
-void index_end(kvfs_index *x) {
-    flock(x->fd.main, LOCK_UN);
+int64_t index_end(kvfs_index *x, int64_t rc) {
+    int64_t failed = check_moved(x, x->txn);
+    if (failed) rc = failed; /* the next read drops the pages that are kept */
+    if ((failed = check_current(x))) rc = failed;
     __atomic_store_n(&x->busy, 0, __ATOMIC_RELEASE);
+    return rc;
 }
 
 uint64_t kvfs_index_bytes(void) { return sizeof(kvfs_index); }
@@ -258,16 +261,12 @@ int64_t kvfs_index_open(kvfs_index *x, const kvfs_descriptors *fd, const kvfs_st
     struct stat st;
     memset(x, 0, sizeof *x);
     x->fd = *fd;
-    x->current = *current;
     x->pid = getpid();
     if (fstat(fd->file, &st)) return -errno;
-    kvfs_stamp now = stamp_of(&st);
+    kvfs_stamp now = {st.st_dev, st.st_ino, st.st_mtim.tv_sec * 1000000000ll + st.st_mtim.tv_nsec,
+                      st.st_ctim.tv_sec * 1000000000ll + st.st_ctim.tv_nsec};
     if (memcmp(&now, current, sizeof now)) return -ESTALE;
-    if (fstat(fd->gate, &st)) return -errno;
-    x->gate = stamp_of(&st);
-    if (fstat(fd->main, &st)) return -errno;
-    x->main = stamp_of(&st);
-    x->gate.ctime_ns = x->main.ctime_ns = 0; /* the first call looks the names up */
+    x->current_ctime_ns = now.ctime_ns;
     x->open = 1;
     return 0;
 }

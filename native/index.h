@@ -25,7 +25,7 @@ struct kvfs_index {
     uint32_t open, busy, plain; /* plain: see read_now */
     int pid;
     kvfs_descriptors fd;
-    kvfs_stamp gate, main, current; /* of the three files, when their names were last looked up */
+    int64_t current_ctime_ns;
     uint64_t txn, last_page, calls;
     tree tables[TABLES];
     uint64_t slot_page[SLOTS], leaf_page; /* 0: empty; pages 0 and 1 are never asked for */
@@ -33,9 +33,13 @@ struct kvfs_index {
     uint8_t slots[SLOTS][PAGE], leaf[PAGE];
 };
 
-/* Takes the gate and reads where the tables are. 0, or an error of kvfs_walk, holding nothing. */
+/* Begins a read of the last commit: finds out where its tables are. 0, or an error of kvfs_walk; then there is nothing to
+ * end. */
 int64_t index_begin(kvfs_index *index);
-void index_end(kvfs_index *index);
+
+/* Ends a read, of which ``rc`` is the result: returns it if all pages that were read belong to the commit that it began
+ * with; otherwise KVFS_MOVED or -ESTALE. */
+int64_t index_end(kvfs_index *index, int64_t rc);
 
 /* Value of a key: its length, the bytes in out; or -ENOENT, -E2BIG (longer than cap), or an error of kvfs_walk.
  * out NULL: 0 or -ENOENT, the value is not read. */

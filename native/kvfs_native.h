@@ -7,9 +7,9 @@
  * Rules for all functions:
  *  - Pointers are valid for the lengths that are given with them. Numbers from Python are right; bytes of files are not
  *    trusted: each offset and length read from a file is checked before it is used.
- *  - kvfs_walk, kvfs_there, kvfs_parts never wait: neither for a disk (RWF_NOWAIT or cachestat, RESOLVE_CACHED) nor for a
- *    lock (LOCK_NB, one try). They are called with the interpreter held, which also keeps other threads of the process
- *    from forking or from closing the index while a lock is held. On return they hold no lock.
+ *  - kvfs_walk, kvfs_there, kvfs_parts never wait, neither for a disk (RWF_NOWAIT or cachestat) nor for a lock: they take
+ *    none. kvfs_hold asks no disk for a name (RESOLVE_CACHED), and tries a lock once. All of them are called with
+ *    the interpreter held.
  *  - kvfs_read, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only memory that
  *    the caller keeps alive.
  */
@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 1 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 2 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -41,11 +41,12 @@ typedef struct {
 
 /* kvfs.pages.chunk_hash.chain of chunks [first, end): out[i] = SHA-256(out[i - 1] + chunk i + extra key of chunk i), 32
  * bytes each; the seed stands for out[-1].
- * Pre: tokens has end * step bytes; seed has 32; out has 32 * end, filled up to ``first``; extra has n_extra entries
- * with ascending chunk numbers, whose ranges are inside extra_bytes. Post: out is filled up to ``end``. */
+ * Pre: tokens has end * step bytes; seed has seed_bytes, which may be 0; out has 32 * end, filled up to ``first``; extra
+ * has n_extra entries with ascending chunk numbers, whose ranges are inside extra_bytes. Post: out is filled up to
+ * ``end``. */
 KVFS_PUBLIC void kvfs_chain(
-    const uint8_t *tokens, uint64_t first, uint64_t end, uint64_t step, const uint8_t *seed, const kvfs_extra *extra,
-    uint64_t n_extra, const uint8_t *extra_bytes, uint8_t *out);
+    const uint8_t *tokens, uint64_t first, uint64_t end, uint64_t step, const uint8_t *seed, uint64_t seed_bytes,
+    const kvfs_extra *extra, uint64_t n_extra, const uint8_t *extra_bytes, uint8_t *out);
 
 /* BLAKE2b-256 of data. Post: out has 32 bytes. */
 KVFS_PUBLIC void kvfs_blake2b(const uint8_t *data, uint64_t nbytes, uint8_t *out);
@@ -67,10 +68,9 @@ typedef struct {
     int64_t mtime_ns, ctime_ns;
 } kvfs_stamp;
 
-/* Descriptors. gate and main: of the lock files, which nothing else of this process uses (a flock belongs to the open
- * file); root and folder: of the store's directory and of index/; file: of CURRENT; data: of the generation's data.mdb. */
+/* Descriptors. file: of CURRENT; data: of the generation's data.mdb. */
 typedef struct {
-    int32_t gate, main, root, folder, file, data;
+    int32_t file, data;
 } kvfs_descriptors;
 
 KVFS_PUBLIC uint64_t kvfs_index_bytes(void);
@@ -84,7 +84,7 @@ KVFS_PUBLIC int64_t kvfs_index_open(
 /* Post: each later call on the index returns -ESTALE and touches no descriptor. Holds in a forked child, too. */
 KVFS_PUBLIC void kvfs_index_close(kvfs_index *index);
 
-enum { KVFS_MOVED = 1 };
+enum { KVFS_MOVED = -4096 }; /* no errno value */
 
 /* What a walk looks for. Pre for all fields: see there. */
 typedef struct {
@@ -127,6 +127,9 @@ typedef struct {
     uint8_t id[16];
 } kvfs_segment;
 
+/* For tests: kvfs.index.rows.parse_row accepts a value of the table ``pages``. key has 40 bytes. */
+KVFS_PUBLIC int kvfs_is_row(const uint8_t *key, const uint8_t *value, uint64_t nbytes);
+
 /* Results of a walk. The caller gives the buffers and their sizes. */
 typedef struct {
     kvfs_row *rows;          /* KVFS_ROWS_MAX */
@@ -143,15 +146,15 @@ typedef struct {
     uint64_t txn;            /* number of the last commit */
 } kvfs_walked;
 
-/* kvfs.lookup.search.GroupLookup.read_runs: reads the rows of runs [first, end) in one hold of the gate, at most
+/* kvfs.lookup.search.GroupLookup.read_runs: reads the rows of runs [first, end) as of one commit, at most
  * rows_max keys (more only within the last run), up to and including the first run that is not covered as a whole.
  * stop_at_gap: within a run and part, nothing is looked for behind the first chunk that has no row. The rows are checked
  * as kvfs.index.rows.parse_row does; damaged ones are absent.
  * Pre: first < end <= number of runs; end - first <= KVFS_RUNS_MAX.
  * Post: 0 and walked is filled, at least one run was read; or, with nothing of walked but txn meaningful:
- *  KVFS_MOVED the last commit is not known_txn
- *  -EAGAIN   a page is not in the page cache, or the gate is taken
- *  -ESTALE   closed, forked, CURRENT is another, or the lock files were replaced
+ *  KVFS_MOVED the last commit is txn and not known_txn; or, with txn 0, several were made meanwhile
+ *  -EAGAIN   a page is not in the page cache, or a commit is being written
+ *  -ESTALE   closed, forked, or CURRENT is another
  *  -EIO      the file contradicts itself
  *  -ENOTSUP  the kernel does not say what is in memory, or another LMDB
  *  -E2BIG    a buffer or a limit above is too small for one run */
@@ -159,7 +162,7 @@ KVFS_PUBLIC int64_t kvfs_walk(
     kvfs_index *index, const kvfs_lookup *lookup, uint64_t first, uint64_t end, uint64_t rows_max, int stop_at_gap,
     kvfs_walked *walked);
 
-/* Session.keys_there for the rows that chunks first, first + stride, ... may head, in one hold of the gate.
+/* Session.keys_there for the rows that chunks first, first + stride, ... may head, as of one commit.
  * Pre: the last of the count chunks is below lookup->chunks; there has count bytes; count times parts is at most
  * KVFS_KEYS_MAX, otherwise -E2BIG.
  * Post: 0 and there[i] = 1 if any of the parts has such a row, damaged or not, else 0; or an error of kvfs_walk. */
@@ -175,19 +178,34 @@ KVFS_PUBLIC int64_t kvfs_parts(
 
 /* -- segments ------------------------------------------------------------------------------------------------- */
 
-/* SegmentFiles._open_locked of ``count`` segments, ids of 16 bytes each, in the directory ``folder``: opens <id>.kvs for
- * reading, locks it shared, and looks whether it still has a name. With the interpreter held: asks no disk for a name,
- * waits for no lock. Post: fds[i] is the descriptor, which the caller owns, or -1: the Python path has to look. */
-KVFS_PUBLIC void kvfs_open_segments(int folder, const uint8_t *ids, uint64_t count, int32_t *fds);
+/* Segments that a process has open for reading, under shared locks: each once, with a count of its holds. In memory that
+ * the caller owns: kvfs_files_bytes of zeros, aligned to 8. */
+typedef struct kvfs_files kvfs_files;
 
-/* Post: *fd is -1; returns what it was. One call, so that a descriptor changes its owner in one step. */
-KVFS_PUBLIC int kvfs_take(int32_t *fd);
+enum { KVFS_FILES_MAX = 4096 }; /* open at once; Python opens more */
 
-/* Whether the file of a descriptor has a name, so that closing it frees no blocks. */
-KVFS_PUBLIC int kvfs_is_linked(int fd);
+KVFS_PUBLIC uint64_t kvfs_files_bytes(void);
+KVFS_PUBLIC void kvfs_files_init(kvfs_files *files);
 
-/* close(2), with the interpreter held: for files that were only read, and that are linked. */
-KVFS_PUBLIC int kvfs_close(int fd);
+/* Holds ``count`` segments, ids of 16 bytes each: those that are not open yet are opened as SegmentFiles._open_locked does,
+ * <id>.kvs in the directory ``folder``. Asks no disk for a name, waits for no lock.
+ * Post: held[i] is the number of the hold's file, or -1: the Python path has to look. Returns how many are not -1. In a
+ * forked child nothing is done: 0. */
+KVFS_PUBLIC uint64_t kvfs_hold(kvfs_files *files, int folder, const uint8_t *ids, uint64_t count, int32_t *held);
+
+/* Ends holds; -1 is none. A file without holds is closed, except one without a name: to close that frees blocks, which
+ * takes long.
+ * Post: held is -1, but for the first n numbers: the descriptors of such files, which the caller closes. Returns n. */
+KVFS_PUBLIC uint64_t kvfs_release(kvfs_files *files, int32_t *held, uint64_t count);
+
+/* Descriptor of a file that is held; -1 of -1. */
+KVFS_PUBLIC int kvfs_file(const kvfs_files *files, int32_t held);
+
+/* How many are open. */
+KVFS_PUBLIC uint64_t kvfs_files_open(const kvfs_files *files);
+
+/* In a forked child: closes the descriptors, which leaves the parent's locks. Each later call does nothing. */
+KVFS_PUBLIC void kvfs_files_abandon(kvfs_files *files);
 
 /* -- payloads ------------------------------------------------------------------------------------------------ */
 

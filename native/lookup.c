@@ -87,6 +87,8 @@ static int is_row(const uint8_t *key, const uint8_t *p, uint64_t n) {
     return covered == present;
 }
 
+int kvfs_is_row(const uint8_t *key, const uint8_t *value, uint64_t nbytes) { return is_row(key, value, nbytes); }
+
 /* Row.matches */
 static uint32_t matches(const uint8_t *p, const uint8_t *wanted, unsigned count) {
     uint32_t present = load32(p + 12), found = 0;
@@ -191,14 +193,12 @@ int64_t kvfs_walk(
     kvfs_index *index, const kvfs_lookup *lookup, uint64_t first, uint64_t end, uint64_t rows_max, int stop_at_gap,
     kvfs_walked *walked) {
     walk w = {.walked = walked};
+    walked->txn = 0;
     if (lookup->run_length < 1 || lookup->run_length > RUN || end - first > KVFS_RUNS_MAX) return -E2BIG;
     int64_t rc = begin(&w, index, lookup);
     if (rc) return rc;
     walked->txn = index->txn;
-    if (lookup->known_txn && lookup->known_txn != index->txn) {
-        index_end(index);
-        return KVFS_MOVED;
-    }
+    if (lookup->known_txn && lookup->known_txn != index->txn) return index_end(index, KVFS_MOVED);
     walked->n_rows = walked->n_segments = walked->rows_read = 0;
     uint64_t run = first;
     while (run < end && (run == first || walked->rows_read < rows_max)) {
@@ -216,7 +216,7 @@ int64_t kvfs_walk(
     }
     walked->end = run;
     walked->n_values = w.used;
-    index_end(index);
+    if ((rc = index_end(index, rc)) == KVFS_MOVED) walked->txn = 0;
     return rc;
 }
 
@@ -236,8 +236,7 @@ int64_t kvfs_there(
             else if (found != -ENOENT) rc = found;
         }
     }
-    index_end(index);
-    return rc;
+    return index_end(index, rc);
 }
 
 int64_t kvfs_parts(
@@ -257,6 +256,5 @@ int64_t kvfs_parts(
         if (size == 511) break; /* no key can follow with a zero behind it: LMDB's keys end here */
         key[size++] = 0;
     }
-    index_end(index);
-    return n < 0 && n != -ENOENT ? n : parts;
+    return index_end(index, n < 0 && n != -ENOENT ? n : parts);
 }

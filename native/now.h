@@ -10,23 +10,27 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#ifndef SYS_openat2
-#define SYS_openat2 437
-#endif
-
 #ifndef SYS_cachestat
 #define SYS_cachestat 451
 #endif
 
-/* What errno means for preadv2, cachestat and openat2: this system, or this file system, cannot. */
+/* What errno means for preadv2 and cachestat: this system, or this file system, cannot. */
 static inline int cannot(int code) {
     return code == EOPNOTSUPP || code == EINVAL || code == ENOSYS || code == EPERM;
 }
+
+#ifdef KVFS_READ_HOOK /* for tests: what another process may do before a read; or the read. 1: go on and read */
+int64_t kvfs_read_hook(uint8_t *to, uint64_t nbytes, uint64_t offset);
+#endif
 
 /* Reads nbytes that are in memory: 0; -EAGAIN: they are not, or the file ends before; -ENOTSUP: this file system does not
  * say; -EIO. *plain (0 at first): set where RWF_NOWAIT does not exist (tmpfs), so that cachestat is asked instead. */
 static inline int64_t read_now(int fd, uint8_t *to, uint64_t nbytes, uint64_t offset, uint32_t *plain) {
     long got = -1;
+#ifdef KVFS_READ_HOOK
+    int64_t done = kvfs_read_hook(to, nbytes, offset);
+    if (done <= 0) return done;
+#endif
 #ifdef KVFS_MAY_WAIT /* for tests under an emulator that has neither call */
     (void)plain;
     got = pread(fd, to, nbytes, (off_t)offset);
@@ -49,21 +53,6 @@ static inline int64_t read_now(int fd, uint8_t *to, uint64_t nbytes, uint64_t of
     if (got == (long)nbytes) return 0;
     if (got >= 0 || errno == EAGAIN) return -EAGAIN;
     return cannot(errno) ? -ENOTSUP : -EIO;
-}
-
-/* stat of what the kernel's cache of names has: 0, -ESTALE (no such name), -EAGAIN (a disk would be asked), -ENOTSUP. */
-static inline int64_t stat_now(int folder, const char *name, struct stat *st) {
-#ifdef KVFS_MAY_WAIT
-    return fstatat(folder, name, st, AT_SYMLINK_NOFOLLOW) ? -ESTALE : 0;
-#else
-    enum { CACHED = 0x20 }; /* RESOLVE_CACHED */
-    struct { uint64_t flags, mode, resolve; } how = {O_PATH | O_NOFOLLOW | O_CLOEXEC, 0, CACHED};
-    long fd = syscall(SYS_openat2, folder, name, &how, sizeof how);
-    if (fd < 0) return cannot(errno) ? -ENOTSUP : errno == ENOENT ? -ESTALE : -EAGAIN;
-    int failed = fstat((int)fd, st);
-    close((int)fd);
-    return failed ? -EAGAIN : 0;
-#endif
 }
 
 #endif

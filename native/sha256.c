@@ -132,17 +132,17 @@ static void finish(sha *h, blocks_of *blocks, uint8_t out[32]) {
 }
 
 void kvfs_chain(
-    const uint8_t *tokens, uint64_t first, uint64_t end, uint64_t step, const uint8_t *seed, const kvfs_extra *extra,
-    uint64_t n_extra, const uint8_t *extra_bytes, uint8_t *out) {
+    const uint8_t *tokens, uint64_t first, uint64_t end, uint64_t step, const uint8_t *seed, uint64_t seed_bytes,
+    const kvfs_extra *extra, uint64_t n_extra, const uint8_t *extra_bytes, uint8_t *out) {
     blocks_of *blocks = kvfs_cpu() & KVFS_FEATURE_SHA ? blocks_fast : blocks_portable;
     const uint8_t *parent = first ? out + 32 * (first - 1) : seed;
-    uint64_t e = 0;
+    uint64_t e = 0, parent_bytes = first ? 32 : seed_bytes;
     while (e < n_extra && extra[e].chunk < first) e++;
     for (uint64_t i = first; i < end; i++) {
         sha h;
         memcpy(h.state, START, 32);
         h.total = 0;
-        add(&h, blocks, parent, 32);
+        add(&h, blocks, parent, parent_bytes);
         add(&h, blocks, tokens + i * step, step);
         if (e < n_extra && extra[e].chunk == i) {
             add(&h, blocks, extra_bytes + extra[e].offset, extra[e].nbytes);
@@ -150,5 +150,6 @@ void kvfs_chain(
         }
         finish(&h, blocks, out + 32 * i);
         parent = out + 32 * i;
+        parent_bytes = 32;
     }
 }

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# tests/vllm need the engine, which pins its own torch: `make test-vllm` runs them in an environment of their own.
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-collect_ignore = [] if HAS_VLLM else ["vllm"]
+# tests/vllm and tests/sglang need their engine, which pins its own torch: `make test-vllm` and `make test-engines` run
+# them in environments of their own.
+HAS_ENGINE = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "sglang")}
+collect_ignore = [name for name, there in HAS_ENGINE.items() if not there]
 
 # Kernels run under the interpreter. Here, since torch may import triton first; 0 where tests run on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -30,8 +31,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_report_header() -> list[str]:
     from kvfs.native import library
 
-    vllm = "installed" if HAS_VLLM else "not installed, tests/vllm are left out (make test-vllm runs them)"
-    return [f"vllm: {vllm}", f"native library: {library.state()}"]
+    lines = [f"native library: {library.state()}"]
+    for name, target in (("vllm", "test-vllm"), ("sglang", "test-engines")):
+        absent = f"not installed, tests/{name} are left out (make {target} runs them)"
+        lines.append(f"{name}: {'installed' if HAS_ENGINE[name] else absent}")
+    return lines
 
 
 @pytest.fixture

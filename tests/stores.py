@@ -142,3 +142,15 @@ def run_child(function: Callable[[], Any], *, uid: int | None = None) -> Any:
         return result
     exc, text = result
     raise exc from RuntimeError(f"in the child:\n{text}")
+
+
+def corrupt(path: Path, page: bytes) -> None:
+    """Zero 64 bytes of a stored page, in its segment of the store at ``path``."""
+    for file in segment_files(path):
+        at = file.read_bytes().find(page)
+        if at >= 0:
+            with file.open("r+b") as opened:
+                opened.seek(at + len(page) // 2)
+                opened.write(bytes(64))
+            return
+    raise AssertionError("no segment has this page")

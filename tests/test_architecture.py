@@ -16,21 +16,29 @@ from tools.structure import PACKAGE, ROOT, Module, find_cycle, module_graph, pac
 #: Package, or module at the top of kvfs/ -> what it may import of kvfs. ``kvfs`` itself (the facade) may import all.
 ALLOWED: dict[str, str] = {
     "cli": (
-        "bundles catalog directory doctor errors eviction format index maintenance namespace pages store system version"
+        "bench bundles catalog directory doctor errors eviction format index maintenance metrics mount namespace pages "
+        "remote store system version"
     ),
-    "integrations": "directory errors format lookup namespace pages store transfer types",
+    "mount": "bundles catalog directory errors format lookup metrics namespace pages store system",
+    "bench": "errors namespace pages store",
+    "metrics": "directory errors pages store version",
+    "integrations": "directory errors format lookup namespace pages remote store system transfer types",
     "store": (
-        "bundles catalog context directory errors eviction format index lookup maintenance namespace pages runtime "
-        "system types version"
+        "bundles catalog directory errors eviction format index lookup maintenance namespace native pages "
+        "remote runtime system types version"
     ),
     "namespace": "context directory errors format gpu lookup pages read system transfer types write",
-    "runtime": "bundles context directory errors eviction index maintenance read segments system types write",
-    "doctor": "bundles directory errors format segments system",
+    "runtime": (
+        "bundles context directory errors eviction index lookup maintenance pages read remote segments system types "
+        "write"
+    ),
+    "doctor": "bundles directory errors format native remote segments system",
     "gpu": (
         "catalog context directory errors format index kernels lookup pages read segments system transfer types write"
     ),
     "maintenance": "catalog context directory errors eviction format index lookup pages segments system types write",
     "bundles": ("catalog context directory errors format index lookup pages read segments system types version write"),
+    "remote": "bundles catalog context directory errors format index lookup pages segments system write",
     "eviction": "context directory errors format index segments system write",
     "transfer": "context directory errors lookup pages read segments types write",
     "read": "context errors format index lookup native pages segments system types",
@@ -41,7 +49,7 @@ ALLOWED: dict[str, str] = {
     "index": "directory errors format native pages system",
     "kernels": "pages",
     "segments": "directory errors format native pages system",
-    "testing": "format system",
+    "testing": "format remote system",
     "directory": "errors format system version",
     "pages": "errors format native system types",
     "native": "errors",
@@ -52,7 +60,7 @@ ALLOWED: dict[str, str] = {
     "version": "",
 }
 #: Library -> the only packages that may import it.
-ONLY = {"triton": {"kernels"}}
+ONLY = {"triton": {"kernels"}, "obstore": {"remote"}}
 #: Library -> the packages that must not import it.
 NEVER = {"torch": {"index", "segments", "eviction", "maintenance", "cli"}}
 #: What runs code that it finds in data, or can.

@@ -156,6 +156,7 @@ def test_opaque_keys_come_back_by_key(shared: kvfs.Store) -> None:
     pages = seeded(6, 5000)
     assert ns.put_keys(keys, pages).stored == 5
     assert ns.put_keys(keys, pages) == (0, 5, 0, 0, "")
+    assert ns.present_keys([keys[0], b"other", keys[4]]) == [True, False, True]
     with ns.match_keys(keys) as match:
         assert match.chunks == 5 and load(ns, match)["opaque"] == pages
     for chosen in ([keys[3]], keys[::-1], keys[1:3]):  # opaque keys have no order
@@ -170,9 +171,15 @@ def test_opaque_keys_come_back_by_key(shared: kvfs.Store) -> None:
         ns.match([1] * T)
 
 
-def test_token_namespaces_have_no_opaque_keys(ns: kvfs.Namespace) -> None:
-    with pytest.raises(ConfigError, match="opaque"):
-        ns.put_keys([b"k"], bytes(TINY_BYTES))
+def test_keys_name_pages_of_kv_too_and_never_those_of_tokens(ns: kvfs.Namespace) -> None:
+    tokens, pages = fill(ns, 1, 2)
+    names = ns.chunk_hashes(tokens)
+    assert ns.present_keys(names) == [False, False]
+    assert ns.put_keys(names, pages[::-1]).stored == 2
+    out = bytearray(2 * TINY_BYTES)
+    with ns.match_keys(names) as match:
+        assert ns.get(match, out) == 2 and bytes(out) == pages[::-1]
+    assert restored(ns, tokens) == pages
 
 
 # ---------------------------------------------------------------- what is matched
@@ -289,7 +296,7 @@ BAD_IDENTITIES: dict[str, dict[str, Any]] = {
     **{f"name {n!r}": {"name": n} for n in ("", " a", "ä", "a\0b", None, b"m")},
     **{f"epoch {e!r}": {"epoch": e} for e in (-1, 1.0, "1", True, 2**63)},
     "salt of bytes": {"salt": b"x"}, "salt of half a character": {"salt": "\ud800"},
-    "adapter": {"adapter": None}, "no mapping": {"rope": None}, "a number": {"rope": 5}, "a text": {"extra": "x"},
+    "adapter": {"adapter": None}, "no mapping": {"rope": []}, "a number": {"rope": 5}, "a text": {"extra": "x"},
     "no JSON": {"extra": {"x": object()}}, "infinite": {"rope": {"theta": float("inf")}},
     "mixed keys": {"extra": {1: 1, "a": 2}}, "too long": {"extra": {"x": "y" * 70_000}}, "layout": {"layout": None},
 }  # fmt: skip
@@ -435,7 +442,7 @@ BAD_OUTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "read-only": (bytes, "read-only"),
     "read-only array": (lambda n: np.frombuffer(bytes(n), "uint8"), "read-only"),
     "not contiguous": (lambda n: np.zeros((n, 2), "uint8")[:, 1], "not contiguous"),
-    "no buffer": (lambda n: [0] * n, "list"),
+    "no buffer": (lambda n: [0] * n, "buffer 0, is int"),
     "a number": (lambda n: n, "int"),
     "a mapping without the group": (lambda n: {"nope": bytearray(n)}, "full"),
 }

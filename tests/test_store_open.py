@@ -30,7 +30,6 @@ from kvfs import (
     CorruptError,
     FormatError,
     KvfsError,
-    NoSpaceError,
     Quota,
     StoreAccessError,
     StoreLockedError,
@@ -89,13 +88,21 @@ def test_a_new_store_needs_a_capacity(store_path: Path, monkeypatch: pytest.Monk
     with kvfs.open() as store:
         assert store.settings.capacity_bytes == 16 << 20
     monkeypatch.delenv("KVFS_DIR")
-    with pytest.raises(ConfigError, match="KVFS_DIR"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(store_path.parent / "cache"))
+    (store_path.parent / "cache").mkdir()
+    with kvfs.open() as store:  # the default of the command
+        assert store.path == str(store_path.parent / "cache" / "kvfs")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home directory
+    with pytest.raises(ConfigError, match="HOME"):
         kvfs.open()
+    with pytest.raises(ConfigError, match="path is empty"):
+        kvfs.open("")
 
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[KvfsError]]] = {
-    "capacity too small": ({"capacity": "15MiB"}, NoSpaceError),
-    "capacity zero": ({"capacity": 0}, NoSpaceError),
+    "capacity too small": ({"capacity": "15MiB"}, ConfigError),
+    "capacity zero": ({"capacity": 0}, ConfigError),
     "negative capacity": ({"capacity": -1}, ConfigError),
     "capacity of words": ({"capacity": "plenty"}, ConfigError),
     "capacity of another unit": ({"capacity": "16 apples"}, ConfigError),
@@ -106,9 +113,9 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[KvfsError]]] = {
     "more than any disk": ({"capacity": "99999999TiB"}, ConfigError),
     "segment too small": ({"segment_bytes": "4KiB"}, ConfigError),
     "segment too large": ({"segment_bytes": "5GiB"}, ConfigError),
-    "segments that do not fit": ({"segment_bytes": "4MiB"}, NoSpaceError),
+    "segments that do not fit": ({"segment_bytes": "4MiB"}, ConfigError),
     "index too small": ({"index_bytes": 4096}, ConfigError),
-    "index that does not fit": ({"index_bytes": "15MiB"}, NoSpaceError),
+    "index that does not fit": ({"index_bytes": "15MiB"}, ConfigError),
     "sync": ({"sync": "sometimes"}, ConfigError),
     "mode": ({"mode": "fast"}, ConfigError),
     "verify": ({"verify": "maybe"}, ConfigError),
@@ -552,7 +559,7 @@ def test_an_invalid_setting_is_named(path: Path, what: str) -> None:
 
 def test_settings_too_small_for_a_store_are_refused(path: Path) -> None:
     (path / "kvfs.toml").write_text('capacity = "1MiB"')
-    with pytest.raises(NoSpaceError, match="16MiB"):
+    with pytest.raises(ConfigError, match="16MiB"):
         kvfs.open(path)
     (path / "kvfs.toml").write_text("#" * 300_000)
     with pytest.raises(FormatError, match=r"kvfs\.toml"):

@@ -30,6 +30,7 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.format.codec import CodecError, decoded, fits
 from kvfs.format.segment import BLOCK, Entry, Header
+from kvfs.index.session import Session
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.identity import Described
 from kvfs.pages.layout import Group, Part
@@ -70,12 +71,14 @@ class Exported:
     left_out: int = 0
 
 
-def choose(context: Context, namespaces: Collection[Described], match: PrefixMatch | None) -> list[Chosen]:
-    """All live records of these namespaces, and those of a match. ConfigError if neither is given."""
-    if not namespaces and match is None:
-        raise ConfigError("nothing is chosen for the export: pass names or ids of namespaces, or match=")
+def choose(context: Context, namespaces: Collection[Described], matches: Collection[PrefixMatch]) -> list[Chosen]:
+    """All live records of these namespaces, and those of matches, each once. ConfigError if none is given."""
+    if not namespaces and not matches:
+        raise ConfigError("nothing is chosen for the export: pass names or ids of namespaces, prefixes= or match=")
     chosen = _of_namespaces(context, namespaces) if namespaces else []
-    return chosen + _of_match(match) if match is not None else chosen
+    digests = {d.digest for d in namespaces}
+    single = {c[4:6]: c for m in matches if m.namespace not in digests for c in _of_match(m)}
+    return chosen + sorted(single.values())
 
 
 def _of_namespaces(context: Context, wanted: Iterable[Described]) -> list[Chosen]:
@@ -105,6 +108,29 @@ def export(
     return _Exporter(context, path, key).run(chosen, progress)
 
 
+def verified_record(records: Records, segment_id: bytes, seq: int, group: Group) -> Record | None:
+    """A record with its payload and its leaf table, if it verifies."""
+    entry = records.entry(segment_id, seq)
+    if (
+        entry is None
+        or entry.kind != fmt.KIND_PART
+        or not fits(entry.codec, entry.stored_bytes, group.part_bytes(part := Part.unpack(entry.part)))
+    ):
+        return None
+    payload = records.payload(segment_id, entry)
+    try:
+        raw = decoded(payload, entry.codec, group.part_bytes(part)) if payload is not None else b""
+    except CodecError:
+        return None
+    table = leaf_table(raw, group.leaf_bytes(part))
+    if payload is None or root_of(table) != entry.root:
+        return None
+    return Record(
+        payload, group.leaf_bytes(part), group.leaves(part), entry.raw_bytes, entry.group, entry.chunk, entry.part,
+        entry.chunk_hash, entry.run_hash, entry.expires, entry.codec, table,
+    )  # fmt: skip
+
+
 class _Exporter:
     """One export: owns the temporary file and the list of its members."""
 
@@ -118,7 +144,7 @@ class _Exporter:
 
     def run(self, chosen: list[Chosen], progress: Callable[[int, int], None]) -> Exported:
         described = {d.digest: d for d in Catalog(self._c).described()}
-        descriptors = dict(self._c.index.read(lambda s: s.namespaces(), 2.0))
+        descriptors = dict(self._c.index.slices(Session.namespaces, 2.0))
         temporary = f"{self._path}.{self._c.files.random(4).hex()}.tmp"
         seen, total = 0, sum(c.records for c in chosen)
         try:
@@ -129,7 +155,7 @@ class _Exporter:
                         continue
                     group = described[digest].layout.groups[number]
                     for batch in _batches(same, group.part_bytes(Part.unpack(part))):
-                        entries = [self._record(records, segment_id, seq, group) for segment_id, seq in batch]
+                        entries = [verified_record(records, segment_id, seq, group) for segment_id, seq in batch]
                         good = [r for r in entries if r is not None]
                         self.done.left_out += len(entries) - len(good)
                         seen += len(batch)
@@ -153,28 +179,6 @@ class _Exporter:
                 os.unlink(temporary)
             raise
         return self.done
-
-    def _record(self, records: Records, segment_id: bytes, seq: int, group: Group) -> Record | None:
-        """A record with its payload, if it verifies."""
-        entry = records.entry(segment_id, seq)
-        if (
-            entry is None
-            or entry.kind != fmt.KIND_PART
-            or not fits(entry.codec, entry.stored_bytes, group.part_bytes(part := Part.unpack(entry.part)))
-        ):
-            return None
-        payload = records.payload(segment_id, entry)
-        try:
-            raw = decoded(payload, entry.codec, group.part_bytes(part)) if payload is not None else b""
-        except CodecError:
-            return None
-        table = leaf_table(raw, group.leaf_bytes(part))
-        if payload is None or root_of(table) != entry.root:
-            return None
-        return Record(
-            payload, group.leaf_bytes(part), group.leaves(part), entry.raw_bytes, entry.group, entry.chunk, entry.part,
-            entry.chunk_hash, entry.run_hash, entry.expires, entry.codec, table,
-        )  # fmt: skip
 
     def _seal(self, tar: IO[bytes], writer: _Writer) -> None:
         with contextlib.closing(writer):

@@ -117,47 +117,66 @@ def write(
 ) -> Written:  # fmt: skip
     """Write the pages of a match; ``progress``: (bytes done, all bytes). UnverifiedError, ConfigError; raises OSError
     unchanged."""
-    groups = described.layout.groups
-    for gm in match.groups:
-        if gm.want != groups[gm.number].full:
-            raise ConfigError("this match is of a part of each page: match without part= to export")
-    tensors = list(_tensors(groups, match))
-    total = sum(t.nbytes for t in tensors)
-    head = _header(described, match, tensors, token_ids)
-    done = Written(path, match.tokens, sum(g.count for g in match.groups), len(tensors), total, len(head) + total)
+    tensors = TensorFile(context, described, match, token_ids)
     temporary = f"{path}.{context.files.random(4).hex()}.tmp"
-    reader = Reader(replace(context, verify=Verify.ALWAYS))  # independent of the policy of this process's own loads
     try:
-        with open(temporary, "xb", opener=context.directory.opener) as file, reader.open_segments(match) as held:
-            file.truncate(done.file_bytes)
-            os.pwrite(file.fileno(), head, 0)
-            written = 0
-            for gm in match.groups:
-                mine = [t for t in tensors if t.group is gm]
-                batch = _TensorBatch(groups[gm.number], gm, mine)
-                for first in range(gm.first, gm.first + gm.count, batch.chunks):
-                    cut = gm.cut(first, min(batch.chunks, gm.first + gm.count - first))
-                    good, _ = reader.load_run(match, cut, groups[gm.number], batch.pages[: cut.nbytes], held)
-                    if good != (1 << cut.count) - 1 << cut.first:
-                        raise UnverifiedError(
-                            f"a page of tokens {first * match.page_tokens} to "
-                            f"{(first + cut.count) * match.page_tokens} does not verify, or was evicted: try again, "
-                            "the prefix that is left is shorter"
-                        )
-                    for tensor, data in batch.arranged(cut.count):
-                        at = len(head) + tensor.offset + (first - gm.first) * batch.states * tensor.row_bytes
-                        context.files.write_all(file.fileno(), [data], at)
-                    written += cut.nbytes
-                    progress(written, total)
+        with open(temporary, "xb", opener=context.directory.opener) as file:
+            tensors.fill(file.fileno(), progress)
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    finally:
-        reader.close()
-    return done
+    return Written(
+        path, match.tokens, sum(g.count for g in match.groups), len(tensors.tensors), tensors.payload_bytes,
+        tensors.nbytes,
+    )  # fmt: skip
+
+
+class TensorFile:
+    """The file of a match before it is written: ``nbytes`` is its exact size. ConfigError for a match of a part."""
+
+    def __init__(
+        self, context: Context, described: Described, match: PrefixMatch, token_ids: Sequence[int] | None = None
+    ) -> None:
+        self._c, self._match, self._groups = context, match, described.layout.groups
+        for gm in match.groups:
+            if gm.want != self._groups[gm.number].full:
+                raise ConfigError("this match is of a part of each page: match without part= to export")
+        self.tensors = list(_tensors(self._groups, match))
+        self.payload_bytes = sum(t.nbytes for t in self.tensors)
+        self._head = _header(described, match, self.tensors, token_ids)
+        self.nbytes = len(self._head) + self.payload_bytes
+
+    def fill(self, fd: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Write the file to a descriptor. UnverifiedError if a page does not verify: then the bytes are of no use."""
+        match, files = self._match, self._c.files
+        reader = Reader(replace(self._c, verify=Verify.ALWAYS))  # independent of the policy of this process's own loads
+        try:
+            with reader.open_segments(match) as held:
+                files.truncate(fd, self.nbytes)
+                files.write_all(fd, [self._head], 0)
+                written = 0
+                for gm in match.groups:
+                    mine = [t for t in self.tensors if t.group is gm]
+                    batch = _TensorBatch(self._groups[gm.number], gm, mine)
+                    for first in range(gm.first, gm.first + gm.count, batch.chunks):
+                        cut = gm.cut(first, min(batch.chunks, gm.first + gm.count - first))
+                        good, _ = reader.load_run(match, cut, self._groups[gm.number], batch.pages[: cut.nbytes], held)
+                        if good != (1 << cut.count) - 1 << cut.first:
+                            raise UnverifiedError(
+                                f"a page of tokens {first * match.page_tokens} to "
+                                f"{(first + cut.count) * match.page_tokens} does not verify, or was evicted: try "
+                                "again, the prefix that is left is shorter"
+                            )
+                        for tensor, data in batch.arranged(cut.count):
+                            at = len(self._head) + tensor.offset + (first - gm.first) * batch.states * tensor.row_bytes
+                            files.write_all(fd, [data], at)
+                        written += cut.nbytes
+                        progress(written, self.payload_bytes)
+        finally:
+            reader.close()
 
 
 def _tensors(groups: Sequence[Group], match: PrefixMatch) -> Iterator[Tensor]:

@@ -7,10 +7,10 @@ page that several ranks wrote counts once per part.
 from __future__ import annotations
 
 import heapq
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from kvfs.catalog.records import Located, Records
@@ -23,7 +23,6 @@ from kvfs.index.tables import DROPPED, Contents, SegmentRow
 from kvfs.pages.identity import Described, Identity, parse_descriptor, salt_digest
 from kvfs.segments.writer import file_name
 
-ROWS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
 HASH_DIGITS_MIN = 6  # shorter references to a hash would be guesses
 CANDIDATES_MAX = 8  # names that an error message lists
 STAMPS_MAX = 64  # latest access times of a segment that are searched for the last use of its namespaces
@@ -34,14 +33,14 @@ class NotFoundError(KvfsError):
     """Nothing in the store has that name."""
 
 
-@dataclass
+@dataclass(slots=True)
 class NamespaceInfo:
     """One namespace and what the store holds of it."""
 
     described: Described
     pages: int = 0  # published records
     nbytes: int = 0
-    segments: set[int] = field(default_factory=set)
+    segments: int = 0  # that hold some of it
     last_used_us: int = 0  # 0: nothing is stored
 
     @property
@@ -75,8 +74,22 @@ class PageInfo(NamedTuple):
     last_used_us: int
 
 
+@dataclass
+class PrefixPages:
+    """The pages that one request used last."""
+
+    described: Described
+    last_hash: bytes  # of the page that was asked for: its id
+    hashes: dict[int, bytes] = field(default_factory=dict)  # chunk number -> chunk hash
+    pages: int = 0  # records
+    nbytes: int = 0
+
+
 class Catalog:
-    """Reads what a store holds, through ``Walk`` and ``Records``. Cheap to make; caches nothing between calls."""
+    """Reads what a store holds, through ``Walk`` and ``Records``. Cheap to make; caches nothing between calls.
+
+    StoreLockedError if the disk hangs, IndexUnavailableError if the index does not answer in time.
+    """
 
     def __init__(self, context: Context) -> None:
         self._c = context
@@ -85,13 +98,7 @@ class Catalog:
 
     def contents(self) -> list[Contents]:
         """What live segments hold of each namespace."""
-        rows, after = list[Contents](), b""
-        while True:
-            batch, following = self._c.index.read(partial(_contents, after=after), PATIENCE_SECONDS)
-            rows += batch
-            if following is None:
-                break
-            after = following
+        rows = list(self._c.index.slices(Session.contents, PATIENCE_SECONDS))
         alive = {n for n, row in self.segment_rows() if row.state != DROPPED}
         return [c for c in rows if c.segment in alive]
 
@@ -100,12 +107,27 @@ class Catalog:
 
     def described(self) -> list[Described]:
         """All namespaces in the index, by name: those with pages, and some that had pages."""
-        pairs = self._c.index.read(lambda s: s.namespaces(), PATIENCE_SECONDS)
-        parsed = (parse_descriptor(data) for _, data in pairs)
-        return sorted((d for d in parsed if d is not None), key=lambda d: (d.name, d.revision, d.digest))
+        parsed = (parse_descriptor(data) for _, data in self._c.index.slices(Session.namespaces, PATIENCE_SECONDS))
+        return sorted((d for d in parsed if d is not None), key=_order)
+
+    def _candidates(self, ref: str) -> list[Described]:
+        """Namespaces that ``ref`` may name, in order: to find one of 100,000, few descriptors are parsed."""
+        names = [json.dumps(name)[1:-1].encode() for name in {ref, ref.rpartition("@")[0]} if name]
+        rows = self._c.index.slices(Session.namespaces, PATIENCE_SECONDS)
+        parsed = (
+            parse_descriptor(data)
+            for digest, data in rows
+            if b"\\" in data  # which may spell any name
+            or any(name in data for name in names)
+            or digest.hex().startswith(ref)
+        )
+        return sorted((d for d in parsed if d is not None), key=_order)
 
     def namespaces(self) -> list[NamespaceInfo]:
         """All namespaces with what is stored of them."""
+        return self._c.calls.run(self._namespaces)
+
+    def _namespaces(self) -> list[NamespaceInfo]:
         infos = {d.digest: NamespaceInfo(d) for d in self.described()}
         by_segment: dict[int, list[NamespaceInfo]] = {}
         for c in self.contents():
@@ -113,7 +135,7 @@ class Catalog:
             if info is not None:
                 info.pages += c.records
                 info.nbytes += c.stored_bytes
-                info.segments.add(c.segment)
+                info.segments += 1
                 by_segment.setdefault(c.segment, []).append(info)
         ids = {n: row.segment_id for n, row in self.segment_rows()}
         with Records(self._c) as records:
@@ -153,19 +175,10 @@ class Catalog:
     def find(self, ref: str, known: Sequence[Described] | None = None) -> Described:
         """The namespace that ``ref`` names: name, name@revision (or its beginning), or 6 or more digits of the digest.
         ``known``: all namespaces, if they have been read already."""
-        name, _, revision = ref.rpartition("@") if "@" in ref else (ref, "", "")
-        known = self.described() if known is None else known
-        found = [d for d in known if d.name == ref]
-        found = found or [d for d in known if name and d.name == name and d.revision.startswith(revision)]
-        if not found and _is_short(ref):
-            found = [d for d in known if d.digest.hex().startswith(ref)]
-        if not found:
-            names = ", ".join(sorted({d.name for d in known})[:CANDIDATES_MAX]) or "none"
-            raise NotFoundError(f"no namespace {ref!r} in this store; it has: {names}")
-        if len(found) > 1:
-            listed = [f"{d.digest.hex()[:12]} ({d.name}@{d.revision[:12]})" for d in found]
-            raise ConfigError(_ambiguous(ref, "namespaces", listed))
-        return found[0]
+        if known is None:
+            known = self._candidates(ref)
+            known = known if _named(ref, known) else self.described()  # the message lists what there is
+        return find_namespace(ref, known, "in this store")
 
     # -- segments ----------------------------------------------------------------------------
 
@@ -187,6 +200,9 @@ class Catalog:
 
     def find_all_pages(self, refs: Sequence[str]) -> dict[str, list[PageInfo]]:
         """``find_pages`` of each, in one walk."""
+        return self._c.calls.run(lambda: self._find_all_pages(refs))
+
+    def _find_all_pages(self, refs: Sequence[str]) -> dict[str, list[PageInfo]]:
         pages: dict[str, list[PageInfo]] = {ref: [] for ref in refs}
         short = set(filter(_is_short, refs))
         lengths = sorted(set(map(len, short)))
@@ -209,31 +225,92 @@ class Catalog:
 
     def hashes_of_prefix(self, ref: str) -> tuple[Described, list[bytes]]:
         """(namespace, chunk hashes from the first on) of the pages of the request that used page ``ref`` last."""
-        pages = [p for p in self.find_pages(ref.lower()) if p.located is not None]
-        if not pages or pages[0].located is None:
-            raise NotFoundError(f"no page has the id {ref!r}: give an id from kvfs ls NAMESPACE")
-        digest, stamp = pages[0].located.digest, pages[0].last_used_us
-        numbers = {c.segment for c in self.contents() if c.digest == digest}
-        found: dict[int, bytes] = {}
-        for s in Walk(self._c).stretches(numbers.__contains__):
-            if (s.digest, s.stamp_us) == (digest, stamp):
-                hashes = (s.hashes[i : i + HASH_BYTES] for i in range(0, len(s.hashes), HASH_BYTES))
-                found.update(zip(range(s.chunk, s.chunk + s.pages), hashes, strict=True))
+        prefix = self.pages_of_prefix(ref)
+        found = prefix.hashes
         if 0 not in found:
             raise ConfigError(
                 f"prefix {ref!r} begins at chunk {min(found, default=0)}, since a later request used its head: "
                 "give the prompt with --prompt"
             )
         leading = next(i for i in range(len(found) + 1) if i not in found)
+        return prefix.described, [found[i] for i in range(leading)]
+
+    def pages_of_prefix(self, ref: str) -> PrefixPages:
+        """The pages of the request that used page ``ref`` last, as ``prefixes`` lists them."""
+        return self._c.calls.run(lambda: self._pages_of_prefix(ref))
+
+    def _pages_of_prefix(self, ref: str) -> PrefixPages:
+        pages = [p for p in self.find_pages(ref.lower()) if p.located is not None]
+        if not pages or pages[0].located is None:
+            raise NotFoundError(f"no page has the id {ref!r}: give an id from kvfs ls NAMESPACE")
+        digest, stamp = pages[0].located.digest, pages[0].last_used_us
+        numbers = {c.segment for c in self.contents() if c.digest == digest}
         described = next(d for d in self.described() if d.digest == digest)
-        return described, [found[i] for i in range(leading)]
+        prefix = PrefixPages(described, pages[0].chunk_hash)
+        for s in Walk(self._c).stretches(numbers.__contains__):
+            if (s.digest, s.stamp_us) == (digest, stamp):
+                hashes = (s.hashes[i : i + HASH_BYTES] for i in range(0, len(s.hashes), HASH_BYTES))
+                prefix.hashes.update(zip(range(s.chunk, s.chunk + s.pages), hashes, strict=True))
+                prefix.pages += s.pages
+                prefix.nbytes += s.nbytes
+        return prefix
+
+    def sort_out(self, targets: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(namespaces, ids of prefixes) among the targets of a command; NotFoundError for what can be neither."""
+        names, ids = list[str](), list[str]()
+        known = self.described() if targets else ()
+        for target in targets:
+            try:
+                self.find(target, known)
+                names.append(target)
+            except NotFoundError:
+                if not _is_short(target.lower()):
+                    raise
+                ids.append(target)
+        return names, ids
 
     def prefixes(self, described: Described, *, seconds: float | None = None) -> tuple[list[Prefix], Walk]:
         """Prefixes of a namespace as they were last used, and the walk that found them (see ``Walk.complete``)."""
         numbers = {c.segment for c in self.contents() if c.digest == described.digest}
         deadline = None if seconds is None else self._c.files.monotonic() + seconds
         walk = Walk(self._c, deadline=deadline)
-        return prefixes(walk, numbers.__contains__, described.digest), walk
+        return self._c.calls.run(lambda: prefixes(walk, numbers.__contains__, described.digest)), walk
+
+
+def find_namespace(ref: str, known: Sequence[Described], where: str) -> Described:
+    """``Catalog.find`` among known namespaces; ``where`` is for the message."""
+    found = _named(ref, known)
+    if not found:
+        raise NotFoundError(f"no namespace {ref!r} {where}{listed(sorted({d.name for d in known}), ref)}")
+    if len(found) > 1:
+        ids = [f"{d.digest.hex()[:12]} ({d.label})" for d in found]
+        raise ConfigError(_ambiguous(ref, "namespaces", ids))
+    return found[0]
+
+
+def _order(described: Described) -> tuple[str, str, bytes]:
+    return described.name, described.revision, described.digest
+
+
+def _named(ref: str, known: Sequence[Described]) -> list[Described]:
+    """Those that ``ref`` names; a name counts before a revision, that before digits of a digest."""
+    name, _, revision = ref.rpartition("@") if "@" in ref else (ref, "", "")
+    found = [d for d in known if d.name == ref]
+    found = found or [d for d in known if name and d.name == name and d.revision.startswith(revision)]
+    return found or [d for d in known if _is_short(ref) and d.digest.hex().startswith(ref)]
+
+
+def listed(names: Iterable[str], wanted: str = "") -> str:
+    """``a, b and 292 more``; with ``wanted``, the end of a message that names what is close to it."""
+    known = list(names)
+    more = f" and {len(known) - CANDIDATES_MAX} more" if len(known) > CANDIDATES_MAX else ""
+    shown = (", ".join(known[:CANDIDATES_MAX]) or "none") + more
+    if not wanted:
+        return shown
+    from difflib import get_close_matches
+
+    close = get_close_matches(wanted, known, 3)
+    return f" (did you mean {' or '.join(map(repr, close))}?); it has: {shown}" if close else f"; it has: {shown}"
 
 
 def identity_of(described: Described, salt: str = "") -> dict[str, Any]:
@@ -261,15 +338,10 @@ def _page_info(records: Records, place: Place, segment_id: bytes) -> PageInfo:
     return PageInfo(place.chunk_hash, place, segment_id, located, used)
 
 
-def _contents(session: Session, after: bytes) -> tuple[list[Contents], bytes | None]:
-    return session.contents(after, ROWS_PER_HOLD)
-
-
 def _is_short(ref: str) -> bool:
     return HASH_DIGITS_MIN <= len(ref) <= 64 and bool(_HEX.match(ref))
 
 
 def _ambiguous(ref: str, what: str, candidates: Iterable[str]) -> str:
-    listed = list(candidates)
-    more = f" and {len(listed) - CANDIDATES_MAX} more" if len(listed) > CANDIDATES_MAX else ""
-    return f"{ref!r} names {len(listed)} {what}: {', '.join(listed[:CANDIDATES_MAX])}{more}; give more digits"
+    found = list(candidates)
+    return f"{ref!r} names {len(found)} {what}: {listed(found)}; give more digits"

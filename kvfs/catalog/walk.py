@@ -7,16 +7,18 @@ that request; the rest of the earlier one then begins at ``first_chunk`` > 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from kvfs.catalog.records import Records
-from kvfs.context import LOOKUP_SECONDS, Context
+from kvfs.context import Context
 from kvfs.format import segment as fmt
+from kvfs.index.deadlines import LOOKUP_SECONDS
 from kvfs.index.rows import CLAIM, parse_row
 from kvfs.index.session import Session
+from kvfs.pages.chunk_set import span
 
 ROWS_PER_HOLD = 256  # index rows per transaction, so that writers wait little
 PATIENCE_SECONDS = 5.0  # longest wait for the index: an inspection may wait longer than an engine
@@ -39,7 +41,9 @@ class Stretch(NamedTuple):
     stride: int
     stored_bytes: int  # of each
     stamp_us: int
+    written_us: int
     hashes: bytes  # 32 bytes per page
+    row: bytes  # key of the index row
 
     @property
     def nbytes(self) -> int:
@@ -57,8 +61,18 @@ class Prefix:
     last_hash: bytes  # chunk hash of its last page: its id
     pages: int = 0
     nbytes: int = 0
+    chunks: dict[int, int] = field(default_factory=dict)  # group number -> set of its chunks, as bits
+
+    def gaps(self, groups: Iterable[int]) -> int:
+        """How many chunks between its first and its last one lack a page of one of these groups."""
+        whole = span(self.first_chunk, self.last_chunk + 1 - self.first_chunk)
+        lacking = 0
+        for group in groups:
+            lacking |= whole & ~self.chunks.get(group, whole)
+        return lacking.bit_count()
 
     def add(self, s: Stretch) -> None:
+        self.chunks[s.group] = self.chunks.get(s.group, 0) | span(s.chunk, s.pages)
         last = s.chunk + s.pages - 1
         if last > self.last_chunk or not self.pages:
             self.last_chunk, self.last_hash = last, s.hashes[-HASH_BYTES:]
@@ -96,7 +110,7 @@ class Walk:
                         whole = Stretch(
                             found.digest, found.entry.group, found.entry.part, extent.segment, segment_id, extent.seq,
                             count, found.entry.chunk, extent.block * fmt.BLOCK, extent.stride * fmt.BLOCK,
-                            extent.stored_bytes, found.entry.written_us, hashes,
+                            extent.stored_bytes, found.entry.written_us, found.entry.written_us, hashes, key,
                         )  # fmt: skip
                         yield from _by_stamp(whole, records.stamps(segment_id), now_us)
 

@@ -3,6 +3,9 @@
 ``run/use/<segment id>`` holds a u64 (microseconds since 1970) per record, by its seq. A reader writes one with a pwrite
 and does not touch the index; readers that race write nearly the same number. The file is advice: where an access time
 is absent, damaged or in the future, the time of writing counts. The file is never mapped (a full disk would be SIGBUS).
+
+``stamp`` only notes a use: an engine's scheduler calls it, and a disk may hang. The background writes what was noted
+every FLUSH_SECONDS, and so does a thread that reads access times, before it reads.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ STAMP_BYTES = 8  # of one access time
 _OPEN_MAX = 64  # files that are kept open
 RECORDS_MAX = 1 << 23  # of one segment: longer files are cut there
 REQUESTS_MAX = 4096  # requests that are remembered
+FLUSH_SECONDS = 0.25  # how old a use is at most before other processes see it
+NOTED_MAX = 1 << 20  # access times that wait to be written: of a disk that hangs, the later ones are lost
+CLOSE_SECONDS = 1.0  # how long a close waits for the disk
 REQUEST_US = 600_000_000  # a prompt that is saved within this time of its lookup belongs to the same request
 
 
@@ -34,6 +40,8 @@ class AccessTimes:
         self._lock = threading.Lock()  # lookups wait for it: no call to the disk inside
         self._open: OrderedDict[bytes, Descriptor] = OrderedDict()
         self._requests: OrderedDict[bytes, int] = OrderedDict()
+        self._noted: list[tuple[bytes, int, Sequence[int]]] = []  # (segment id, seq of the first record, times)
+        self._noted_count = 0
 
     def note_request(self, chunk_hash: bytes, at_us: int) -> None:
         """A lookup, load or save at ``at_us`` ended in ``chunk_hash``: a save that goes on from there has its time."""
@@ -54,9 +62,19 @@ class AccessTimes:
         eviction takes records with equal access times for pages of one prompt."""
         if self._directory.read_only or not stamps:
             return
-        with contextlib.suppress(OSError):
-            file = self._file(segment_id)
-            self._files.write_all(file.fd, [pack_u64(stamps)], first * STAMP_BYTES)
+        with self._lock:
+            if self._noted_count + len(stamps) <= NOTED_MAX:
+                self._noted.append((segment_id, first, stamps))
+                self._noted_count += len(stamps)
+
+    def flush(self) -> None:
+        """Write what was noted."""
+        with self._lock:
+            noted, self._noted, self._noted_count = self._noted, [], 0
+        for segment_id, first, stamps in noted:
+            with contextlib.suppress(OSError):
+                file = self._file(segment_id)
+                self._files.write_all(file.fd, [pack_u64(stamps)], first * STAMP_BYTES)
 
     def _file(self, segment_id: bytes) -> Descriptor:
         """The file of a segment. It stays open as long as the caller refers to it, even if it leaves the cache: so the
@@ -99,6 +117,7 @@ class AccessTimes:
 
     def raw(self, segment_id: bytes, records_max: int = RECORDS_MAX) -> array[int]:
         """The access times in the file, by seq; empty if there is no file."""
+        self.flush()
         stamps = array("Q")
         with contextlib.suppress(OSError):
             file = Descriptor.open(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=self._directory.sub("run/use"))
@@ -108,6 +127,7 @@ class AccessTimes:
 
     def was_used(self, segment_id: bytes, seq: int) -> bool:
         """Whether a record was used since it was written."""
+        self.flush()
         with contextlib.suppress(OSError):
             if self._directory.read_only:  # a reader creates and removes nothing
                 run = self._directory.sub("run/use")
@@ -119,6 +139,7 @@ class AccessTimes:
 
     def version(self, segment_id: bytes) -> tuple[int, int]:
         """Changes when an access time does."""
+        self.flush()
         try:
             st = self._files.stat(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
         except OSError:
@@ -129,6 +150,8 @@ class AccessTimes:
         """The segment is reclaimed."""
         with self._lock:
             self._open.pop(segment_id, None)
+            self._noted = [noted for noted in self._noted if noted[0] != segment_id]
+            self._noted_count = sum(len(stamps) for _, _, stamps in self._noted)
         with contextlib.suppress(OSError):
             self._files.unlink(segment_id.hex(), dir_fd=self._directory.sub("run/use"))
 
@@ -143,10 +166,15 @@ class AccessTimes:
                         self._files.unlink(name, dir_fd=run)
 
     def close(self) -> None:
+        if self._noted:
+            writer = threading.Thread(target=self.flush, name="kvfs-stamps", daemon=True)
+            writer.start()
+            writer.join(CLOSE_SECONDS)
         with self._lock:
             self._open.clear()
 
     def abandon(self) -> None:
-        """In a forked child."""
+        """In a forked child: what was noted is the parent's to write."""
         self._lock = threading.Lock()
-        self.close()
+        self._noted, self._noted_count = [], 0
+        self._open.clear()

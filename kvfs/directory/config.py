@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfs.errors import ConfigError, NoSpaceError
+from kvfs.errors import ConfigError
 from kvfs.format.checksums import checksum
 from kvfs.format.codec import parse as parse_codec
 
@@ -26,14 +26,24 @@ SEGMENTS_MIN = 8  # segments that must fit into the capacity
 INDEX_MIN, INDEX_MAX = 2 * MIB, 64 * GIB
 OVERHEAD_BYTES = 1 * MIB  # reserved for small files: super, settings, access times, liveness, LMDB's second file
 PIN_FILES_SHARE = 1024  # one in so many bytes of the capacity is reserved for the files of pins
+PROCESS_FILES_SHARE = 16384  # and one in so many for those of processes
+COUNT_FILES_SHARE = 8192  # and one in so many for counts by namespace and the event log
 DURATION_MAX = 1e12  # seconds
 TOML_BYTES_MAX = 256 * KIB  # of kvfs.toml
 DOTS_MAX = 100  # of a line: tomllib's time for a dotted key grows with the square of its parts
 SYNC_LEVELS = ("cache", "batch", "sync")
+REMOTE_REQUESTS, REMOTE_REQUESTS_MAX = 8, 64
+REMOTE_SECONDS = 30.0  # for a request of up to 16 MiB: less than 5 Mbit/s is away
+REMOTE_RATE_MIN = 100_000  # bytes per second
+REMOTE_RETENTION_MIN = 3600.0  # seconds: clocks of hosts and object stores may differ by that much
+READ_THROUGH = ("on", "off")
+UPLOADS = ("off", "reused", "all")
 MODES = ("cache", "staging", "memory")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]i?)?b?\s*\Z", re.IGNORECASE)
 _DURATION = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(s|m|h|d|w)?\s*\Z", re.IGNORECASE)
+_AT_LINE = re.compile(r"\(at line ([0-9]{1,9}),")  # in messages of tomllib
+_REMOTE_URL = re.compile(r"(?:(?:s3|gs|az|memory)://|file:///)[^\s?#]*\Z")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -80,6 +90,19 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class Remote:
+    """The bucket that this store shares with others; ``url`` is empty for none."""
+
+    url: str = ""
+    requests: int = REMOTE_REQUESTS  # under way at once; also the objects in memory
+    timeout_seconds: float = REMOTE_SECONDS  # of one request; its retries take as long again
+    retention_seconds: float | None = None  # ``kvfs remote gc`` removes what was uploaded before that; None: nothing
+    read_through: str = "on"  # engines pull what a prompt lacks here while its request waits; or "off"
+    upload: str = "off"  # what goes there in the background: "all", "reused" (pages that were read since), or "off"
+    upload_rate: int | None = None  # bytes per second of those uploads; None: as fast as they go
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The settings in kvfs.toml. Sizes in bytes."""
 
@@ -91,16 +114,34 @@ class Settings:
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     codec: str = "raw"  # default of namespaces
     bundle_key: str = ""  # key file: only bundles that are signed with it are imported
+    remote: Remote = field(default_factory=Remote)
 
     @property
     def segments_bytes_max(self) -> int:
         """What all segments may have allocated: the capacity minus the index and small files."""
-        return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES - self.capacity_bytes // PIN_FILES_SHARE
+        shares = (PIN_FILES_SHARE, PROCESS_FILES_SHARE, COUNT_FILES_SHARE)
+        small = sum(self.capacity_bytes // share for share in shares)
+        return self.capacity_bytes - self.index_bytes - OVERHEAD_BYTES - small
 
     @property
     def pin_files_bytes(self) -> int:
         """What the files of all pins may have allocated: a quarter of the overhead, and a share of the capacity."""
         return OVERHEAD_BYTES // 4 + self.capacity_bytes // PIN_FILES_SHARE
+
+    @property
+    def process_files_bytes(self) -> int:
+        """What the files of all processes may have allocated: half the overhead, and a share of the capacity."""
+        return OVERHEAD_BYTES // 2 + self.capacity_bytes // PROCESS_FILES_SHARE
+
+    @property
+    def event_file_bytes(self) -> int:
+        """Size of each of the two files of the event log, at most 1 MiB: both take 1/16384 of the capacity."""
+        return min(MIB, 16 * KIB + self.capacity_bytes // 32768 // 4096 * 4096)
+
+    @property
+    def namespace_slot_bytes(self) -> int:
+        """Size of each of the two slots of the counts by namespace, at most 256 KiB."""
+        return min(256 * KIB, 16 * KIB + self.capacity_bytes // 65536 // 4096 * 4096)
 
     @property
     def reserve_bytes(self) -> int:
@@ -115,10 +156,18 @@ def store_path(path: object) -> str:
     except TypeError:
         raise ConfigError(f"path is {type(path).__name__}: pass the directory of the store") from None
     if not where:
-        raise ConfigError("no path given and KVFS_DIR is not set: pass the directory of the store")
+        raise ConfigError("path is empty: pass the directory of the store")
     if "\0" in where:
         raise ConfigError(f"path is {where!r}: no file system accepts a name with a zero byte")
     return where
+
+
+def default_path() -> str:
+    """The store of a user who names none: ``$XDG_CACHE_HOME/kvfs``, else ``~/.cache/kvfs``."""
+    path = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvfs")
+    if not os.path.isabs(path):
+        raise ConfigError("no path given, and neither KVFS_DIR nor HOME is set: pass the directory of the store")
+    return path
 
 
 def switch(name: str, value: str | None) -> bool:
@@ -146,11 +195,12 @@ def make_settings(
     quotas: Mapping[str, Quota] | None = None,
     codec: str = "raw",
     bundle_key: str = "",
+    remote: Remote | None = None,
 ) -> Settings:
     """Settings with defaults filled in and everything checked."""
     total = parse_size(capacity, "capacity")
     if total < CAPACITY_MIN:
-        raise NoSpaceError(f"capacity is {total} bytes: a store needs at least {CAPACITY_MIN} (16MiB)")
+        raise ConfigError(f"capacity is {total} bytes: a store needs at least {CAPACITY_MIN} (16MiB)")
     if segment is None:
         segment_bytes = min(256 * MIB, max(SEGMENT_MIN, total // 512))
     else:
@@ -162,7 +212,7 @@ def make_settings(
         raise ConfigError(f"index_bytes is {index_bytes}: choose between {INDEX_MIN} and {INDEX_MAX}")
     segment_bytes, index_bytes = segment_bytes // 4096 * 4096, index_bytes // 4096 * 4096
     if total - index_bytes - OVERHEAD_BYTES < SEGMENTS_MIN * segment_bytes:
-        raise NoSpaceError(
+        raise ConfigError(
             f"capacity {total} is too small for segments of {segment_bytes} bytes: at least eight of them and "
             f"the index ({index_bytes}) must fit; raise capacity or lower segment_bytes"
         )
@@ -178,6 +228,8 @@ def make_settings(
     parse_codec(codec)
     if bundle_key and not (os.path.isabs(bundle_key) and bundle_key.isprintable()):
         raise ConfigError(f"bundle_key is {_show(bundle_key)}: give the absolute path of a key file, or nothing")
+    remote = remote or Remote()
+    _check_remote(remote)
     quotas = dict(quotas or {})
     for name, quota in quotas.items():
         if not isinstance(name, str) or not isinstance(quota, Quota):
@@ -187,7 +239,7 @@ def make_settings(
         raise ConfigError(
             f"quotas guarantee {guaranteed} bytes in sum: at most half the capacity ({total // 2}) can be promised"
         )
-    return Settings(total, segment_bytes, index_bytes, sync, mode, quotas, codec, bundle_key)
+    return Settings(total, segment_bytes, index_bytes, sync, mode, quotas, codec, bundle_key, remote)
 
 
 def parse_document(data: bytes, path: str) -> dict[str, Any]:
@@ -197,13 +249,17 @@ def parse_document(data: bytes, path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as exc:  # not only TOMLDecodeError: integers of thousands of digits
-        raise ConfigError(f"{path}: {exc}; correct the file") from None
+        number = _AT_LINE.search(str(exc))
+        lines = data.split(b"\n")
+        at = int(number[1]) - 1 if number is not None else len(lines)
+        shown = f" ({_show(lines[at].decode('utf-8', 'replace').strip())})" if at < len(lines) else ""
+        raise ConfigError(f'{path}: {exc}{shown}; correct the file: lines look like capacity = "200GiB"') from None
 
 
 def parse_toml(data: bytes, path: str) -> Settings:
     """Settings of a kvfs.toml; ConfigError names the line or key."""
     document = parse_document(data, path)
-    known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key", "quota"}
+    known = {"capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key", "quota", "remote"}
     unknown = sorted(set(document) - known)
     if unknown:
         raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -218,6 +274,53 @@ def parse_toml(data: bytes, path: str) -> Settings:
         codec=_text(document, "codec", path, "raw"),
         bundle_key=_text(document, "bundle_key", path, ""),
         quotas=_parse_quotas(document.get("quota", {}), path),
+        remote=_parse_remote(document.get("remote", {}), path),
+    )
+
+
+def _check_remote(remote: Remote) -> None:
+    url = remote.url
+    if url and not (_REMOTE_URL.match(url) and url.isprintable() and url.isascii()):
+        raise ConfigError(
+            f"remote.url is {_show(url)}: give s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+            "az://ACCOUNT/CONTAINER/PREFIX or file:///DIRECTORY, or nothing"
+        )
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            "remote.url has credentials in it, which every reader of kvfs.toml would see: use the environment"
+        )
+    if type(remote.requests) is not int or not 1 <= remote.requests <= REMOTE_REQUESTS_MAX:
+        raise ConfigError(f"remote.requests is {_show(remote.requests)}: choose 1 to {REMOTE_REQUESTS_MAX}")
+    if not 0.1 <= remote.timeout_seconds <= 600:
+        raise ConfigError(f"remote.timeout is {remote.timeout_seconds} s: choose between 0.1s and 10m")
+    if remote.retention_seconds is not None and remote.retention_seconds < REMOTE_RETENTION_MIN:
+        raise ConfigError(f"remote.retention is {remote.retention_seconds} s: choose at least 1h")
+    if remote.upload_rate is not None and remote.upload_rate < REMOTE_RATE_MIN:
+        raise ConfigError(f"remote.upload_rate is {remote.upload_rate}: choose at least 100KB, per second")
+    for name, value, known in (
+        ("read_through", remote.read_through, READ_THROUGH),
+        ("upload", remote.upload, UPLOADS),
+    ):
+        if value not in known:
+            raise ConfigError(f"remote.{name} is {_show(value)}: choose one of {', '.join(known)}")
+
+
+def _parse_remote(table: Any, path: str) -> Remote:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: remote must be a table [remote]")
+    known = ("read_through", "requests", "retention", "timeout", "upload", "upload_rate", "url")
+    unknown = sorted(set(table) - set(known))
+    if unknown:
+        raise ConfigError(f"{path}: remote has unknown key {unknown[0]!r}; known are {', '.join(known)}")
+    retention, rate = table.get("retention", ""), table.get("upload_rate", "")
+    return Remote(
+        _text(table, "url", path, ""),
+        table.get("requests", REMOTE_REQUESTS),
+        parse_duration(table.get("timeout", REMOTE_SECONDS), "remote.timeout"),
+        None if retention == "" else parse_duration(retention, "remote.retention"),
+        _text(table, "read_through", path, "on"),
+        _text(table, "upload", path, "off"),
+        None if rate == "" else parse_size(rate, "remote.upload_rate"),
     )
 
 
@@ -259,6 +362,15 @@ def to_toml(settings: Settings) -> bytes:
         lines.append(f'codec = "{settings.codec}"')
     if settings.bundle_key:
         lines.append(f"bundle_key = {quoted(settings.bundle_key)}")
+    if settings.remote.url:
+        remote = settings.remote
+        lines += ["", "[remote]", f"url = {quoted(remote.url)}", f"requests = {remote.requests}"]
+        lines.append(f"timeout = {float(remote.timeout_seconds)!r}")
+        if remote.retention_seconds is not None:
+            lines.append(f"retention = {float(remote.retention_seconds)!r}")
+        lines += [f"read_through = {quoted(remote.read_through)}", f"upload = {quoted(remote.upload)}"]
+        if remote.upload_rate is not None:
+            lines.append(f"upload_rate = {remote.upload_rate}")
     for name, quota in sorted(settings.quotas.items()):
         lines += ["", f"[quota.{quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
         if quota.cap_bytes is not None:

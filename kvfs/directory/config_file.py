@@ -7,7 +7,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,9 +24,9 @@ NAME = "kvfs.toml"
 LOCK_SECONDS = 2.0  # how long a change waits for another one
 SAME, NEW, REFUSED = "same", "new", "refused"  # what ``Follower.look`` found
 KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key")
+REMOTE_KEYS = ("url", "requests", "timeout", "retention", "read_through", "upload", "upload_rate")
 QUOTA_KEYS = ("guaranteed", "cap", "ttl")
 _QUOTA = re.compile(r"quota\.(?P<name>.+)\.(?P<key>[a-z]+)\Z")
-_SECTION = re.compile(r"\s*\[")
 
 
 class Setting(NamedTuple):
@@ -110,11 +110,22 @@ def read(path: str, files: Files) -> list[Setting]:
         for key, value in zip(QUOTA_KEYS, fields, strict=True):
             if key in named["quota"][name]:
                 found.append(Setting(f"quota.{name}.{key}", value, NAME))
+    remote = settings.remote
+    remote_values: tuple[Any, ...] = (
+        remote.url, remote.requests, remote.timeout_seconds, remote.retention_seconds, remote.read_through,
+        remote.upload, remote.upload_rate,
+    )  # fmt: skip
+    for key, value in zip(REMOTE_KEYS, remote_values, strict=True):
+        if remote.url or key == "url" or key in named.get("remote", {}):
+            found.append(Setting(f"remote.{key}", value, NAME if key in named.get("remote", {}) else "default"))
     return found
 
 
 def change(path: str, key: str, value: str, files: Files) -> Settings:
-    """Set one setting and replace the file atomically; ConfigError or NoSpaceError if the result is invalid."""
+    """Set one setting and replace the file atomically; ConfigError if the result is invalid.
+
+    A file with an invalid value can be corrected in this way; one that is not TOML cannot.
+    """
     try:
         f"{key}{value}".encode()
     except UnicodeEncodeError:
@@ -125,72 +136,91 @@ def change(path: str, key: str, value: str, files: Files) -> Settings:
         directory.store_id()
         with _locked(directory):
             before = _read(directory)
-            old = config.parse_toml(before, f"{path}/{NAME}")
-            text = set_value(before.decode("utf-8"), section, name, _literal(name, value))
-            settings = config.parse_toml(text.encode(), f"{key} = {value}")
-            if settings.mode != old.mode:
+            after = set_value(before, section, name, _value(name, value), f"{path}/{NAME}")
+            settings = config.parse_toml(after, f"{path}/{NAME} with {key} = {value}")
+            old: Settings | None = None
+            with contextlib.suppress(ConfigError):
+                old = config.parse_toml(before, f"{path}/{NAME}")
+            if old is None or settings.mode != old.mode:
                 io_mode.check(path, settings, files)
-            if settings.index_bytes != old.index_bytes and any(alive for _, alive in census(directory)):
+            resized = name == "index_bytes" if old is None else settings.index_bytes != old.index_bytes
+            if resized and any(alive for _, alive in census(directory)):
                 raise StoreLockedError(
                     "index_bytes cannot change while a process has the store open: stop its users first"
                 )
-            directory.write_small(NAME, text.encode())
+            directory.write_small(NAME, after)
     return settings
 
 
-def _locate(key: str) -> tuple[str, str]:
-    """(quota or "", key) of the name of a setting."""
+def _locate(key: str) -> tuple[tuple[str, ...], str]:
+    """(path of the table, key) of the name of a setting; () is the document itself."""
     if key in KEYS:
-        return "", key
+        return (), key
+    if key.startswith("remote.") and key.removeprefix("remote.") in REMOTE_KEYS:
+        return ("remote",), key.removeprefix("remote.")
     match = _QUOTA.match(key)
     if match is not None and match["key"] in QUOTA_KEYS:
-        return match["name"], match["key"]
-    known = ", ".join([*KEYS, *(f"quota.NAME.{k}" for k in QUOTA_KEYS)])
+        return ("quota", match["name"]), match["key"]
+    known = ", ".join([*KEYS, *(f"remote.{k}" for k in REMOTE_KEYS), *(f"quota.NAME.{k}" for k in QUOTA_KEYS)])
     raise ConfigError(f"there is no setting {key!r}: known are {known}")
 
 
-def _literal(name: str, value: str) -> str:
-    """The value as TOML, after a check of its kind."""
-    if name in ("sync", "mode", "codec", "bundle_key"):
-        return config.quoted(value)
-    if name == "ttl":
+def _value(name: str, value: str) -> int | str:
+    """The value of a setting, after a check of its kind."""
+    if name in ("sync", "mode", "codec", "bundle_key", "url", "read_through", "upload", "upload_rate"):
+        return value
+    if name in ("retention", "upload_rate") and not value:
+        return value
+    if name in ("ttl", "timeout", "retention"):
         config.parse_duration(value, name)
     else:
         config.parse_size(value, name)
-    return value if value.isascii() and value.isdigit() else config.quoted(value)
+    return int(value) if value.isascii() and value.isdigit() else value
 
 
-def set_value(text: str, section: str, name: str, literal: str) -> str:
-    """``text`` with one value changed or added; comments and everything else stay as they are."""
-    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")  # not splitlines: TOML has no other line ends
-    header = f"[quota.{config.quoted(section)}]" if section else ""
-    begin, end = _span(lines, section)
-    if begin < 0:
-        return "\n".join([*lines, "", header, f"{name} = {literal}"]) + "\n"
-    assignment = re.compile(rf"\s*{re.escape(name)}\s*=\s*(\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^#\s]+)(?P<rest>.*)\Z")
-    for i in range(begin, end):
-        if match := assignment.match(lines[i]):
-            lines[i] = f"{name} = {literal}{match['rest'].rstrip()}"
-            return "\n".join(lines) + "\n"
-    while end > begin and not lines[end - 1].strip():
-        end -= 1
-    lines.insert(end, f"{name} = {literal}")
-    return "\n".join(lines) + "\n"
+def set_value(data: bytes, section: Sequence[str], name: str, value: int | str, path: str) -> bytes:
+    """A TOML document with one value changed or added; comments and everything else stay as they are.
 
+    ConfigError if it is not TOML, or if the editor would change anything else.
+    """
+    import tomlkit
 
-def _span(lines: list[str], section: str) -> tuple[int, int]:
-    """Lines [begin, end) of a section; begin is -1 if there is none."""
-    begin = -1 if section else 0
-    for i, line in enumerate(lines):
-        if not _SECTION.match(line):
+    wanted = config.parse_document(data, path)
+    wanted_table: Any = wanted
+    for step in section:
+        wanted_table = wanted_table.setdefault(step, {})
+        if not isinstance(wanted_table, dict):
+            form = "be a table, [remote]" if section[0] == "remote" else 'hold tables like [quota."name"]'
+            raise ConfigError(f"{path}: {section[0]} must {form}; correct the file")
+    wanted_table[name] = value
+    # the second is for quotas that are dotted keys among other keys
+    for edit in (_assign, _append_dotted):
+        try:
+            document = tomlkit.parse(data)
+            edit(document, section, name, value)
+            edited = tomlkit.dumps(document).encode()
+            if config.parse_document(edited, path) == wanted:
+                return edited
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, tomlkit.exceptions.TOMLKitError):
             continue
-        if begin >= 0:
-            return begin, i
-        with contextlib.suppress(ConfigError):
-            document = config.parse_document(line.encode(), NAME)
-            if set(document.get("quota", {})) == {section}:
-                begin = i + 1
-    return begin, len(lines)
+    raise ConfigError(f"{path} is written in a form that cannot be edited here: set {name} with an editor")
+
+
+def _assign(document: Any, section: Sequence[str], name: str, value: int | str) -> None:
+    import tomlkit
+
+    table, inline = document, False
+    for depth, step in enumerate(section, 1):
+        last = depth == len(section)
+        table = table.setdefault(step, tomlkit.inline_table() if inline else tomlkit.table(is_super_table=not last))
+        inline = isinstance(table, tomlkit.items.InlineTable)
+    table[name] = value
+
+
+def _append_dotted(document: Any, section: Sequence[str], name: str, value: int | str) -> None:
+    import tomlkit
+
+    document[section[0]].append(tomlkit.key([*section[1:], name]), value)
 
 
 def _read(directory: Directory) -> bytes:

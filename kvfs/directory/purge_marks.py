@@ -74,14 +74,18 @@ class PurgeMarks:
         return mark
 
     def write(self, mark: PurgeMark) -> None:
-        """Replace a segment's mark, durably."""
-        self._directory.write_small(mark.segment_id.hex(), fmt.pack_purge_mark(mark), sub=_FOLDER)
+        """Replace a segment's mark. It is durable after ``sync``."""
+        data = fmt.pack_purge_mark(mark)
+        self._directory.write_small(mark.segment_id.hex(), data, sub=_FOLDER, sync_folder=False)
+
+    def sync(self) -> None:
+        self._files.fsync(self._directory.sub(_FOLDER))
 
     def settle(self, mark: PurgeMark) -> None:
         """No index row names the purged records any more. If this is lost, the index is searched once more."""
         data = fmt.pack_purge_mark(mark._replace(flags=mark.flags & ~fmt.PURGE_PENDING))
         with contextlib.suppress(OSError):
-            self._directory.write_small(mark.segment_id.hex(), data, sub=_FOLDER)
+            self._directory.write_small(mark.segment_id.hex(), data, sub=_FOLDER, sync_folder=False)
 
     def sweep(self) -> None:
         """Remove what a process left when it died while it wrote a mark. No process may be writing one now."""

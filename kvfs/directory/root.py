@@ -45,21 +45,25 @@ _README = (
 
 
 class Directory:
-    """An open store directory. ``close()`` when done; descriptors are private to this process."""
+    """An open store directory. ``close()`` when done; descriptors are private to this process.
 
-    def __init__(self, path: str, files: Files, *, read_only: bool) -> None:
+    ``root``: a descriptor of the directory, if there is one: ``path`` may name another directory by now.
+    """
+
+    def __init__(self, path: str, files: Files, *, read_only: bool, root: int | None = None) -> None:
         self.path = os.path.abspath(path)
         self.files = files
         self.read_only = read_only
         self._fds: dict[str, Descriptor] = {}
         try:
-            self.root = files.open_root(self.path)
+            here = os.O_RDONLY | os.O_DIRECTORY
+            self.root = files.open_root(self.path) if root is None else files.open(".", here, dir_fd=root)
         except FileNotFoundError:
             raise StoreNotFoundError(
                 f"{path} does not exist; create a store with kvfs.open(path, capacity=...)"
             ) from None
         except NotADirectoryError:
-            raise StoreNotFoundError(f"{path} is not a directory; a kvfs store is one") from None
+            raise StoreNotFoundError(f"{path} is a file, and a store is a directory: name another path") from None
         except PermissionError:
             raise StoreAccessError(f"{path}: no permission; run as its owner or a member of its group") from None
         try:
@@ -117,8 +121,10 @@ class Directory:
         finally:
             self.files.close(fd)
 
-    def write_small(self, name: str, data: bytes, *, sub: str = "", durable: bool = True) -> None:
-        """Replace a small file: temporary name, fsync, rename, fsync of the directory."""
+    def write_small(
+        self, name: str, data: bytes, *, sub: str = "", durable: bool = True, sync_folder: bool = True
+    ) -> None:
+        """Replace a small file: temporary name, fsync, rename, fsync of the directory (unless the caller does it)."""
         dir_fd = self.sub(sub) if sub else self.root
         temporary = f".{name}.{self.files.random(8).hex()}"
         fd = self.files.create(temporary, self.file_mode, dir_fd=dir_fd)
@@ -139,7 +145,7 @@ class Directory:
             with contextlib.suppress(OSError):
                 self.files.unlink(temporary, dir_fd=dir_fd)
             raise
-        if durable:
+        if durable and sync_folder:
             self.files.fsync(dir_fd)
 
     def remove(self, name: str, *, sub: str) -> None:
@@ -309,7 +315,8 @@ def translate_os_errors(path: str) -> Iterator[None]:
             raise StoreReadOnlyError(f"{what}: open it with read_only=True, or create it elsewhere") from None
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{what}: make room on its file system") from None
-        raise StoreAccessError(f"{what}; check the kernel's log, or choose another directory") from None
+        remedy = "the device fails: look at dmesg" if exc.errno == errno.EIO else "choose another directory"
+        raise StoreAccessError(f"{what}; {remedy}") from None
 
 
 def _check_empty(directory: Directory) -> None:

@@ -1,68 +1,74 @@
 """Counts of all processes of a store, summed without a daemon, across restarts and deaths.
 
-``run/totals`` holds the sums. Each process adds what it has counted since it last did so, every EVERY_SECONDS and when
-it closes the store. The file consists of two slots that are written in turn, each with its own checksum: a death in the
-middle of a write leaves the other slot. An exclusive flock serializes the updates; a process that does not get it
-within WAIT_SECONDS keeps its counts until the next time. Blocks are allocated when the file is made, and updates
-overwrite them: a disk that fills up later costs nothing. Counts are advice: no call raises for a file system that
-fails, and what a killed process counted since its last update is lost.
+``run/totals`` holds the sums of the store, ``run/namespaces`` those of single namespaces. Each process adds what it has
+counted since it last did so, every EVERY_SECONDS and when it closes the store. A process that does not get the lock of
+a file in time keeps its counts until the next time. Counts are advice: no call raises for a file system that fails, and
+what a killed process counted since its last update is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import os
 import re
-import struct
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfs.directory.root import Directory
-from kvfs.format.checksums import checksum
-from kvfs.system.descriptors import Descriptor
+from kvfs.directory.slot_file import WAIT_SECONDS, SlotFile
 
 SLOT_BYTES = 16 * 1024
-NAMES_MAX = 160  # in the sums: with names of 56 characters and counts of 19 digits they fit into a slot
+NAMES_MAX = 160  # in the sums
+COUNT_BYTES_MAX = 80  # of a name with 56 characters and a count of 19 digits: NAMES_MAX of them fit into a slot
+NAMESPACES_MAX = 512  # in the sums, and in one process: those that were counted last
+NAMESPACE_SLOT_BYTES = 16 * 1024  # of a small store; ``Settings.namespace_slot_bytes``
+NAMESPACE_BYTES_MAX = 510  # of an entry: its digest, and ten numbers of 19 digits with their names
 EVERY_SECONDS = 5.0  # how old the published counts of a live process are at most
-WAIT_SECONDS = 0.2  # for the lock: an update takes a fraction of a millisecond, unless its process is stopped
-READS_MAX = 3  # of the slots, until one of them is not in the middle of an update
-TOTALS = "totals"
-_HEAD = struct.Struct("<QQI")  # check, turn, length of the JSON that follows
+#: What is counted by namespace, too.
+NAMESPACE_COUNTS = (
+    "lookups", "tokens_queried", "tokens_matched", "tokens_loaded_host", "tokens_loaded_disk", "bytes_loaded",
+    "bytes_written", "pages_stored", "pages_declined",
+)  # fmt: skip
 _NAME = re.compile(r"[a-z0-9_-]{1,56}\Z")
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _COUNT_MAX = 1 << 62
 _OLD_FILE = re.compile(r"[0-9a-f]{32}\.count\Z")  # of earlier versions, one per process
 
 
-class _Slot(NamedTuple):
-    turn: int  # the higher one is the valid one
-    counts: dict[str, int]
+class NamespaceSums(NamedTuple):
+    """What all processes counted of one namespace."""
 
-
-_EMPTY = _Slot(0, {})
+    at_us: int  # when one of them published last
+    counts: dict[str, int]  # of NAMESPACE_COUNTS
 
 
 class SharedCounters:
     """The sums of a store, and what this process has added to them."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, namespace_slot_bytes: int = NAMESPACE_SLOT_BYTES) -> None:
         self._directory = directory
         self._files = directory.files
+        self._totals = SlotFile(directory, "totals", SLOT_BYTES)
+        self._namespaces = SlotFile(directory, "namespaces", namespace_slot_bytes)
         self._added: Mapping[str, int] = {}  # counts of this process that the sums contain
+        self._added_by_namespace: Mapping[bytes, Mapping[str, int]] = {}
         self._lock = threading.Lock()
         self._removed_old_files = False
 
-    def add(self, counts: Mapping[str, int]) -> None:
-        """Bring the sums up to date with ``counts``: all that this process has counted so far."""
+    def reserve(self) -> None:
+        """Make the files before there is anything to count: on a disk that is full by then they would get no blocks."""
+        with contextlib.suppress(OSError):
+            self._totals.reserve()
+            self._namespaces.reserve()
+
+    def add(self, counts: Mapping[str, int], by_namespace: Mapping[bytes, Mapping[str, int]] | None = None) -> None:
+        """Bring the sums up to date with all that this process has counted so far: in all, and by namespace digest."""
         if self._directory.read_only or not self._lock.acquire(timeout=WAIT_SECONDS):
             return
         try:
-            gained = {name: n - self._added.get(name, 0) for name, n in counts.items()}
-            if any(gained.values()) and self._add(gained):
-                self._added = dict(counts)
+            self._add(counts)
+            self._add_by_namespace(by_namespace or {})
         except OSError:
             pass
         finally:
@@ -71,46 +77,54 @@ class SharedCounters:
     def total(self) -> dict[str, int]:
         """The sums over all processes, live and dead, since the store was made."""
         with contextlib.suppress(OSError):
-            file = Descriptor.open(self._files, TOTALS, os.O_RDONLY, dir_fd=self._directory.sub("run"))
-            for _ in range(READS_MAX):
-                if (found := self._read(file)).turn:
-                    return found.counts
+            return _counts(self._totals.read().get("counts"))
         return {}
 
-    def _add(self, gained: Mapping[str, int]) -> bool:
-        """False if another process keeps the lock."""
+    def by_namespace(self) -> dict[bytes, NamespaceSums]:
+        """The sums by namespace digest, of those that were counted last: 32 of a small store, else up to 512."""
+        with contextlib.suppress(OSError):
+            entries = _entries(self._namespaces.read())
+            return {digest: NamespaceSums(_time(entry), _counts(entry)) for digest, entry in entries.items()}
+        return {}
+
+    def _add(self, counts: Mapping[str, int]) -> None:
+        gained = _gain(counts, self._added)
+        if not gained:
+            return
         if not self._removed_old_files:
             self._remove_old_files()
-        file = self._opened()
-        if not self._locked(file):
-            return False
-        if self._files.fstat(file.fd).st_size < 2 * SLOT_BYTES:
-            self._files.write_all(file.fd, [bytes(2 * SLOT_BYTES)], 0)
-        before = self._read(file)
-        counts = Counter(before.counts)
-        counts.update(gained)
-        slot = _pack(_Slot(before.turn + 1, counts))
-        self._files.write_all(file.fd, [slot], (before.turn + 1) % 2 * SLOT_BYTES)
-        return True
 
-    def _opened(self) -> Descriptor:
-        """The file. It is locked as long as the result lives."""
-        run = self._directory.sub("run")
-        with contextlib.suppress(FileExistsError):
-            return Descriptor.create(self._files, TOTALS, self._directory.file_mode, dir_fd=run)
-        return Descriptor.open(self._files, TOTALS, os.O_RDWR, dir_fd=run)
+        def change(body: dict[str, Any], room: int) -> dict[str, Any]:
+            sums = Counter(_counts(body.get("counts")))
+            sums.update(gained)
+            most = min(NAMES_MAX, room // COUNT_BYTES_MAX)
+            # a latency has a name for each of its buckets: these are left out first
+            names = sorted(filter(_NAME.match, sums), key=lambda name: ("_us_" in name, name))[:most]
+            return {"counts": {name: sums[name] for name in names}}
 
-    def _locked(self, file: Descriptor) -> bool:
-        end = self._files.monotonic() + WAIT_SECONDS
-        while not self._files.flock(file.fd, fcntl.LOCK_EX):
-            if self._files.monotonic() >= end:
-                return False
-            self._files.sleep(0.001)
-        return True
+        if self._totals.update(change):
+            self._added = dict(counts)
 
-    def _read(self, file: Descriptor) -> _Slot:
-        data = self._files.read(file.fd, 2 * SLOT_BYTES, 0)
-        return max((_parse(data[:SLOT_BYTES]), _parse(data[SLOT_BYTES:])), key=lambda slot: slot.turn)
+    def _add_by_namespace(self, by_namespace: Mapping[bytes, Mapping[str, int]]) -> None:
+        before = self._added_by_namespace
+        found = {digest: _gain(counts, before.get(digest, {})) for digest, counts in by_namespace.items()}
+        gained = {digest: gain for digest, gain in found.items() if gain}
+        if not gained:
+            return
+        now_us = self._files.now_us()
+
+        def change(body: dict[str, Any], room: int) -> dict[str, Any]:
+            entries = _entries(body)
+            for digest, gain in gained.items():
+                sums = Counter(_counts(entries.get(digest)))
+                sums.update({name: n for name, n in gain.items() if name in NAMESPACE_COUNTS})
+                entries[digest] = {**sums, "at": now_us}
+            most = min(NAMESPACES_MAX, room // NAMESPACE_BYTES_MAX)
+            kept = sorted(entries, key=lambda digest: _time(entries[digest]), reverse=True)[:most]
+            return {"namespaces": {digest.hex(): entries[digest] for digest in kept}}
+
+        if self._namespaces.update(change):
+            self._added_by_namespace = {digest: dict(counts) for digest, counts in by_namespace.items()}
 
     def _remove_old_files(self) -> None:
         run = self._directory.sub("run")
@@ -121,23 +135,31 @@ class SharedCounters:
         self._removed_old_files = True
 
 
-def _pack(slot: _Slot) -> bytes:
-    # a latency has a name for each of its buckets: these are left out first
-    names = sorted(filter(_NAME.match, slot.counts), key=lambda name: ("_us_" in name, name))[:NAMES_MAX]
-    body = json.dumps({"counts": {name: slot.counts[name] for name in names}}).encode()
-    assert len(body) <= SLOT_BYTES - _HEAD.size, "names are bounded"
-    head = _HEAD.pack(0, slot.turn, len(body))[8:]
-    return checksum(head + body).to_bytes(8, "little") + head + body
+def _gain(counts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What was counted since ``before``. A smaller count began again at 0: the process had forgotten the namespace."""
+    then = {name: before.get(name, 0) for name in counts}
+    return {name: n - then[name] * (n > then[name]) for name, n in counts.items() if n != then[name]}
 
 
-def _parse(data: bytes) -> _Slot:
-    """A slot's content; empty for bytes that are not one."""
-    check, turn, length = _HEAD.unpack_from(data)
-    end = _HEAD.size + length
-    if end > len(data) or checksum(data[8:end]) != check:
-        return _EMPTY
-    try:
-        named = [(name, n) for name, n in json.loads(data[_HEAD.size : end])["counts"].items() if _NAME.match(name)]
-        return _Slot(turn, {name: n for name, n in named if type(n) is int and 0 <= n < _COUNT_MAX})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return _EMPTY
+def _counts(found: Any) -> dict[str, int]:
+    """What is a count in an object of the file."""
+    if not isinstance(found, dict):
+        return {}
+    return {k: n for k, n in found.items() if _NAME.match(k) and k != "at" and type(n) is int and 0 <= n < _COUNT_MAX}
+
+
+def _entries(body: dict[str, Any]) -> dict[bytes, dict[str, Any]]:
+    found = body.get("namespaces")
+    if not isinstance(found, dict):
+        return {}
+    items = list(found.items())[:NAMESPACES_MAX]
+    return {
+        bytes.fromhex(digest): {name: entry[name] for name in (*NAMESPACE_COUNTS, "at") if name in entry}
+        for digest, entry in items
+        if _DIGEST.match(digest) and isinstance(entry, dict)
+    }
+
+
+def _time(entry: Mapping[str, Any]) -> int:
+    at = entry.get("at")
+    return at if type(at) is int else 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.eviction.evictor import Evictor
 from kvfs.eviction.policy import EvictionPlan, Policy, WriteBudget
 from kvfs.eviction.usage import Summary
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.tables import DROPPED, SegmentRow
 
 STEPS_MAX = 100_000  # of one plan: bounds the time and memory of a dry run

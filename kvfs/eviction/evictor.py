@@ -6,16 +6,17 @@ Evict: pages become misses, in one commit. Reclaim: the blocks of a dropped segm
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from functools import partial
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError, StoreLockedError
 from kvfs.eviction.policy import WriteBudget
 from kvfs.eviction.reclaimer import GcLock, Reclaimer, index_is_full
 from kvfs.eviction.victims import Victim, Victims
 from kvfs.format import segment as fmt
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.write.active_segments import STEP, Declined, SegmentClass
@@ -124,8 +125,12 @@ class Evictor:
                 if self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) <= limit or self._evict_one() is None:
                     break
 
-    def collect(self, target_bytes: int | None, seconds: float | None = None) -> dict[str, int]:
+    def collect(
+        self, target_bytes: int | None, seconds: float | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> dict[str, int]:  # fmt: skip
         """Evict until ``target_bytes`` are in use (default: the limit) or ``seconds`` have passed; what was done.
+        ``progress(done, total)`` in bytes.
 
         StoreLockedError, and nothing is done, if other evictions or purges hold the lock all the time.
         """
@@ -140,7 +145,8 @@ class Evictor:
                 raise StoreLockedError(f"{self._c.directory.path}: another process evicts or purges: try again later")
             self.reclaimer.charge_unknown()
             self.reclaimer.reclaim_dropped()
-            while self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS) > limit:
+            while (used := self._c.index.read(lambda s: s.ledger().used, COMMIT_SECONDS)) > limit:
+                progress(max(0, before - used), max(0, before - limit))
                 if (end is not None and self._c.files.monotonic() >= end) or self._evict_one() is None:
                     break
                 dropped += 1

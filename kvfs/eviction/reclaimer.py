@@ -13,13 +13,14 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.environment import FULL
 from kvfs.index.row_updates import sweep
 from kvfs.index.session import PAGE, Session
@@ -27,14 +28,12 @@ from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
 
-T = TypeVar("T")
-#: Reads up to so many rows after a key: (what was found, the key to continue after; None at the end).
-_Look: TypeAlias = Callable[[Session, bytes, int], tuple[list[T], bytes | None]]
 _FILE = re.compile(r"[0-9a-f]{32}\.kvs\Z")
 SWEEP_ROWS = 256  # index rows per transaction of a sweep
 ROOM_BYTES_MIN = 128 << 10  # more than one commit adds to the index: a commit that would fill it is refused
 ROOM_SHARE = 64  # of the index, one in so many bytes, where that is more
 FAILURES_MAX = 4  # files in a row that could not be removed before eviction stops
+BATCH_MAX = 16  # segments that one commit drops, or deletes with what it counts of their namespaces
 FORGET_MAX = 32  # namespaces that one commit forgets
 
 
@@ -54,11 +53,18 @@ class Reclaimer:
         """Whether the file system fails, not one segment: dropping more would lose pages and free nothing."""
         return self._failures >= FAILURES_MAX
 
-    def drop(self, number: int, segment_id: bytes = b"", *, strict: bool = False) -> bool:
+    def drop(self, number: int, segment_id: bytes = b"") -> bool:
         """Drop a segment, and reclaim it if no reader holds it; whether it is reclaimed. ``segment_id``: see
-        ``ledger.mark_dropped``. ``strict``: raises OSError unchanged."""
+        ``ledger.mark_dropped``."""
         row = self._c.index.write(lambda s: ledger.mark_dropped(s, number, self._c.owner, segment_id), COMMIT_SECONDS)
-        return row is not None and (self._finish if strict else self.finish)(number, row)
+        return row is not None and self.finish(number, row)
+
+    def drop_all(self, rows: Sequence[tuple[int, SegmentRow]]) -> list[SegmentRow]:
+        """Drop segments, and reclaim those that no reader holds: these. Raises OSError unchanged, after the last."""
+        dropped = list[tuple[int, SegmentRow]]()
+        for some in _batches(rows):
+            dropped += self._c.index.write(partial(_mark_all, rows=some, owner=self._c.owner), COMMIT_SECONDS)
+        return self._reclaim(dropped, strict=True)
 
     def drop_missing(self, segment_id: bytes, number: int, generation: str) -> bool:
         """Drop a segment that the index names although its file is missing; whether that was the case. The caller holds
@@ -82,14 +88,46 @@ class Reclaimer:
         """Reclaim a segment that was just dropped; True if its bytes are free. One that cannot be removed stays
         charged, like one that is held, and is tried again."""
         try:
-            return self._finish(number, row)
+            return bool(self._reclaim([(number, row)], strict=True))
         except OSError:
             self._c.counters.add("evict_errors")
             self._failures += 1
             return False
 
-    def _finish(self, number: int, row: SegmentRow) -> bool:
-        """Reclaim a dropped segment; True if its bytes are free now. Raises OSError unchanged."""
+    def _reclaim(self, rows: Sequence[tuple[int, SegmentRow]], *, strict: bool) -> list[SegmentRow]:
+        """Reclaim those of the dropped segments that no reader holds; their rows. One that cannot be removed stops none
+        of the others; ``strict``: its OSError is raised at the end."""
+        free, failed = list[tuple[int, SegmentRow]](), None
+        for number, row in rows:
+            try:
+                if self._unlink(row):
+                    free.append((number, row))
+            except OSError as exc:
+                failed = failed or exc
+        marked = {row.segment_id for _, row in free if self._c.marks.has(row.segment_id)}
+        if marked:
+            try:
+                self._c.files.fsync(
+                    self._c.directory.sub("doomed")
+                )  # a file that a power cut brings back finds its mark
+            except OSError as exc:
+                failed, free = failed or exc, [item for item in free if item[1].segment_id not in marked]
+            else:
+                for segment_id in marked:
+                    self._c.marks.forget(segment_id)
+        for some in _batches(free):
+            self._c.index.write(partial(_reclaim_all, rows=some), COMMIT_SECONDS)
+        self._c.counters.add("segments_reclaimed", len(free))
+        if free:
+            self._failures = 0
+        if failed is not None and strict:
+            raise failed
+        if failed is not None:
+            self._c.counters.add("evict_errors")
+        return [row for _, row in free]
+
+    def _unlink(self, row: SegmentRow) -> bool:
+        """Unlink the file of a dropped segment, and its access times; False if a reader holds it."""
         name = file_name(row.segment_id)
         files, segments, dropped = self._c.files, self._c.directory.sub("segments"), self._c.directory.sub("doomed")
         self._remove_unexpected_entry(name)  # a directory: no file could be renamed over it
@@ -101,12 +139,6 @@ class Reclaimer:
                 return False
             files.unlink(name, dir_fd=dropped)
         self._c.access_times.forget(row.segment_id)
-        if self._c.marks.has(row.segment_id):
-            files.fsync(dropped)  # a segment that comes back after a power failure must find its mark
-            self._c.marks.forget(row.segment_id)
-        self._c.index.write(lambda s: ledger.reclaim(s, number, row.segment_id), COMMIT_SECONDS)
-        self._c.counters.add("segments_reclaimed")
-        self._failures = 0
         return True
 
     def _remove_unexpected_entry(self, name: str) -> None:
@@ -121,22 +153,11 @@ class Reclaimer:
                     files.rename(name, aside, src_dir_fd=dropped, dst_dir_fd=self._c.directory.sub("quarantine"))
 
     def reclaim_dropped(self, *, strict: bool = False) -> int:
-        """Reclaim all dropped segments that no reader holds; bytes freed. One that cannot be removed stops none of the
-        others. ``strict``: raises its OSError at the end."""
-        freed, failed = 0, None
+        """Reclaim all dropped segments that no reader holds; bytes freed. ``strict``: as in ``_reclaim``."""
         rows = self._c.index.read(lambda s: s.segments_in(DROPPED), COMMIT_SECONDS)
         if not rows:  # another process has removed what could not be removed here
             self._failures = 0
-        for number, row in rows:
-            try:
-                if self._finish(number, row):
-                    freed += row.allocated
-            except OSError as exc:
-                self._c.counters.add("evict_errors")
-                failed = failed or exc
-        if strict and failed is not None:
-            raise failed
-        return freed
+        return sum(row.allocated for row in self._reclaim(rows, strict=strict))
 
     def charge_unknown(self) -> None:
         """Charge the segment files that no row names. The caller holds the evictors' lock, so none is being reclaimed.
@@ -205,6 +226,20 @@ class Reclaimer:
             pass
 
 
+def _batches(rows: Sequence[tuple[int, SegmentRow]]) -> Iterator[Sequence[tuple[int, SegmentRow]]]:
+    return (rows[first : first + BATCH_MAX] for first in range(0, len(rows), BATCH_MAX))
+
+
+def _mark_all(session: Session, rows: Sequence[tuple[int, SegmentRow]], owner: bytes) -> list[tuple[int, SegmentRow]]:
+    now = ((number, ledger.mark_dropped(session, number, owner, row.segment_id)) for number, row in rows)
+    return [(number, row) for number, row in now if row is not None]
+
+
+def _reclaim_all(session: Session, rows: Sequence[tuple[int, SegmentRow]]) -> None:
+    for number, row in rows:
+        ledger.reclaim(session, number, row.segment_id)
+
+
 class _Growing(NamedTuple):
     """What may gain pages: the active segments, and those with a number from ``next_segment`` on."""
 
@@ -213,16 +248,21 @@ class _Growing(NamedTuple):
     next_segment: int
 
 
-def forget_namespaces(context: Context) -> int:
+def forget_namespaces(context: Context, only: bytes | None = None) -> int:
     """Remove the namespaces that have no page left from the index; how many. Writers are not blocked meanwhile.
+
+    ``only``: the digest of the one that may have lost its pages, if it is known.
 
     Only active segments gain pages. So a namespace has none if no segment held one when it was read, and none is in
     the segments that were active before, or are new: these are few, and are read again in the removing transaction.
     """
     growing = context.index.read(_read_growing, COMMIT_SECONDS)
-    empty = set(_slices(context, Session.digests))
-    for held in _slices(context, Session.contents) if empty else ():
-        empty.discard(held.digest)
+    if only is not None:
+        empty = set() if context.index.read(partial(_has_pages, digest=only), COMMIT_SECONDS) else {only}
+    else:
+        empty = {digest for digest, _ in context.index.slices(Session.namespaces, COMMIT_SECONDS)}
+        for held in context.index.slices(Session.contents, COMMIT_SECONDS) if empty else ():
+            empty.discard(held.digest)
     left, forgotten = sorted(empty), 0
     while left:
         digests, left = left[:FORGET_MAX], left[FORGET_MAX:]
@@ -231,15 +271,8 @@ def forget_namespaces(context: Context) -> int:
     return forgotten
 
 
-def _slices(context: Context, look: _Look[T]) -> Iterator[T]:
-    after: bytes | None = b""
-    while after is not None:
-        found, after = context.index.read(partial(_slice, look, after), COMMIT_SECONDS)
-        yield from found
-
-
-def _slice(look: _Look[T], after: bytes, session: Session) -> tuple[list[T], bytes | None]:
-    return look(session, after, SWEEP_ROWS)
+def _has_pages(session: Session, digest: bytes) -> bool:
+    return any(session.has_contents(number, digest) for number, _ in session.segments())
 
 
 def _read_growing(session: Session) -> _Growing:

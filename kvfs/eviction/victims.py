@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import NamedTuple
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.directory.config import quota_id
 from kvfs.eviction.policy import EvictionPlan, Policy
 from kvfs.eviction.survey import Survey
 from kvfs.eviction.usage import Summary
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.segments.writer import file_name

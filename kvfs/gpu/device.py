@@ -94,7 +94,7 @@ class Device(Protocol):
 
     def memory(self, nbytes: int) -> Memory: ...
 
-    def pinned(self, nbytes: int) -> Pinned: ...
+    def pinned(self, nbytes: int, fd: int = -1) -> Pinned: ...
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None: ...
 
@@ -102,6 +102,9 @@ class Device(Protocol):
 
     def owns(self, memory: str) -> bool:
         """Whether buffers with this ``KVBuffer.memory`` are its own."""
+
+    def orders(self, event: object) -> bool:
+        """Whether its streams can wait for what an engine passes as ``after``."""
 
 
 #: Maps of pinned memory. A forked child does not have these addresses (MADV_DONTFORK), so it must never unmap them:
@@ -116,13 +119,17 @@ def _wake_soon() -> None:
 
 
 class Pinned:
-    """Host memory for DMA: anonymous, not inherited by children, pinned until ``close``."""
+    """Host memory for DMA: not inherited by children, pinned until ``close``.
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    Anonymous, or the memory behind ``fd``, which other processes may map too and which is at least that large.
+    """
+
+    def __init__(self, device: Device, nbytes: int, fd: int = -1) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._device = device
         self._pid = os.getpid()
-        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
+        self._map = mmap.mmap(fd, self.nbytes, flags=flags)
         self._map.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -272,6 +279,9 @@ class Gpu:
     def owns(self, memory: str) -> bool:
         return memory == self.name
 
+    def orders(self, event: object) -> bool:
+        return isinstance(event, self._torch.cuda.Event)
+
     def enter(self) -> None:
         if not getattr(self._entered, "done", False):
             self._torch.cuda.set_device(self.index)
@@ -300,8 +310,8 @@ class Gpu:
         torch.cuda.current_stream(self.index).synchronize()
         return _Memory(tensor, torch.int64)
 
-    def pinned(self, nbytes: int) -> Pinned:
-        return Pinned(self, nbytes)
+    def pinned(self, nbytes: int, fd: int = -1) -> Pinned:
+        return Pinned(self, nbytes, fd)
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
         driver.register(address, nbytes, read_only=read_only)

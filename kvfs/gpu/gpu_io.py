@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import threading
 import time
@@ -37,6 +38,7 @@ from kvfs.read.reader import Reader
 from kvfs.segments.writer import file_name
 from kvfs.system.memory_limits import memory_limit
 from kvfs.system.thread_pool import Pool
+from kvfs.transfer import append_process
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
 from kvfs.transfer.workers import JobThreads, Writes, make_ring
@@ -54,7 +56,7 @@ class GpuIO(HostIO):
     """One rank's attached buffers on a GPU. Made by ``Namespace.attach``; any thread may use it.
 
     ``transport``: "in_place" (the GPU reads segments in the page cache), "arena" (it reads pinned copies of them) or
-    "ring" (through pinned slots).
+    "ring" (through pinned slots). ``append_elsewhere``: in an append process (``kvfs.transfer.append_process``).
     """
 
     _save = GpuSave
@@ -65,9 +67,9 @@ class GpuIO(HostIO):
 
     def __init__(
         self, device: Device, *args: Any, scratch_bytes: int | str, registered_bytes: int | str | None,
-        transport: str | None = None, **kwargs: Any,
+        transport: str | None = None, append_elsewhere: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
-        self._device = device
+        self._device, self._append_elsewhere = device, append_elsewhere
         self._scratch_bytes = parse_size(scratch_bytes, "scratch_bytes")
         share = (memory_limit() or 0) // REGISTERED_SHARE
         self._registered_bytes = share if registered_bytes is None else parse_size(registered_bytes, "registered_bytes")
@@ -92,10 +94,15 @@ class GpuIO(HostIO):
         load_bytes = max(self._scratch_bytes, BATCHES * page)
         save_bytes = max(min(self._scratch_bytes, BATCHES * BATCH_BYTES), BATCHES * page)
         with contextlib.ExitStack() as undo:
+            shared = self._shared_memory() if self._append_elsewhere else -1
+            if shared >= 0:
+                undo.callback(os.close, shared)
 
             def allocate(nbytes: int) -> memoryview:
+                if shared >= 0:
+                    os.ftruncate(shared, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
                 try:
-                    self._pinned = device.pinned(nbytes)
+                    self._pinned = device.pinned(nbytes, shared)
                 except CudaError as exc:
                     raise ConfigError(f"ring_bytes is {ring_bytes}: it cannot be pinned ({exc}); pass less") from None
                 undo.callback(self._pinned.close)
@@ -119,16 +126,31 @@ class GpuIO(HostIO):
                 undo.callback(regions.close)
             self.transport = "ring" if regions is None else regions.source.name
             callbacks, later = JobThreads("tell", 1), deque[Callable[[], None]]()
+            descriptor, process = self._identity.descriptor_bytes(), None
+            if shared >= 0:
+                process = append_process.started(self._c, descriptor, shared, self._pinned.nbytes, LANES)
             context = GpuTransportContext(
-                self._c, appender, reader, self._identity, self._identity.descriptor_bytes(), ring, keep,
-                self._codec, Writes(self._c.files.monotonic), device, shapes, tables, saves, loads, regions, readers,
+                self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec,
+                Writes(self._c.files.monotonic), process, device, shapes, tables, saves, loads, regions, readers,
                 self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(), later,
                 JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
             )  # fmt: skip
             undo.pop_all()
+            if shared >= 0:
+                os.close(shared)  # the maps keep the memory
         self._finalizer = weakref.finalize(self, _collected, context, self._pinned, os.getpid())
         self._finalizer.atexit = False
         return context
+
+    def _shared_memory(self) -> int:
+        """A descriptor of memory for the ring that an append process can map; negative where saves need none."""
+        if self._c.liveness is None or self._c.declines:
+            return -1
+        try:
+            return os.memfd_create("kvfs-ring")
+        except OSError as exc:
+            log.warning("no memory that processes share (%s): saves are written in this process", exc)
+            return -1
 
     def _working_shapes(self, lane: DmaLane, shapes: dict[int, Shape], tables: dict[int, Memory]) -> dict[int, Shape]:
         """The shapes, for Triton's kernels if all of them compile and run, else for torch."""
@@ -297,6 +319,8 @@ class GpuIO(HostIO):
         if self._pid == os.getpid():
             for threads in (self._gpu_context.ends, self._gpu_context.callbacks):
                 threads.join(max(0.1, end - time.monotonic()))
+            if self._gpu_context.append_process is not None:
+                self._gpu_context.append_process.close(max(0.1, end - time.monotonic()))
             self._has_closed = True
             self._unpin()
 
@@ -308,7 +332,7 @@ class GpuIO(HostIO):
     def _unpin(self) -> None:
         """Release lanes, ring and readers when the last transfer has ended; regions that none copies from at once."""
         context = self._gpu_context
-        with self._changed:
+        with self._lock:
             over = not self._unfinished and not self._unpinned
             self._unpinned = self._unpinned or over
         if over:
@@ -346,6 +370,8 @@ def _release_all(context: GpuTransportContext, pinned: Pinned) -> None:
     except Exception:  # a broken GPU must not keep the store open
         log.exception("%s could not be released", context.device.name)
     context.readers.close()
+    if context.append_process is not None:
+        context.append_process.close(0.0)
 
 
 def _warm_up(lane: DmaLane, shape: Shape, table: Memory) -> None:

@@ -108,7 +108,8 @@ class MatchFeed:
         match, pages = self.match, self._request.pages
         whole = {g.name: span(g.first, g.count) for g in match.groups}
         for number, (a, chunks) in enumerate(pages):
-            limit = match.restorable({name: bits & ~self.ruled_out.get(name, 0) for name, bits in whole.items()})
+            left = {name: bits & ~self.ruled_out.get(name, 0) for name, bits in whole.items()}
+            limit = match.chunks if match.keyed else match.restorable(left)
             wanted = [chunk for chunk in chunks if chunk < limit]
             if wanted and not self._request.transfer.stopped:
                 gm = match.group(a.group.name).for_part(a.part, a.page_bytes)

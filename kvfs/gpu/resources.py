@@ -18,6 +18,7 @@ from kvfs.transfer.workers import JobThreads, TransportContext, wait_for
 from kvfs.types import TransferState
 
 POLL_SECONDS = 20e-6  # between two queries of an event
+SAVE_POLL_SECONDS = 1e-3  # the same of a save: each query takes the GIL, and nothing waits for the end of a save
 UNDER_WAY = 3  # loads between their first copy and their end
 SWITCH_SECONDS = 1e-6  # a sleep that hands the GIL to another thread that wants it
 YIELD_SECONDS = 200e-6  # a sleep in which a waiter wakes up, before deferrable work takes the GIL again
@@ -43,13 +44,15 @@ class GpuTransportContext(TransportContext):
     callbacks: JobThreads  # the callback thread: ends loads with callbacks, which may cancel the next one
 
 
-def wait_until(context: GpuTransportContext, event: Event) -> None:
+def wait_until(context: GpuTransportContext, event: Event, poll_seconds: float = POLL_SECONDS) -> None:
     """Poll an event: the driver would take 180 us to wake the thread up, this takes 40."""
     while not event.query():
-        context.store.files.sleep(POLL_SECONDS)
+        context.store.files.sleep(poll_seconds)
 
 
-def wait_for_event(context: GpuTransportContext, transfer: TransferControl, after: Any) -> bool:
+def wait_for_event(
+    context: GpuTransportContext, transfer: TransferControl, after: Any, poll_seconds: float = POLL_SECONDS
+) -> bool:
     """Wait for the engine's event until the deadline; False, and the reason noted, if it has not come by then.
 
     The host polls it: a stream that waited for it could neither be cancelled nor give up.
@@ -63,5 +66,5 @@ def wait_for_event(context: GpuTransportContext, transfer: TransferControl, afte
         while not query():
             if transfer.stopped or context.late(transfer):
                 return False
-            context.store.files.sleep(POLL_SECONDS)
+            context.store.files.sleep(poll_seconds)
     return not transfer.stopped

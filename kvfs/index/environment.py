@@ -1,12 +1,9 @@
-"""Generations of the index: which one is current, whether it may be trusted, transactions on it.
+"""Generations of the index: which one is current, and transactions on it.
 
 ``index/<generation>/`` holds an LMDB environment and a file ``users``, on which every process that may change
-this generation holds a shared flock. ``index/CURRENT`` names the generation. ``state`` at the root says for
-which boot, device and inode it was made dirty, durably before the first commit.
-
-A generation is trusted if it was closed cleanly, or if it is dirty, of this boot, on the same device and inode,
-and another process holds ``users`` now. Otherwise it is removed, and calls raise IndexUnavailableError("rebuilding")
-until ``install`` makes a new one current.
+this generation holds a shared flock. ``index/CURRENT`` names the generation; ``trust.py`` decides whether it may be
+trusted. It is marked as dirty durably before the first commit. One that may not be trusted is removed, and calls raise
+IndexUnavailableError("rebuilding") until ``install`` makes a new one current.
 """
 
 from __future__ import annotations
@@ -17,7 +14,8 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import lmdb
@@ -25,17 +23,18 @@ import lmdb
 from kvfs.directory.root import Directory
 from kvfs.errors import IndexUnavailableError
 from kvfs.index.gate import Gate
-from kvfs.index.generation_files import State, checksum_of, keep_slack, read_state, write_state
 from kvfs.index.lmdb_files import (
     begin,
     check_size,
     discard_generation,
     extend_to_last_page,
+    keep_slack,
     open_environment,
     open_tables,
 )
 from kvfs.index.native_session import NativeIndex, NativeSession
 from kvfs.index.session import Session, Tables
+from kvfs.index.trust import State, checksum_of, file_version, read_state, trusted_state, write_state
 from kvfs.native import library
 from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import SHORT_OF, boot_id
@@ -46,22 +45,9 @@ PROBE_SECONDS = 0.1  # between two probes of an open breaker, and how long one w
 PROBE_WRITE_SECONDS = 0.005  # for the exclusive one: readers wait for the probe meanwhile
 FULL = 0.85  # share of the map above which nothing is inserted: deleting needs free pages as well
 READ_AHEAD_BYTES_MAX = 1 << 30
+ROWS_PER_HOLD = 512  # of the small tables: 2 ms on a slow core
 _NAME = re.compile(rb"[0-9a-f]{16}\Z")
 _OWN_ERRORS = (*SHORT_OF, errno.EACCES, errno.EPERM)  # of this process: another one may be able to open the index
-
-
-def trust_version(directory: Directory) -> tuple[object, ...]:
-    """Changes whenever the answer to whether an index may be trusted can change."""
-    return _version(directory, "CURRENT", directory.sub("index")), _version(directory, "state", directory.root)
-
-
-def _version(directory: Directory, name: str, folder: int) -> tuple[int, ...] | None:
-    """Identity of a small file that is only ever replaced; None if there is none."""
-    try:
-        st = directory.files.stat(name, dir_fd=folder)
-    except OSError:
-        return None
-    return st.st_dev, st.st_ino, st.st_mtime_ns, st.st_ctime_ns
 
 
 class Index:
@@ -104,6 +90,19 @@ class Index:
 
     def write(self, function: Callable[[Session], T], timeout: float) -> T:
         return self._submit(function, timeout, write=True)
+
+    def slices(
+        self, look: Callable[[Session, bytes, int], tuple[list[T], bytes | None]], timeout: float
+    ) -> Iterator[T]:
+        """All that ``look`` finds, in reads of at most ROWS_PER_HOLD rows: a writer waits for one of them only.
+
+        ``look(session, after, rows_max)`` returns what it found and the key to continue after, None at the end.
+        ``timeout``: of each read.
+        """
+        after: bytes | None = b""
+        while after is not None:
+            found, after = self.read(partial(_slice, look, after), timeout)
+            yield from found
 
     def native_session(self) -> NativeSession | None:
         """For a lookup in the caller's thread; None where only the index thread can do it."""
@@ -210,24 +209,29 @@ class Index:
         return self._env is not None and self._current == self._stat_current()
 
     def _stat_current(self) -> tuple[int, ...] | None:
-        return _version(self._directory, "CURRENT", self._directory.sub("index"))
+        return file_version(self._directory, "CURRENT", self._directory.sub("index"))
 
     def _open_current(self) -> None:
         """Open the current generation; the exclusive gate is held."""
-        self._close_environment()
         if self._closed:
+            self._close_environment()
             raise IndexUnavailableError("closed")
         current = self._stat_current()
         name = self._read_current()
         if current is None or name is None:
+            self._close_environment()
             raise IndexUnavailableError("rebuilding")
         index = self._directory.sub("index")
         try:
             folder = self._files.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=index)
         except OSError as exc:
+            self._close_environment()
             raise self._open_error(name, exc) from None
         try:
-            self._open_in(folder, name)
+            self._close_native()  # it compares CURRENT as well
+            if not self._has_open(folder, name):
+                self._close_environment()
+                self._open_in(folder, name)
             self._native = NativeIndex.open(self._directory, folder, name, current)
         except (OSError, lmdb.Error) as exc:
             self._close_environment()
@@ -235,6 +239,14 @@ class Index:
         finally:
             self._files.close(folder)
         self._current, self.generation = current, name
+
+    def _has_open(self, folder: int, name: str) -> bool:
+        """Whether this process has the generation open already: then only the mode or the owner of CURRENT has changed,
+        or its content was written again. Opened again, it would be a dirty index without another user."""
+        if self._env is None or name != self.generation:
+            return False
+        mine, there = self._files.fstat(self._data.fd), self._files.stat("data.mdb", dir_fd=folder)
+        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
     def _open_error(self, name: str, exc: Exception) -> IndexUnavailableError:
         """What to raise. Discards the generation, unless only this process cannot open it: others may be using it."""
@@ -250,11 +262,7 @@ class Index:
         flags = os.O_RDONLY if self._read_only else os.O_RDWR
         self._data = Descriptor.open(self._files, "data.mdb", flags, dir_fd=folder)
         data = self._files.fstat(self._data.fd)
-        state = read_state(self._directory)
-        same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
-        same = same and data.st_nlink == 1  # two names: a copy by hard links
-        if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):
-            raise OSError("dirty index of another boot or of dead processes")
+        state = trusted_state(self._directory, name, self._data.fd, alone=alone, boot=self._boot)
         if self._read_only and state.clean and state.checksum not in ("", checksum_of(self._files, self._data.fd)):
             raise OSError("the index was damaged after it was closed")  # a damaged page number would be a SIGBUS
         if self._read_only:  # not a user: the last writer must find itself alone to leave the index clean
@@ -455,3 +463,9 @@ class Index:
     def _try_call(self, function: Callable[[], Any], timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             self._worker.call(function, timeout)
+
+
+def _slice(
+    look: Callable[[Session, bytes, int], tuple[list[T], bytes | None]], after: bytes, session: Session
+) -> tuple[list[T], bytes | None]:
+    return look(session, after, ROWS_PER_HOLD)

@@ -12,11 +12,13 @@ from typing import Any
 
 import lmdb
 
+from kvfs.directory.root import Directory
 from kvfs.index.session import Tables
 from kvfs.system.descriptors import opened
 from kvfs.system.files import Files
 
 PAGE = min(mmap.PAGESIZE, 32 << 10)  # LMDB's: that of the kernel, up to 32 KiB
+SLACK_BYTES = 8 << 20  # allocated ahead, for the commits of an eviction on a full disk
 _DATABASES = (b"pages", b"segments", b"namespaces", b"meta")
 
 
@@ -89,3 +91,20 @@ def _bytes_of(env: lmdb.Environment) -> int:
 def open_tables(env: lmdb.Environment, *, create: bool) -> Tables:
     """Handles of the named databases. The exclusive gate is held, or no other process knows the environment."""
     return Tables(*(env.open_db(name, create=create) for name in _DATABASES))
+
+
+def keep_slack(directory: Directory, generation: str, map_size: int) -> None:
+    """Allocate blocks ahead of the index file's end, so that eviction can commit on a full disk.
+
+    Up to SLACK_BYTES behind the end of a generation's file. OSError if the disk has no room.
+    """
+    files = directory.files
+    folder = files.open(generation, os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory.sub("index"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(files.close, folder)
+        fd = files.open("data.mdb", os.O_RDWR, dir_fd=folder)
+        stack.callback(files.close, fd)
+        st = files.fstat(fd)
+        wanted = min(map_size, st.st_size + SLACK_BYTES)
+        if st.st_blocks * 512 < min(wanted, st.st_size + SLACK_BYTES // 2):
+            files.fallocate(fd, 0, wanted, keep_size=True)

@@ -16,7 +16,7 @@ PARTS_MAX = 256  # shapes of parts that a namespace's group may have
 
 
 class NativeSession(NamedTuple):
-    """What a lookup sees of the index. Unlike Session no transaction: each call takes the gate by itself.
+    """What a lookup sees of the index. Unlike Session no transaction, and no gate: each call reads as of one commit.
 
     Each call raises HandOverError where it would have to wait; the caller then asks the index thread.
     """
@@ -49,21 +49,18 @@ class NativeSession(NamedTuple):
 
 
 class NativeIndex:
-    """Owns the walker of one generation and its descriptors: the lock files once more, since a flock belongs to an
-    open file, and the index file."""
+    """Owns the walker of one generation and its descriptors: CURRENT, and the index file."""
 
     def __init__(
         self, native: library.Library, directory: Directory, folder: int, generation: str, stamp: tuple[int, ...]
     ) -> None:
         """``folder``: of the generation; ``stamp``: of CURRENT. The exclusive gate is held. May raise OSError."""
-        files, root = directory.files, directory.root
+        files = directory.files
         self._files, self._generation = files, generation
-        gate = Descriptor.open(files, "gate", os.O_RDONLY, dir_fd=root)
-        main = Descriptor.open(files, "main", os.O_RDONLY, dir_fd=root)
         current = Descriptor.open(files, "CURRENT", os.O_RDONLY, dir_fd=directory.sub("index"))
         data = Descriptor.open(files, "data.mdb", os.O_RDONLY, dir_fd=folder)
-        self._kept = gate, main, current, data
-        self._walker = IndexWalker(native, gate.fd, main.fd, root, directory.sub("index"), current.fd, data.fd, stamp)
+        self._kept = current, data
+        self._walker = IndexWalker(native, current.fd, data.fd, stamp)
 
     @classmethod
     def open(cls, directory: Directory, folder: int, generation: str, stamp: tuple[int, ...]) -> NativeIndex | None:
@@ -86,7 +83,7 @@ class NativeIndex:
         return NativeSession(walker, self._generation, self._files.now_us() // 1_000_000, txn)
 
     def close(self) -> None:
-        """Sessions in use hand over from now on. In a forked child, too: no lock of the parent is touched."""
+        """Sessions in use hand over from now on. In a forked child, too."""
         self._walker.close()
         for file in self._kept:
             file.close()

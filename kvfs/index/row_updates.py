@@ -205,18 +205,43 @@ def publish(session: Session, run_key: Callable[[bytes], bytes], leaves: int, re
     return Named(named, stored_bytes)
 
 
+class Moved(NamedTuple):
+    """A record ``seq`` of segment ``source``, and its copy: the chunk ``slot`` of the run of ``run_hash``."""
+
+    source: int
+    seq: int
+    run_hash: bytes
+    slot: int
+    place: Place  # of the copy
+
+
 def move(
-    session: Session, run_key: Callable[[bytes], bytes], leaves: int, source: int, seq: int, to: Publish
-) -> Place | None:
-    """Point a row from record ``seq`` of segment ``source`` to its copy; the old place, or None if not named there."""
-    key = run_key(to.head)
-    places = load(session, key)
-    old = places.get(to.slot)
-    if old is None or (old.segment, old.seq, old.chunk_hash) != (source, seq, to.place.chunk_hash) or old.flags & CLAIM:
-        return None
-    places[to.slot] = to.place
-    save(session, key, places, leaves)
-    return old
+    session: Session, run_key: Callable[[bytes], bytes], leaves: int, moved: Iterable[Moved]
+) -> list[tuple[Moved, Place]]:
+    """Point rows to copies where they still name the sources; those copies, with the old places.
+
+    A record is in the row of its run, or in a row of its own where its slot went to another continuation when it was
+    stored. Each row is read and written once.
+    """
+    rows: dict[bytes, Places] = {}
+    changed: dict[bytes, None] = {}
+    named = []
+    for m in moved:
+        for head in dict.fromkeys((m.run_hash, m.place.chunk_hash)):
+            places = rows.get(head)
+            if places is None:
+                places = rows[head] = load(session, run_key(head))
+            old = places.get(m.slot)
+            if old is None or old.flags & CLAIM or old.chunk_hash != m.place.chunk_hash:
+                continue
+            if (old.segment, old.seq) == (m.source, m.seq):
+                places[m.slot] = m.place
+                changed[head] = None
+                named.append((m, old))
+                break
+    for head in changed:
+        save(session, run_key(head), rows[head], leaves)
+    return named
 
 
 def forget(session: Session, keys: Iterable[bytes], wrong: Mapping[tuple[int, int], bytes]) -> set[tuple[int, int]]:

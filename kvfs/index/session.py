@@ -182,24 +182,13 @@ class Session:
                     found.append(key[len(prefix) :])
         return found
 
-    def namespaces(self) -> list[tuple[bytes, bytes]]:
-        """(digest, descriptor) of all namespaces."""
-        with self.txn.cursor(db=self.db.namespaces) as cursor:
-            return [(key, value) for key, value in cursor if len(key) == DIGEST_BYTES]
-
-    def digests(self, after: bytes, rows_max: int) -> tuple[list[bytes], bytes | None]:
-        """Digests of namespaces, in slices; see ``tables.read_contents``."""
-        found, key = list[bytes](), after
+    def namespaces(self, after: bytes, rows_max: int) -> tuple[list[tuple[bytes, bytes]], bytes | None]:
+        """(digest, descriptor) of namespaces, in slices; see ``tables.read_contents``."""
         with self.txn.cursor(db=self.db.namespaces) as cursor:
             more = cursor.set_range(after + b"\0") if after else cursor.first()
-            for _ in range(rows_max):
-                if not more:
-                    return found, None
-                key = cursor.key()
-                if len(key) == DIGEST_BYTES:
-                    found.append(key)
-                more = cursor.next()
-        return found, key
+            rows = list(itertools.islice(cursor, rows_max)) if more else []
+        found = [row for row in rows if len(row[0]) == DIGEST_BYTES]
+        return found, rows[-1][0] if len(rows) == rows_max else None
 
     def delete_namespace(self, digest: bytes) -> None:
         """Delete a namespace and its part shapes; none of its pages may be in the index."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import lmdb
@@ -179,18 +180,17 @@ def add_contents(txn: Any, db: Any, change: Contents) -> None:
 
 def read_contents(txn: Any, db: Any, after: bytes, rows_max: int) -> tuple[list[Contents], bytes | None]:
     """Up to ``rows_max`` rows behind the key ``after`` (b"" at first), and the next ``after`` or None at the end."""
-    found: list[Contents] = []
     with txn.cursor(db=db) as cursor:
         more = cursor.set_range(after + b"\0" if after else _CONTENTS)
-        while more and (key := cursor.key()).startswith(_CONTENTS):
-            at = len(_CONTENTS)
-            if len(key) == at + 36:
-                amounts = _unpack(_AMOUNT, cursor.value()) or (0, 0)  # damaged: listed with unknown amounts
-                found.append(Contents(_NUMBER.unpack(key[at : at + 4])[0], key[at + 4 :], *amounts))
-            if len(found) >= rows_max:
-                return found, key
-            more = cursor.next()
-    return found, None
+        rows = list(islice(cursor, rows_max)) if more else []
+    found, at = list[Contents](), len(_CONTENTS)
+    for key, value in rows:
+        if not key.startswith(_CONTENTS):
+            return found, None
+        if len(key) == at + 36:
+            amounts = _unpack(_AMOUNT, value) or (0, 0)  # damaged: listed with unknown amounts
+            found.append(Contents(_NUMBER.unpack_from(key, at)[0], key[at + 4 :], *amounts))
+    return found, rows[-1][0] if len(rows) == rows_max else None
 
 
 def has_contents(txn: Any, db: Any, number: int, digest: bytes) -> bool:

@@ -6,16 +6,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvfs.context import LOOKUP_SECONDS, Context
+from kvfs.context import Context
 from kvfs.errors import ConfigError, IndexUnavailableError
+from kvfs.index.deadlines import LOOKUP_SECONDS
 from kvfs.index.native_session import NativeSession
 from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
+from kvfs.lookup.hits import Hits
 from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch, restorable, used_ranges
 from kvfs.lookup.search import Found, GroupLookup, Prompt, search, walk_all
 from kvfs.native.index_walker import HandOverError, MovedError
+from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Group, PageLayout, Part
-from kvfs.segments.open_segments import OpenSegment
+from kvfs.segments.open_segments import HeldSegments, OpenSegment
 
 T = TypeVar("T")
 NATIVE_TRIES = 4  # while others write, there may be a commit between any two native calls
@@ -58,10 +61,14 @@ class Matcher:
 
     def count(self, match: PrefixMatch, chunks: int, seconds: float) -> None:
         """Count a lookup of ``chunks`` chunks that found ``match``."""
-        self._c.counters.add("lookups")
-        self._c.counters.add("tokens_queried", chunks * self._layout.page_tokens)
-        self._c.counters.add("tokens_matched", match.tokens)
+        self.count_tokens(chunks * self._layout.page_tokens, match.tokens)
         self._c.counters.took("match", seconds)
+
+    def count_tokens(self, queried: int, matched: int) -> None:
+        """Count a lookup of ``queried`` tokens, of which the store has ``matched`` for the caller."""
+        self._c.counters.add_of(self._digest, "lookups", 1)
+        self._c.counters.add_of(self._digest, "tokens_queried", queried)
+        self._c.counters.add_of(self._digest, "tokens_matched", matched)
 
     def count_unavailable(self, exc: IndexUnavailableError) -> None:
         self._c.counters.add(f"lookup_unavailable_{str(exc).partition(':')[0].replace(' ', '_')}")
@@ -130,13 +137,17 @@ class Matcher:
     ) -> PrefixMatch:
         """The match of what was found. Locks its segments other than ``known``; shorter if one has been dropped."""
         pages = self._pages(lookups, chunks)
-        held = {**known, **self.acquire({n: i for n, i in pages.segments.items() if n not in known}, generation)}
-        if not pages.segments.keys() <= held.keys():
+        held: Mapping[int, OpenSegment]
+        if known:
+            held = {**known, **self.acquire({n: i for n, i in pages.segments.items() if n not in known}, generation)}
+        else:
+            held = self.acquire(pages.segments, generation)
+        if any(number not in held for number in pages.segments):
             chunks = restorable(pages.groups, chunks, _in_segments(pages.groups, held))
             pages = self._pages(lookups, chunks)
         return self._match(lookups, chunks, generation, pages, held)
 
-    def acquire(self, segments: Mapping[int, bytes], generation: str) -> dict[int, OpenSegment]:
+    def acquire(self, segments: Mapping[int, bytes], generation: str) -> HeldSegments:
         """Those of ``segments`` (ids by number) that could be locked in time."""
         held = self._c.segments.acquire_all(segments, generation, LOOKUP_SECONDS)
         self._c.counters.add("lookup_segments_missing", len(segments) - len(held))
@@ -176,7 +187,7 @@ class Matcher:
 
     def note_use(self, lookup: GroupLookup, at_us: int) -> None:
         """Set the access time of the pages that ``lookup`` found, for a request that uses them without a load."""
-        hits = [hit for run in sorted(lookup.found.hits) for hit in lookup.found.hits[run]]
+        hits = [hit for run in sorted(lookup.found.hits) for hit in lookup.found.hits_of(run)]
         for segment, seq, count in used_ranges(hits, lookup.prompt.run_length, lookup.found.present):
             self._c.access_times.stamp(lookup.segments[segment], seq, [at_us] * count)
 
@@ -184,9 +195,12 @@ class Matcher:
         """Of what was found of a group, chunks [first, end)."""
         group, length = lookup.group, lookup.prompt.run_length
         runs = range(first // length, -(-end // length)) if end else range(0)
-        hits = tuple(hit for run in runs for hit in lookup.found.hits.get(run, ()))
+        hits = Hits([(run, lookup.found.hits[run]) for run in runs if run in lookup.found.hits])
         need = group.need.chunks(self._layout.page_tokens)
-        return GroupMatch(number, group.name, lookup.want, need, lookup.part_bytes, first, end - first, hits, length)
+        present = lookup.found.present & span(first, end - first)
+        return GroupMatch(
+            number, group.name, lookup.want, need, lookup.part_bytes, first, end - first, hits, length, present
+        )  # fmt: skip
 
     def present(
         self, prompt: Prompt, number: int, group: Group, part: Part, first: int, end: int, *, whole: bool,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from kvfs.errors import ConfigError
 from kvfs.index.rows import Place
-from kvfs.lookup.search import Hit, valid_lengths
+from kvfs.lookup.hits import Hit
+from kvfs.lookup.search import valid_lengths
+from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Part
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.types import Tier
@@ -43,8 +46,9 @@ class GroupMatch:
     part_bytes: int  # of the wanted part of one page
     first: int
     count: int
-    hits: tuple[Hit, ...]
+    hits: Sequence[Hit]
     run_length: int
+    present: int = 0  # the chunks, as bits, that the index names; all of them unless a reader chose the pages
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +59,8 @@ class GroupMatch:
         if (first, count) == (self.first, self.count):
             return self
         runs = range(first // self.run_length, -(-(first + count) // self.run_length))
-        return replace(self, first=first, count=count, hits=tuple(hit for hit in self.hits if hit.run in runs))
+        hits = tuple(hit for hit in self.hits if hit.run in runs)
+        return replace(self, first=first, count=count, hits=hits, present=self.present & span(first, count))
 
     def for_part(self, part: Part, part_bytes: int) -> GroupMatch:
         """The match for a reader of ``part``, a rectangle within ``want``; ``part_bytes`` of it per page."""
@@ -87,7 +92,7 @@ class Hold:
     """
 
     def __init__(self, held: Mapping[int, OpenSegment], expires_at: float) -> None:
-        self.held = dict(held)
+        self.held = held
         self.expires_at = expires_at
         self._lock = threading.Lock()
         self._users = 0
@@ -123,7 +128,7 @@ class Hold:
             self.held = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PrefixMatch:
     """The longest restorable prefix of a prompt. Picklable: one process matches, others load.
 
@@ -144,9 +149,19 @@ class PrefixMatch:
     hold: Hold | None = field(default=None, repr=False, compare=False)
     page_tiers: Callable[[PrefixMatch], list[PageRef]] | None = field(default=None, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        pages = ", ".join(f"{g.count} of {g.name}" for g in self.groups) or "none"
+        return f"<PrefixMatch {self.tokens} tokens, pages {pages}, {self.nbytes} bytes>"
+
     @property
     def chunks(self) -> int:
+        """Matched chunks: ``tokens / page_tokens``."""
         return self.tokens // self.page_tokens
+
+    @property
+    def keyed(self) -> bool:
+        """Whether its pages are those of keys: each is of use by itself."""
+        return bool(self.groups) and self.groups[0].run_length == 1
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +176,7 @@ class PrefixMatch:
         return [PageRef(g.name, c, Tier.DISK) for g in self.groups for c in range(g.first, g.first + g.count)]
 
     def group(self, name: str) -> GroupMatch:
+        """The pages of one group; KeyError if the layout has no such group."""
         for g in self.groups:
             if g.name == name:
                 return g
@@ -171,11 +187,18 @@ class PrefixMatch:
         return self.group(group).first
 
     def page_count(self, group: str) -> int:
+        """How many pages of ``group`` a load moves, from ``first_page`` on."""
         return self.group(group).count
 
     def restorable(self, good: Mapping[str, int]) -> int:
         """Longest length in chunks that ``good`` (group name -> set of chunks as bits) restores."""
         return restorable(self.groups, self.chunks, good)
+
+    def cut(self, first: int, count: int) -> PrefixMatch:
+        """Of a match of keys the pages [first, first + count), under the same hold: closing one closes both."""
+        if not self.keyed or not 0 <= first <= first + count <= self.chunks:
+            raise ConfigError(f"{count} pages from {first} on of {self!r}: cut a match of keys, within its pages")
+        return replace(self, groups=tuple(g.cut(first, count) for g in self.groups))
 
     def close(self) -> None:
         """Release the segments; a load in progress keeps them until its end."""

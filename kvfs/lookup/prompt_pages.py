@@ -8,17 +8,21 @@ the answer with what it already has, and wants exactly some of the pages::
     pages.stored["full"] >> 3 & 1                         # is page 3 stored?
     io.load(pages.select({"full": 2}, end=7), units)      # pages 2 to 6
     io.save(pages.plan({"full": [7, 8]}), units)
+
+Its pages are named by token ids; by the chunk hashes of an engine that computes the same chain (``hashes=``); or by
+keys of the engine (``keys=``), which have no order, so that each page is a unit of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvfs.context import Context
 from kvfs.errors import ConfigError
 from kvfs.lookup.matcher import Matcher
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.lookup.search import GroupLookup, Prompt
+from kvfs.lookup.search import GroupLookup, Prompt, valid_lengths
 from kvfs.pages import chunk_hash
 from kvfs.pages.chunk_hash_cache import Chain
 from kvfs.pages.identity import Identity
@@ -60,27 +64,44 @@ def chain_of(
     return Chain(context.chains, usable, identity.layout.page_tokens, identity.seed, checked_extra(extra))
 
 
+def prompt_of_hashes(identity: Identity, hashes: Sequence[bytes]) -> Prompt:
+    """A prompt of given chunk hashes, the first of which is that of its first chunk."""
+    if identity.layout.kind == "opaque":
+        raise ConfigError("this namespace holds opaque pages, which no chunk hash names: pass keys=")
+    _check_names("hashes", hashes)
+    wrong = next((h for h in hashes if len(h) != chunk_hash.HASH_BYTES), None)
+    if wrong is not None:
+        raise ConfigError(f"hashes holds {len(wrong)} bytes: pass chunk hashes of {chunk_hash.HASH_BYTES} bytes each")
+    if len(hashes) * identity.layout.page_tokens > TOKENS_MAX:
+        raise ConfigError(f"{len(hashes)} hashes: at most those of {TOKENS_MAX} tokens in one prompt")
+    return Prompt(identity.digest, chunk_hash.ChunkHashes(b"".join(hashes)))
+
+
 def prompt_of_keys(identity: Identity, keys: Sequence[bytes]) -> Prompt:
-    """The pages of opaque keys, which have no order, as a prompt with runs of one chunk."""
-    if identity.layout.kind != "opaque":
-        raise ConfigError("opaque keys need a namespace with PageLayout.opaque(...)")
-    if isinstance(keys, (bytes, str)) or not all(isinstance(k, bytes) and k for k in keys):
-        raise ConfigError("keys must be a sequence of non-empty bytes objects, one per page")
+    """The pages of an engine's keys, which have no order, as a prompt with runs of one chunk."""
+    _check_names("keys", keys)
     return Prompt(identity.digest, [chunk_hash.chunk_of_key(key, identity.seed) for key in keys], run_length=1)
 
 
+def _check_names(what: str, names: Sequence[bytes]) -> None:
+    if isinstance(names, (bytes, str)) or not all(isinstance(name, bytes) and name for name in names):
+        raise ConfigError(f"{what} must be a sequence of non-empty bytes objects, one per page")
+
+
 class PromptPages:
-    """The full chunks of a prompt. Made by ``Namespace.prompt``; not thread-safe.
+    """The pages of a prompt, or of keys. Made by ``Namespace.prompt``; not thread-safe.
 
     Owns the chunk hashes and what the last ``look`` found; lookups and matches are delegated to ``Matcher``.
     """
 
     def __init__(
-        self, context: Context, matcher: Matcher, identity: Identity, token_ids: TokensLike, extra: ExtraKeys | None
+        self, context: Context, matcher: Matcher, identity: Identity, extra: ExtraKeys | None, named: Prompt | None
     ) -> None:
+        """``named``: pages whose names are given; None: of tokens, which ``extend`` adds."""
         self._c, self._matcher, self._identity = context, matcher, identity
         self._extra = dict(checked_extra(extra) or {})
-        self._hashes = chunk_hash.ChunkHashes()
+        self._of_tokens = named is None
+        self._prompt = named or Prompt(identity.digest, chunk_hash.ChunkHashes())
         self._tail = b""  # tokens after the last full chunk
         #: group name -> set of chunks as bits: whole pages that were stored, or being written, at the last ``look``
         self.stored: dict[str, int] = {}
@@ -89,11 +110,10 @@ class PromptPages:
         self._found: list[GroupLookup] = []  # of the last ``look`` that began where the one before began, or earlier
         self._first = 0  # where it began
         self.forget()
-        self.extend(token_ids)
 
     @property
     def chunks(self) -> int:
-        return len(self._hashes)
+        return len(self._prompt.hashes)
 
     @property
     def tokens(self) -> int:
@@ -103,15 +123,18 @@ class PromptPages:
     @property
     def hashes(self) -> Sequence[bytes]:
         """Chunk hashes: each names the whole prefix up to its end."""
-        return self._hashes
+        return self._prompt.hashes
 
     def extend(self, token_ids: TokensLike) -> None:
-        """Append tokens. What the last ``look`` found stays."""
+        """Append tokens. What the last ``look`` found stays. ConfigError for a prompt of hashes or keys."""
+        if not self._of_tokens:
+            raise ConfigError("this prompt was made of hashes or keys: make a new one, tokens cannot continue it")
         data = self._tail + checked_tokens(self._identity.layout, token_ids, self.tokens)
         size, known = self._identity.layout.page_tokens, self.chunks
         extra = {c - known: key for c, key in self._extra.items() if c >= known}
-        parent = self._hashes[-1] if self._hashes else self._identity.seed
-        self._hashes = self._hashes + chunk_hash.chain(data, size, parent, extra)
+        hashes = chunk_hash.ChunkHashes(self._prompt.joined)
+        more = chunk_hash.chain(data, size, hashes[-1] if hashes else self._identity.seed, extra)
+        self._prompt = replace(self._prompt, hashes=hashes + more)
         self._tail = data[(self.chunks - known) * size * chunk_hash.TOKEN_BYTES :]
 
     def forget(self) -> None:
@@ -126,9 +149,8 @@ class PromptPages:
         If the index cannot answer in time, none of these chunks counts as stored.
         """
         below = (1 << first) - 1
-        prompt = Prompt(self._identity.digest, self._hashes)
         lookups = [
-            self._matcher.present(prompt, number, group, group.full, first, self.chunks, whole=True)
+            self._matcher.present(self._prompt, number, group, group.full, first, self.chunks, whole=True)
             for number, group in enumerate(self._identity.layout.groups)
         ]
         if first <= self._first or not self._found:
@@ -138,22 +160,40 @@ class PromptPages:
             self.stored[group.name] = self.stored[group.name] & below | found.present & ~below
             self.writing[group.name] = self.writing[group.name] & below | found.claimed & ~found.present & ~below
 
+    def restorable(self) -> int:
+        """The longest length, in chunks, of which the last ``look`` found all pages that it needs."""
+        valid = (1 << self.chunks + 1) - 1
+        for group in self._identity.layout.groups:
+            need = group.need.chunks(self._identity.layout.page_tokens)
+            valid &= valid_lengths(self.stored[group.name], need, self.chunks)
+        return valid.bit_length() - 1
+
+    def needed(self, first: int, end: int) -> dict[str, int]:
+        """For ``select``: from which page on each group is loaded by a reader that has the chunks before ``first``."""
+        size = self._identity.layout.page_tokens
+        needs = {group.name: group.need.chunks(size) for group in self._identity.layout.groups}
+        return {name: first if need is None else max(first, end - need) for name, need in needs.items()}
+
     def select(self, first: Mapping[str, int], end: int) -> PrefixMatch:
         """A match of the chunks before ``end``: of group g the pages from ``first[g]`` on, none if g is not named.
 
         It holds its segments like every match. Pages that are not stored make its load fail. The engine has the
-        earlier pages: pass -1 for their units when it is loaded.
+        earlier pages: pass -1 for their units when it is loaded, or ``first_unit``. ``match.group(g).present`` says
+        which pages the index names. Of keys each page is loaded by itself, also behind one that fails.
         """
         self._check(first, {name: [chunk] for name, chunk in first.items()}, end)
-        match = self._matcher.select(Prompt(self._identity.digest, self._hashes[:end]), first)
+        match = self._matcher.select(replace(self._prompt, hashes=self._prompt.hashes[:end]), first)
         self._selected_us = match.at_us
         return match
 
     def plan(self, wanted: Mapping[str, Sequence[int]]) -> SavePlan:
-        """A plan to save the chunks ``wanted`` (by group name), whether or not they are stored."""
+        """A plan to save the chunks ``wanted`` (by group name), whether or not they are stored.
+
+        What is stored by then is skipped. Of keys each page is saved by itself, also behind one that is declined.
+        """
         self._check(wanted, wanted, self.chunks - 1)
         missing = {name: tuple(sorted(set(chunks))) for name, chunks in wanted.items()}
-        return SavePlan(self.chunks, tuple(self._hashes), missing, self._identity.digest)
+        return SavePlan(self.chunks, tuple(self.hashes), missing, self._identity.digest, self._prompt.keyed)
 
     def note_lookup(self, matched_tokens: int) -> None:
         """Count this prompt as one lookup; ``matched_tokens``: how many of its tokens the engine loads.
@@ -163,9 +203,7 @@ class PromptPages:
         at_us = self._selected_us or self._c.files.now_us()
         for lookup in self._found:
             self._matcher.note_use(lookup, at_us)
-        self._c.counters.add("lookups")
-        self._c.counters.add("tokens_queried", self.chunks * self._identity.layout.page_tokens)
-        self._c.counters.add("tokens_matched", matched_tokens)
+        self._matcher.count_tokens(self.chunks * self._identity.layout.page_tokens, matched_tokens)
 
     def _check(self, names: Mapping[str, object], chunks: Mapping[str, Sequence[int]], last: int) -> None:
         for name in names:

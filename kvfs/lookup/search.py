@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvfs.index.native_session import NativeSession
-from kvfs.index.rows import CLAIM, RUN, Row, parse_row
+from kvfs.index.rows import CLAIM, RUN, Row
 from kvfs.index.session import Session
+from kvfs.lookup.hits import Hit, HitBlock, RunHits, hits_of
 from kvfs.lookup.part_cover import useful_parts
 from kvfs.native.index_walker import PreparedLookup, keys_per_call
 from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes, page_key, page_keys, page_prefix
@@ -28,39 +29,21 @@ ROWS_PER_HOLD = 256
 
 
 @dataclass
-class Hit:
-    """Live chunks of one row; ``bits`` are relative to the first chunk of ``run``."""
-
-    run: int
-    part: Part
-    key: bytes
-    value: bytes
-    bits: int
-    _row: Row | None = field(default=None, repr=False, compare=False)
-
-    def row(self) -> Row | None:
-        """The row, parsed once per process; None if its bytes are damaged."""
-        if self._row is None:
-            self._row = parse_row(self.key, self.value)
-        return self._row
-
-    def __reduce__(self) -> tuple[type[Hit], tuple[int, Part, bytes, bytes, int]]:
-        return Hit, (self.run, self.part, self.key, self.value, self.bits)
-
-
-@dataclass
 class Found:
     """What the index holds of one group along a prompt."""
 
     present: int = 0  # chunks whose parts cover the wanted rectangle
     claimed: int = 0  # chunks that are being written
-    hits: dict[int, list[Hit]] = field(default_factory=dict)  # by run
+    hits: dict[int, RunHits] = field(default_factory=dict)  # by run
 
     def add(self, run: int, run_length: int, found: RunFound) -> None:
         self.present |= found.covered << run * run_length
         if found.claimed:
             self.claimed |= found.claimed << run * run_length
         self.hits[run] = found.hits
+
+    def hits_of(self, run: int) -> Sequence[Hit]:
+        return hits_of(run, self.hits.get(run, ()))
 
 
 _Read: TypeAlias = "tuple[bytes, Row | None]"  # a row's key, and the row
@@ -69,17 +52,22 @@ _Read: TypeAlias = "tuple[bytes, Row | None]"  # a row's key, and the row
 class RunFound(NamedTuple):
     covered: int
     claimed: int
-    hits: list[Hit]
+    hits: Sequence[Hit]
     whole: bool  # every chunk is covered
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Chunk hashes of a prompt in one namespace. ``run_length`` is 1 for opaque keys: they have no order."""
+    """Chunk hashes of a prompt in one namespace. ``run_length`` is 1 for an engine's keys: they have no order."""
 
     digest: bytes
     hashes: Sequence[bytes]
     run_length: int = RUN
+
+    @property
+    def keyed(self) -> bool:
+        """Whether its pages are named by keys: each has an index row of its own, and none needs another."""
+        return self.run_length == 1
 
     @property
     def joined(self) -> bytes:
@@ -151,7 +139,7 @@ class GroupLookup:
         """
         if isinstance(session, NativeSession):
             return self._walk(session, run, end, stop_at_gap=stop_at_gap)
-        found, length, hits, whole = self.found, self.prompt.run_length, list[Hit](), 0
+        found, length, hits, whole = self.found, self.prompt.run_length, tuple[Hit, ...](), 0
         parts, first_is_enough = self._useful.parts, self._useful.first_is_enough
         for number in range(run, end):
             first = number * length
@@ -167,7 +155,7 @@ class GroupLookup:
                     self.gapped.append(number)
                 return number + 1, result
             found.present |= whole << first
-            found.hits[number] = hits = [Hit(number, parts[0], key, row.value, whole, row)]
+            found.hits[number] = hits = (Hit(number, parts[0], key, row.value, whole, row),)
         return end, RunFound(whole, 0, hits, True)
 
     def _prepare(self) -> PreparedLookup:
@@ -185,30 +173,27 @@ class GroupLookup:
         found, length, parts = self.found, self.prompt.run_length, self._useful.parts
         if not parts:
             session.check_last()
-            found.hits[run] = []
+            found.hits[run] = ()
             self.gapped.append(run)
-            return run + 1, RunFound(0, 0, found.hits[run], False)
+            return run + 1, RunFound(0, 0, (), False)
         walked = session.walk(self._prepare(), run, end, ROWS_PER_HOLD, stop_at_gap=stop_at_gap)
         self.rows_read += walked.rows_read
         for segment, segment_id, tail in walked.segments:
             self.tails[segment] = tail
             self.segments[segment] = segment_id
         last = walked.end - 1
-        for number in range(run, walked.end):
-            found.hits[number] = []
-        values = walked.values
-        for number, part, bits, nbytes, at, key in walked.rows:
-            found.hits[number].append(Hit(number, parts[part], key, values[at : at + nbytes], bits))
+        block = HitBlock(walked.rows, walked.values, parts)
+        found.hits.update(dict.fromkeys(range(run, walked.end), block))
         covered, claimed = walked.covered[-1], walked.claimed[-1]
         # all runs before the last one are whole
         found.present |= (covered << (last - run) * length | (1 << (last - run) * length) - 1) << run * length
-        for number, bits in enumerate(walked.claimed, run):
-            if bits:
+        if any(walked.claimed):
+            for number, bits in enumerate(walked.claimed, run):
                 found.claimed |= bits << number * length
         whole = covered == (1 << self.prompt.run(last)[1]) - 1
         if not whole:
             self.gapped.append(last)
-        return walked.end, RunFound(covered, claimed, found.hits[last], whole)
+        return walked.end, RunFound(covered, claimed, block.of(last) if not whole else (), whole)
 
     def forked(self, session: NativeSession, runs: Sequence[int]) -> list[int]:
         """Those of ``runs`` (ascending) in which a chunk other than the first one has a row of its own."""
@@ -265,7 +250,7 @@ class GroupLookup:
     def has_some(self, run: int) -> bool:
         """Whether any chunk of a run has been found, or is being written."""
         first, count = self.prompt.run(run)
-        return bool(self.found.hits.get(run) or self.found.claimed >> first & (1 << count) - 1)
+        return bool(self.found.hits_of(run) or self.found.claimed >> first & (1 << count) - 1)
 
     def keys_within(self, run: int) -> list[bytes]:
         """Keys of the rows that chunks of a run, other than its first one, may have of their own."""
@@ -475,7 +460,7 @@ def walk_all(
             wanted = (1 << count) - 1 & ~((1 << max(0, first - begin)) - 1)
             if to_first_gap and wanted & ~(found.covered | found.claimed):
                 return True
-            if not found.hits and not found.claimed:  # most likely nothing follows
+            if not (found.whole or found.hits or found.claimed):  # most likely nothing follows
                 run = lookup.next_present(session, run, last, budget)
         return run >= last
 

@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Iterable
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.directory.pin_files import Pin, pinned_segments, read_pin
 from kvfs.errors import ConfigError, IndexUnavailableError, NoSpaceError
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import checksum
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.ledger import NO_QUOTA
 from kvfs.index.session import Session
 from kvfs.lookup.prefix_match import PrefixMatch

@@ -13,9 +13,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.directory.pin_files import list_pins
 from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError
 from kvfs.eviction.evictor import Evictor
@@ -23,13 +24,14 @@ from kvfs.eviction.reclaimer import forget_namespaces
 from kvfs.format import segment as fmt
 from kvfs.format.segment import Entry, PurgeMark
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.row_updates import forget
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DROPPED, SegmentRow
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.maintenance.pins import Pins
 from kvfs.pages.chunk_hash import HASH_BYTES, page_key
 from kvfs.pages.identity import Described, salt_digest
-from kvfs.segments.scan import Scan, read_namespace, scan_segment
+from kvfs.segments.scan import Scan, chunk_hashes, read_namespace, scan_segment
 from kvfs.segments.writer import file_name
 from kvfs.system.descriptors import opened
 from kvfs.types import PurgeResult
@@ -43,13 +45,23 @@ KEYS_PER_HOLD = 128  # index rows per transaction, so that writers wait little
 
 @dataclass(frozen=True)
 class Selection:
-    """Records of the namespaces for which ``takes`` is true; if ``chunks`` is given, of these chunks only."""
+    """Records of the namespaces for which ``takes`` is true; if ``chunks`` is given, of these chunks only.
+
+    ``digest``: of the only namespace for which ``takes`` can be true, if there is only one.
+    """
 
     takes: Callable[[Described], bool]
     chunks: frozenset[bytes] | None = None
+    digest: bytes | None = None
 
-    def has(self, entry: Entry) -> bool:
-        return self.chunks is None or entry.chunk_hash in self.chunks
+    def may_have(self, entry: Entry, entries: Sequence[Entry]) -> bool:
+        """Whether a record of a segment with these ``entries`` can be meant; its namespace's descriptor decides."""
+        if self.chunks is not None and entry.chunk_hash not in self.chunks:
+            return False
+        if self.digest is None or entry.ns_seq >= len(entries):
+            return True
+        named = entries[entry.ns_seq]
+        return named.kind != fmt.KIND_NAMESPACE or named.chunk_hash == self.digest
 
 
 def select(
@@ -75,7 +87,7 @@ def select(
             and (name is None or name in (described.name, described.digest.hex()))
         )
 
-    return Selection(takes, wanted)
+    return Selection(takes, wanted, digest)
 
 
 def _hashes(chunks: Iterable[bytes]) -> frozenset[bytes]:
@@ -91,7 +103,7 @@ class _Segment(NamedTuple):
     """A segment's file as read for a purge; ``scan`` is None if it cannot be read or its tables are incomplete."""
 
     scan: Scan | None
-    spaces: dict[int, Described | None]  # by the seq of the namespace's entry
+    spaces: dict[int, Described]  # of the records asked for, by the seq of the namespace's entry
     damaged: bool = False  # there is a header, or there may be one
 
 
@@ -106,7 +118,7 @@ class Purger:
         self._evictor = evictor
         self._active = active
         self._pins = pins
-        self._kept: set[bytes] = set()  # sealed segments that also hold other records
+        self._left: dict[bytes, bool] = {}  # of sealed segments with a mark: whether they also hold other records
 
     def purge(self, selection: Selection) -> PurgeResult:
         """Remove records. On return no lookup finds them, and no rebuild brings them back.
@@ -145,13 +157,14 @@ class Purger:
             self._evictor.victims.forget(segment_id)
         # segments dropped before may still be where a rebuild reads them
         self._evictor.reclaimer.reclaim_dropped(strict=True)
+        self._c.marks.sync()
         for folder in (directory.sub("segments"), directory.sub("doomed"), directory.root):
             files.fsync(folder)
         self._c.counters.add("pages_purged", pages)
-        dropped = self._finish_all(self._c.marks.ids())
+        dropped, freed = self._finish_all(self._c.marks.ids())
         with contextlib.suppress(IndexUnavailableError):  # a sweep does it later; the pages are misses
-            forget_namespaces(self._c)
-        return PurgeResult(pages, len(dropped), sum(dropped))
+            forget_namespaces(self._c, selection.digest)
+        return PurgeResult(pages, dropped, freed)
 
     def _protected(self, segment_id: bytes) -> ConfigError:
         names = [pin.name for pin in list_pins(self._c.directory) if segment_id.hex() in pin.segments]
@@ -173,7 +186,9 @@ class Purger:
         if row is not None and row.state == DROPPED:
             return None, 0
         try:
-            segment = self._read(segment_id, row)
+            if self._is_free_of(selection, segment_id, row):
+                return None, 0
+            segment = self._read(segment_id, row, selection.may_have)
         except FileNotFoundError:
             return None, 0
         except OSError as exc:
@@ -188,23 +203,48 @@ class Purger:
             return None, 0  # its writer has just made it, or no rebuild takes it for a segment
         if segment.scan is None:  # unreadable: a cache may lose its pages, a purge must not miss them
             return PurgeMark(segment_id, fmt.PURGE_ALL | fmt.PURGE_PENDING, 0, b""), row.records if row else 0
-        bits = bytearray(len(segment.scan.entries) // 8 + 1)
-        new = 0
-        meant = {seq for seq, described in segment.spaces.items() if described and selection.takes(described)}
-        for entry in segment.scan.parts():
-            covered = old is not None and old.covers(entry)
-            chosen = not covered and entry.ns_seq in meant and selection.has(entry)
-            new += chosen
-            if chosen or covered:
-                bits[entry.seq // 8] |= 1 << entry.seq % 8
-        if not new:
+        entries = segment.scan.entries
+        meant = {seq for seq, described in segment.spaces.items() if selection.takes(described)}
+        parts = list(segment.scan.parts())
+        covered = [] if old is None else list(filter(old.covers, parts))
+        known = {e.seq for e in covered}
+        chosen = [
+            e for e in parts if e.ns_seq in meant and selection.may_have(e, entries) and e.seq not in known
+        ]  # fmt: skip
+        if not chosen:
             return None, 0
-        return PurgeMark(segment_id, fmt.PURGE_PENDING, segment.scan.entries[-1].epoch, bytes(bits)), new
+        bits = bytearray(len(entries) // 8 + 1)
+        for entry in chain(chosen, covered):
+            bits[entry.seq // 8] |= 1 << entry.seq % 8
+        if row is not None and row.state == SEALED:
+            self._left[segment_id] = len(chosen) + len(covered) < len(parts)
+        return PurgeMark(segment_id, fmt.PURGE_PENDING, entries[-1].epoch, bytes(bits)), len(chosen)
 
-    def _read(self, segment_id: bytes, row: SegmentRow | None) -> _Segment:
+    def _is_free_of(self, selection: Selection, segment_id: bytes, row: SegmentRow | None) -> bool:
+        """Whether no record of a segment can be meant, found out fast: most purges concern few of the segments.
+
+        False if unknown.
+        """
+        wanted = selection.chunks
+        if wanted is None and selection.digest is not None:
+            wanted = frozenset((selection.digest,))
+        files, found = self._c.files, list[bytes]()
+        with (
+            contextlib.suppress(OSError),
+            opened(files, file_name(segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments")) as fd,
+        ):
+            files.random_access(fd)
+            found = chunk_hashes(fd, files) if wanted is not None else []
+        complete = found and len(found) >= (row.records if row is not None else 0)
+        return bool(complete) and wanted is not None and wanted.isdisjoint(found)
+
+    def _read(
+        self, segment_id: bytes, row: SegmentRow | None, asked: Callable[[Entry, Sequence[Entry]], bool]
+    ) -> _Segment:
         """A segment as a purge sees it: all entries count, published or not, since a rebuild would find them.
 
-        FileNotFoundError if there is no such file.
+        Only the namespaces of records for which ``asked(entry, entries)`` is true are read. FileNotFoundError if there
+        is no such file.
         """
         files = self._c.files
         with opened(files, file_name(segment_id), os.O_RDONLY, dir_fd=self._c.directory.sub("segments")) as fd:
@@ -213,10 +253,12 @@ class Purger:
                 scan = scan_segment(fd, files)
                 if scan is None or len(scan.entries) < (row.records if row is not None else 0):
                     return _Segment(None, {}, damaged=scan is not None)
-                numbers = {e.ns_seq for e in scan.parts()}
-                spaces = {seq: read_namespace(fd, files, scan.entries, seq) for seq in numbers}
-                if not all(spaces.values()):
-                    return _Segment(None, {}, damaged=True)
+                spaces = dict[int, Described]()
+                for number in {e.ns_seq for e in scan.parts() if asked(e, scan.entries)}:
+                    described = read_namespace(fd, files, scan.entries, number)
+                    if described is None:
+                        return _Segment(None, {}, damaged=True)
+                    spaces[number] = described
             except OSError as exc:
                 if exc.errno != errno.EIO:
                     raise
@@ -236,43 +278,45 @@ class Purger:
                 self._evictor.reclaimer.reclaim_dropped()
                 self._finish_all(marked)
 
-    def _finish_all(self, marked: Iterable[bytes]) -> list[int]:
-        """Finish what the marks of these segments ask for; bytes freed, per segment that was dropped."""
+    def _finish_all(self, marked: Iterable[bytes]) -> tuple[int, int]:
+        """Finish what the marks of these segments ask for. (Segments that were dropped, bytes freed: those that readers
+        hold are not free yet.)"""
         found, generation = self._c.index.read(
             lambda s: ({row.segment_id: (n, row) for n, row in s.segments()}, s.generation), COMMIT_SECONDS
         )
-        dropped = []
+        pinned, over = self._pins.segments(), list[tuple[int, SegmentRow]]()
         for segment_id in marked:
             number, row = found.get(segment_id, (0, None))
             if row is None:
                 if not self._exists(segment_id):
                     self._c.marks.forget(segment_id)
-            elif row.state != DROPPED:
-                freed = self._finish(number, row, generation)
-                dropped += [] if freed is None else [freed]
+            elif row.state != DROPPED and self._finish(number, row, generation, pinned):
+                over.append((number, row))
+        freed = self._evictor.reclaimer.drop_all(over)
         if self._c.index.read(lambda s: s.generation, COMMIT_SECONDS) != generation:
             raise IndexUnavailableError("replaced meanwhile")  # perhaps by one that was built without these marks
-        return dropped
+        return len(over), sum(row.allocated for row in freed)
 
-    def _finish(self, number: int, row: SegmentRow, generation: str) -> int | None:
-        """Bytes freed (0: a reader still holds them) if the segment was dropped, None if it stays."""
-        mark = self._c.marks.read(row.segment_id)
-        if mark is None or (not mark.pending and (row.state == ACTIVE or row.segment_id in self._kept)):
-            return None
-        segment, purged, left = _Segment(None, {}), [], False
-        if not mark.whole:
-            segment = self._read(row.segment_id, row)
+    def _finish(self, number: int, row: SegmentRow, generation: str, pinned: set[bytes]) -> bool:
+        """Finish the purge of a segment that stays; True if it is to be dropped."""
+        mark, left = self._c.marks.read(row.segment_id), self._left.get(row.segment_id)
+        if mark is None or (not mark.pending and (row.state == ACTIVE or left)):
+            return False
+        segment, purged = _Segment(None, {}), []
+        if not mark.whole and (left is not False or row.segment_id in pinned):
+            segment = self._read(row.segment_id, row, lambda entry, _: mark.covers(entry))
             parts = list(segment.scan.parts()) if segment.scan is not None else []
             purged = [e for e in parts if mark.covers(e)]
             left = len(purged) < len(parts)
-        if not left and (mark.whole or self._may_drop(number, row)):
-            return row.allocated if self._evictor.reclaimer.drop(number, row.segment_id, strict=True) else 0
+        if not left and (mark.whole or self._may_drop(number, row, pinned)):
+            self._left.pop(row.segment_id, None)
+            return True
         if left and row.state != ACTIVE:
-            self._kept.add(row.segment_id)
+            self._left[row.segment_id] = True
         if mark.pending and not mark.whole:
             self._unname(number, generation, segment, purged)
             self._c.marks.settle(mark)
-        return None
+        return False
 
     def _exists(self, segment_id: bytes) -> bool:
         name, directory = file_name(segment_id), self._c.directory
@@ -284,9 +328,9 @@ class Purger:
                 continue
         return False
 
-    def _may_drop(self, number: int, row: SegmentRow) -> bool:
+    def _may_drop(self, number: int, row: SegmentRow, pinned: set[bytes]) -> bool:
         """Whether a segment may be dropped: no pin, no writer. One whose owner is dead is taken over."""
-        if row.segment_id in self._pins.segments():
+        if row.segment_id in pinned:
             return False
         if row.state != ACTIVE:
             return True
@@ -297,11 +341,11 @@ class Purger:
 
     def _unname(self, number: int, generation: str, segment: _Segment, purged: Sequence[Entry]) -> None:
         """Remove records from the index, in slices."""
-        digests = {seq: described.digest for seq, described in segment.spaces.items() if described is not None}
+        digests = {seq: described.digest for seq, described in segment.spaces.items()}
         wrong = {(number, entry.seq): digests.get(entry.ns_seq, b"") for entry in purged}
-        by_run = {_row_key(segment, entry, entry.run_hash) for entry in purged}
+        runs = {(e.ns_seq, e.group, e.part, e.run_hash): e for e in purged}
         removed: set[int] = set()
-        for keys in _slices(list(by_run)):
+        for keys in _slices([_row_key(segment, entry, entry.run_hash) for entry in runs.values()]):
             removed |= self._forget(generation, keys, wrong)
         # where another continuation has the run's slot, a record has a row of its own
         for entries in _slices([e for e in purged if e.seq not in removed]):

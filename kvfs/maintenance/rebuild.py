@@ -285,7 +285,8 @@ class _SegmentBuilder:
         self._report.purged += len(parts) - len(entries)
         if scan.seal is None and self._settings.sync != "cache":
             # the last appends may be torn, and a put that skips a page promises that it is stored
-            whole = [e for e in entries if self._is_whole(e)]
+            synced = self._sync()
+            whole = [e for e in entries if synced and self._is_whole(e)]
             self._report.torn += len(entries) - len(whole)
             entries = whole
         return entries[::-1]
@@ -321,6 +322,15 @@ class _SegmentBuilder:
                     if data is not None and described is not None and described.digest == entry.chunk_hash:
                         self._namespaces[entry.seq] = described
                         self._descriptors[described.digest] = data
+
+    def _sync(self) -> bool:
+        """Sync the segment for a writer that died before it did; whether that succeeded."""
+        try:
+            self._files.fdatasync(self._fd)
+        except OSError:
+            self._report.note(f"segments/{self._listed.name}: not synced, its pages are left out")
+            return False
+        return True
 
     def _is_whole(self, entry: Entry) -> bool:
         """Whether the bytes of a record verify."""

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError, StoreLockedError
 from kvfs.eviction.evictor import Evictor
 from kvfs.format import codec as codecs
 from kvfs.format import segment as fmt
 from kvfs.format.segment import Entry
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.rows import CLAIM
 from kvfs.index.session import Session
 from kvfs.index.tables import SEALED, SegmentRow

@@ -15,11 +15,11 @@ import re
 import stat
 import struct
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.directory.root import Directory, translate_os_errors
 from kvfs.errors import ConfigError, CorruptError, IndexUnavailableError
 from kvfs.format import codec as codecs
@@ -27,6 +27,7 @@ from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.format.codec import CodecError, CodecMemoryError
 from kvfs.format.segment import Entry, Header
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.row_updates import forget
 from kvfs.index.rows import CLAIM, Place, parse_row
 from kvfs.index.session import Session
@@ -73,11 +74,16 @@ class Verification:
 class Verifier:
     """One run over a store: owns its findings, and repairs what it found. One per call."""
 
-    def __init__(self, context: Context, sample: float, seed: int) -> None:
+    def __init__(
+        self, context: Context, sample: float, seed: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:  # fmt: skip
         if not 0.0 <= sample <= 1.0:
             raise ConfigError(f"sample is {sample}: pass a share from 0 (structure only) to 1 (every page)")
         self._c = context
         self._sample = sample
+        self._progress = progress  # (bytes of segments checked, all bytes of segments)
+        self._total = self._done = 0
         self._random = random.Random(seed)
         self.report = Verification()
         self._bad: dict[tuple[int, int], bytes] = {}  # segment number, seq -> digest of the namespace
@@ -93,9 +99,12 @@ class Verifier:
         if not self._c.index.read(lambda s: s.check_ledger(), COMMIT_SECONDS):
             self.report.index_errors += 1
             self.report.note("index: the ledger is not the sum of its segments")
-        for number, row in rows:
-            if row.state != DROPPED:
-                self._segment(number, row)
+        live = [(number, row) for number, row in rows if row.state != DROPPED]
+        self._total = sum(row.allocated for _, row in live)
+        for number, row in live:
+            self._segment(number, row)
+            self._done += row.allocated
+            self._progress(self._done, self._total)
         self._index()
         for place in sorted(self._named):
             self.report.bad_pages += 1
@@ -155,7 +164,9 @@ class Verifier:
             why = self._page(held, entry, known[entry.ns_seq])
             if why:
                 self._bad[number, entry.seq] = _digest(scan, entry)
-                self._why[number, entry.seq] = f"segment {row.segment_id.hex()} record {entry.seq}: {why}"
+                where = f"segment {row.segment_id.hex()} record {entry.seq}"
+                self._why[number, entry.seq] = f"{_name(known[entry.ns_seq], entry)}{where}: {why}"
+            self._progress(self._done + min(row.allocated, entry.payload + entry.stored_bytes), self._total)
 
     def _described(self, held: OpenSegment, scan: Scan, ns_seq: int) -> Described | None:
         if ns_seq >= len(scan.entries) or scan.entries[ns_seq].kind != fmt.KIND_NAMESPACE:
@@ -338,6 +349,14 @@ def _digest(scan: Scan, entry: Entry) -> bytes:
     """Digest of the namespace that an entry belongs to; empty if its namespace record is damaged."""
     named = scan.entries[entry.ns_seq] if entry.ns_seq < len(scan.entries) else None
     return named.chunk_hash if named is not None and named.kind == fmt.KIND_NAMESPACE else b""
+
+
+def _name(described: Described | None, entry: Entry) -> str:
+    """What a page is to people: its namespace and tokens; empty if its namespace record is damaged."""
+    if described is None:
+        return ""
+    step = described.layout.page_tokens
+    return f"{described.label} tokens {entry.chunk * step}-{(entry.chunk + 1) * step}, "
 
 
 def _names(key: bytes, value: bytes, wrong: Container[tuple[int, int]]) -> bool:

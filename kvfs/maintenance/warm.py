@@ -27,6 +27,7 @@ from kvfs.system.thread_pool import Pool
 BLOCK_BYTES = 32 << 20  # of one advice; the fastest of 8, 16 and 32 MiB, at a third of the CPU time of 8 MiB
 THREADS = 4
 READ_BYTES = 1 << 20  # of one read, where the advice was not enough
+SAMPLED_SEGMENTS_MAX = 64
 GAP_BYTES = 64 << 10  # ranges with a smaller gap are read as one
 
 
@@ -104,6 +105,21 @@ class Warmer:
             chosen += _ranges(stretch._replace(pages=count))
             nbytes -= count * each
         return chosen
+
+    def sample(self, nbytes: int) -> list[Range]:
+        """Up to ``nbytes`` that the page cache lacks, from the begin of segments spread over the store."""
+        rows = [(n, row) for n, row in Catalog(self._c).segment_rows() if row.tail >= BLOCK_BYTES]
+        found: list[Range] = []
+        for number, row in rows[:: max(1, len(rows) // SAMPLED_SEGMENTS_MAX)]:
+            held = self._c.segments.acquire(number, row.segment_id, self._c.index.generation)
+            if held is None:
+                continue
+            for at in range(0, row.tail - BLOCK_BYTES + 1, BLOCK_BYTES):
+                if sum(r.nbytes for r in found) >= nbytes:
+                    return found
+                if self._c.files.cached_bytes(held.fd, at, BLOCK_BYTES) == 0:
+                    found.append(Range(number, row.segment_id, at, BLOCK_BYTES))
+        return found
 
     # -- reading -----------------------------------------------------------------------------
 

@@ -16,10 +16,15 @@ HELD_BYTES = 256 << 10
 HELD_CALLS = 2
 _CHUNK_BYTES = 64  # what a shorter chunk costs
 _EXTRA = struct.Struct("<QQQ")
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 
 
 def chain(tokens: bytes, step: int, seed: bytes, extra: Mapping[int, bytes] | None) -> bytes | None:
-    """Hashes of the chunks of ``step`` bytes, one behind the other; None where hashlib is not slower."""
+    """Hashes of the chunks of ``step`` bytes, one behind the other; None where hashlib is not slower.
+
+    ``seed``: the parent of the first chunk, of any length.
+    """
     native = library.loaded()
     if native is None or not native.has_sha:
         return None
@@ -32,7 +37,7 @@ def chain(tokens: bytes, step: int, seed: bytes, extra: Mapping[int, bytes] | No
             at.append(at[-1] + len(extra[chunk]))
         entries = b"".join(_EXTRA.pack(chunk, at[i], len(extra[chunk])) for i, chunk in enumerate(used))
         keys = b"".join(extra[chunk] for chunk in used)
-    out = ctypes.create_string_buffer(HASH_BYTES * chunks)
+    out: bytes = _new_bytes(None, HASH_BYTES * chunks)  # filled before any other code sees it: no copy of a buffer
     some = max(1, HELD_BYTES // max(step, _CHUNK_BYTES))
     work, count = (
         (native.held, some)
@@ -41,5 +46,5 @@ def chain(tokens: bytes, step: int, seed: bytes, extra: Mapping[int, bytes] | No
     )
     for first in range(0, chunks, count):
         end = min(chunks, first + count)
-        work.kvfs_chain(tokens, first, end, step, seed, entries, len(entries) // _EXTRA.size, keys, out)
-    return out.raw
+        work.kvfs_chain(tokens, first, end, step, seed, len(seed), entries, len(entries) // _EXTRA.size, keys, out)
+    return out

@@ -1,7 +1,7 @@
 """One generation of an index, read by the compiled library in the caller's thread.
 
-Each call takes the gate itself, for less than a millisecond, and never waits: neither for the gate nor for a disk.
-Where it would have to, it raises HandOverError, and the index thread does the work.
+Each call reads as of one commit, takes no lock, and never waits for a disk. Where it would have to, it raises
+HandOverError, and the index thread does the work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfs.errors import KvfsError
@@ -30,7 +30,8 @@ from kvfs.native.library import (
 )
 
 VALUES_BYTES = 1 << 20
-_ROW = struct.Struct("<IIIIQ40s")
+TRIES = 4  # of a call, while other processes commit more than once during each
+_ROW_BYTES = 64  # of a kvfs_row
 _SEGMENT = struct.Struct("<IIQ16s")
 _REASONS = {errno.EAGAIN: "busy", errno.ESTALE: "stale", errno.EIO: "damaged", errno.E2BIG: "large"}
 
@@ -48,8 +49,7 @@ class WalkResult(NamedTuple):
 
     end: int  # the run that follows the last one read
     rows_read: int
-    #: (run, number of the part, live chunks as bits of the run, bytes of the value, where it begins, key)
-    rows: Iterator[tuple[int, int, int, int, int, bytes]]
+    rows: bytes  # kvfs_row of each
     values: bytes
     covered: Sequence[int]  # by run
     claimed: Sequence[int]
@@ -60,7 +60,7 @@ class _Buffers:
     """Memory that one walk fills. Kept for the next one, since its pages are in the CPU's cache."""
 
     def __init__(self) -> None:
-        self.rows = ctypes.create_string_buffer(_ROW.size * ROWS_MAX)
+        self.rows = ctypes.create_string_buffer(_ROW_BYTES * ROWS_MAX)
         self.values = ctypes.create_string_buffer(VALUES_BYTES)
         self.segments = ctypes.create_string_buffer(_SEGMENT.size * SEGMENTS_MAX)
         self.runs = (ctypes.c_uint32 * (2 * RUNS_MAX))()
@@ -91,15 +91,14 @@ class IndexWalker:
     """Reads one generation. Thread-safe under the interpreter's lock. ``close`` before its descriptors are closed."""
 
     def __init__(
-        self, native: Library, gate: int, main: int, root: int, folder: int, file: int, data: int,
-        stamp: tuple[int, ...],
+        self, native: Library, current: int, data: int, stamp: tuple[int, ...]
     ) -> None:  # fmt: skip
-        """Descriptors as in kvfs_descriptors; ``stamp``: of CURRENT. OSError if it is another file by now."""
+        """Descriptors of CURRENT and of the index file; ``stamp``: of CURRENT. OSError if it is another by now."""
         self._held = native.held
         self._memory = ctypes.create_string_buffer(self._held.kvfs_index_bytes())
         self._index = ctypes.addressof(self._memory)
         self._free: list[_Buffers] = []
-        code = self._held.kvfs_index_open(self._index, Descriptors(gate, main, root, folder, file, data), Stamp(*stamp))
+        code = self._held.kvfs_index_open(self._index, Descriptors(current, data), Stamp(*stamp))
         if code:
             raise OSError(-code, os.strerror(-code))
         self.last_txn = 0  # the last commit that a call has seen
@@ -127,7 +126,7 @@ class IndexWalker:
                 self.last_txn = walked.txn
                 raise MovedError("moved")
             raise _error(code)
-        rows = ctypes.string_at(buffers.rows, _ROW.size * walked.n_rows)
+        rows = ctypes.string_at(buffers.rows, _ROW_BYTES * walked.n_rows)
         values = ctypes.string_at(buffers.values, walked.n_values)
         segments = [
             (number, segment_id, tail)
@@ -138,14 +137,17 @@ class IndexWalker:
         end, count = walked.end, walked.end - first
         runs = buffers.runs
         covered, claimed = runs[:count], runs[RUNS_MAX : RUNS_MAX + count]
-        result = WalkResult(end, walked.rows_read, _ROW.iter_unpack(rows), values, covered, claimed, segments)
+        result = WalkResult(end, walked.rows_read, rows, values, covered, claimed, segments)
         self._free.append(buffers)
         return result
 
     def there(self, lookup: PreparedLookup, first: int, stride: int, count: int) -> bytes:
         """For chunks first, first + stride, ...: 1 if one has a row of its own, else 0. At most KEYS_MAX / parts."""
         found = ctypes.create_string_buffer(count)
-        code = self._held.kvfs_there(self._index, lookup.struct, first, stride, count, found)
+        for _ in range(TRIES):
+            code = self._held.kvfs_there(self._index, lookup.struct, first, stride, count, found)
+            if code != MOVED:
+                break
         if code:
             raise _error(code)
         return found.raw
@@ -156,18 +158,21 @@ class IndexWalker:
         txn = ctypes.c_uint64(0)
         prefix = digest + group.to_bytes(2, "big")
         count = self._held.kvfs_parts(self._index, prefix, len(prefix), found, parts_max, txn)
+        if count == MOVED or (count >= 0 and txn.value != known_txn):
+            self.last_txn = 0 if count < 0 else txn.value
+            raise MovedError("moved")
         if count < 0:
             raise _error(count)
-        if txn.value != known_txn:
-            self.last_txn = txn.value
-            raise MovedError("moved")
         raw = found.raw
         return [raw[at : at + 8] for at in range(0, 8 * count, 8)]
 
     def last_commit(self) -> int:
         """Number of the last commit."""
         txn = ctypes.c_uint64(0)
-        code = self._held.kvfs_parts(self._index, b"", 0, None, 0, txn)
+        for _ in range(TRIES):
+            code = self._held.kvfs_parts(self._index, b"", 0, None, 0, txn)
+            if code != MOVED:
+                break
         if code < 0:
             raise _error(code)
         self.last_txn = txn.value
@@ -175,7 +180,7 @@ class IndexWalker:
 
 
 def _error(code: int) -> HandOverError:
-    return HandOverError(_REASONS.get(-code, "unsupported"))
+    return HandOverError("moved" if code == MOVED else _REASONS.get(-code, "unsupported"))
 
 
 def keys_per_call(parts: int) -> int:

@@ -12,15 +12,16 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 1  # of native/kvfs_native.h
+ABI = 2  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
+SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
 PREFIX_MAX, PARTS_MAX, CELLS_MAX, RUNS_MAX, ROWS_MAX, SEGMENTS_MAX, KEYS_MAX = 128, 64, 256, 256, 512, 4096, 1024
 
 
-MOVED = 1  # of kvfs_walk
+MOVED = -4096
 
 
 class Stamp(ctypes.Structure):
@@ -32,7 +33,7 @@ class Stamp(ctypes.Structure):
 class Descriptors(ctypes.Structure):
     """kvfs_descriptors."""
 
-    _fields_ = tuple((name, c_int) for name in ("gate", "main", "root", "folder", "file", "data"))
+    _fields_ = tuple((name, c_int) for name in ("file", "data"))
 
 
 class Lookup(ctypes.Structure):
@@ -60,7 +61,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_features": (c_uint32, ()),
     "kvfs_portable": (None, (c_int,)),
     "kvfs_chain": (
-        None, (c_char_p, c_uint64, c_uint64, c_uint64, c_char_p, c_char_p, c_uint64, c_char_p, c_void_p),
+        None, (c_char_p, c_uint64, c_uint64, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_void_p),
     ),
     "kvfs_blake2b": (None, (c_char_p, c_uint64, c_void_p)),
     "kvfs_xxh3_64": (c_uint64, (c_char_p, c_uint64, c_uint64)),
@@ -71,10 +72,14 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_walk": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_int, POINTER(Walked))),
     "kvfs_there": (c_int64, (c_void_p, POINTER(Lookup), c_uint64, c_uint64, c_uint64, c_void_p)),
     "kvfs_parts": (c_int64, (c_void_p, c_char_p, c_uint64, c_void_p, c_uint64, POINTER(c_uint64))),
-    "kvfs_open_segments": (None, (c_int, c_char_p, c_uint64, c_void_p)),
-    "kvfs_take": (c_int, (c_void_p,)),
-    "kvfs_is_linked": (c_int, (c_int,)),
-    "kvfs_close": (c_int, (c_int,)),
+    "kvfs_is_row": (c_int, (c_char_p, c_char_p, c_uint64)),
+    "kvfs_files_bytes": (c_uint64, ()),
+    "kvfs_files_init": (None, (c_void_p,)),
+    "kvfs_hold": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p)),
+    "kvfs_release": (c_uint64, (c_void_p, c_void_p, c_uint64)),
+    "kvfs_file": (c_int, (c_void_p, c_int32)),
+    "kvfs_files_open": (c_uint64, (c_void_p,)),
+    "kvfs_files_abandon": (None, (c_void_p,)),
     "kvfs_read": (
         c_int64,
         (c_char_p, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), c_void_p, c_uint64),
@@ -111,7 +116,7 @@ class Library:
 @functools.cache
 def _load() -> tuple[Library | None, str]:
     if os.environ.get("KVFS_NATIVE", "1") == "0":
-        return None, "off: KVFS_NATIVE=0"
+        return None, SWITCHED_OFF
     if sys.byteorder != "little" or ctypes.sizeof(c_void_p) != 8:
         return None, "off: for 64-bit little-endian machines only"
     path = os.path.join(os.path.dirname(__file__), NAME)

@@ -1,47 +1,98 @@
-"""Segments opened and closed in one call that holds the interpreter: a busy thread would take it in between."""
+"""Segments that are held open by the compiled library: a lookup of a long prompt holds and releases dozens of them.
+
+Each call does all of a lookup's segments with the interpreter held: a busy thread would take it in between.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections import deque
+import weakref
 from collections.abc import Sequence
 
 from kvfs.native.library import Library
 
+#: Opened or closed in one call that holds the interpreter: less than a millisecond.
+HELD_SEGMENTS = 128
+_NUMBER = ctypes.sizeof(ctypes.c_int32)
+_TABLES: weakref.WeakSet[SegmentTable] = weakref.WeakSet()
+#: id of the numbers of a hold -> (the hold, its table, its numbers): an interrupt may keep a hold from releasing them
+_HOLDS: dict[int, tuple[weakref.ref[SegmentHold], SegmentTable, ctypes.Array[ctypes.c_int32]]] = {}
 
-class OpenedBatch:
-    """Descriptors of segments until ``take`` hands them on. An interrupt in between closes the rest."""
 
-    def __init__(self, native: Library, folder: int, ids: Sequence[bytes]) -> None:
-        """``folder``: descriptor of the directory of segments. Those that cannot be had at once are negative."""
-        self._take = native.held.kvfs_take
-        self._fds = (ctypes.c_int32 * len(ids))(*[-1] * len(ids))
-        native.held.kvfs_open_segments(folder, b"".join(ids), len(ids), self._fds)
+class SegmentTable:
+    """Owns the descriptors of the segments that this process holds, each open once. Thread-safe."""
 
-    def __len__(self) -> int:
-        return len(self._fds)
+    def __init__(self, native: Library) -> None:
+        self._held = native.held
+        self._memory = ctypes.create_string_buffer(self._held.kvfs_files_bytes())
+        self._at = ctypes.addressof(self._memory)
+        self._held.kvfs_files_init(self._at)
+        _TABLES.add(self)
 
-    def is_open(self, number: int) -> bool:
-        return self._fds[number] >= 0
+    def open_count(self) -> int:
+        return int(self._held.kvfs_files_open(self._at))
 
-    def take(self, number: int, kept: list[int | None]) -> None:
-        """Move a descriptor to ``kept``, whose owner closes it from now on, in one step."""
-        kept.extend(map(self._take, (ctypes.addressof(self._fds) + 4 * number,)))
+    def abandon(self) -> None:
+        """In a forked child: close the parent's files, without its locks."""
+        self._held.kvfs_files_abandon(self._at)
+
+    def _hold(self, folder: int, ids: Sequence[bytes], numbers: ctypes.Array[ctypes.c_int32]) -> None:
+        at = ctypes.addressof(numbers)
+        for first in range(0, len(ids), HELD_SEGMENTS):
+            some = ids[first : first + HELD_SEGMENTS]
+            self._held.kvfs_hold(self._at, folder, b"".join(some), len(some), at + _NUMBER * first)
+
+    def _fd(self, number: int) -> int:
+        return int(self._held.kvfs_file(self._at, number))
+
+    def _release(self, numbers: ctypes.Array[ctypes.c_int32]) -> None:
+        at, count = ctypes.addressof(numbers), len(numbers)
+        for first in range(0, count, HELD_SEGMENTS):
+            some = min(HELD_SEGMENTS, count - first)
+            for n in range(self._held.kvfs_release(self._at, at + _NUMBER * first, some)):
+                with contextlib.suppress(OSError):
+                    os.close(numbers[first + n])
+        _HOLDS.pop(id(numbers), None)
+
+
+class SegmentHold:
+    """Segments that stay open, and whose blocks stay allocated, as long as this object exists."""
+
+    __slots__ = ("__weakref__", "_numbers", "_table")
+
+    def __init__(self, table: SegmentTable, folder: int, ids: Sequence[bytes]) -> None:
+        """``folder``: descriptor of the directory of segments. Those that cannot be had at once are not held."""
+        self._table = table
+        self._numbers = (ctypes.c_int32 * len(ids))(*[-1] * len(ids))
+        _HOLDS[id(self._numbers)] = weakref.ref(self), table, self._numbers
+        table._hold(folder, ids, self._numbers)
+
+    def held(self) -> list[bool]:
+        """Of each segment, whether it is held."""
+        return [number >= 0 for number in self._numbers]
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the first segment; negative if it is not held."""
+        return self._table._fd(self._numbers[0])
 
     def __del__(self) -> None:
-        for fd in self._fds:
-            if fd >= 0:
-                os.close(fd)
+        with contextlib.suppress(AttributeError, TypeError):  # the interpreter is ending, modules are unloaded
+            self._table._release(self._numbers)
 
 
-def close_linked(native: Library, kept: list[int | None]) -> bool:
-    """Close what was appended to a list that held None, and remove it from the list, in one step.
+def sweep() -> None:
+    """Release what was lost to an interrupt, in all stores. For a thread other than the main one."""
+    for owner, table, numbers in list(_HOLDS.values()):
+        if owner() is None:
+            table._release(numbers)
 
-    False, with nothing done, if the close could free blocks: that takes long, and other threads have to run meanwhile.
-    """
-    fd = kept[-1]
-    if fd is None or not native.held.kvfs_is_linked(fd):
-        return False
-    deque(map(native.held.kvfs_close, iter(kept.pop, None)), maxlen=0)
-    return True
+
+def _abandon_inherited() -> None:
+    for table in list(_TABLES):
+        table.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_inherited)

@@ -2,8 +2,12 @@
 
 Chain (engine-independent; equal hash = equal whole prefix)::
 
-    h[-1] = SHA-256("kvfs chain 1\\n" + tenant salt)
+    h[-1] = nothing; with a tenant's salt SHA-256("kvfs chain 1\\n" + salt)
     h[i]  = SHA-256(h[i-1] + tokens of chunk i as u32 little endian [+ extra key of chunk i])
+
+Without a salt and extra keys these are the page hashes of SGLang (``get_hash_str``), so that its pages and those of a
+caller that passes token ids have one name. A first chunk with an extra key follows the seed of the empty salt, not
+nothing: otherwise its tokens and key could be read as a hash and the tokens of a second chunk.
 
 PageKey = BLAKE2b-256(namespace digest, group name, h[i]). Content is named by SHA-256 and BLAKE2b only: the checksums
 of ``kvfs.format.checksums`` (XXH3) detect faults, but not attacks.
@@ -72,16 +76,25 @@ class ChunkHashes(Sequence[bytes]):
 
 
 def tenant_seed(salt: str) -> bytes:
-    """First parent of a chain. Without the salt, a tenant's keys cannot be computed, and so cannot be probed."""
+    """First parent of a chain: empty without a salt.
+
+    Without the salt, a tenant's keys cannot be computed, and so cannot be probed.
+    """
+    return _seed_of(salt) if salt else b""
+
+
+def _seed_of(salt: str) -> bytes:
     return hashlib.sha256(b"kvfs chain 1\n" + salt.encode("utf-8")).digest()
 
 
 def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None = None) -> ChunkHashes:
     """32-byte hashes of the full chunks of ``tokens`` (u32 little endian); a tail shorter than a chunk is ignored.
 
-    ``extra``: chunk number -> bytes that also enter its hash.
+    ``seed``: the parent of the first one, 32 bytes or none. ``extra``: chunk number -> bytes that also enter its hash.
     """
     step = page_tokens * TOKEN_BYTES
+    if not seed and extra and extra.get(0):
+        seed = _seed_of("")
     native = hash_chain.chain(tokens, step, seed, extra)
     if native is not None:
         return ChunkHashes(native)

@@ -157,6 +157,11 @@ def rope_identity(config: Any) -> dict[str, Any]:
     return _identity(cfg, model, family)
 
 
+def model_type(config: Any) -> str:
+    """The model type of the text model; UnsupportedModelError for one whose cache is not understood."""
+    return _open(config)[0]
+
+
 def config_digest(config: Any, neutral: Set[str] = frozenset()) -> str:
     """32 hex digits over all fields of a config object that may change KV; ``neutral``: more fields that cannot."""
     fields = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and key not in neutral}

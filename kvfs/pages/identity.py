@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs.errors import ConfigError
 from kvfs.format.segment import DESCRIPTOR_BYTES_MAX
@@ -18,8 +19,13 @@ from kvfs.pages.layout import PageLayout
 _MOVING = frozenset({"", "main", "master", "latest", "head", "trunk", "dev", "none", "null"})
 _TEXT = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?\Z")
 _DIGEST = re.compile(r"(?:[0-9a-f]{32})?\Z")  # of a salt; empty for none
+_WORD = re.compile(r"[A-Za-z0-9]{1,12}[-_:](?=[0-9a-f]{8})")  # of a revision, before a digest
 _SALT = "salt:"  # begins the name of a tenant's quota, and so no name of a namespace
-_FIELDS = ("kvfs", "name", "revision", "layout", "rope", "adapter", "salt", "epoch", "extra")
+_FIELDS = {"kvfs", "name", "revision", "layout", "rope", "adapter", "salt", "epoch", "extra"}
+_PLAIN = r"[!#-\[\]-~](?:[ !#-\[\]-~]{0,254}[!#-\[\]-~])?"  # as _TEXT, of characters that JSON does not escape
+_TAIL = re.compile(rf'({_PLAIN})","revision":"({_PLAIN})","rope":(.*),"salt":"((?:[0-9a-f]{{32}})?)"}}')
+_TAIL_FIELDS = {"name", "revision", "rope", "salt"}  # what canonical JSON has behind the layout
+_ENCODE, _DECODE = json.JSONEncoder(sort_keys=True).encode, json.JSONDecoder().decode
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,7 @@ def digest_of(descriptor: bytes) -> bytes:
     return hashlib.blake2b(b"kvfs namespace 1\n" + descriptor, digest_size=32).digest()
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """A namespace read from a store: untrusted bytes that passed every check."""
 
     digest: bytes
@@ -113,7 +118,14 @@ class Described:
     revision: str
     salt: str
     layout: PageLayout
-    body: Mapping[str, Any]
+    rest: Mapping[str, Any]  # its other members; shared by namespaces where they are equal
+    rope: Any
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """All members of the descriptor."""
+        named = {"name": self.name, "revision": self.revision, "salt": self.salt}
+        return {**self.rest, **named, "rope": self.rope}
 
     def is_named(self, ref: str) -> bool:
         """Whether ``ref`` is its name, name@revision (or its beginning), or 6 or more digits of its digest."""
@@ -123,13 +135,69 @@ class Described:
 
     @property
     def label(self) -> str:
-        """Name and the beginning of the revision."""
-        return f"{self.name}@{self.revision[:8]}"
+        """Name and the beginning of the revision, behind a word such as ``weights-`` of it."""
+        return label(self.name, self.revision)
 
 
-@functools.lru_cache(maxsize=64)  # a store has few layouts and may have many namespaces; checking one takes 0.4 ms
+def label(name: str, revision: str) -> str:
+    """``name@revision`` with a short revision, which ``Catalog.find`` accepts."""
+    word = _WORD.match(revision)
+    return f"{name}@{revision[: 8 + (word.end() if word is not None else 0)]}"
+
+
+# A store has few layouts and may have many namespaces: checking a layout takes 0.4 ms, parsing a descriptor 25 us.
+@functools.lru_cache(maxsize=64)
 def _layout_of(descriptor: str) -> PageLayout:
     return PageLayout.from_descriptor(json.loads(descriptor))
+
+
+@functools.lru_cache(maxsize=64)
+def _head(text: str) -> tuple[Mapping[str, Any], PageLayout] | None:
+    """Members of a canonical descriptor before its name, and the layout among them; None if they are not those."""
+    body = _DECODE(text)
+    if not isinstance(body, dict) or body.keys() != _FIELDS - _TAIL_FIELDS:
+        return None
+    return _checked(body)
+
+
+@functools.lru_cache(maxsize=64)
+def _rope(text: str) -> Any:
+    return _DECODE(text)
+
+
+def _checked(body: dict[str, Any]) -> tuple[Mapping[str, Any], PageLayout] | None:
+    if body["kvfs"] != 1 or not isinstance(body["layout"], dict):
+        return None
+    return body, _layout_of(_ENCODE(body["layout"]))
+
+
+def _parse_canonical(data: bytes, text: str) -> Described | None:
+    """A descriptor as ``Identity`` writes it, in a fifth of the time; None for any other text; ValueError.
+
+    In canonical JSON the layout comes before the name, and many descriptors of a store differ only from there on. So
+    the text is cut there. Texts that are the members of an object each are those of one object together, wherever the
+    cuts were made. Equal ones are parsed once, and callers share the result.
+    """
+    before, _, after = text.rpartition(',"name":"')
+    tail = _TAIL.fullmatch(after)
+    head = _head(before + "}") if tail is not None else None
+    if tail is None or head is None:
+        return None
+    name, revision, rope, salt = tail.groups()
+    if name.startswith(_SALT):
+        return None
+    return Described(digest_of(data), name, revision, salt, head[1], head[0], _rope(rope))
+
+
+def _parse_any(data: bytes, text: str) -> Described | None:
+    body = _DECODE(text)
+    if not isinstance(body, dict) or body.keys() != _FIELDS:
+        return None
+    checked = _checked(body)
+    name, revision, salt = body["name"], body["revision"], body["salt"]
+    if not (_TEXT.match(name) and _TEXT.match(revision) and _DIGEST.match(salt)) or name.startswith(_SALT):
+        return None
+    return None if checked is None else Described(digest_of(data), name, revision, salt, checked[1], body, body["rope"])
 
 
 def parse_descriptor(data: bytes) -> Described | None:
@@ -137,16 +205,11 @@ def parse_descriptor(data: bytes) -> Described | None:
     if len(data) > DESCRIPTOR_BYTES_MAX:
         return None
     try:
-        body = json.loads(data)
-        if not isinstance(body, dict) or set(body) != set(_FIELDS) or body["kvfs"] != 1:
-            return None
-        texts = (body["name"], body["revision"], body["salt"])
-        rules = (_TEXT, _TEXT, _DIGEST)
-        if not all(isinstance(t, str) and rule.match(t) for t, rule in zip(texts, rules, strict=True)):
-            return None
-        if body["name"].startswith(_SALT):
-            return None
-        layout = _layout_of(json.dumps(body["layout"], sort_keys=True))
-    except (ValueError, RecursionError):  # ConfigError is a ValueError
+        text = data.decode()
+        with contextlib.suppress(ValueError):  # cut inside a value
+            found = _parse_canonical(data, text)
+            if found is not None:
+                return found
+        return _parse_any(data, text)
+    except (ValueError, TypeError, RecursionError):  # ConfigError is a ValueError; TypeError: a name is no text
         return None
-    return Described(digest_of(data), *texts, layout, body)

@@ -39,7 +39,9 @@ _SCALE_DIGEST = re.compile(r"[a-z0-9_.:-]{1,64}")
 _PART = struct.Struct("<4H")
 _ROPE = re.compile("interleaved|halves")
 _BITS = {"bf16": 16, "f16": 16, "f32": 32, "float8_e4m3fn": 8, "float8_e5m2": 8, "int8": 8, "int4": 4}
-_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_SHORT = {
+    "bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "fp32": "f32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +348,8 @@ def _cell(
 
 
 def _dtype(dtype: object, *allowed: str) -> str:
-    """Short name of a dtype, given as a name or an object of torch or numpy."""
-    name = str(dtype).removeprefix("torch.")
+    """Short name of a dtype, given as a name, or a dtype or scalar type of torch or numpy."""
+    name = (dtype.__name__ if isinstance(dtype, type) else str(dtype)).removeprefix("torch.").lower()
     name = _SHORT.get(name, name)
     if name not in allowed:
         raise ConfigError(f"dtype is {_show(dtype)}: pass one of {', '.join(allowed)}, or its long name")

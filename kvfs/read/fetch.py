@@ -19,7 +19,7 @@ from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.native import library, payloads
 from kvfs.read.plan import ReadJob
 from kvfs.system.files import Files
-from kvfs.system.memory_views import address_of
+from kvfs.system.memory_views import PageBuffers, address_of
 from kvfs.system.thread_pool import Team
 from kvfs.types import Verify
 
@@ -48,8 +48,14 @@ class Fetcher:
         self._team = team
         self._verified: set[tuple[bytes, int]] = set()
 
-    def fetch(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> Found:
-        """Fill ``out`` with jobs, each of at most READ_BYTES or one page."""
+    def fetch(
+        self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers
+    ) -> tuple[int, list[tuple[int, int]], int]:
+        """Fill ``out`` with jobs, each of at most READ_BYTES or one page.
+
+        Returns the chunks that verified (as bits), bad records as (segment, seq), and the chunks that the page cache
+        lacked (as bits).
+        """
         ends = jobs[:1], jobs[-1:]
         if all(self._seems_cached(job) for end in ends for job in end):
             found, rest = self._from_cache(jobs, leaf_bytes, out)
@@ -59,7 +65,8 @@ class Fetcher:
             rest = sorted(rest + [job for job, yes in zip(jobs, seems, strict=True) if not yes], key=_chunk)
         if rest:
             found += self._from_disk(rest, leaf_bytes, out)
-        return sum(bits for bits, _ in found), [fault for _, faults in found for fault in faults]
+        cold = sum(job.bits() for job in rest)
+        return sum(bits for bits, _ in found), [fault for _, faults in found for fault in faults], cold
 
     def _seems_cached(self, job: ReadJob) -> bool:
         """Whether the end of a job is in the page cache. Asking about all of it costs a tenth of reading it."""
@@ -68,7 +75,7 @@ class Fetcher:
     # -- from the page cache -------------------------------------------------------------------
 
     def _from_cache(
-        self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview
+        self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers
     ) -> tuple[list[Found], list[ReadJob]]:
         """(what was found, jobs that cannot be read without waiting for a disk)."""
         native = library.loaded()
@@ -99,17 +106,24 @@ class Fetcher:
         return found, [jobs[number] for number in sorted(left)]
 
     def _read_native(
-        self, native: library.Library, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview
+        self, native: library.Library, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers
     ) -> tuple[list[Found], list[ReadJob]] | None:
         """``_from_cache`` with one call per thread; None where the file system does not say what is cached."""
         summed = [self.must_verify(job) for job in jobs]
+        places = [job.out for job in jobs]
+        if isinstance(out, PageBuffers):
+            places = [address_of(out[job.out : job.out + job.nbytes]) for job in jobs]
+            start = min(places)
+            places = [place - start for place in places]
+        else:
+            start = address_of(out)
         stretches = [
-            payloads.Stretch(job.held.fd, job.offset, job.out, job.nbytes, leaf_bytes * yes)
-            for job, yes in zip(jobs, summed, strict=True)
+            payloads.Stretch(job.held.fd, job.offset, place, job.nbytes, leaf_bytes * yes)
+            for job, place, yes in zip(jobs, places, summed, strict=True)
         ]
         step = max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
         workers = max(1, min(sum(-(-job.nbytes // step) for job in jobs), self._c.threads))
-        read = payloads.CachedRead(native, stretches, step, address_of(out), workers)
+        read = payloads.CachedRead(native, stretches, step, start, workers)
         self._team.each(read.work, [read.share] * workers)
         if not read.supported:
             return None
@@ -128,7 +142,7 @@ class Fetcher:
         return policy is Verify.ALWAYS
 
     def _read_pieces(
-        self, out: memoryview, tables: list[bytes | None], left: set[int], share: Iterator[_Piece]
+        self, out: memoryview | PageBuffers, tables: list[bytes | None], left: set[int], share: Iterator[_Piece]
     ) -> None:
         """Read and checksum a share of the pieces; ``left`` gets the jobs that could not be read."""
         read_cached = self._c.files.read_cached
@@ -147,7 +161,7 @@ class Fetcher:
 
     # -- from a disk ---------------------------------------------------------------------------
 
-    def _from_disk(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> list[Found]:
+    def _from_disk(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers) -> list[Found]:
         cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
         # direct reads keep a disk busy with many requests; through the page cache, a few streams read ahead best
         workers = min(len(jobs), COLD_THREADS if self._reads_direct(jobs[-1], out) else self._c.threads)
@@ -157,13 +171,13 @@ class Fetcher:
         read = partial(self._read_jobs, leaf_bytes, out)
         return [found for share in self._team.each(read, shares) for found in share]
 
-    def _read_jobs(self, leaf_bytes: int, out: memoryview, share: Iterator[ReadJob]) -> list[Found]:
+    def _read_jobs(self, leaf_bytes: int, out: memoryview | PageBuffers, share: Iterator[ReadJob]) -> list[Found]:
         return [self._read_job(job, out[job.out : job.out + job.nbytes], leaf_bytes, out) for job in share]
 
     def _cached(self, job: ReadJob) -> int | None:
         return self._c.segments.cached_bytes(job.held, job.offset, job.nbytes)
 
-    def _reads_direct(self, job: ReadJob, out: memoryview) -> bool:
+    def _reads_direct(self, job: ReadJob, out: memoryview | PageBuffers) -> bool:
         """Whether a job bypasses the page cache (O_DIRECT).
 
         In mode cache this is so for cold bytes without an earlier use: reading them through the page cache costs
@@ -179,7 +193,7 @@ class Fetcher:
             and self._c.segments.direct(job.held) >= 0
         )
 
-    def _read_job(self, job: ReadJob, target: memoryview, leaf_bytes: int, out: memoryview) -> Found:
+    def _read_job(self, job: ReadJob, target: memoryview, leaf_bytes: int, out: memoryview | PageBuffers) -> Found:
         """Read and verify."""
         try:
             table = self._read_and_sum(job, target, leaf_bytes, self._reads_direct(job, out))

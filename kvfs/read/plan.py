@@ -144,17 +144,18 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 def plan_reads(
-    gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int, *, gaps: bool = False
+    gm: GroupMatch, held: Mapping[int, OpenSegment], bytes_max: int, *, gaps: bool = False, single: bool = False
 ) -> tuple[list[ReadJob], int]:
     """``plan_runs``, cut into jobs of at most ``bytes_max`` (or one page).
 
-    Unless ``gaps`` between the pages of a job are allowed, each fills a buffer of consecutive pages.
+    Unless ``gaps`` between the pages of a job are allowed, each fills a buffer of consecutive pages; with ``single``
+    of one page.
     """
     runs, covered = plan_runs(gm, held)
     jobs: list[ReadJob] = []
     size = gm.part_bytes
     for run in runs:
-        step = max(1, bytes_max // run.stride) if gaps or run.stride == size else 1
+        step = max(1, bytes_max // run.stride) if gaps or (run.stride == size and not single) else 1
         stride = run.stride if gaps else size
         for i in range(0, run.count, step):
             n = min(step, run.count - i)

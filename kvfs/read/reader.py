@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from operator import and_
 from typing import TypeVar
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.format.codec import fits
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.row_updates import forget
 from kvfs.index.rows import Place
 from kvfs.lookup.prefix_match import GroupMatch, Hold, PageRef, PrefixMatch, Source, used_ranges
@@ -20,7 +22,9 @@ from kvfs.read.assemble import assemble, decode_page
 from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
 from kvfs.read.plan import ReadJob, plan_reads
 from kvfs.segments.open_segments import OpenSegment
-from kvfs.system.files import Files, Mapping
+from kvfs.system.files import Files
+from kvfs.system.files import Mapping as FileMapping
+from kvfs.system.memory_views import PageBuffers
 from kvfs.system.thread_pool import Team
 from kvfs.types import Tier
 
@@ -42,56 +46,79 @@ class Reader:
 
     # -- get ---------------------------------------------------------------------------------
 
-    def load(self, match: PrefixMatch, groups: Sequence[Group], outs: Sequence[memoryview]) -> int:
-        """Fill the buffers; the number of leading chunks that the verified pages restore."""
+    def load(
+        self, match: PrefixMatch, groups: Sequence[Group], outs: Sequence[memoryview | PageBuffers]
+    ) -> tuple[dict[str, int], dict[Tier, int]]:
+        """Fill the buffers; the chunks that verified, as bits, by group name, and those of use by their slowest tier.
+
+        Chunks that need no page, such as those before a window, are of tier DEVICE.
+        """
         with self.open_segments(match) as held:
-            good = {}
+            good, cold, read = {}, 0, 0
             for gm, out in zip(match.groups, outs, strict=True):
-                good[gm.name] = self._load_group(match, gm, groups[gm.number], out, held)
-            chunks = match.restorable(good) if match.groups else 0
-            self._c.counters.add("tokens_loaded", chunks * match.page_tokens)
-            return chunks
+                good[gm.name], missed = self._load_group(match, gm, groups[gm.number], out, held)
+                cold |= missed
+                read |= span(gm.first, gm.count)
+            usable = span(0, match.restorable(good)) if match.groups else 0
+            if match.keyed:  # each page is of use by itself
+                usable = reduce(and_, good.values())
+            tiers = {Tier.DEVICE: usable & ~read, Tier.HOST: usable & read & ~cold, Tier.DISK: usable & cold}
+            tokens = {tier: chunks.bit_count() * match.page_tokens for tier, chunks in tiers.items()}
+            self._c.counters.loaded(match.namespace, tokens)
+            return good, {tier: chunks for tier, chunks in tiers.items() if chunks}
 
     def load_run(
-        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, OpenSegment]
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: Mapping[int, OpenSegment]
     ) -> tuple[int, dict[Tier, int]]:
         """Fill ``out`` with the chunks of ``gm``, which may be a cut of the match's; good chunks and tiers, as bits.
 
-        A chunk's tier is the one just before it was read. For transfers: counts bytes, but not tokens.
+        For transfers: counts bytes, but not tokens.
         """
-        tiers = self._chunk_tiers(gm, held)
-        return self._load_group(match, gm, group, out, held), tiers
+        good, cold = self._load_group(match, gm, group, out, held)
+        return good, {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
     def note(self, match: PrefixMatch, gm: GroupMatch, good: int) -> None:
         """After a load: access times and counts of the chunks in ``good`` (bits)."""
         with self.open_segments(match) as held:
             self._note_access(match, gm, good, held)
-        self._c.counters.add("bytes_loaded", good.bit_count() * gm.part_bytes)
+        self._c.counters.add_of(match.namespace, "bytes_loaded", good.bit_count() * gm.part_bytes)
+
+    def touch(self, match: PrefixMatch) -> None:
+        """Set the access times of all pages of a match: one time for each segment, in microseconds from the match's."""
+        order = {segment: n for n, segment in enumerate(sorted(match.segments))}
+        with self.open_segments(match) as held:
+            for gm in match.groups:
+                for segment, seq, count in used_ranges(gm.hits, gm.run_length, span(gm.first, gm.count)):
+                    if segment in held:
+                        at_us = match.at_us + order[segment]
+                        self._c.access_times.stamp(held[segment].segment_id, seq, [at_us] * count)
 
     def _load_group(
-        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: dict[int, OpenSegment]
-    ) -> int:
-        """Fill ``out``; the chunks (as bits) that verified."""
-        jobs, covered = plan_reads(gm, held, READ_BYTES)
-        good, bad = self._fetcher.fetch(jobs, group.leaf_bytes(gm.want), out)
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview | PageBuffers,
+        held: Mapping[int, OpenSegment],
+    ) -> tuple[int, int]:  # fmt: skip
+        """Fill ``out``; the chunks (as bits) that verified, and those that the page cache lacked."""
+        jobs, covered = plan_reads(gm, held, READ_BYTES, single=isinstance(out, PageBuffers))
+        good, bad, cold = self._fetcher.fetch(jobs, group.leaf_bytes(gm.want), out)
         rest = span(gm.first, gm.count) & ~covered
         if rest:
+            cold |= self._chunk_tiers(gm, held)[Tier.DISK] & rest
             bits, faults = self._assemble_rest(gm, group, rest, out, held)
             good |= bits
             bad += faults
         self.note(match, gm, good)
         self.forget(match, gm, bad)
-        return good
+        return good, cold
 
     def _assemble_rest(
-        self, gm: GroupMatch, group: Group, rest: int, out: memoryview, held: dict[int, OpenSegment]
+        self, gm: GroupMatch, group: Group, rest: int, out: memoryview | PageBuffers, held: Mapping[int, OpenSegment]
     ) -> tuple[int, list[tuple[int, int]]]:
         """Fill ``out`` with chunks in ``rest``, which are not stored as wanted; (good ones as bits, bad records)."""
         sources = gm.sources()
         chunks = [c for c in sources if rest >> c & 1]
 
         def one(chunk: int) -> tuple[int, list[tuple[int, int]]]:
-            target = out[(chunk - gm.first) * gm.part_bytes :][: gm.part_bytes]
+            target = out[(chunk - gm.first) * gm.part_bytes : (chunk - gm.first + 1) * gm.part_bytes]
             whole, wrong = assemble(self._c, sources[chunk], gm, group, target, held)
             return whole << chunk, [(source.place.segment, source.place.seq) for source in wrong]
 
@@ -131,7 +158,7 @@ class Reader:
         return views
 
     def _decoded(
-        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: dict[int, OpenSegment],
+        self, gm: GroupMatch, sources: Sequence[Source], leaf_bytes: int, held: Mapping[int, OpenSegment],
         bad: list[tuple[int, int]],
     ) -> list[memoryview]:  # fmt: skip
         """The page, decoded into new memory, if it is stored encoded and as wanted; else nothing. Faults: ``bad``."""
@@ -193,7 +220,7 @@ class Reader:
                 refs += [PageRef(gm.name, c, Tier.DISK if disk >> c & 1 else Tier.HOST) for c in chunks]
         return refs
 
-    def _chunk_tiers(self, gm: GroupMatch, held: dict[int, OpenSegment]) -> dict[Tier, int]:
+    def _chunk_tiers(self, gm: GroupMatch, held: Mapping[int, OpenSegment]) -> dict[Tier, int]:
         """The chunks, as bits, that are in the page cache now, and those that are only on the disk."""
         sources, cold = gm.sources(), 0
         for chunk in range(gm.first, gm.first + gm.count):
@@ -201,14 +228,14 @@ class Reader:
                 cold |= 1 << chunk
         return {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
-    def _in_cache(self, held: dict[int, OpenSegment], place: Place) -> bool:
+    def _in_cache(self, held: Mapping[int, OpenSegment], place: Place) -> bool:
         file = held.get(place.segment)
         if file is None:
             return False
         cached = self._c.segments.cached_bytes(file, place.block * fmt.BLOCK, place.stored_bytes)
         return cached is not None and cached >= place.stored_bytes
 
-    def _note_access(self, match: PrefixMatch, gm: GroupMatch, good: int, held: dict[int, OpenSegment]) -> None:
+    def _note_access(self, match: PrefixMatch, gm: GroupMatch, good: int, held: Mapping[int, OpenSegment]) -> None:
         for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):
             if segment in held:
                 self._c.access_times.stamp(held[segment].segment_id, seq, [match.at_us] * count)
@@ -227,11 +254,11 @@ class Reader:
             )
 
     @contextlib.contextmanager
-    def open_segments(self, match: PrefixMatch) -> Iterator[dict[int, OpenSegment]]:
+    def open_segments(self, match: PrefixMatch) -> Iterator[Mapping[int, OpenSegment]]:
         """The open segments of a match, by number; reopened if the match was unpickled or its hold is closed."""
         hold = match.hold
         if hold is None or not hold.acquire():
-            held = {}
+            held = dict[int, OpenSegment]()
             for number, segment_id in match.segments.items():
                 if self._c.marks.has(segment_id):
                     continue  # some of it was purged, perhaps these pages: only a new lookup can tell
@@ -263,9 +290,9 @@ class _SegmentMaps:
         for job in jobs:
             first, end = self._ranges.get(job.segment, (job.offset, 0))
             self._ranges[job.segment] = min(first, job.offset), max(end, job.offset + job.nbytes)
-        self._maps: dict[int, Mapping] = {}
+        self._maps: dict[int, FileMapping] = {}
 
-    def of(self, job: ReadJob) -> tuple[Mapping, int]:
+    def of(self, job: ReadJob) -> tuple[FileMapping, int]:
         """The map that has the pages of a job, and their offset in it."""
         first, end = self._ranges[job.segment]
         if job.segment not in self._maps:

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
 
 from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError
+from kvfs.runtime.background_tasks import PeriodicTask
 
 log = logging.getLogger("kvfs")
 TICK_SECONDS = 0.25  # how late a task may start
-
-
-class PeriodicTask(NamedTuple):
-    """What to run every ``every`` seconds, for the first time after ``after`` seconds."""
-
-    name: str
-    every: float
-    run: Callable[[], None]
-    after: float = 0.0
 
 
 class BackgroundScheduler:

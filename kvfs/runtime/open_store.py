@@ -12,21 +12,23 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvfs.context import COMMIT_SECONDS, Context, living
+from kvfs.context import CLOSED, Context, living
 from kvfs.directory import config_file, io_mode, root
 from kvfs.directory.access_times import AccessTimes
 from kvfs.directory.config import Settings
-from kvfs.directory.liveness import HEARTBEAT_SECONDS, Liveness
+from kvfs.directory.event_log import NOTED_COUNTS
+from kvfs.directory.liveness import Liveness
 from kvfs.directory.purge_marks import PurgeMarks
 from kvfs.directory.root import Directory
-from kvfs.directory.shared_counters import EVERY_SECONDS, SharedCounters
-from kvfs.directory.watch import HOLDS, SETTINGS
+from kvfs.directory.shared_counters import SharedCounters
 from kvfs.errors import IndexUnavailableError
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.environment import Index
-from kvfs.runtime.background import BackgroundScheduler, PeriodicTask
+from kvfs.runtime.background import BackgroundScheduler
+from kvfs.runtime.background_tasks import PeriodicTask, tasks_of_services, tasks_of_store
 from kvfs.runtime.read_only_index import ReadOnlyIndex
 from kvfs.segments.open_segments import SegmentFiles
 from kvfs.system import descriptors
@@ -35,11 +37,13 @@ from kvfs.types import Verify
 
 if TYPE_CHECKING:
     from kvfs.maintenance.rebuild import Report
+    from kvfs.remote.bucket_process import BucketProcess
     from kvfs.runtime.services import StoreServices
 
 log = logging.getLogger("kvfs")
 READY_SECONDS = 5.0  # how long open waits for a rebuild, by this process or another; after that lookups miss meanwhile
 READY_POLL_SECONDS = 0.02
+BUCKET_SECONDS = 2.0  # how long close waits for the bucket process, which may wait for the bucket
 CLOSE_SECONDS = 10.0  # how long close waits for a rebuild in progress to notice that it is cancelled
 THREADS_MAX = 4  # default of OpenOptions.threads, where there are as many cores
 
@@ -71,8 +75,10 @@ class OpenStore:
         self.read_only = options.read_only
         self.users = 0  # Store objects
         self.forgotten: list[None] = []  # one entry for each Store that was garbage-collected without close()
+        self._noted: dict[str, int] = {}  # counts at the last call of _note_counts
         self.on_forgotten: Callable[[], None] = lambda: None  # called by the background thread in every tick
         self.rebuilt: Report | None = None
+        self._bucket_process: BucketProcess | None = None
         self._options = options
         self._files = options.files
         self._closing = False
@@ -87,33 +93,45 @@ class OpenStore:
         """The settings in force; they change with kvfs.toml."""
         return self.c.settings
 
-    def start(self, *, again: bool = False) -> None:
-        """Open the directory, its index and the background thread. ``again``: in a forked child."""
+    def start(self, inherited: Directory | None = None) -> None:
+        """Open the directory, its index and the background thread. ``inherited``: the parent's, in a forked child."""
         with contextlib.ExitStack() as undo, root.translate_os_errors(self.path):
-            self._make_context(undo, again=again)
+            self._make_context(undo, inherited)
             if not self.c.inspect_only:
+                if not self.read_only:
+                    self.c.shared_counters.reserve()
                 self.services()
             self._become_ready()
-            tasks = self._tasks()
+            tasks = tasks_of_store(
+                self.c,
+                release=self._release_forgotten,
+                expire_holds=self._expire_holds,
+                follow_settings=self._follow_settings,
+                follow_index=self._read_only_index.follow,
+                rebuild=self._rebuild_quietly,
+            )
             if self._services is not None:
-                if again:
+                if inherited is not None:
                     self._services.listen()
                 tasks += self._service_tasks(self._services)
             self._background = BackgroundScheduler(self.c, tasks)
             undo.pop_all()
 
-    def _make_context(self, undo: contextlib.ExitStack, *, again: bool) -> None:
+    def _make_context(self, undo: contextlib.ExitStack, inherited: Directory | None) -> None:
         """What every open store needs; ``undo`` closes it if a later step fails."""
         files, options = self._files, self._options
-        directory = Directory(self.path, files, read_only=self.read_only)
+        # the path may name another store by now
+        here = None if inherited is None else inherited.root
+        directory = Directory(self.path, files, read_only=self.read_only, root=here)
         undo.callback(directory.close)
         store_id = directory.store_id()
         loaded = config_file.load(directory)
-        io_mode.check(self.path, loaded, files, read_only=self.read_only)
+        if inherited is None:
+            io_mode.check(self.path, loaded, files, read_only=self.read_only)
         root.check_layout(directory)
         if not self.read_only:
             root.tighten(directory)
-        liveness = None if self.read_only else Liveness(directory)
+        liveness = None if self.read_only else Liveness(directory, loaded.process_files_bytes)
         if liveness is not None:
             undo.callback(liveness.close)
             liveness.refuse_foreign_kernel()
@@ -128,10 +146,11 @@ class OpenStore:
         context = Context(
             directory, files, loaded, store_id, index, liveness, AccessTimes(directory),
             SegmentFiles(directory, io_mode.of(loaded)), PurgeMarks(directory), options.verify or Verify.ALWAYS,
-            options.threads or min(THREADS_MAX, os.cpu_count() or 1), SharedCounters(directory), options.declines,
-            self.c.inspect_only if again else options.inspect_only,
+            options.threads or min(THREADS_MAX, os.cpu_count() or 1),
+            SharedCounters(directory, loaded.namespace_slot_bytes), options.declines,
+            options.inspect_only if inherited is None else self.c.inspect_only,
         )  # fmt: skip
-        if again:
+        if inherited is not None:
             self.c.__dict__.update(context.__dict__)  # the child's namespaces refer to this context
         else:
             self.c = context
@@ -151,6 +170,19 @@ class OpenStore:
                         self._background.add(self._service_tasks(made))
                     self._services = made
         return self._services
+
+    def bucket_process(self) -> BucketProcess | None:
+        """What asks the bucket of the settings; it is made with the first call, its child when it is needed. None if
+        the store is being closed, or where there is no thread or descriptor left."""
+        from kvfs.remote.bucket_process import BucketProcess
+
+        with self._making:
+            if self._bucket_process is None and not self._closing:
+                try:
+                    self._bucket_process = BucketProcess(self.c)
+                except (OSError, RuntimeError):
+                    self.c.counters.add("bucket_processes_lost")
+            return self._bucket_process
 
     @property
     def background(self) -> BackgroundScheduler:
@@ -206,6 +238,8 @@ class OpenStore:
         if report is not None:
             self.rebuilt = report
             self.c.counters.add("rebuilds")
+            if report.segments or report.unreadable_segments:  # else the store is new
+                self.c.events.add("index rebuilt", segments=report.segments, pages=report.pages)
             with contextlib.suppress(IndexUnavailableError):
                 rows = self.c.index.read(lambda s: s.segments(), COMMIT_SECONDS)
                 self.c.access_times.sweep({row.segment_id for _, row in rows})
@@ -214,26 +248,8 @@ class OpenStore:
 
     # -- periodic tasks ----------------------------------------------------------------------
 
-    def _tasks(self) -> list[PeriodicTask]:
-        """Of every open store."""
-        tasks = [
-            PeriodicTask("release", 0.0, self._release_forgotten),
-            PeriodicTask(HOLDS, 1.0, self._expire_holds),
-            PeriodicTask(SETTINGS, 2.0, self._follow_settings),
-        ]
-        if self.read_only:
-            tasks.append(PeriodicTask("follow", 1.0, self._read_only_index.follow))
-        if self.c.liveness is not None:
-            tasks += [
-                PeriodicTask("rebuild", 1.0, self._rebuild_quietly),
-                PeriodicTask("heartbeat", HEARTBEAT_SECONDS, self.c.liveness.beat),
-            ]
-        return tasks
-
     def _service_tasks(self, services: StoreServices) -> list[PeriodicTask]:
-        """Of a store with services."""
-        counters = [] if self.read_only else [PeriodicTask("counters", EVERY_SECONDS, self._publish)]
-        return services.tasks() + counters
+        return tasks_of_services(services, self.c, self._publish, self._note_counts)
 
     def _release_forgotten(self) -> None:
         self.on_forgotten()
@@ -244,10 +260,29 @@ class OpenStore:
             self.c.counters.add("settings_refused")
         elif found == config_file.NEW:
             self.c.counters.add("settings_taken_up")
+            self._note_settings(self.c.settings, self._follower.settings)
             self.c.settings = self._follower.settings
             if self._services is not None:
                 self._services.evictor.budget.segment_bytes = self.c.settings.segment_bytes
             self.background.wake("evict")
+
+    def _note_settings(self, before: Settings, now: Settings) -> None:
+        """Note the change, unless another process has: all of them notice it at about the same time."""
+        changed = [f.name for f in fields(now) if getattr(before, f.name) != getattr(now, f.name)]
+        details = {name: f"{getattr(before, name)} -> {getattr(now, name)}" for name in changed}
+        since = self._files.now_us() - 60_000_000
+        seen = (e for e in self.c.events.read() if e.what == "settings changed" and e.at_us > since)
+        if details and not any(e.details == details for e in seen):
+            self.c.events.add("settings changed", **details)
+
+    def _note_counts(self) -> None:
+        """Note what happened often, or by itself, once for the time since the last call."""
+        counts = self.c.counters.snapshot()
+        gained = {what: counts.get(name, 0) - self._noted.get(name, 0) for name, what in NOTED_COUNTS.items()}
+        self._noted = counts
+        for what, n in gained.items():
+            if n:
+                self.c.events.add(what, count=n)
 
     @property
     def watching(self) -> str:
@@ -258,10 +293,11 @@ class OpenStore:
         """Add what this process has counted to the sums of the store, unless it only inspects the store."""
         if not self.c.inspect_only and self.c.liveness is not None:
             self.c.liveness.say_watching(self.watching)
-            self.c.shared_counters.add(self.c.counters.snapshot())
+            self.c.shared_counters.add(self.c.counters.snapshot(), self.c.counters.by_namespace())
 
     def _expire_holds(self) -> None:
         descriptors.sweep()
+        self.c.segments.sweep()
         now = self._files.monotonic()
         for hold in living(self.c.holds):
             if hold.expires_at <= now:
@@ -276,8 +312,13 @@ class OpenStore:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
         if self._services is not None:
             self._services.drops.cancel()
+        with self._making:
+            bucket_process = self._bucket_process
+        if bucket_process is not None:
+            bucket_process.close(BUCKET_SECONDS)
         for io in living(self.c.attached):
             io.close()
+        self.c.calls.join(CLOSE_SECONDS)
         self.background.stop()
         if self._services is not None:
             self._services.stop()
@@ -286,11 +327,13 @@ class OpenStore:
         free = self._services is None or self._services.close()
         for hold in living(self.c.holds):
             hold.close()
+        self.c.declines = CLOSED
         self.c.segments.close()
         self.c.index.close()
         self.c.access_times.close()
+        self._note_counts()
         if not self.c.inspect_only:
-            self.c.shared_counters.add(self.c.counters.snapshot())
+            self.c.shared_counters.add(self.c.counters.snapshot(), self.c.counters.by_namespace())
         if not free:
             log.warning("%s: a write hangs; this process owns the segments that it writes to until it ends", self.path)
             return
@@ -308,11 +351,12 @@ class OpenStore:
             self._services.abandon()
         self.c.index.abandon()
         self._rebuilder = None
+        self._bucket_process = None
         return self.directory
 
     def restart_in_child(self) -> None:
         """After a fork: open the store again as a process with its own identity, locks, threads and active segments."""
         inherited = self.release_in_child()
         self._making = threading.Lock()
-        self.start(again=True)
+        self.start(inherited)
         inherited.close()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.errors import IndexUnavailableError
-from kvfs.index.environment import Index, trust_version
+from kvfs.index.deadlines import COMMIT_SECONDS
+from kvfs.index.environment import Index
+from kvfs.index.trust import trust_version
 
 MISSING_SECONDS = 30.0  # how long a reader waits for a writer to rebuild the store's index
 

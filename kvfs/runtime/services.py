@@ -17,16 +17,13 @@ from kvfs.maintenance.pins import Pins
 from kvfs.maintenance.purge import Purger
 from kvfs.maintenance.rebuild import Report, build, rebuild
 from kvfs.read.reader import Reader
-from kvfs.runtime.background import PeriodicTask
 from kvfs.write.active_segments import ActiveSegments
 from kvfs.write.appender import Appender
 from kvfs.write.relocate import Relocator
 
-WATCH_AFTER_SECONDS = 1.0  # a process that opens a store only for a moment starts no watch, and adopts no bundle
-
 
 class StoreServices:
-    """Owns the services of one open store and lists the periodic tasks that they need; the scheduler runs these."""
+    """Owns the services of one open store. ``background_tasks.py`` lists what of them runs periodically."""
 
     def __init__(self, context: Context, wake: Callable[[str], None]) -> None:
         self._c = context
@@ -73,29 +70,10 @@ class StoreServices:
                 raise OSError(errno.EIO, f"no private index can be made there ({exc})", tempfile.gettempdir()) from None
         return index
 
-    # -- periodic tasks ----------------------------------------------------------------------
-
-    def tasks(self) -> list[PeriodicTask]:
-        watch = PeriodicTask("watch", 30.0, self.watch.keep, after=WATCH_AFTER_SECONDS)
-        if self._c.directory.read_only:
-            return [watch]
-        return [
-            watch,
-            PeriodicTask("evict", 0.25, self.evictor.background),
-            PeriodicTask("expire", 5.0, self.evictor.expire),
-            PeriodicTask("missing", 1.0, self.evictor.drop_missing, after=1.0),
-            PeriodicTask("unknown", 60.0, self.evictor.charge_unknown, after=5.0),
-            PeriodicTask("sync", 1.0, self.sync),
-            PeriodicTask("tidy", 2.0, self.active.tidy),
-            PeriodicTask("sweep", 0.5, self.evictor.sweep),
-            PeriodicTask("purge", 5.0, self.purger.resume),
-            PeriodicTask("slack", 5.0, self._c.index.keep_slack),
-            PeriodicTask(DROPS, 1.0, self.drops.look, after=WATCH_AFTER_SECONDS),
-        ]
-
     def sync(self) -> None:
         if self._c.settings.sync == "batch":
             self.active.sync_dirty()
+            self.active.sync_for_the_dead()
 
     def stop(self) -> None:
         """End the threads of the watch and the drop folder. The scheduler has stopped."""

@@ -8,13 +8,13 @@ import fcntl
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kvfs.directory.io_mode import CACHE, Mode
 from kvfs.directory.root import Directory
 from kvfs.format import segment as fmt
-from kvfs.native import library
-from kvfs.native.segment_files import OpenedBatch, close_linked
+from kvfs.native import library, segment_files
+from kvfs.native.segment_files import SegmentHold, SegmentTable
 from kvfs.segments.writer import file_name
 from kvfs.system import direct_io
 from kvfs.system.descriptors import Descriptor
@@ -23,19 +23,7 @@ from kvfs.system.worker import Worker
 
 LOCK_TRIES, LOCK_SECONDS = 40, 0.00025  # 10 ms in all: an evictor that probes a segment has its lock for microseconds
 MISSING_MAX = 256  # segments without a file that are remembered until ``take_missing``
-NATIVE_BATCH = 128  # segments opened in one call that holds the interpreter: less than a millisecond
 CLOSE_SECONDS = 5.0  # that a close waits for the opener thread
-
-
-class _LockedFile(Descriptor):
-    """A segment that is open for reading. Its shared flock prevents an unlink, so closing it frees no blocks."""
-
-    __slots__ = ()
-
-    def _close(self) -> None:
-        native = library.loaded()
-        if native is None or type(self._files) is not Files or not close_linked(native, self._kept):
-            super()._close()
 
 
 class OpenSegment:
@@ -43,7 +31,7 @@ class OpenSegment:
 
     __slots__ = ("__weakref__", "_file", "direct", "generation", "mappable", "number", "segment_id", "tried_direct")
 
-    def __init__(self, number: int, segment_id: bytes, file: Descriptor, generation: str) -> None:
+    def __init__(self, number: int, segment_id: bytes, file: Descriptor | SegmentHold, generation: str) -> None:
         self.number = number
         self.segment_id = segment_id
         self.generation = generation
@@ -55,6 +43,44 @@ class OpenSegment:
     @property
     def fd(self) -> int:
         return self._file.fd
+
+
+class HeldSegments(Mapping[int, OpenSegment]):
+    """The segments of a match, by number. They stay open as long as this object exists.
+
+    Those that were opened natively become OpenSegments when a load asks for them: a lookup needs none.
+    """
+
+    def __init__(self, files: SegmentFiles, generation: str) -> None:
+        self._files, self._generation = files, generation
+        self._opened: dict[int, OpenSegment] = {}
+        self._held: Mapping[int, bytes] = {}  # ids of what was opened natively
+        self._hold: SegmentHold | None = None
+
+    def hold(self, hold: SegmentHold, ids: Mapping[int, bytes]) -> None:
+        """Add what ``hold`` has of ``ids``, the segments that it was made for."""
+        self._hold, held = hold, hold.held()
+        self._held = ids if all(held) else {n: key for (n, key), fine in zip(ids.items(), held, strict=True) if fine}
+
+    def add(self, opened: Mapping[int, OpenSegment]) -> None:
+        self._opened |= opened
+
+    def __getitem__(self, number: int) -> OpenSegment:
+        one = self._opened.get(number)
+        if one is None:
+            one = self._files.share(number, self._held[number], self._generation)
+            assert one is not None, "it is held, hence open"
+            self._opened[number] = one
+        return one
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._opened or number in self._held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter({**self._held, **self._opened})
+
+    def __len__(self) -> int:
+        return len({**self._held, **self._opened})
 
 
 class SegmentFiles:
@@ -70,6 +96,7 @@ class SegmentFiles:
         self._mode = mode
         self._files = directory.files
         self._lock = threading.Lock()
+        self._table: SegmentTable | None = None  # of what is opened natively
         self._open: weakref.WeakValueDictionary[bytes, OpenSegment] = weakref.WeakValueDictionary()
         self._missing: dict[bytes, tuple[int, str]] = {}
         self._opener: Worker | None = None
@@ -77,36 +104,39 @@ class SegmentFiles:
         self._timed_out: object = None  # the last request that a caller timed out on
         self._closed = False
 
-    def acquire_all(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> dict[int, OpenSegment]:
+    def acquire_all(self, segments: Mapping[int, bytes], generation: str, seconds: float) -> HeldSegments:
         """Those of ``segments`` (ids by number) that are open, or can be opened within ``seconds`` and a grace.
 
-        A separate thread opens them, since a disk may hang. While it hangs, callers get only what is open already.
+        Natively this is done in the caller's thread, which does not wait. Otherwise a separate thread opens them, since
+        a disk may hang. While it hangs, callers get only what is open already.
         """
-        with self._lock:
-            held = {number: one for number, key in segments.items() if (one := self._open.get(key)) is not None}
-        rest = {number: key for number, key in segments.items() if number not in held}
+        held = self._hold_now(segments, generation)
+        rest = {n: key for n, key in segments.items() if n not in held} if len(held) < len(segments) else {}
         if rest:
-            held.update(self._open_now(rest, generation))
-            rest = {number: key for number, key in rest.items() if number not in held}
-        return held | self._open_in_time(rest, generation, seconds) if rest and not self.hangs else held
+            with self._lock:
+                opened = {number: one for number, key in rest.items() if (one := self._open.get(key)) is not None}
+            rest = {number: key for number, key in rest.items() if number not in opened}
+            if rest and not self.hangs:
+                opened |= self._open_in_time(rest, generation, seconds)
+            held.add(opened)
+        return held
 
-    def _open_now(self, segments: Mapping[int, bytes], generation: str) -> dict[int, OpenSegment]:
-        """Those that can be opened natively, without waiting, in the caller's thread."""
-        native, opened = library.loaded(), dict[int, OpenSegment]()
+    def _hold_now(self, segments: Mapping[int, bytes], generation: str) -> HeldSegments:
+        """Those that can be held natively."""
+        table, held = self._native_table(), HeldSegments(self, generation)
+        if table is not None and segments:
+            held.hold(SegmentHold(table, self._directory.sub("segments"), list(segments.values())), segments)
+        return held
+
+    def _native_table(self) -> SegmentTable | None:
+        """None where Python opens segments."""
+        native = library.loaded()
         if native is None or type(self._files) is not Files or self._mode.direct:
-            return opened
-        numbers, folder = list(segments), self._directory.sub("segments")
-        for first in range(0, len(numbers), NATIVE_BATCH):
-            some = numbers[first : first + NATIVE_BATCH]
-            batch = OpenedBatch(native, folder, [segments[number] for number in some])
-            for place, number in enumerate(some):
-                if batch.is_open(place):
-                    file = _LockedFile(self._files)
-                    batch.take(place, file._kept)
-                    one = OpenSegment(number, segments[number], file, generation)
-                    with self._lock:
-                        opened[number] = self._open.setdefault(segments[number], one)
-        return opened
+            return None
+        if self._table is None:
+            with self._lock:
+                self._table = self._table or SegmentTable(native)
+        return self._table
 
     @property
     def hangs(self) -> bool:
@@ -156,8 +186,7 @@ class SegmentFiles:
 
     def acquire(self, number: int, segment_id: bytes, generation: str) -> OpenSegment | None:
         """The segment, open as long as the result is referenced; None if it has no file or cannot be opened."""
-        with self._lock:
-            held = self._open.get(segment_id)
+        held = self.share(number, segment_id, generation)
         if held is not None:
             return held
         try:
@@ -177,6 +206,19 @@ class SegmentFiles:
         with self._lock:
             return self._open.setdefault(segment_id, held)  # another thread may have been faster
 
+    def share(self, number: int, segment_id: bytes, generation: str) -> OpenSegment | None:
+        """The segment, if it is open or can be opened natively."""
+        with self._lock:
+            one = self._open.get(segment_id)
+        table = self._table or self._native_table() if one is None else None
+        if table is not None:
+            hold = SegmentHold(table, self._directory.sub("segments"), [segment_id])
+            if hold.fd >= 0:
+                one = OpenSegment(number, segment_id, hold, generation)
+                with self._lock:
+                    one = self._open.setdefault(segment_id, one)
+        return one
+
     def take_missing(self) -> dict[bytes, tuple[int, str]]:
         """Requested segments without a file, with number and generation; most were dropped meanwhile."""
         with self._lock:
@@ -187,7 +229,7 @@ class SegmentFiles:
         """Open a segment under a shared flock. FileNotFoundError if it has no file; None for other errors."""
         try:
             segments = self._directory.sub("segments")
-            file = _LockedFile.open(self._files, file_name(segment_id), os.O_RDONLY, dir_fd=segments)
+            file = Descriptor.open(self._files, file_name(segment_id), os.O_RDONLY, dir_fd=segments)
         except FileNotFoundError:
             raise
         except OSError:
@@ -227,6 +269,10 @@ class SegmentFiles:
         file.close()
         return None
 
+    def sweep(self) -> None:
+        """Release what any store's lookups lost to an interrupt. For a thread other than the main one."""
+        segment_files.sweep()
+
     # -- payload -----------------------------------------------------------------------------
 
     def read(self, held: OpenSegment, target: memoryview, offset: int, *, direct: bool = False) -> None:
@@ -255,12 +301,15 @@ class SegmentFiles:
         return may_map(self._files, held)
 
     def count(self) -> int:
-        return len(self._open)
+        """Segments that are open."""
+        with self._lock:
+            by_python = sum(not isinstance(one._file, SegmentHold) for one in self._open.values())
+        return by_python + (self._table.open_count() if self._table is not None else 0)
 
     def abandon(self) -> None:
         """In a forked child, where the parent's descriptors are closed: start without open segments."""
         self._lock = threading.Lock()
-        self._open, self._missing = weakref.WeakValueDictionary(), {}
+        self._open, self._missing, self._table = weakref.WeakValueDictionary(), {}, None
         self._opener, self._in_progress, self._timed_out = None, None, None
 
 

@@ -48,32 +48,50 @@ def scan_segment(fd: int, files: Files, *, records_max: int | None = None) -> Sc
     checks: list[bytes] = []
     end = fmt.FIRST_PAYLOAD
     block = files.read(fd, fmt.FIRST_TABLE_BYTES, table)
-    slots = fmt.slots_of_table(True)
-    while records_max is None or len(entries) < records_max:
-        raw = memoryview(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
-        entry = fmt.parse_entry(raw, seed)
-        if (
-            entry is None
-            or entry.seq != len(entries)
-            or entry.epoch < epoch
-            or not _inside(entry, size, end, slot == slots - 1)
-        ):
-            break
-        epoch = entry.epoch
-        entries.append(entry)
-        checks.append(fmt.entry_check(raw))
-        slot += 1
-        if entry.kind == fmt.KIND_CHAIN:
-            table, slot, slots = entry.payload, 0, fmt.slots_of_table(False)
-            block = files.read(fd, fmt.TABLE_BYTES, table)
-            end = max(end, table + fmt.TABLE_BYTES)
-        else:
+    slots, chained = fmt.slots_of_table(True), True
+    while chained:
+        chained = False
+        for entry, check in fmt.parse_entries(memoryview(block)[: slots * ENTRY_BYTES], seed):
+            if len(entries) == records_max or entry.seq != len(entries) or entry.epoch < epoch:
+                break
+            if not _inside(entry, size, end, slot == slots - 1):
+                break
+            epoch = entry.epoch
+            entries.append(entry)
+            checks.append(check)
+            slot += 1
+            if entry.kind == fmt.KIND_CHAIN:
+                chained = True
+                table, slot, slots = entry.payload, 0, fmt.slots_of_table(False)
+                block = files.read(fd, fmt.TABLE_BYTES, table)
+                end = max(end, table + fmt.TABLE_BYTES)
+                break
             end = max(end, align(entry.payload + entry.stored_bytes))
             if entry.leaves:
                 end = max(end, align(entry.leaves + 8))
     words = b"".join(checks)
     seal = _read_seal(fd, files, size, header.segment_id, len(entries), root_of(words))
     return Scan(header, entries, seal, table, slot, end, size, words, fmt.may_append(page))
+
+
+def chunk_hashes(fd: int, files: Files) -> list[bytes]:
+    """Chunk hashes (of a namespace's entry: its digest) of all entries that ``scan_segment`` could find, and perhaps of
+    more: only their check words are compared. Empty without a valid header. Raises OSError unchanged."""
+    size = files.fstat(fd).st_size
+    header = fmt.parse_header(files.read(fd, BLOCK, 0)) if size >= fmt.FIRST_PAYLOAD else None
+    if header is None:
+        return []
+    seed, found = fmt.segment_seed(header.segment_id), list[bytes]()
+    at: int | None = fmt.FIRST_TABLE
+    nbytes = fmt.FIRST_TABLE_BYTES
+    while at is not None:
+        block = memoryview(files.read(fd, nbytes, at))
+        names, following = fmt.parse_names(block[: nbytes // ENTRY_BYTES * ENTRY_BYTES], seed)
+        found += names
+        nbytes = fmt.TABLE_BYTES
+        # tables are in the order of the file
+        at = following if following is not None and at < following <= size - nbytes else None
+    return found
 
 
 def _inside(entry: Entry, size: int, end: int, last_slot: bool) -> bool:

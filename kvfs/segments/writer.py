@@ -25,7 +25,7 @@ from kvfs.format.segment import BLOCK, ENTRY_BYTES, Entry, Header, Seal, align
 from kvfs.native import library, payloads
 from kvfs.segments.scan import covered_end, read_namespace, scan_segment
 from kvfs.system import direct_io
-from kvfs.system.descriptors import Descriptor
+from kvfs.system.descriptors import Descriptor, opened
 from kvfs.system.files import Files
 from kvfs.system.memory_views import address_of_readonly
 from kvfs.system.thread_pool import Pool
@@ -38,6 +38,12 @@ OVERLAP_BYTES = 4 << 20  # from this size on, checksums are computed while paylo
 
 def file_name(segment_id: bytes) -> str:
     return f"{segment_id.hex()}.kvs"
+
+
+def sync_segment(directory: Directory, segment_id: bytes) -> None:
+    """fdatasync the segment of another process. OSError if that fails."""
+    with opened(directory.files, file_name(segment_id), os.O_RDONLY, dir_fd=directory.sub("segments")) as fd:
+        directory.files.fdatasync(fd)
 
 
 class Record(NamedTuple):
@@ -271,7 +277,8 @@ class SegmentWriter:
             else:
                 tables.extend(payloads.leaf_tables(native, [_memory(r) for r in records]))
 
-        small = leaves_at - start < OVERLAP_BYTES
+        known = all(r.table for r in records)  # then nothing is left to do while payloads are written
+        small = leaves_at - start < OVERLAP_BYTES or (known and self._direct is None)
         writes: list[Callable[[], object]] = [partial(self._files.write_all, self.fd, buffers, start)]
         if self._direct is not None:
             writes = list(self._direct_writes(records, start, 1 if small else WRITE_THREADS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,29 @@ def byte_view(data: Any, what: str, *, writable: bool = False) -> memoryview:
 def address_of(view: memoryview) -> int:
     """Address of a writable buffer; 0 if it is empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
+
+
+class PageBuffers:
+    """Pages of ``size`` bytes in buffers of their own, sliced as if they were one behind the other.
+
+    A slice is within one page. ConfigError, which names ``what``, for a buffer of another size.
+    """
+
+    def __init__(self, buffers: Sequence[Any], size: int, what: str, *, writable: bool = False) -> None:
+        self._size = size
+        self._views: list[memoryview] = [
+            byte_view(b, f"{what}, buffer {i},", writable=writable) for i, b in enumerate(buffers)
+        ]
+        wrong = next((i for i, view in enumerate(self._views) if len(view) != size), None)
+        if wrong is not None:
+            raise ConfigError(f"{what}, buffer {wrong}, has {len(self._views[wrong])} bytes: a page has {size}")
+
+    def __len__(self) -> int:
+        return self._size * len(self._views)
+
+    def __getitem__(self, index: slice) -> memoryview:
+        page, at = divmod(int(index.start), self._size)
+        return self._views[page][at : at + index.stop - index.start]
 
 
 class _PyBuffer(ctypes.Structure):

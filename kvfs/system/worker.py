@@ -8,12 +8,19 @@ finishes it if it has.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from kvfs.errors import StoreLockedError
+
 T = TypeVar("T")
+HUNG_SECONDS = 10.0  # without any CPU time, after which a call counts as hung: a working disk answers before
+FIGURES_SECONDS = 2.0  # the same for a read of figures: few small files
+LOOK_SECONDS = 0.25  # between two looks at the CPU time of a call
 GRACE_SECONDS = 1.0  # how long a caller waits beyond its deadline: a commit that has begun may wait for a disk
 
 
@@ -79,3 +86,105 @@ class Worker:
         while (request := self._queue.get()) is not None:
             request.run()
             del request  # its result must not stay alive until the next request
+
+
+class _WatchedThread(threading.Thread):
+    """Runs one call; ``clock`` is that of its CPU time."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(name="kvfs-call", daemon=True)
+        self._call = call
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.clock: int | None = None
+
+    def run(self) -> None:
+        self.clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            self.result = self._call()
+        except BaseException as exc:  # raised in the caller
+            self.error = exc
+
+    def cpu_seconds(self) -> float | None:
+        """CPU time so far; None before the thread has begun."""
+        with contextlib.suppress(OSError):  # it has ended
+            return time.clock_gettime(self.clock) if self.clock is not None else None
+        return None
+
+
+class WatchedCalls:
+    """Runs calls that may take any time as long as they proceed, and that a disk may hang: each in its own thread.
+
+    A thread that has used no CPU time for HUNG_SECONDS waits for one system call. Its caller gets StoreLockedError, and
+    the call goes on when the disk answers. While one hangs others fail at once, so there are never many threads.
+    """
+
+    def __init__(self, path: str, hung_seconds: float | None = None) -> None:
+        """``hung_seconds``: instead of HUNG_SECONDS."""
+        self._path = path  # of the store, for messages
+        self._hung_seconds = hung_seconds
+        self._threads: list[
+            _WatchedThread
+        ] = []  # that run, or hang; without a lock, which an interrupt could leave held
+        self._hung: list[_WatchedThread] = []
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Result of ``function``; raises what it raised. A call by such a call runs in its thread.
+
+        An interrupt of the caller ends its wait, not the call.
+        """
+        if isinstance(threading.current_thread(), _WatchedThread):
+            return function()
+        self._hung = [one for one in self._hung if one.is_alive()]
+        if self._hung:
+            raise self._error()
+        thread = _WatchedThread(function)
+        try:
+            thread.start()
+        except RuntimeError:  # the process may have no more threads
+            return function()
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        patience = HUNG_SECONDS if self._hung_seconds is None else self._hung_seconds
+        used, since = thread.cpu_seconds(), time.monotonic()
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
+            now, last = time.monotonic(), used
+            used = thread.cpu_seconds()
+            since = since if used == last else now
+            if now - since >= patience and thread.is_alive():
+                self._hung.append(thread)
+                raise self._error()
+        self._threads = [one for one in self._threads if one is not thread]  # else its result would stay in memory
+        if thread.error is not None:
+            raise thread.error
+        return thread.result  # type: ignore[no-any-return]
+
+    def _error(self) -> StoreLockedError:
+        return StoreLockedError(
+            f"{self._path}: the disk has not answered for {HUNG_SECONDS:.0f} s (kvfs doctor tells more); what was "
+            "begun goes on when it does: then look what is there, and try again"
+        )
+
+    def join(self, seconds: float) -> None:
+        """Wait for calls whose callers were interrupted; not for those that hang."""
+        end = time.monotonic() + seconds
+        for thread in [one for one in self._threads if one not in self._hung]:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+class Figures:
+    """Small reads of a store's files, for figures that are asked for again and again.
+
+    A read ends within about FIGURES_SECONDS. While the disk hangs it gives what it gave last, and at once: counts that
+    became 0 in between would look like a restart to whatever computes rates of them.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._calls = WatchedCalls(path, FIGURES_SECONDS)
+        self._last: dict[str, Any] = {}  # by name of the figure
+
+    def read(self, name: str, function: Callable[[], T], unknown: T) -> T:
+        """Result of ``function``, or the last one; ``unknown`` if there is none. Raises what it raises."""
+        with contextlib.suppress(StoreLockedError):
+            self._last[name] = self._calls.run(function)
+        return self._last.get(name, unknown)  # type: ignore[no-any-return]

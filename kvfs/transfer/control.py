@@ -5,7 +5,8 @@
     end    DONE, PARTIAL, DECLINED, CANCELLED or FAILED
 
 Bytes move only inside ``step()``. ``cancel`` forbids new steps and waits for those in progress, so that no byte moves
-after it. The end releases every lease of the transfer. Callbacks run outside all locks: once per page, then once for
+after it. A load that reads into leases of its worker moves none yet. The end releases every lease that the transfer
+owns. Callbacks run outside all locks: once per page, then once for
 the transfer, even if one raises; ``done`` is set after the last of them.
 """
 
@@ -40,6 +41,7 @@ OnDone: TypeAlias = "Callable[[Transfer], object] | None"
 Summary: TypeAlias = "Callable[[Outcomes], tuple[int, dict[Tier, int]]]"
 
 _SLICE_SECONDS = 0.05  # a wait looks at the flag at least so often
+_QUERY_SECONDS = 0.001  # and so often at what it watches
 
 
 class Latch:
@@ -49,7 +51,7 @@ class Latch:
     between, the others notice within _SLICE_SECONDS.
     """
 
-    __slots__ = ("_held", "_is_set", "_lock", "_pid")
+    __slots__ = ("_held", "_is_set", "_lock", "_pid", "_query")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,16 +59,30 @@ class Latch:
         self._held = [self._lock]  # the thread that pops it releases it
         self._is_set = False
         self._pid = os.getpid()
+        self._query: Callable[[], bool] | None = None
 
     def is_set(self) -> bool:
+        query = self._query
+        if not self._is_set and query is not None:
+            try:
+                over = query()
+            except RuntimeError:  # of a GPU that has failed; the worker meets it too
+                self._query, over = None, False
+            if over:
+                self._set()
         return self._is_set
+
+    def watch(self, query: Callable[[], bool]) -> None:
+        """From now on it is also set once ``query`` is true, which callers of ``is_set`` and ``wait`` find out."""
+        self._query = query
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds; whether it is set. ConfigError in a forked child."""
         self.check_process()
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._is_set:
-            left = _SLICE_SECONDS if end is None else min(_SLICE_SECONDS, end - time.monotonic())
+        while not self.is_set():
+            slice_seconds = _SLICE_SECONDS if self._query is None else _QUERY_SECONDS
+            left = slice_seconds if end is None else min(slice_seconds, end - time.monotonic())
             if left <= 0:
                 return self._is_set
             if self._lock.acquire(timeout=left):
@@ -79,7 +95,7 @@ class Latch:
             raise ConfigError("this transfer belongs to the parent process: attach again and start a new one here")
 
     def _set(self) -> None:
-        self._is_set = True
+        self._is_set, self._query = True, None
         if self._held:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 self._held.pop().release()
@@ -108,10 +124,12 @@ class TransferControl:
     def __init__(self, task: TransferTask, at_end: Callable[[TransferControl], None]) -> None:
         """``at_end``: called once the result is known, before ``on_done``."""
         self.error: BaseException | None = None
+        self.late_for = "deadline"  # the reason if the deadline passes now
         self.source_free, self.published, self.done = Latch(), Latch(), Latch()
         self.task = task
         self._at_end = at_end
         self._at_last: Callable[[], object] | None = None
+        self._waiting: tuple[Callable[[], object], ...] = ()  # for ``done``
         self._ready: dict[int, Latch] = {}  # of the layers that were asked for
         self._arrived: set[int] = set()  # layers
         self._lock = threading.RLock()  # taken by itself: an interrupt in a condition's Python code leaves it held
@@ -157,6 +175,21 @@ class TransferControl:
     def call_last(self, call: Callable[[], object]) -> None:
         """Call it at the end, behind all callbacks of pages; forgotten then."""
         self._at_last = call
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call it once ``done`` is set, in the thread that sets it; at once if it is."""
+        with self._lock:
+            if not self.done.is_set():
+                self._waiting = (*self._waiting, call)
+                return
+        call()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self.done._set()
+            waiting, self._waiting = self._waiting, ()
+        for call in waiting:
+            call()
 
     def layer_ready(self, layer: int) -> Latch:
         """See ``Transfer.layer_ready``."""
@@ -225,6 +258,10 @@ class TransferControl:
     def free_source(self) -> None:
         """No byte of the engine's units will be read, or written, by this transfer any more."""
         self.source_free._set()
+
+    def free_source_when(self, query: Callable[[], bool]) -> None:
+        """``free_source`` as soon as ``query`` is true: the engine's thread sees it without a turn of a worker."""
+        self.source_free.watch(query)
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
         """Allow no new steps; ``reason`` becomes the result's unless it has one."""
@@ -309,7 +346,7 @@ class TransferControl:
         if self._at_last is not None:
             self._events.append(self._at_last)
             self._at_last = None  # it has the handle, which has this
-        self._events.append(self.done._set)
+        self._events.append(self._finish)
         self._dispatch()
 
     # -- helpers -----------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from functools import partial
+from typing import Any
 
 from kvfs.transfer.control import Latch, TransferControl
 from kvfs.types import TransferResult, TransferState
@@ -25,6 +28,7 @@ class Transfer:
 
     @property
     def state(self) -> TransferState:
+        """Where it is now; ``TransferState`` lists the states."""
         return self._control.state
 
     @property
@@ -49,12 +53,37 @@ class Transfer:
         """Wait for the end; the result, or None if it has not come within ``timeout`` seconds."""
         return self.result if self.done.wait(timeout) else None
 
+    def __await__(self) -> Generator[Any, None, TransferResult]:
+        """``await transfer`` in a coroutine: its result, without a thread that waits. Cancelling the task leaves the
+        transfer as it is."""
+        return self._ended().__await__()
+
+    async def _ended(self) -> TransferResult:
+        import asyncio
+
+        self.done.check_process()
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def wake() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: no coroutine waits
+                loop.call_soon_threadsafe(wake)
+
+        self._control.when_done(tell)
+        await ended
+        assert self.result is not None, "a transfer that is done has a result"
+        return self.result
+
     def cancel(self, timeout: float | None = None) -> bool:
         """Stop. True: no byte of this transfer, in the engine or in the store, can move any more.
 
-        Waits for the copy, read or append in progress; False if that takes longer than ``timeout`` seconds (the
-        cancellation stands, and its end will follow). Callbacks may still be running in another thread until
-        ``done``. Harmless when the transfer has ended.
+        Waits for the copy or append in progress, on a GPU also for the read. False if that takes longer than
+        ``timeout`` seconds (the cancellation stands, and its end will follow). Callbacks may still be running in
+        another thread until ``done``. Harmless when the transfer has ended.
         """
         return self._control.cancel(timeout)
 

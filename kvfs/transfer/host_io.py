@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,10 @@ from kvfs.transfer.load import HostLoad, LoadJob, LoadRequest
 from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.save import Save, stored
 from kvfs.transfer.staging import StagingRing
+from kvfs.transfer.unfinished import Unfinished
 from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, chunks_covered, to_load
 from kvfs.transfer.workers import Attached, JobThreads, TransportContext, Writes, make_ring
-from kvfs.types import ExtraKeys, SavePlan, Tier, TokensLike, TransferState
+from kvfs.types import ExtraKeys, SavePlan, TokensLike
 from kvfs.write.active_segments import SegmentClass
 from kvfs.write.appender import Appender
 
@@ -67,10 +68,10 @@ class HostIO:
         self._attached = self._check(device_kvs)
         self._context = self._make_context(appender, reader, ring_bytes, dirty_bytes)
         self._pid = os.getpid()
-        self._changed = threading.Condition()
-        self._unfinished: set[TransferControl] = set()
         self._closed = False
+        self._lock = threading.RLock()
         try:
+            self._unfinished = Unfinished(context.files.monotonic)
             self._copies, self._reads = JobThreads("copy", threads), self._load_threads(threads)
             self._writes = [JobThreads("write", 1) for _ in range(self._write_lanes)]
         except BaseException:  # the process may have no more threads
@@ -88,7 +89,7 @@ class HostIO:
         ring, keep = make_ring(self._c, self._attached.values(), ring_bytes, dirty_bytes)
         identity, writes = self._identity, Writes(self._c.files.monotonic)
         descriptor = identity.descriptor_bytes()
-        return TransportContext(self._c, appender, reader, identity, descriptor, ring, keep, self._codec, writes)
+        return TransportContext(self._c, appender, reader, identity, descriptor, ring, keep, self._codec, writes, None)
 
     def _load_threads(self, threads: int) -> JobThreads:
         return JobThreads("read", threads)
@@ -134,33 +135,36 @@ class HostIO:
 
     def save(
         self, plan: SavePlan, units: Units, after: Any = None, deadline: float = SAVE_SECONDS,
-        ttl: float | str | None = None, store: bool = True, *, attempt: bytes = bytes(8), on_page: OnPage = None,
-        on_done: OnDone = None,
+        ttl: float | str | None = None, store: bool = True, *, first_unit: int | Mapping[str, int] = 0,
+        attempt: bytes = bytes(8), on_page: OnPage = None, on_done: OnDone = None,
     ) -> Transfer:  # fmt: skip
         """Store the pages of ``plan`` that this rank is to write, out of ``units``.
 
         ``units[i]``: the unit with tokens [i * unit_tokens, (i + 1) * unit_tokens) of the prompt; for groups of one
         state per page, with the state at the end of chunk i; -1 where there is none: such a page is declined. Several
-        groups: a mapping from group name. ``after``: None, or what to wait for before the units are read: an object
-        with ``synchronize()`` or ``wait()``, or a callable. ``deadline`` (seconds from now): pages that are not
-        copied by then, because slots or the event are missing, are declined. In groups of full attention the first
-        decline ends the save, and nothing behind it is stored in any group. Among replicas page c is written by
-        rank c % count. ``store=False``: only the callbacks.
-        ``attempt``: 8 bytes that all ranks of a cohort share. ``on_page`` and ``on_done`` are called on the threads
+        groups: a mapping from group name. ``first_unit``: the i of the first id, where those before are not needed;
+        for several groups it may be a mapping, too. Pages of keys follow one another as those of a prompt do.
+        ``after``: None, or what to wait for before the units are read: an object with ``synchronize()`` or ``wait()``,
+        or a callable. ``deadline`` (seconds from now): pages that are not copied by then, because slots or the event
+        are missing, are declined. In groups of full attention the first decline ends the save, and nothing behind it
+        is stored in any group, unless the plan is of keys. Among replicas page c is written by rank c % count.
+        ``store=False``: only the callbacks.
+        ``attempt``: 8 bytes that all ranks of one save share. ``on_page`` and ``on_done`` are called on the threads
         of the transport, one call at a time: they must not wait for a transfer.
         Raises ConfigError for bad arguments and StoreReadOnlyError; everything else is in the result.
         """
         self._check_open()
         if plan.namespace != self._identity.digest:
             raise ConfigError("this plan is of another namespace: use plan_save of the one that is attached")
-        if self._identity.layout.kind == "opaque":  # plans are of token prompts, which share rows of the index
-            raise ConfigError("this namespace holds opaque pages, and a plan names chunks of tokens: use put_keys")
+        if self._identity.layout.kind == "opaque" and not plan.keyed:  # pages of tokens share rows of the index
+            raise ConfigError("this namespace holds opaque pages: make the plan with ns.prompt(keys=...).plan(...)")
+        _check_plan(plan)
         if self._c.liveness is None and not self._c.declines:
             raise StoreReadOnlyError("the store is open read-only: open it without read_only=True to save")
         if len(attempt) != 8:
-            raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of a cohort share")
+            raise ConfigError(f"attempt has {len(attempt)} bytes: pass 8 that all ranks of one save share")
         expires, segment_class = self._retention(ttl)
-        ids = checked_units(self._attached, units)
+        ids = checked_units(self._attached, units, first_unit)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind != "all")
         pages = [(a, a.device.written(plan.missing.get(a.group.name, ()))) for a in order]
         tokens = self._identity.layout.page_tokens
@@ -173,28 +177,30 @@ class HostIO:
         if not store:
             return _refuse(handle, transfer, "disabled")
         save = self._save(
-            self._context, transfer, Prompt(self._identity.digest, plan.hashes), pages, ids, after, expires,
-            segment_class, attempt, [pool.put for pool in self._writes],
+            self._context, transfer, _prompt_of(plan), pages, ids, after, expires, segment_class, attempt,
+            [pool.put for pool in self._writes],
         )  # fmt: skip
         save.cut_to_source()
         return self._submit(handle, transfer, self._copies, save.run)
 
     def load(
         self, match: PrefixMatch, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
-        first_token: int = 0, *, layerwise: bool = False, on_page: OnPage = None, on_done: OnDone = None,
+        first_token: int = 0, *, first_unit: int | Mapping[str, int] = 0, layerwise: bool = False,
+        on_page: OnPage = None, on_done: OnDone = None,
     ) -> Transfer:  # fmt: skip
         """Load the pages of ``match`` into ``units`` (as in ``save``; -1 = leave alone), from ``first_token`` on.
 
         ``result.tokens`` says how many tokens from 0 on are restored, if the units hold those before ``first_token``
         and those of units -1 already. Behind it each state is either untouched or the verified one: unverified bytes
-        never reach a unit. The match may have been made for larger parts, or in another process. ``layerwise``: the
-        first layers of all pages come first, where the transport can do that (``Transfer.layer_ready``).
+        never reach a unit. Pages of keys are loaded one by one, also behind one that fails: ``on_page`` tells which.
+        The match may have been made for larger parts, or in another process. ``layerwise``: the first layers of all
+        pages come first, where the transport can do that (``Transfer.layer_ready``).
         """
         self._check_open()
         if match.namespace != self._identity.digest:
             raise ConfigError("this match is of another namespace: use the one that is attached")
         _check_first(first_token)
-        ids = checked_units(self._attached, units)
+        ids = checked_units(self._attached, units, first_unit)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
         tiers, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
@@ -273,15 +279,14 @@ class HostIO:
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Finish what was accepted, at most ``timeout`` seconds; what is left then ends as declined ("closed").
 
-        A transfer whose disk is stalled ends when the disk comes back; it keeps its slots until then.
+        A save whose disk hangs ends when the disk answers, and keeps its slots until then.
         """
         if self._pid != os.getpid():
             return
         end = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.wait_for(lambda: not self._unfinished, timeout)
-            left = list(self._unfinished)
+        left = self._unfinished.wait(timeout)
         for transfer in left:
             transfer.stop("closed")
         self.ring.close()
@@ -289,6 +294,7 @@ class HostIO:
             pool.close(max(0.1, end - time.monotonic()))
         for transfer in left:
             transfer.try_end()
+        self._unfinished.dismiss()
         self._c.attached.discard(self)
 
     def __enter__(self) -> HostIO:
@@ -341,19 +347,14 @@ class HostIO:
             )
 
     def sweep(self) -> None:
-        """Stop transfers whose deadline has passed while they are queued. Called every second."""
-        now = self._c.files.monotonic()
-        with self._changed:
-            late = [t for t in self._unfinished if t.state is TransferState.QUEUED and now >= t.deadline]
-        if late:  # the transfers before them are stalled
-            for transfer in late:
-                transfer.stop("deadline")
-            threading.Thread(target=_end_all, args=(late,), name="kvfs-end", daemon=True).start()
+        """Upkeep, every second; none in host memory."""
 
     def _submit(
         self, handle: Transfer, transfer: TransferControl, pool: JobThreads, run: Callable[[], None]
     ) -> Transfer:
-        with self._changed:
+        if pool is self._reads and self._context.read_hangs():
+            return _refuse(handle, transfer, "disk")
+        with self._lock:
             busy = self._backlog(pool) >= self._queue_max or self._closed
             if not busy:
                 self._unfinished.add(transfer)
@@ -368,9 +369,7 @@ class HostIO:
         return max(len(self._unfinished), pool.waiting, *writes)
 
     def _forget(self, transfer: TransferControl) -> None:
-        with self._changed:
-            self._unfinished.discard(transfer)
-            self._changed.notify_all()
+        self._unfinished.discard(transfer)
         self._c.counters.add(f"{transfer.task.kind}s_{transfer.state.value}")
 
     def _forget_load(self, hold: Hold | None, transfer: TransferControl) -> None:
@@ -379,21 +378,25 @@ class HostIO:
             hold.release()
         first = next(iter(self._attached.values()))
         if transfer.result is not None and first.part.head == first.part.layer == 0 and first.device.writes(0):
-            moved = sum(n for tier, n in transfer.result.tiers.items() if tier is not Tier.DEVICE)
-            self._c.counters.add("tokens_loaded", moved)
+            self._c.counters.loaded(self._identity.digest, transfer.result.tiers)
         self._forget(transfer)
-
-
-def _end_all(transfers: Sequence[TransferControl]) -> None:
-    """In a thread of its own: callbacks must not delay the caller."""
-    for transfer in transfers:
-        transfer.try_end()
 
 
 def _refuse(handle: Transfer, transfer: TransferControl, reason: str) -> Transfer:
     transfer.stop(reason)
     transfer.end()
     return handle
+
+
+def _check_plan(plan: SavePlan) -> None:
+    """ConfigError for a plan of pages that it does not name."""
+    for name, chunks in plan.missing.items():
+        if any(not 0 <= chunk < len(plan.hashes) for chunk in chunks[:1] + chunks[-1:]):
+            raise ConfigError(f"the plan names page {chunks[-1]} of group {name}, it has {len(plan.hashes)} hashes")
+
+
+def _prompt_of(plan: SavePlan) -> Prompt:
+    return Prompt(plan.namespace, plan.hashes, run_length=1) if plan.keyed else Prompt(plan.namespace, plan.hashes)
 
 
 def _check_first(first_token: int) -> None:

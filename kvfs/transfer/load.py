@@ -16,7 +16,7 @@ from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
 from kvfs.transfer.workers import Attached, TransportContext, fail, wait_for
-from kvfs.types import PageOutcome, TransferState
+from kvfs.types import PageOutcome, Tier, TransferState
 
 #: The chunks of each group.
 Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
@@ -93,49 +93,52 @@ class HostLoad:
                 lookahead.release()
             transfer.end()
 
-    def _load(self, attached: Attached, chunks: list[int], held: dict[int, OpenSegment]) -> bool:
+    def _load(self, attached: Attached, chunks: list[int], held: Mapping[int, OpenSegment]) -> bool:
         """Load a group; whether all of its pages were loaded."""
         context, transfer, match = self._context, self._transfer, self._request.match
         gm = match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
         rest, loaded = list(chunks), 0
         while rest and not transfer.stopped:
-            limit = match.restorable(self._possible)
+            limit = match.chunks if match.keyed else match.restorable(self._possible)
             rest = [chunk for chunk in rest if chunk < limit]
             if not rest or context.late(transfer):
                 break
             size = attached.page_bytes
+            transfer.late_for = "ring"
             lease = context.ring.acquire(
                 min(context.batch(size), len(rest)), transfer.deadline, page_bytes=size, least=1
             )
+            transfer.late_for = "deadline"
             if lease is None:
                 transfer.note("ring")
                 break
             batch, rest = rest[: len(lease)], rest[len(lease) :]
-            try:
-                if transfer.own(lease):
-                    loaded += self._load_batch(attached, gm, batch, lease, held)
+            try:  # the transfer does not own the lease: it may end while a disk hangs, and the read writes to the slots
+                loaded += self._load_batch(attached, gm, batch, lease, held)
             finally:
                 lease.release()
         self._possible[gm.name] &= ~bits_of(rest)
         return loaded == len(chunks)
 
     def _load_batch(
-        self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: dict[int, OpenSegment]
+        self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: Mapping[int, OpenSegment]
     ) -> int:
         """Read into the slots and verify, then copy the pages that are good; how many were."""
-        transfer, good = self._transfer, 0
-        with transfer.step(engine=False) as allowed:
-            if not allowed:
-                return 0
+        transfer, good, read = self._transfer, 0, list[tuple[Tier, int]]()
+        self._context.reading.add(transfer)
+        try:
             for first, memory in lease.runs(attached.page_bytes):
-                good |= self._read(
-                    attached, gm, chunks[first : first + len(memory) // attached.page_bytes], memory, held
-                )
-            lease.move(SlotState.FULL)
+                there = chunks[first : first + len(memory) // attached.page_bytes]
+                good |= self._read(gm, attached, there, memory, held, read)
+        finally:
+            self._context.reading.discard(transfer)
+        lease.move(SlotState.FULL)
         with transfer.step() as allowed:
-            if not allowed:
+            if not allowed:  # it has ended, perhaps while the read was waiting for the disk
                 return 0
             lease.move(SlotState.DRAINING)
+            for tier, those in read:
+                self._request.tiers.note(attached.number, those, tier)
             units = self._request.units[attached.number]
             for page, chunk in zip(lease.views(), chunks, strict=True):
                 if good >> chunk & 1:
@@ -152,9 +155,13 @@ class HostLoad:
         return good.bit_count()
 
     def _read(
-        self, attached: Attached, gm: GroupMatch, chunks: list[int], memory: memoryview, held: dict[int, OpenSegment]
-    ) -> int:
-        """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits."""
+        self, gm: GroupMatch, attached: Attached, chunks: list[int], memory: memoryview,
+        held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
+    ) -> int:  # fmt: skip
+        """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits.
+
+        Appends (tier, chunks as bits) to ``read``.
+        """
         good, first, size = 0, 0, attached.page_bytes
         for i in range(1, len(chunks) + 1):
             if i < len(chunks) and chunks[i] == chunks[i - 1] + 1:
@@ -164,7 +171,6 @@ class HostLoad:
                 self._request.match, run, attached.group, memory[first * size : i * size], held
             )
             good |= bits
-            for tier, read in tiers.items():
-                self._request.tiers.note(attached.number, read, tier)
+            read += tiers.items()
             first = i
         return good

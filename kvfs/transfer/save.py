@@ -17,10 +17,11 @@ from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
 from kvfs.transfer.workers import Attached, TransportContext, fail, wait_for
 from kvfs.types import PageOutcome, TransferState
-from kvfs.write.active_segments import SegmentClass
+from kvfs.write.active_segments import RoomWait, SegmentClass
 from kvfs.write.appender import BATCH_BYTES, AppendJob
 
 LANE_BYTES = 128 << 20  # of a save for each write lane: a thread and an active segment
+REQUEST_BYTES = 256 << 20  # that the append process is asked for at once: each request takes turns of this interpreter
 
 
 class Batch(NamedTuple):
@@ -53,13 +54,16 @@ class Save:
     _unwritten: int = 0
     _handed: int = 0  # batches
     _gathering: bool = True
+    _wait: RoomWait | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         nbytes = sum(a.page_bytes * len(chunks) for a, chunks in self.pages)
         self._lanes = max(1, min(len(self.writers), nbytes // LANE_BYTES))
-        slots = self.context.ring.slots - self.context.save_keep
-        self._append_bytes = min(BATCH_BYTES, slots * self.context.ring.slot_bytes // (2 * self._lanes))
+        slots, most = self.context.ring.slots - self.context.save_keep, BATCH_BYTES
+        if self.context.append_process is not None:
+            most = REQUEST_BYTES
+        self._append_bytes = min(most, slots * self.context.ring.slot_bytes // (2 * self._lanes))
         first = min((chunks[0] for _, chunks in self.pages if chunks), default=0)
         times = self.context.store.access_times
         #: one access time for all pages of the request, with those that its lookup found
@@ -76,9 +80,13 @@ class Save:
             there = [c for c in chunks if needed[c][-1] < len(ids) and all(ids[u] >= 0 for u in needed[c])]
             if len(there) < len(chunks):
                 self.transfer.note("source")
-                if a.group.need.kind == "all":
+                if self._ends_with(a):
                     self.limit = min(self.limit, min(set(chunks) - set(there)))
             self.pages[i] = (a, self._useful(there))
+
+    def _ends_with(self, attached: Attached) -> bool:
+        """Whether no page behind one of this group that is declined is of use."""
+        return attached.group.need.kind == "all" and not self.prompt.keyed
 
     def _useful(self, chunks: list[int]) -> list[int]:
         """Those before the limit; ``chunks`` ascend."""
@@ -164,21 +172,26 @@ class Save:
     def _append(self, batches: Sequence[Batch], lane: int) -> None:
         """Batches of one group."""
         attached, chunks = batches[0].attached, [chunk for batch in batches for chunk in batch.chunks]
-        views = dict(zip(chunks, (page for batch in batches for page in batch.lease.views()), strict=True))
+        places = dict(zip(chunks, (at for batch in batches for at in batch.lease.offsets()), strict=True))
+        memory, size = self.context.ring.memory, attached.page_bytes
         written: set[int] = set()
 
         def payload(chunk: int) -> memoryview:
             written.add(chunk)
-            return views[chunk]
+            return memory[places[chunk] : places[chunk] + size]
 
         useful = self._useful(chunks)
-        outcome = self.context.appender.store(self._job(attached, payload, lane), useful)
+        job, wait = self._job(attached, payload, lane), self._room_wait()
+        process = self.context.append_process
+        outcome = process.store(job, useful, places, wait) if process is not None else None
+        if outcome is None:  # there is no such process, or it has died
+            outcome = self.context.appender.store(job, useful, wait)
         taken = useful[: len(useful) - outcome.declined]
         if taken:
             self.context.store.access_times.note_request(self.prompt.hashes[taken[-1]], self.at_us)
         if len(taken) < len(useful):
             self.transfer.note(outcome.reason)
-            if attached.group.need.kind == "all":
+            if self._ends_with(attached):
                 with self._lock:
                     self.limit = min(self.limit, useful[len(taken)])
         settle = partial(self._settle, attached.number)
@@ -186,10 +199,17 @@ class Save:
         settle([c for c in taken if c not in written], PageOutcome.SKIPPED)
         settle(chunks[len(taken) :], PageOutcome.DECLINED)
 
+    def _room_wait(self) -> RoomWait:
+        """Of the whole save, in all lanes."""
+        with self._lock:
+            if self._wait is None:
+                self._wait = self.context.appender.room_wait(self.segment_class)
+            return self._wait
+
     def _job(self, attached: Attached, payload: Callable[[int], memoryview], lane: int) -> AppendJob:
         return AppendJob(
-            self.context.identity, self.context.descriptor, attached.number, attached.group, attached.part, self.prompt,
-            payload, self.expires, self.at_us, self.attempt, self.segment_class._replace(lane=lane),
+            self.context.identity.digest, self.context.descriptor, attached.number, attached.group, attached.part,
+            self.prompt, payload, self.expires, self.at_us, self.attempt, self.segment_class._replace(lane=lane),
             codec=self.context.codec,
         )  # fmt: skip
 

@@ -61,11 +61,14 @@ class Lease:
     def __len__(self) -> int:
         return self._pages if self.slots else 0
 
+    def offsets(self) -> list[int]:
+        """Of each page, in the ring."""
+        return [at + i * self.stride for _, count, at in self.ranges() for i in range(count)]
+
     def views(self) -> list[memoryview]:
         """Each page, writable."""
         memory, size = self._ring.memory, self._page_bytes
-        starts = [at + i * self.stride for _, count, at in self.ranges() for i in range(count)]
-        return [memory[at : at + size] for at in starts]
+        return [memory[at : at + size] for at in self.offsets()]
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """(index of the first page, pages, offset in the ring) of neighbouring pages."""

@@ -14,18 +14,31 @@ from kvfs.transfer.workers import Attached
 Units = Any
 
 
+UNITS_MAX = 1 << 24  # of one prompt
+_NONE = array("q", [-1])
+
+
 class UnitIds(array):  # type: ignore[type-arg]
     """Checked unit ids of a prompt, i64; ``complete``: none is -1."""
 
     complete = True
 
 
-def checked_units(attached: Mapping[str, Attached], units: Units) -> dict[int, UnitIds]:
-    """Unit ids by group number. ConfigError for what is no id, and for ids of no attached unit."""
+def checked_units(
+    attached: Mapping[str, Attached], units: Units, first_unit: int | Mapping[str, int] = 0
+) -> dict[int, UnitIds]:
+    """Unit ids by group number. ConfigError for what is no id, and for ids of no attached unit.
+
+    ``first_unit``: the number, in the prompt, of the first id; there is none of those before.
+    """
     if not isinstance(units, Mapping):
         if len(attached) > 1:
             raise ConfigError(f"units must map each of the groups {list(attached)} to its unit ids")
         units = dict.fromkeys(attached, units)
+    before = first_unit if isinstance(first_unit, Mapping) else dict.fromkeys(units, first_unit)
+    for name, number in before.items():
+        if type(number) is not int or not 0 <= number <= UNITS_MAX or name not in units:
+            raise ConfigError(f"first_unit of group {name!r} is {number!r}: pass 0 to {UNITS_MAX} for groups of units")
     ids: dict[int, UnitIds] = {}
     for name, value in units.items():
         if name not in attached:
@@ -43,8 +56,9 @@ def checked_units(attached: Mapping[str, Attached], units: Units) -> dict[int, U
             raise ConfigError(
                 f"units of group {name} reach from {low} to {high}: pass ids in 0..{a.device.units - 1}, -1 for none"
             )
-        numbers.complete = low >= 0
-        ids[a.number] = numbers
+        ids[a.number] = found = UnitIds("q", _NONE * before.get(name, 0))
+        found.extend(numbers)
+        found.complete = low >= 0 and len(found) == len(numbers)
     return ids
 
 

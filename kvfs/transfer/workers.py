@@ -4,7 +4,8 @@ save   copy thread: event, slots, gather (then the source is free); write thread
 load   read thread: event, then per batch: slots, read and verify into them, scatter
 
 A copy thread never touches a disk and the write thread never waits for slots, so a stalled disk delays no
-``source_free`` while the ring has slots. When it has none, a save waits for them as long as writes make progress.
+``source_free`` while the ring has slots. When it has none, a save waits for them as long as writes make progress. A
+load ends at its deadline in the middle of a read; the read keeps its slots.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Group, Part
 from kvfs.read.reader import Reader
+from kvfs.transfer.append_process import AppendProcess
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.staging import SLOT_ALIGN, StagingRing
 from kvfs.types import TransferState
@@ -92,6 +94,14 @@ class TransportContext:
     save_keep: int  # slots that saves leave to loads
     codec: int  # of pages that are saved
     writes: Writes
+    append_process: AppendProcess | None  # None: saves append in this process
+    #: loads to host memory whose disk has yet to answer
+    reading: set[TransferControl] = field(default_factory=set, init=False)
+
+    def read_hangs(self) -> bool:
+        """Whether a load's deadline has passed in the middle of its read: the next load would wait for its own."""
+        now = self.store.files.monotonic()
+        return any(now >= transfer.deadline for transfer in list(self.reading))
 
     def batch(self, page_bytes: int) -> int:
         """Pages to ask for slots for at once."""

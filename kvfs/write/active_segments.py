@@ -13,16 +13,18 @@ from functools import cache, partial
 from itertools import product
 from typing import NamedTuple, TypeVar
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.directory.config import Settings
+from kvfs.directory.liveness import NO_OWNER
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.format.segment import FLAG_DIRECT, Header
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.ledger import ANY_CLASS, NeedSpaceError, StaleWriterError
 from kvfs.index.session import Session
 from kvfs.index.tables import ACTIVE, SegmentRow
-from kvfs.segments.writer import SegmentWriter, file_name
+from kvfs.segments.writer import SegmentWriter, file_name, sync_segment
 from kvfs.write.class_locks import ClassLocks
 
 T = TypeVar("T")
@@ -91,6 +93,7 @@ class ActiveSegments:
         self._writers: dict[SegmentClass, Active] = {}
         self._used_at: dict[SegmentClass, float] = {}  # last use of writers; a trimmed one has none
         self._dirty: set[SegmentClass] = set()
+        self._synced_for: set[tuple[bytes, bytes]] = set()  # (segment, owner) of dead processes: nothing more to sync
         self._pending_steps: list[tuple[int, str, ledger.Step]] = []  # (number, generation, step) of failed segments
         self._no_room: dict[bytes, float] = {}  # quotas whose last wait for room timed out: until when none waits
 
@@ -123,7 +126,7 @@ class ActiveSegments:
                 missing, owner, full = 0, b"", True
             now = self._c.files.monotonic()
             if deadline is not None:
-                wait.seconds = deadline - now
+                wait.seconds = min(wait.seconds, deadline - now)  # parallel appends of one save wait at the same time
                 if wait.seconds <= 0:
                     self._no_room[own.quota] = now + NO_ROOM_SECONDS
             if wait.seconds <= 0:
@@ -349,6 +352,26 @@ class ActiveSegments:
                         self.sync(current[0])
                     except (OSError, IndexUnavailableError):
                         self.close_for_appends(segment_class)
+
+    def sync_for_the_dead(self) -> None:
+        """fdatasync, once, the segments of processes that died, maybe before they synced (level ``batch``)."""
+        assert self._c.liveness is not None
+        synced = set()
+        for number, row in self._c.index.read(lambda s: s.segments_in(ACTIVE), COMMIT_SECONDS):
+            if row.owner == NO_OWNER or self._c.liveness.is_alive(row.owner):
+                continue
+            synced.add((row.segment_id, row.owner))
+            if (row.segment_id, row.owner) in self._synced_for:
+                continue
+            try:
+                sync_segment(self._c.directory, row.segment_id)
+            except FileNotFoundError:  # dropped meanwhile
+                continue
+            except OSError:  # as in ``sync``
+                self._c.counters.add("sync_errors")
+                drop = partial(ledger.mark_dropped, number=number, owner=self._c.owner, segment_id=row.segment_id)
+                self._c.index.write(drop, COMMIT_SECONDS)
+        self._synced_for = synced
 
     def tidy(self) -> None:
         """Take pending steps, and seal or trim active segments that were not appended to for a while."""

@@ -13,20 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvfs.context import COMMIT_SECONDS, Context
+from kvfs.context import Context
 from kvfs.directory.config import Settings
 from kvfs.errors import IndexUnavailableError, NoSpaceError
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES
 from kvfs.index import ledger
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.ledger import NeedSpaceError, StaleWriterError
-from kvfs.index.row_updates import Claims, Publish, RunKeys, Target, claim_run, move, publish
+from kvfs.index.row_updates import Claims, Moved, Publish, RunKeys, Target, claim_run, move, publish
 from kvfs.index.rows import Place
 from kvfs.index.session import Session
 from kvfs.index.tables import SegmentRow
 from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_hash import page_key
-from kvfs.pages.identity import Identity
 from kvfs.pages.layout import Group, PageLayout, Part
 from kvfs.segments.writer import Placed, Record, SegmentWriter
 from kvfs.write import class_locks
@@ -66,7 +66,7 @@ class PartShape(NamedTuple):
 class AppendJob:
     """One part of one group of a prompt, to be stored."""
 
-    identity: Identity
+    digest: bytes  # of the namespace
     descriptor: bytes
     group_number: int
     group: Group
@@ -87,10 +87,10 @@ class AppendJob:
         object.__setattr__(self, "packed_part", self.part.pack())
 
     def row_key(self, chunk_hash: bytes) -> bytes:
-        return page_key(self.identity.digest, self.group.name, chunk_hash) + self.packed_part
+        return page_key(self.digest, self.group.name, chunk_hash) + self.packed_part
 
     def need(self, writer: SegmentWriter, pages: int) -> int:
-        return self.shape.need(writer, self.identity.digest, self.descriptor, pages)
+        return self.shape.need(writer, self.digest, self.descriptor, pages)
 
     def need_fresh(self, pages: int = 1) -> int:
         return self.shape.need_fresh(len(self.descriptor), pages)
@@ -187,11 +187,12 @@ class Appender:
                     continue
             outcome.declined += len(chunks) - done
             break
-        self._c.counters.add("pages_stored", outcome.stored)
+        self._c.counters.add_of(job.digest, "pages_stored", outcome.stored)
         self._c.counters.add("pages_skipped", outcome.skipped)
         self._c.counters.add("pages_in_flight", outcome.in_flight)
         if outcome.declined:
             self._c.counters.add(f"pages_declined_{outcome.reason}", outcome.declined)
+            self._c.counters.add_of(job.digest, "pages_declined", outcome.declined)
         return outcome
 
     def _batch(self, job: AppendJob, chunks: Sequence[int], outcome: Outcome, wait: RoomWait) -> int:
@@ -230,7 +231,7 @@ class Appender:
             targets = [target for c in claims for target in c.targets]
             allocated = active.writer.allocated
             if targets:  # a purge finds the namespace from here on, also if the append fails
-                session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.packed_part)
+                session.put_namespace(job.digest, job.descriptor, job.group_number, job.packed_part)
                 allocated = self._reserve(session, row, job, active.writer, len(targets))
             return Claims(targets, sum(c.skipped for c in claims), sum(c.in_flight for c in claims)), allocated
 
@@ -261,7 +262,7 @@ class Appender:
         writer = active.writer
         raw = [self._record(job, t) for t in targets]
         records = encode_records(raw, job.codec, job.group.cell.element_bytes, self._c.counters)
-        placed = writer.append(records, job.identity.digest, job.descriptor, job.at_us)
+        placed = writer.append(records, job.digest, job.descriptor, job.at_us)
         places = [_place(r, p, writer.number) for r, p in zip(records, placed, strict=True)]
         named = [Publish(t.head, t.slot, place) for t, place in zip(targets, places, strict=True)]
         if self._c.settings.sync == "sync":
@@ -270,7 +271,7 @@ class Appender:
             self._active.note_dirty(job.segment_class)
         stored = self._publish(job, named, active)
         written = sum(len(r.payload) for r in records)
-        self._c.counters.add("bytes_written", written)
+        self._c.counters.add_of(job.digest, "bytes_written", written)
         self._stored(sum(fmt.align(len(r.payload)) for r in records))
         return stored
 
@@ -288,9 +289,9 @@ class Appender:
         def transact(session: Session) -> int:
             row = self._own_row(session, active)
             # again: it had no page, and may have been forgotten
-            session.put_namespace(job.identity.digest, job.descriptor, job.group_number, job.packed_part)
+            session.put_namespace(job.digest, job.descriptor, job.group_number, job.packed_part)
             count, stored_bytes = publish(session, job.row_key, job.shape.leaves, named)
-            session.add_contents(active.writer.number, job.identity.digest, count, stored_bytes)
+            session.add_contents(active.writer.number, job.digest, count, stored_bytes)
             _advance(session, row, active.writer, job.expires)
             return count
 
@@ -331,29 +332,29 @@ class Appender:
             writer.grow(allocated)
         placed = writer.append([m.record for m in job.moves], job.digest, job.descriptor, self._c.files.now_us())
         self._active.note_use(job.segment_class)
-        for p, m in zip(placed, job.moves, strict=True):
-            self._c.access_times.stamp(writer.segment_id, p.seq, [m.used_us])
+        used = {p.seq: m.used_us for p, m in zip(placed, job.moves, strict=True)}
+        first, last = placed[0].seq, placed[-1].seq  # a chain entry between two of them is never used
+        self._c.access_times.stamp(writer.segment_id, first, [used.get(seq, 0) for seq in range(first, last + 1)])
         if self._c.settings.sync != "cache":  # callers drop the sources, which may be synced
             self._active.sync(writer)
         return self._c.index.write(lambda session: self._move(session, job, placed, active), COMMIT_SECONDS)
 
     def _move(self, session: Session, job: RelocateJob, placed: Sequence[Placed], active: Active) -> int:
         """Point the index to copies where it still names their sources; how many."""
-        writer, leaves = active.writer, job.shape.leaves
+        writer = active.writer
         row = self._own_row(session, active)
-        moved = 0
-        for m, p in zip(job.moves, placed, strict=True):
-            r, place = m.record, _place(m.record, p, writer.number)
-            old = move(session, job.row_key, leaves, m.source, m.seq, Publish(r.run_hash, m.slot, place))
-            if old is None and r.run_hash != r.chunk_hash:  # its slot went to another continuation when it was stored
-                old = move(session, job.row_key, leaves, m.source, m.seq, Publish(r.chunk_hash, m.slot, place))
-            if old is not None:
-                moved += 1
-                session.add_contents(m.source, job.digest, -1, -old.stored_bytes)
-                session.add_contents(writer.number, job.digest, 1, place.stored_bytes)
+        copies = [
+            Moved(m.source, m.seq, m.record.run_hash, m.slot, _place(m.record, p, writer.number))
+            for m, p in zip(job.moves, placed, strict=True)
+        ]
+        named = move(session, job.row_key, job.shape.leaves, copies)
+        for source in {m.source for m, _ in named}:
+            old = [place.stored_bytes for m, place in named if m.source == source]
+            session.add_contents(source, job.digest, -len(old), -sum(old))
+        session.add_contents(writer.number, job.digest, len(named), sum(m.place.stored_bytes for m, _ in named))
         expires = max(m.record.expires for m in job.moves) if job.segment_class.expires else 0
         _advance(session, row, writer, expires)
-        return moved
+        return len(named)
 
 
 def _place(record: Record, placed: Placed, segment: int) -> Place:

@@ -5,7 +5,7 @@ Only bytes that verify are copied; the index is changed only where it still name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -114,10 +114,9 @@ class _SegmentCopy:
 
     def run(self, seqs: Sequence[int]) -> int:
         copied = 0
-        batch: list[Move] = []
+        batch: list[Entry] = []
         largest = 0  # space is reserved as if all records of a batch were that large: codecs make sizes differ
         limit = min(BATCH_BYTES, self._c.settings.segment_bytes // 4)
-        key: _Key | None = None
         for seq in seqs:
             entry = self._scan.entries[seq] if seq < len(self._scan.entries) else None
             if entry is None or entry.kind != fmt.KIND_PART:
@@ -128,17 +127,34 @@ class _SegmentCopy:
                 continue
             cost = fmt.align(entry.stored_bytes)
             full = len(batch) == RECORDS or (len(batch) + 1) * max(largest, cost) > limit
-            if batch and (key != _key_of(entry) or full):
-                copied += self._write(batch, key)
+            if batch and (_key_of(entry) != _key_of(batch[0]) or full):
+                copied += self._copy(batch)
                 batch, largest = [], 0
-            key = _key_of(entry)
-            record = self._read(entry)
-            if record is not None:
-                batch.append(Move(self._number, seq, entry.chunk % RUN, record, self._used_us[seq]))
-                largest = max(largest, cost)
+            batch.append(entry)
+            largest = max(largest, cost)
         if batch:
-            copied += self._write(batch, key)
+            copied += self._copy(batch)
         return copied
+
+    def _copy(self, entries: Sequence[Entry]) -> int:
+        """Copy the records of one key that verify."""
+        try:
+            source = self._source(entries[0])
+        except (OSError, ValueError) as exc:
+            self._note_unreadable(exc)
+            return 0
+        if source is None and self._recode is not None:
+            raise Declined("unreadable")
+        if source is None:
+            return 0
+        shape = source.shape
+        fitting = [e for e in entries if codecs.fits(e.codec, e.stored_bytes, shape.page_bytes)]
+        records = [(e, self._record(e, payload, shape)) for e, payload in self._payloads(fitting)]
+        moves = [
+            Move(self._number, e.seq, e.chunk % RUN, record, self._used_us[e.seq])
+            for e, record in records if record is not None
+        ]  # fmt: skip
+        return self._write(moves, source, entries[0].part) if moves else 0
 
     def _source(self, entry: Entry) -> _Source | None:
         """Read once per key. None if the entry's namespace does not verify or lacks its group."""
@@ -161,33 +177,37 @@ class _SegmentCopy:
         group = described.layout.groups[entry.group]
         return _Source(described, descriptor, group, PartShape.of(group, Part.unpack(entry.part)))
 
-    def _read(self, entry: Entry) -> Record | None:
-        """The record with its payload as it is stored, or None if it does not verify.
+    def _payloads(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, memoryview]]:
+        """The stored bytes of records that can be read; those of neighbours with one read."""
+        for stretch in _neighbours(entries):
+            first, last = stretch[0].payload, stretch[-1]
+            data = memoryview(bytearray(last.payload + last.stored_bytes - first))
+            try:
+                self._c.segments.read(self._held, data, first)
+            except (OSError, ValueError) as exc:
+                if len(stretch) > 1:  # perhaps one of them is bad
+                    for entry in stretch:
+                        yield from self._payloads([entry])
+                else:
+                    self._note_unreadable(exc)
+                continue
+            for entry in stretch:
+                at = entry.payload - first
+                yield entry, data[at : at + entry.stored_bytes]
 
-        With ``recode``, Declined if it cannot be read.
-        """
-        whole = self._recode is not None
+    def _note_unreadable(self, exc: Exception) -> None:
+        self._c.counters.add("read_errors")
+        if self._recode is not None and isinstance(exc, OSError):
+            raise Declined("io") from None
+
+    def _record(self, entry: Entry, payload: memoryview, shape: PartShape) -> Record | None:
+        """The record with its payload as it is stored, or None if it does not verify."""
         try:
-            source = self._source(entry)
-            if source is None and whole:
-                raise Declined("unreadable")
-            if source is None:
-                return None
-            shape = source.shape
-            if not codecs.fits(entry.codec, entry.stored_bytes, shape.page_bytes):
-                return None
-            payload = memoryview(bytearray(entry.stored_bytes))
-            self._c.segments.read(self._held, payload, entry.payload)
             table = leaf_table(codecs.decoded(payload, entry.codec, shape.page_bytes), shape.leaf_bytes)
         except CodecError as exc:
-            if whole and isinstance(exc, CodecMemoryError):
+            if self._recode is not None and isinstance(exc, CodecMemoryError):
                 raise Declined("memory") from None
             table = b""
-        except (OSError, ValueError) as exc:
-            self._c.counters.add("read_errors")
-            if whole and isinstance(exc, OSError):
-                raise Declined("io") from None
-            return None
         if root_of(table) != entry.root:
             self._c.counters.add("pages_corrupt")
             return None
@@ -196,14 +216,13 @@ class _SegmentCopy:
             entry.chunk_hash, entry.run_hash, entry.expires, entry.codec, table, entry.attempt,
         )  # fmt: skip
 
-    def _write(self, batch: Sequence[Move], key: _Key | None) -> int:
-        assert key is not None
-        described, descriptor, group, shape = self._sources[key]
+    def _write(self, batch: Sequence[Move], source: _Source, part: bytes) -> int:
+        described, descriptor, group, shape = source
         if self._recode is not None:
             batch = self._encoded(batch, self._recode, group)
         if described.layout.kind == "opaque":
             batch = [move._replace(slot=0) for move in batch]
-        row_key = partial(_row_key, described.digest, group.name, key[2])
+        row_key = partial(_row_key, described.digest, group.name, part)
         stored = shape._replace(page_bytes=max(len(move.record.payload) for move in batch))
         return self._appender.relocate(RelocateJob(described.digest, descriptor, row_key, stored, batch, self._class))
 
@@ -212,6 +231,19 @@ class _SegmentCopy:
         raw = [move.record for move in batch if move.record.codec == fmt.CODEC_RAW]
         encoded = iter(encode_records(raw, codec, group.cell.element_bytes, self._c.counters))
         return [m._replace(record=next(encoded)) if m.record.codec == fmt.CODEC_RAW else m for m in batch]
+
+
+def _neighbours(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Records by stretches of payloads that are next to each other, up to their padding."""
+    stretches: list[list[Entry]] = []
+    end = -1
+    for entry in entries:
+        if entry.payload == end:
+            stretches[-1].append(entry)
+        else:
+            stretches.append([entry])
+        end = fmt.align(entry.payload + entry.stored_bytes)
+    return stretches
 
 
 def _key_of(entry: Entry) -> _Key:

@@ -6,6 +6,7 @@ import os
 import random
 import stat
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,19 @@ from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
 
 
 @pytest.fixture
-def source(store_path: Path) -> kvfs.Store:
-    store = kvfs.open(store_path, capacity="32MiB")
-    ns = store.namespace("alpha", tiny(), "1a")
-    for seed in range(4):
-        r = ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
-        assert r.stored == 40, r
-    return store
+def source(store_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        ns = store.namespace("alpha", tiny(), "1a")
+        for seed in range(4):
+            r = ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+            assert r.stored == 40, r
+        yield store
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> kvfs.Store:
-    return kvfs.open(tmp_path / "elsewhere", capacity="64MiB")
+def target(tmp_path: Path) -> Iterator[kvfs.Store]:
+    with kvfs.open(tmp_path / "elsewhere", capacity="64MiB") as made:
+        yield made
 
 
 def test_another_store_serves_the_same_pages(source: kvfs.Store, target: kvfs.Store, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 import kvfs
 from kvfs.eviction.reclaimer import FAILURES_MAX
+from kvfs.format.segment import PURGE_ALL, PURGE_PENDING, PurgeMark
 from kvfs.index import ledger
 from kvfs.index.session import Session
-from kvfs.index.tables import SegmentRow
+from kvfs.index.tables import DROPPED, SegmentRow
 from kvfs.system.files import Files
 from tests.stores import counters, restored, seeded, segment_files, tiny, tokens_of
 
@@ -129,6 +130,31 @@ def test_a_purge_reports_a_dropped_segment_that_could_not_be_removed(store: kvfs
     store.gc(0)
     with pytest.raises(kvfs.StoreAccessError, match="refused"):
         store.purge("m")
+
+
+def test_a_marked_segment_whose_end_cannot_be_synced_stays_charged_and_marked(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may bring its file back, and a rebuild then needs the mark."""
+    store._shared.background.stop()
+    fill(store, 4)
+    store._shared.services().active.finish_all()
+    (number, row), *others = rows(store)
+    marks, reclaimer = store._shared.c.marks, store._shared.services().evictor.reclaimer
+    marks.write(PurgeMark(row.segment_id, PURGE_ALL | PURGE_PENDING, 0, b""))
+    fsync, doomed = Files.fsync, store._shared.c.directory.sub("doomed")
+
+    def fail(self: Files, fd: int) -> None:
+        if fd == doomed:
+            raise OSError(errno.EIO, "refused")
+        fsync(self, fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "fsync", fail)
+        assert not reclaimer.drop(number, row.segment_id) and reclaimer.drop(others[0][0])
+        assert reclaimer.reclaim_dropped() == 0
+    assert marks.ids() == {row.segment_id} and {n for n, r in rows(store) if r.state == DROPPED} == {number}
+    assert reclaimer.reclaim_dropped() == row.allocated and not marks.ids()
 
 
 # -- files that were removed -------------------------------------------------------------------

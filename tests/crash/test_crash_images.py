@@ -20,5 +20,5 @@ def test_images_of_a_crash_open_and_lose_no_more_than_was_promised(memory_path: 
     for number in range(IMAGES):
         at = len(ops) if number % 2 else chance.randrange(1, len(ops) + 1)
         build(memory_path / "image", memory_path / "store", ops[:at], chance)
-        check(memory_path / "image", [op.path for op in ops[:at] if op.kind == "ack"] if sync == "sync" else [], judge)
+        check(memory_path / "image", ops[:at], sync, judge)
     assert not judge.failed, "\n".join([judge.line(), *judge.notes])

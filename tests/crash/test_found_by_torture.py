@@ -255,3 +255,62 @@ def test_an_unpublished_record_of_a_killed_writer_hides_nothing_after_a_rebuild(
     with open_store(path) as store:
         assert store.wait_ready()
         assert [get(namespace(store), tokens, judge) for tokens in (stem, fork)] == [20, 20]
+
+
+@pytest.mark.parametrize(("error", "counted"), [(errno.EIO, "write_errors"), (errno.ENOSPC, "disk_full")])
+def test_a_failed_write_is_counted_by_its_cause(tmp_path: Path, judge: Judge, error: int, counted: str) -> None:
+    files = FaultyFiles()
+    with open_store(tmp_path / "store", files) as store:
+        ns = namespace(store)
+        put(ns, PROMPTS.tokens(1, 3), judge)
+        for family in range(2, 12):
+            files.arm(Fault(files.calls["pwritev"] + 1, "pwritev", error=error))
+            assert put(ns, PROMPTS.tokens(family, 3), judge) is not None and files.fired == family - 1
+            if {"write_errors", "disk_full"} & set(store.stats()["counters"]):
+                break  # else a write of the background was the first, and failed
+        counters = store.stats()["counters"]
+        assert {"write_errors", "disk_full"} & set(counters) == {counted} and counters[counted] == 1
+
+
+class SyncedFiles(FaultyFiles):
+    """Knows the names of the files that were synced."""
+
+    synced: set[str]
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self.__dict__.setdefault("synced", set()).add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+
+
+def put_and_die(path: Path, sync: str) -> list[str]:
+    """A process puts a prompt and dies at once, before its background syncs; the names of its segments."""
+    script = f"""
+import os
+from tools.torture.case import PROMPTS, namespace, open_store
+store = open_store({str(path)!r}, sync={sync!r})
+assert namespace(store).put(PROMPTS.tokens(1, 5), b"".join(PROMPTS.pages(PROMPTS.tokens(1, 5)))).stored == 5
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    return os.listdir(path / "segments")
+
+
+@pytest.mark.parametrize("sync", ["batch", "sync"])
+def test_a_rebuild_syncs_what_a_dead_writer_did_not(tmp_path: Path, judge: Judge, sync: str) -> None:
+    """A put skipped the pages of a writer that was killed, and a power cut seconds later took them (power, seed 1802).
+    At level sync they are those of a put that was killed between its entries and its sync."""
+    path, files = tmp_path / "store", SyncedFiles()
+    names = put_and_die(path, sync)
+    with open_store(path, files) as store:
+        assert store.wait_ready(20.0)
+        assert set(names) <= files.synced
+        assert get(namespace(store), PROMPTS.tokens(1, 5), judge) == 5
+
+
+def test_a_rebuild_leaves_out_what_cannot_be_synced(tmp_path: Path, judge: Judge) -> None:
+    """The kernel may have marked lost pages clean: they verify until it reads them again."""
+    path = tmp_path / "store"
+    put_and_die(path, "batch")
+    with open_store(path, FaultyFiles(Fault(1, "fdatasync", persistent=True))) as store:
+        assert store.wait_ready(20.0)
+        assert get(namespace(store), PROMPTS.tokens(1, 5), judge) == 0

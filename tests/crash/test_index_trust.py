@@ -20,6 +20,7 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.index.environment import Index
 from kvfs.index.lmdb_files import check_size, extend_to_last_page, open_environment
 from kvfs.maintenance.rebuild import rebuild
+from kvfs.native import library
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, run_child, seeded, tiny, tokens_of
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
@@ -33,8 +34,11 @@ def judge() -> Iterator[Judge]:
     assert not found.failed, "\n".join([found.line(), *found.notes])
 
 
-def test_an_index_that_is_only_locked_is_not_rebuilt(tmp_path: Path, judge: Judge) -> None:
+def test_an_index_that_is_only_locked_is_not_rebuilt(
+    tmp_path: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A frozen holder of the gate made every other process rebuild: what was published meanwhile was lost."""
+    monkeypatch.setattr(library, "loaded", lambda: None)  # native lookups need no lock
     path = tmp_path / "store"
     with open_store(path) as store:
         ns = namespace(store)

@@ -107,6 +107,41 @@ def test_a_small_file_is_synced_before_it_gets_its_name(tmp_path: Path, name: st
         assert kinds[at + 1][0] == "sync", "the directory is not synced"
 
 
+def test_purge_marks_are_on_the_disk_before_a_row_changes(tmp_path: Path, judge: Judge) -> None:
+    """A rebuild after a power cut would bring the pages back: marks, then their folder, then those of the segments."""
+    files = Log()
+    with open_store(tmp_path / "store", files) as store:
+        for family in (1, 2):
+            put(namespace(store), PROMPTS.tokens(family, 3), judge)
+        store._shared.background.stop()
+        store._shared.services().active.finish_all()
+        log_commits(store, files)
+        files.events.clear()
+        assert store.purge(namespace(store), prefix=PROMPTS.tokens(1, 3)).pages == 3
+        events = [(kind, name) for kind, name, _ in files.events]
+    [mark, settled] = [i for i, (kind, name) in enumerate(events) if kind == "rename"]
+    assert [kind for kind, name in events[:mark] if name == events[mark][1].partition(" -> ")[0]] == ["write", "sync"]
+    first = events.index(("commit", ""))
+    assert events[mark + 1 : first] == [("sync", name) for name in ("purged", "segments", "doomed", "store")]
+    assert settled > first, "a mark says that it is pending until no row names what is purged"
+
+
+def test_a_purged_segment_is_gone_from_the_disk_before_its_mark(tmp_path: Path, judge: Judge) -> None:
+    """A power cut may bring the file back: it must find its mark."""
+    files = Log()
+    with open_store(tmp_path / "store", files) as store:
+        put(namespace(store), PROMPTS.tokens(1, 3), judge)
+        store._shared.background.stop()
+        (segment,) = [file.name for file in segment_files(tmp_path / "store")]
+        files.events.clear()
+        assert store.purge(namespace(store)).segments_dropped == 1
+        events = [(kind, name) for kind, name, _ in files.events]
+    steps = [("unlink", segment), ("sync", "doomed"), ("unlink", segment.removesuffix(".kvs"))]
+    last = len(events) - 1 - events[::-1].index(("sync", "doomed"))
+    assert [event for event in events if event in steps and event != ("sync", "doomed")] == [steps[0], steps[2]]
+    assert events.index(steps[0]) < last < events.index(steps[2])
+
+
 @pytest.mark.parametrize("mode", ["cache", "staging"])
 @pytest.mark.parametrize("sync", ["cache", "sync"])
 def test_payloads_then_entries_then_the_sync_then_the_commit(

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.directory import shared_counters
+from kvfs.directory import shared_counters, slot_file
 from kvfs.directory.liveness import Liveness
 from kvfs.directory.root import Directory
 from kvfs.directory.shared_counters import SharedCounters
+from kvfs.directory.slot_file import SlotFile
 from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, tiny, tokens_of
@@ -95,7 +96,7 @@ def test_a_process_that_is_stopped_with_the_lock_keeps_no_other_waiting(path: Pa
         fcntl.flock(stopped, fcntl.LOCK_EX)
         began = time.monotonic()
         mine.add({"lookups": 5})
-        assert time.monotonic() - began < 60 * shared_counters.WAIT_SECONDS
+        assert time.monotonic() - began < 60 * slot_file.WAIT_SECONDS
         assert total(path) == {"lookups": 1}, "reading takes no lock"
     mine.add({"lookups": 7})
     assert total(path) == {"lookups": 7}
@@ -106,7 +107,7 @@ def test_a_call_that_hangs_keeps_no_other_call_of_its_process_waiting(
 ) -> None:
     """The upkeep may be in the middle of an update, on a disk that hangs, when the store is closed."""
     mine, hangs, go_on = process(path), threading.Event(), threading.Event()
-    monkeypatch.setattr(mine, "_add", lambda gained: (hangs.set(), go_on.wait(60))[1])
+    monkeypatch.setattr(mine, "_add", lambda counts: (hangs.set(), go_on.wait(60))[1])
     hanging = threading.Thread(target=mine.add, args=({"lookups": 1},))
     hanging.start()
     assert hangs.wait(60)
@@ -129,6 +130,30 @@ def test_no_fault_raises_or_counts_twice(path: Path, kind: str, nth: int, action
     assert total(path).get("lookups", 0) in (0, 4, 5)
     mine.add({"lookups": 6})
     assert total(path) == {"lookups": 6}
+
+
+def test_a_disk_that_fills_up_after_open_loses_no_count(path: Path) -> None:
+    files, mine = [path / "run" / name for name in ("totals", "namespaces")], process(path)
+    mine.reserve()
+    blocks = [file.stat().st_blocks for file in files]
+    assert min(blocks) * 512 >= 2 * slot_file.SLOT_BYTES_MIN
+    mine.add({"disk_full": 1}, {b"n" * 32: {"lookups": 1}})
+    assert [file.stat().st_blocks for file in files] == blocks
+    assert total(path) == {"disk_full": 1}
+
+
+def test_an_open_store_has_made_the_files_of_its_counts(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB"):
+        for name in ("totals", "namespaces"):
+            assert (store_path / "run" / name).stat().st_blocks * 512 >= 2 * slot_file.SLOT_BYTES_MIN
+
+
+def test_a_file_with_small_slots_keeps_as_many_counts_as_fit(path: Path) -> None:
+    file = path / "run" / "totals"
+    file.write_bytes(bytes(2 * slot_file.SLOT_BYTES_MIN))
+    process(path).add({f"{'n' * 52}_{n:03d}": 1 << 61 for n in range(shared_counters.NAMES_MAX)})
+    assert file.stat().st_size == 2 * slot_file.SLOT_BYTES_MIN
+    assert len(total(path)) == (slot_file.SLOT_BYTES_MIN - 20) // shared_counters.COUNT_BYTES_MAX
 
 
 def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: Path) -> None:
@@ -235,3 +260,89 @@ def test_heartbeats_after_the_close_reach_no_other_file(path: Path, tmp_path: Pa
         other.seek(0)
         assert other.read() == b""
     directory.close()
+
+
+SLOT = 256 << 10  # of a large store
+
+
+def by_namespace(path: Path) -> dict[bytes, dict[str, int]]:
+    directory = Directory(str(path), Files(), read_only=True)
+    try:
+        return {digest: sums.counts for digest, sums in SharedCounters(directory).by_namespace().items()}
+    finally:
+        directory.close()
+
+
+A, B = b"a" * 32, b"b" * 32
+
+
+def test_counts_of_namespaces_are_summed_once_over_all_processes(path: Path) -> None:
+    one, another = process(path), process(path)
+    assert by_namespace(path) == {}
+    one.add({}, {A: {"lookups": 1}, B: {"lookups": 5}})
+    one.add({}, {A: {"lookups": 2}, B: {"lookups": 5}})
+    another.add({}, {A: {"lookups": 10, "bytes_written": 7}})
+    assert by_namespace(path) == {A: {"lookups": 12, "bytes_written": 7}, B: {"lookups": 5}}
+
+
+def test_a_namespace_that_its_process_had_forgotten_begins_again(path: Path) -> None:
+    mine = process(path)
+    mine.add({}, {A: {"lookups": 10}})
+    mine.add({}, {A: {"lookups": 3}})
+    assert by_namespace(path) == {A: {"lookups": 13}}
+
+
+def test_of_too_many_namespaces_those_counted_last_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_counters, "NAMESPACES_MAX", 3)
+    mine = process(path)
+    names = [bytes([n]) * 32 for n in range(5)]
+    for n, name in enumerate(names):
+        mine.add({}, {name: {"lookups": n + 1}})
+    assert by_namespace(path) == {name: {"lookups": n + 1} for n, name in enumerate(names) if n >= 2}
+
+
+def test_the_largest_counts_of_all_namespaces_fit_into_a_slot(path: Path) -> None:
+    counts = dict.fromkeys(shared_counters.NAMESPACE_COUNTS, (1 << 62) - 1)
+    names = [n.to_bytes(32, "big") for n in range(shared_counters.NAMESPACES_MAX)]
+    directory = Directory(str(path), Files(), read_only=False)
+    SharedCounters(directory, SLOT).add({}, dict.fromkeys(names, counts))
+    assert by_namespace(path) == dict.fromkeys(names, counts)
+
+
+def test_a_small_store_has_room_for_fewer_namespaces(path: Path) -> None:
+    counts = dict.fromkeys(shared_counters.NAMESPACE_COUNTS, (1 << 62) - 1)
+    process(path).add({}, {n.to_bytes(32, "big"): counts for n in range(100)})
+    assert len(by_namespace(path)) == 32
+    assert (path / "run" / "namespaces").stat().st_size == 2 * shared_counters.NAMESPACE_SLOT_BYTES
+
+
+def test_garbage_in_the_counts_of_namespaces_is_no_count(path: Path) -> None:
+    file = path / "run" / "namespaces"
+    body = {
+        "namespaces": {A.hex(): {"lookups": 3, "bytes_loaded": -1, "pages_stored": "x", "other": 1, "at": []},
+                       "zz": {"lookups": 1}, B.hex(): 7}
+    }  # fmt: skip
+    slots = SlotFile(Directory(str(path), Files(), read_only=False), "namespaces", SLOT)
+    assert slots.update(lambda before, room: body)
+    assert by_namespace(path) == {A: {"lookups": 3}}
+    for garbage in (b"", b"x" * 10, os.urandom(2 * SLOT)):
+        file.write_bytes(garbage)
+        assert by_namespace(path) == {}
+        process(path).add({}, {A: {"lookups": 1}})
+        assert by_namespace(path) == {A: {"lookups": 1}}
+
+
+def test_a_store_counts_by_namespace_and_by_the_tier_that_loads_came_from(path: Path) -> None:
+    with kvfs.open(path) as store:
+        ns, other = (store.namespace(name, tiny(), "9213176") for name in ("alpha", "beta"))
+        ns.put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
+        other.match(tokens_of(1, 4)).close()
+        with ns.match(tokens_of(1, 4)) as match:
+            assert ns.get(match, bytearray(4 * TINY_BYTES)) == 4
+            tokens = match.tokens
+    found = by_namespace(path)
+    mine = found[ns.identity.digest]
+    assert mine["lookups"] == 1 and mine["tokens_matched"] == mine["tokens_queried"] == tokens
+    assert mine["tokens_loaded_host"] + mine.get("tokens_loaded_disk", 0) == tokens == total(path)["tokens_loaded"]
+    assert mine["pages_stored"] == 4 and mine["bytes_written"] == mine["bytes_loaded"] == 4 * TINY_BYTES
+    assert found[other.identity.digest] == {"lookups": 1, "tokens_queried": tokens}

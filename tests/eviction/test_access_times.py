@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kvfs
+from kvfs.directory import access_times
+from kvfs.directory.access_times import AccessTimes
 from kvfs.system.files import Files
 from tests.stores import seeded, tokens_of
 
@@ -106,3 +109,62 @@ def test_what_was_written_by_a_clock_that_was_ahead_is_evicted_first(
             there += used(ns, "match, get, put", seed)
         shares.append(there / (30 * CHUNKS))
     assert min(shares[1:]) > 0.9, shares
+
+
+def test_where_an_access_time_is_in_the_future_the_time_of_writing_counts(ns: kvfs.Namespace, clock: Clock) -> None:
+    """Of a process whose clock was ahead; relocations and recompression would hand it on to the copies."""
+    times, segment, now = ns._c.access_times, b"s" * 16, clock.us
+    times.stamp(segment, 0, [now + 1, now, now - 1, 0, now + 3_600_000_000])
+    assert times.stamps(segment, [1, 2, 3, 4, 5, 6]) == [1, now, now - 1, 4, 5, 6]
+    clock.advance(1)
+    assert times.stamps(segment, [1, 2, 3, 4, 5, 6]) == [now + 1, now, now - 1, 4, 5, 6]
+
+
+# ---------------------------------------------------------------- a disk that hangs
+
+
+@pytest.mark.parametrize("how", ["match", "plan_save", "look and plan"])
+def test_a_scheduler_waits_for_no_disk_to_note_a_use(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Access times were written where the lookup ran: ``plan_save`` waited for a disk until it answered."""
+    prompt = tokens_of(1, CHUNKS)
+    assert ns.put(prompt, PAGES).stored == CHUNKS
+    times = ns._c.access_times
+    times.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "pwritev", lambda *_: pytest.fail("a write"))
+        if how == "match":
+            ns.match(prompt).close()
+        elif how == "plan_save":
+            assert not ns.plan_save(prompt).missing["full"]
+        else:
+            pages = ns.prompt(prompt)
+            pages.look()
+            pages.note_lookup(0)
+    segment_id = ns._c.index.read(lambda s: s.segments(), 2.0)[0][1].segment_id
+    assert any(times.raw(segment_id)) == (how != "match"), "a match alone is no use"
+
+
+def test_uses_that_wait_for_a_disk_are_bounded_and_a_close_does_not_wait(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_times, "NOTED_MAX", 100)
+    monkeypatch.setattr(access_times, "CLOSE_SECONDS", 0.1)
+    answers, times = threading.Event(), AccessTimes(ns._c.directory)
+    for number in range(50):
+        times.stamp(bytes([number]) * 16, 0, [1] * 10)
+    assert len(times._noted) == 10 and times._noted_count == 100
+    monkeypatch.setattr(Files, "open", lambda *_, **__: answers.wait(60))
+    times.close()
+    answers.set()
+
+
+def test_a_use_of_a_segment_that_is_gone_makes_no_file(ns: kvfs.Namespace) -> None:
+    times, gone = AccessTimes(ns._c.directory), b"gone" * 4
+    times.stamp(gone, 0, [1, 2, 3])
+    times.forget(gone)
+    times.stamp(b"here" * 4, 0, [1])
+    times.close()
+    use = Path(ns._c.directory.path) / "run" / "use"
+    assert (use / (b"here" * 4).hex()).exists() and not (use / gone.hex()).exists()

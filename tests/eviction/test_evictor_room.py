@@ -92,7 +92,8 @@ def test_eviction_of_pages_far_below_a_block_relocates_within_its_budget(memory_
         for round_ in range(3):
             keys = [b"%02d %03d" % (round_, i) * 4 for i in range(300)]
             assert ns.put_keys(keys, bytes(300 * nbytes)).stored == 300
-        assert store.stats()["counters"].get("pages_carried", 0) - before <= 4 * (256 << 10) // 4096
+        # what was saved up, and a twentieth of what was stored since
+        assert store.stats()["counters"].get("pages_carried", 0) - before <= 4 * (256 << 10) // 4096 + 3 * 300 // 20
 
 
 # ---------------------------------------------------------------- quotas of few segments

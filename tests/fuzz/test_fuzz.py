@@ -26,7 +26,15 @@ from tools.torture.judge import Judge
 from tools.torture.mutators import slot_offset
 from tools.torture.parsers import SEED, TARGETS
 
-EXECUTIONS = {"segment": 120, "store": 6, "identity": 150, "descriptor": 300, "hf_config": 150, "layout": 200}
+EXECUTIONS = {
+    "segment": 120,
+    "index": 150,
+    "store": 6,
+    "identity": 150,
+    "descriptor": 300,
+    "hf_config": 150,
+    "layout": 200,
+}
 ALLOCATED_BYTES_MAX = 16 << 20  # by one input, in addition to the input itself
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,20 @@ class Happened:
 
     def synchronize(self) -> None:
         return None
+
+
+class Pending:
+    """An event that streams can wait for; a test sets it. Work behind it runs in the thread that enqueues it."""
+
+    def __init__(self) -> None:
+        self.happened, self.awaited = threading.Event(), threading.Event()
+
+    def query(self) -> bool:
+        return self.happened.is_set()
+
+    def synchronize(self) -> None:
+        self.awaited.set()
+        self.happened.wait(100)
 
 
 class SimulatedMemory:
@@ -84,7 +99,8 @@ class SimulatedStream:
         return event or Happened()
 
     def after(self, event: Event) -> None:
-        pass
+        if isinstance(event, Pending):
+            event.synchronize()
 
     def gather(self, work: Work, shape: Shape) -> None:
         self._move(work, shape, to_page=True)
@@ -172,6 +188,9 @@ class SimulatedDevice:
     def owns(self, memory: str) -> bool:
         return memory == "host"
 
+    def orders(self, event: object) -> bool:
+        return isinstance(event, Pending)
+
     def enter(self) -> None:
         pass
 
@@ -185,8 +204,8 @@ class SimulatedDevice:
         self.blocks.append(SimulatedMemory(nbytes))
         return self.blocks[-1]
 
-    def pinned(self, nbytes: int) -> Pinned:
-        return Pinned(self, nbytes)
+    def pinned(self, nbytes: int, fd: int = -1) -> Pinned:
+        return Pinned(self, nbytes, fd)
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
         if read_only and self.refuse:

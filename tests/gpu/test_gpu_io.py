@@ -448,7 +448,12 @@ def test_batches_are_committed_together(ns: kvfs.Namespace, monkeypatch: pytest.
     monkeypatch.setattr("kvfs.transfer.save.BATCH_BYTES", 5 * page)
     source, target, tokens, appends = Engine(seed=3), Engine(), prompt(12), list[list[int]]()
     store = ns._appender.store
-    monkeypatch.setattr(ns._appender, "store", lambda job, chunks: (appends.append([*chunks]), store(job, chunks))[1])
+
+    def noted(job: Any, chunks: Any, wait: Any = None) -> Any:
+        appends.append([*chunks])
+        return store(job, chunks, wait)
+
+    monkeypatch.setattr(ns._appender, "store", noted)
     with attach(ns, source.kv, scratch_bytes=4 * (page + 4096)) as io:  # batches of a page
         result = io.save(ns.plan_save(tokens), range(24), NOW).wait(SECONDS)
     assert result is not None and result.pages == 12 and not result.declined
@@ -645,7 +650,17 @@ def test_parts_are_refused_where_the_match_lacks_them(ns: kvfs.Namespace) -> Non
 @pytest.mark.parametrize("pages", [12, 1], ids=["ring of 12", "ring of 1"])
 def test_mode_staging_maps_nothing_and_reads_from_the_disk(disk_path: Path, pages: int) -> None:
     """Not even where all of it is in the page cache."""
-    path, device = disk_path / "store", SimulatedDevice()
+    for attempt in range(3):  # a kernel that cannot drop a page for O_DIRECT writes through the page cache
+        past, stored, cached = staged(disk_path / str(attempt), pages)
+        if past < stored / 2:
+            break
+    assert past < stored / 2 and cached > 0
+
+
+def staged(folder: Path, pages: int) -> tuple[int, int, int]:
+    """Bytes in the page cache of what mode staging has stored, all of those, and bytes there of what mode cache has."""
+    folder.mkdir()
+    path, device = folder / "store", SimulatedDevice()
     ring = pages * LAYOUT.groups[0].page_bytes
     with kvfs.open(path, capacity="64MiB") as store:
         warm = saved(store.namespace("model", LAYOUT, "1"), 6)
@@ -666,7 +681,7 @@ def test_mode_staging_maps_nothing_and_reads_from_the_disk(disk_path: Path, page
                     assert device.maps() == 0 and target.tokens(range(12)) == source.tokens(range(12))
     ways = {scanned(file).header.flags: cached_of(file) for file in segment_files(path)}
     (past, stored), (cached, _) = ways[fmt.FLAG_DIRECT], ways[0]
-    assert past < stored / 2 and cached > 0
+    return past, stored, cached
 
 
 class ColdFiles(Files):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from kvfs.context import COMMIT_SECONDS
+from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.row_updates import sweep
 from kvfs.index.tables import SEALED
 from tests.stores import TINY_BYTES, restored, run_child, seeded, tiny, tokens_of

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import os
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -259,3 +261,32 @@ def test_a_store_that_was_moved_while_it_is_open_is_opened_through_its_descripto
         assert not old.exists()
     finally:
         new.rename(old)
+
+
+@pytest.mark.parametrize("change", ["mode", "owner", "content"])
+def test_a_change_of_current_that_names_the_same_generation_costs_no_rebuild(store: kvfs.Store, change: str) -> None:
+    """A process on its own took its index for one that a crash left dirty, and removed it."""
+    index, path = store._shared.c.index, Path(store.path) / "index" / "CURRENT"
+    generation, environment_ = index.generation, index._env
+    if change == "mode":
+        path.chmod(0o640)
+    elif change == "owner":
+        os.chown(path, os.getuid(), os.getgid())  # the time of the last change is new
+    else:
+        (path.parent / "again").write_text(generation)
+        (path.parent / "again").rename(path)
+    assert there(store) == [True] * SEGMENTS
+    assert put(store, SEGMENTS).put(tokens_of(SEGMENTS, CHUNKS), PAGES).skipped == CHUNKS
+    assert index.generation == generation and index._env is environment_ and path.read_text() == generation
+
+
+def test_another_index_under_the_name_of_the_open_one_is_not_taken_for_it(store: kvfs.Store) -> None:
+    index = store._shared.c.index
+    generation = index.generation
+    folder = Path(store.path) / "index" / generation
+    shutil.copy(folder / "data.mdb", folder / "copy")
+    (folder / "copy").rename(folder / "data.mdb")
+    (folder.parent / "CURRENT").chmod(0o640)
+    assert there(store) == [False] * SEGMENTS and index.generation == generation
+    store._shared.rebuild_if_needed()
+    assert there(store) == [True] * SEGMENTS and index.generation != generation

@@ -10,9 +10,10 @@ import lmdb
 import pytest
 
 import kvfs
+from kvfs.directory.config import make_settings, quota_id
 from kvfs.directory.liveness import NO_OWNER
 from kvfs.format import segment as fmt
-from kvfs.index import ledger
+from kvfs.index import ledger, tables
 from kvfs.index.ledger import ANY_CLASS, EPOCH_MAX, Budget, NeedSpaceError, StaleWriterError
 from kvfs.index.lmdb_files import open_environment, open_tables
 from kvfs.index.session import Session
@@ -160,3 +161,29 @@ def test_a_sweep_does_not_change_the_count_of_dropped_segments(tmp_path: Path) -
             assert index.read(lambda s: (s.ledger().dropped, s.ledger().unswept), 5.0) == (1, 0)
         assert reclaimer.reclaim_dropped() == row.allocated
         assert index.read(lambda s: s.check_ledger() and not s.ledger().used, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "evictor", "cap"),
+    [("capped", False, 4 * MIB), ("capped", True, 4 * MIB + 2 * MIB), ("open", False, None), ("open", True, None),
+     ("unknown", True, None), (None, True, None)],
+)  # fmt: skip
+def test_eviction_may_use_the_reserve_beyond_the_limits(owner: str | None, evictor: bool, cap: int | None) -> None:
+    """Copies are charged while their victim still is: also in a quota at its cap, or one that has none."""
+    quotas = {"capped": kvfs.Quota(cap_bytes=4 * MIB), "open": kvfs.Quota()}
+    settings = make_settings("64MiB", segment="1MiB", index="4MiB", quotas=quotas)
+    class_id = quota_id(owner) + bytes(8) if owner else ANY_CLASS
+    found = ledger.budget(settings, class_id, evictor=evictor)
+    assert found.cap == cap
+    assert found.limit == settings.segments_bytes_max - (0 if evictor else 2 * MIB)
+    assert (found.index_limit == 4 * MIB) is evictor
+
+
+def test_damaged_counts_of_a_namespace_are_listed_as_unknown(store: Store) -> None:
+    """They are no reason to forget that the segment holds its pages."""
+    with store.transaction() as session:
+        session.add_contents(7, b"d" * 32, 3, 300)
+        ((key, _),) = ((k, v) for k, v in session.txn.cursor(db=session.db.meta) if b"d" * 32 in bytes(k))
+        session.txn.put(key, b"damaged", db=session.db.meta)
+        session.add_contents(7, b"d" * 32, -3, -300)
+        assert tables.read_contents(session.txn, session.db.meta, b"", 9) == ([(7, b"d" * 32, 0, 0)], None)

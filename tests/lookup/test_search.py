@@ -351,8 +351,8 @@ def test_a_walk_over_all_finds_what_run_by_run_is_found(rows: list[Any], known: 
     walk_all(whole, first, end, lambda step: step(session), to_first_gap=False)
     read_behind_gaps(whole, lambda function: function(session))
     assert (whole.found.present, whole.found.claimed) == (singly.found.present, singly.found.claimed)
-    assert {n: hits for n, hits in whole.found.hits.items() if hits} == {
-        n: hits for n, hits in singly.found.hits.items() if hits
+    assert {n: list(whole.found.hits_of(n)) for n in whole.found.hits if whole.found.hits_of(n)} == {
+        n: list(singly.found.hits_of(n)) for n in singly.found.hits if singly.found.hits_of(n)
     }
     walk_all(begun, first, end, lambda step: step(session), to_first_gap=True)
     known_chunks = singly.found.present | singly.found.claimed

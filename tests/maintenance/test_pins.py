@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 import kvfs
 from kvfs.errors import NoSpaceError
 from kvfs.format import segment as fmt
+from kvfs.index.session import Session
+from kvfs.segments.scan import scan_segment
 from kvfs.system.files import Files
 from kvfs.testing import FakeClock
+from kvfs.write.active_segments import SegmentClass
 from tests.stores import counted, restored, seeded, tokens_of
 
 CHUNKS = 15
@@ -120,3 +125,51 @@ def test_the_files_of_pins_are_bounded(store: kvfs.Store) -> None:
         store.pin("one more", ns, tokens_of(0, CHUNKS))
     assert store.pin("p0", ns, tokens_of(0, CHUNKS)), "replaces its file"
     assert store.unpin("p1") and store.pin("one more", ns, tokens_of(0, CHUNKS))
+
+
+def test_a_pin_writes_each_row_once_per_batch_and_reads_neighbours_together(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each record rewrote its row: a pin of one prompt of 62,500 pages took 34 s."""
+    store._shared.background.stop()
+    ns = fill(store, range(1))
+    calls: Counter[str] = Counter()
+    for owner, name in ((Session, "put_row"), (Files, "preadv"), (Files, "pwritev")):
+        monkeypatch.setattr(owner, name, _counting(calls, name, getattr(owner, name)))
+    assert store.pin("p", ns, tokens_of(0, CHUNKS)) == CHUNKS * 16
+    assert 0 < calls["put_row"] < CHUNKS // 2, "a batch has a quarter of a segment: four pages"
+    assert calls["preadv"] < CHUNKS and calls["pwritev"] < 2 * CHUNKS
+    monkeypatch.undo()
+    assert restored(ns, tokens_of(0, CHUNKS)) == PAGES and store.verify().ok
+
+
+def _counting(calls: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **how: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **how)
+
+    return call
+
+
+def test_a_page_that_cannot_be_read_costs_a_copy_no_other(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours are read together; where that fails, one by one."""
+    store._shared.background.stop()
+    fill(store, range(1))
+    services, index = store._shared.services(), store._shared.c.index
+    number, row = next(item for item in index.read(lambda s: s.segments(), 2.0) if item[1].records > 8)
+    held = store._shared.c.segments.acquire(number, row.segment_id, index.generation)
+    assert held is not None
+    scan = scan_segment(held.fd, store._shared.c.files)
+    assert scan is not None
+    parts = list(scan.parts())
+    bad, preadv = parts[5].payload, Files.preadv
+
+    def fail(self: Files, fd: int, buffers: Sequence[Any], offset: int, *more: Any) -> int:
+        if offset <= bad < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(self, fd, buffers, offset, *more)
+
+    monkeypatch.setattr(Files, "preadv", fail)
+    target = SegmentClass(flags=fmt.FLAG_CARRIED, evictor=True)
+    copied = services.evictor.relocator.copy(target, number, held, [e.seq for e in parts])
+    assert copied == len(parts) - 1 and store.stats()["counters"]["read_errors"] == 1

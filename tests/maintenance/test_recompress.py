@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from kvfs.format import codec
 from kvfs.format import segment as fmt
 from kvfs.maintenance import recompress
 from kvfs.segments.scan import scan_segment
+from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from kvfs.write.appender import Appender
 from tests.format.test_codec import LAYOUT, PAGE, PAGES, entries_of, flip
-from tests.stores import TINY_BYTES, restored, seeded, segment_files, tiny, tokens_of
+from tests.stores import TINY_BYTES, restored, scanned, seeded, segment_files, tiny, tokens_of
 from tools.torture.case import allocated_bytes
 
 PROMPTS = range(8)
@@ -245,6 +247,25 @@ def test_a_segment_that_cannot_be_read_stays_and_the_others_are_rewritten(memory
             assert store.recompress(idle=0).segments == 4 - done.segments
             assert found(ns) == 48
     assert failed > 1
+
+
+def test_a_segment_with_one_page_that_cannot_be_read_stays(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours are read with it, then each alone; the segment must not be dropped without the bad one."""
+    ns = fill(store)
+    files = segment_files(Path(store.path))
+    file = max(files, key=lambda file: file.stat().st_size)  # of a small one, the bad page may be tried first
+    bad, preadv = list(scanned(file).parts())[3].payload, Files.preadv
+
+    def fail(self: Files, fd: int, buffers: Sequence[Any], offset: int, *more: Any) -> int:
+        if offset <= bad < offset + sum(map(len, buffers)) and os.readlink(f"/proc/self/fd/{fd}") == str(file):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(self, fd, buffers, offset, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "preadv", fail)
+        done = store.recompress(idle=0)
+    assert (done.segments, done.failed) == (len(files) - 1, 1) and file.exists()
+    assert found(ns) == 48
 
 
 def test_an_eviction_goes_first(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import kvfs
+from kvfs.maintenance import warm
 from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, segment_files, tiny, tokens_of
@@ -88,6 +89,19 @@ def test_namespaces_prefixes_pins_and_the_hottest(path: Path) -> None:
         seen: list[tuple[int, int]] = []
         done = store.warm(["alpha", "beta"], progress=lambda *at: seen.append(at))
         assert seen[-1] == (done.nbytes, done.nbytes) and sorted(seen) == seen
+
+
+def test_a_sample_is_of_what_the_page_cache_lacks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "BLOCK_BYTES", 64 << 10)
+    with kvfs.open(path) as store:
+        store._shared.services().active.finish_all()
+        assert store.warm(sample="1MiB").nbytes == 0, "all was just written"
+    forget(path)
+    with kvfs.open(path) as store:
+        done = store.warm(sample="128KiB")
+        assert done.nbytes == 128 << 10 and done.read_bytes >= 64 << 10 and done.seconds > 0, "but for readahead"
+        store.warm(sample="64MiB")
+        assert store.warm(sample="64MiB").nbytes == 0, "all is there"
 
 
 def test_what_was_evicted_meanwhile_is_counted_and_raises_nothing(path: Path) -> None:

@@ -40,9 +40,9 @@ def test_every_length_has_the_hash_of_the_library(code: library.Library) -> None
         assert digest(code.held.kvfs_blake2b, data, 32) == hashlib.blake2b(data, digest_size=32).digest(), nbytes
 
 
-def hashed(tokens: bytes, page_tokens: int, extra: dict[int, bytes] | None) -> list[bytes]:
+def hashed(tokens: bytes, page_tokens: int, seed: bytes, extra: dict[int, bytes] | None) -> list[bytes]:
     """By the definition."""
-    step, parent, found = 4 * page_tokens, SEED, []
+    step, parent, found = 4 * page_tokens, seed, []
     for number in range(len(tokens) // step):
         chunk = tokens[number * step : (number + 1) * step]
         parent = hashlib.sha256(parent + chunk + (extra or {}).get(number, b"")).digest()
@@ -60,8 +60,9 @@ def test_chains_are_equal(code: library.Library, monkeypatch: pytest.MonkeyPatch
             tokens = draw.randbytes(4 * (page_tokens * chunks + draw.randrange(page_tokens)))
             extra = {draw.randrange(45): draw.randbytes(draw.randrange(200)) for _ in range(draw.randrange(6))}
             for keys in (None, extra):
-                native = hash_chain.chain(tokens, 4 * page_tokens, SEED, keys)
-                assert native is not None and ChunkHashes(native) == hashed(tokens, page_tokens, keys)
+                for seed in (SEED, b"", b"of another length"):
+                    native = hash_chain.chain(tokens, 4 * page_tokens, seed, keys)
+                    assert native is not None and ChunkHashes(native) == hashed(tokens, page_tokens, seed, keys)
 
 
 def test_a_long_prompt_is_hashed_with_the_interpreter_released(
@@ -83,9 +84,10 @@ def test_a_long_prompt_is_hashed_with_the_interpreter_released(
 
 def test_without_the_library_the_chain_is_the_same(native: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, extra = random.Random(3).randbytes(4 * 1000), {3: b"image", 70: b"none such"}
-    both = [chain(tokens, 16, SEED, keys) for keys in (None, extra)]
+    cases = [(seed, keys) for seed in (SEED, b"") for keys in (None, extra, {0: b"first"})]
+    both = [chain(tokens, 16, *case) for case in cases]
     monkeypatch.setattr(library, "loaded", lambda: None)
-    assert [chain(tokens, 16, SEED, keys) for keys in (None, extra)] == both
+    assert [chain(tokens, 16, *case) for case in cases] == both
 
 
 def test_chunk_hashes_are_a_sequence() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import kvfs
 from kvfs.native import library
-from kvfs.native.segment_files import OpenedBatch, close_linked
+from kvfs.native import segment_files as native_segments
+from kvfs.native.segment_files import SegmentHold, SegmentTable
 from kvfs.segments.open_segments import SegmentFiles
-from tests.stores import TINY_BYTES, seeded, segment_files, tiny, tokens_of
+from tests.stores import TINY_BYTES, run_child, seeded, segment_files, tiny, tokens_of
 
 
 @pytest.fixture
@@ -43,31 +46,112 @@ def target(fd: str) -> str:
         return ""
 
 
-def test_only_linked_regular_files_that_can_be_locked_are_opened(
+def segment_id(n: int) -> bytes:
+    return bytes([n] * 16)
+
+
+def test_only_linked_regular_files_that_can_be_locked_are_held(
     native: library.Library, folder: int, tmp_path: Path
 ) -> None:
-    before = opened()
-    with open(tmp_path / (bytes([1] * 16).hex() + ".kvs")) as taken:
+    before, table = opened(), SegmentTable(native)
+    with open(tmp_path / (segment_id(1).hex() + ".kvs")) as taken:
         fcntl.flock(taken, fcntl.LOCK_EX)
-        batch = OpenedBatch(native, folder, [bytes([n] * 16) for n in (0, 1, 2, 5, 7, 8, 9)])
-        assert [batch.is_open(n) for n in range(len(batch))] == [True, False, True, False, False, False, False]
-    kept: list[int | None] = [None]
-    batch.take(0, kept)
-    assert not batch.is_open(0) and len(kept) == 2
-    with open(tmp_path / (bytes(16).hex() + ".kvs")) as other, pytest.raises(BlockingIOError):
+        hold = SegmentHold(table, folder, [segment_id(n) for n in (0, 1, 2, 5, 7, 8, 9)])
+        assert hold.held() == [True, False, True, False, False, False, False]
+    assert table.open_count() == 2 and opened() == before + 2
+    with open(tmp_path / (segment_id(0).hex() + ".kvs")) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    del batch  # closes what was not taken
-    assert opened() == before + 1
-    assert close_linked(native, kept) and kept == [] and opened() == before
+    assert os.read(hold.fd, 100) == b"segment"
+    del hold
+    assert opened() == before and table.open_count() == 0
     os.close(folder)
 
 
-def test_a_file_without_a_name_is_closed_with_the_interpreter_released(native: library.Library, tmp_path: Path) -> None:
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    (tmp_path / "file").unlink()
-    kept: list[int | None] = [None, fd]
-    assert not close_linked(native, kept) and kept == [None, fd]
-    os.close(fd)
+def test_a_segment_is_open_once_and_until_its_last_hold_ends(native: library.Library, folder: int) -> None:
+    table = SegmentTable(native)
+    first = SegmentHold(table, folder, [segment_id(0), segment_id(1)])
+    second = SegmentHold(table, folder, [segment_id(1), segment_id(0), segment_id(1)])
+    assert table.open_count() == 2 and second.held() == [True] * 3
+    fd = second.fd
+    del first
+    assert table.open_count() == 2 and second.fd == fd and os.read(fd, 100) == b"segment"
+    del second
+    assert table.open_count() == 0
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    os.close(folder)
+
+
+def at_once(made: Callable[[], SegmentHold], count: int) -> SegmentHold:
+    """A hold of ``count`` segments; again where the kernel has forgotten a name, or something is mounted meanwhile."""
+    for _ in range(100):
+        hold = made()
+        if sum(hold.held()) == count:
+            break
+    return hold
+
+
+def test_more_segments_than_one_call_takes_and_more_than_the_table_has(native: library.Library, tmp_path: Path) -> None:
+    ids = [hashlib.sha256(b"%d" % n).digest()[:16] for n in range(300)]
+    crowded = [b"\1" * 8 + b"%08d" % n for n in range(40)]  # 32 of them find a place
+    for one in (*ids, *crowded):
+        (tmp_path / (one.hex() + ".kvs")).touch()
+    folder, table, before = os.open(tmp_path, os.O_RDONLY), SegmentTable(native), opened()
+    hold = at_once(lambda: SegmentHold(table, folder, ids), 300)
+    assert all(hold.held()) and table.open_count() == 300 == opened() - before
+    del hold
+    rest = at_once(lambda: SegmentHold(table, folder, crowded), 32)
+    assert rest.held() == [True] * 32 + [False] * 8 and table.open_count() == 32
+    del rest
+    assert opened() == before
+    os.close(folder)
+
+
+def test_the_end_of_a_hold_on_a_removed_file_closes_it_with_the_interpreter_released(
+    native: library.Library, folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, before, closed = SegmentTable(native), opened(), list[int]()
+    hold = SegmentHold(table, folder, [segment_id(0), segment_id(1), segment_id(2)])
+    (tmp_path / (segment_id(1).hex() + ".kvs")).unlink()
+    real = os.close
+    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), real(fd)))
+    del hold
+    assert len(closed) == 1 and opened() == before and table.open_count() == 0
+    monkeypatch.undo()
+    os.close(folder)
+
+
+def test_what_an_interrupt_kept_from_being_released_is_swept(
+    native: library.Library, folder: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = SegmentTable(native)
+    hold = SegmentHold(table, folder, [segment_id(0)])
+    monkeypatch.delattr(SegmentHold, "__del__")
+    del hold
+    assert table.open_count() == 1
+    native_segments.sweep()
+    assert table.open_count() == 0
+    os.close(folder)
+
+
+def test_a_forked_child_has_no_segment_open_and_touches_no_lock(
+    native: library.Library, folder: int, tmp_path: Path
+) -> None:
+    table = SegmentTable(native)
+    hold = SegmentHold(table, folder, [segment_id(0), segment_id(1)])
+
+    def child() -> list[object]:
+        nonlocal hold
+        seen: list[object] = [segments_open(), table.open_count()]
+        again = SegmentHold(table, folder, [segment_id(2)])
+        del hold
+        return [*seen, again.held()]
+
+    assert run_child(child) == [0, 0, [False]]
+    with open(tmp_path / (segment_id(0).hex() + ".kvs")) as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert hold.held() == [True, True]
+    os.close(folder)
 
 
 def test_a_lookup_opens_segments_in_its_own_thread(

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 import kvfs
 from kvfs.errors import ConfigError
 from kvfs.format import checksums
+from kvfs.native import library
 from kvfs.pages import chunk_hash
 from tests.stores import TINY_BYTES, counters, segment_files, tiny
 
-SEED = "35fa7b1448a139ce13ec390a12fe3152ea8058220de7b2df1b63fe070551dd7b"
 CHAIN = (
-    "3561ee937868186d4fb646dcd4b9d0ce71cc181804122e2ae1f54da457db672d",
-    "9053e631b31fb26f0b878e0535ce43fc1c5becb3af474ad5dd244e7cb4b89946",
+    "5d85718ec594b982c252d0279e5966ffca33a5eaf2a455038d3ab331fde70cea",
+    "4681c0107c38f402cd1bc30b0b09a65202dba31f98269d9d7f63f5e0dea6901a",
 )
 #: two chunks of 16 tokens: 0..31
 TOKENS = struct.pack("<32I", *range(32))
@@ -35,18 +35,21 @@ TOKENS = struct.pack("<32I", *range(32))
 
 
 def test_the_first_parent_of_a_chain_is_what_every_kvfs_ever_used() -> None:
-    assert chunk_hash.tenant_seed("").hex() == SEED
+    assert chunk_hash.tenant_seed("") == b""
     assert (
         chunk_hash.tenant_seed("tenant-a").hex() == "684d4d1aacb9073873a9742651ac5ff1bea86a38f23b44dd6bc522afff249240"
     )
     assert chunk_hash.tenant_seed("ä") == hashlib.sha256(b"kvfs chain 1\n\xc3\xa4").digest()
 
 
-def test_a_chain_of_chunks_is_what_every_kvfs_ever_used() -> None:
+@pytest.mark.parametrize("how", ["native", "python"])
+def test_a_chain_of_chunks_is_what_every_kvfs_ever_used(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "python":
+        monkeypatch.setattr(library, "loaded", lambda: None)
     seed = chunk_hash.tenant_seed("")
     assert tuple(h.hex() for h in chunk_hash.chain(TOKENS, 16, seed)) == CHAIN
     # the same, from the definition
-    first = hashlib.sha256(seed + TOKENS[:64]).digest()
+    first = hashlib.sha256(TOKENS[:64]).digest()
     assert chunk_hash.chain(TOKENS, 16, seed) == [first, hashlib.sha256(first + TOKENS[64:]).digest()]
 
 
@@ -54,9 +57,24 @@ def test_an_extra_key_enters_its_chunk_and_all_later_ones() -> None:
     seed = chunk_hash.tenant_seed("")
     hashes = chunk_hash.chain(TOKENS, 16, seed, {1: b"image"})
     assert hashes[0].hex() == CHAIN[0]
-    assert hashes[1].hex() == "fa026f89546e2ce1d9aa2c58badefe7709d004c716c59114b773b664571644f8"
+    assert hashes[1].hex() == "7f3edc4af4d3a1ac3f7d036030381c97bfda414b78aa16c30d3137a3cfcd5398"
     early = chunk_hash.chain(TOKENS, 16, seed, {0: b"image"})
     assert early[0].hex() != CHAIN[0] and early[1] not in (hashes[1], bytes.fromhex(CHAIN[1]))
+
+
+def test_a_first_chunk_with_an_extra_key_follows_the_seed_of_the_empty_salt() -> None:
+    (early, _) = chunk_hash.chain(TOKENS, 16, b"", {0: b"image"})
+    assert early.hex() == "5ef83e760b0d764957beb9527f95169bc460c9a472b7df75ca1babf13ed8225d"
+    assert early == hashlib.sha256(hashlib.sha256(b"kvfs chain 1\n").digest() + TOKENS[:64] + b"image").digest()
+    assert chunk_hash.chain(TOKENS, 16, b"", {0: b""}) == chunk_hash.chain(TOKENS, 16, b"")
+
+
+def test_no_extra_key_makes_a_first_chunk_look_like_a_second_one() -> None:
+    """Without a seed, the tokens and the key of a first chunk could spell a hash and the tokens of a second chunk."""
+    first, second = chunk_hash.chain(TOKENS, 16, b"")
+    spelled = first + TOKENS[64:]
+    (forged,) = chunk_hash.chain(spelled[:64], 16, b"", {0: spelled[64:]})
+    assert hashlib.sha256(spelled).digest() == second != forged
 
 
 @pytest.mark.parametrize("tail", [1, 15])
@@ -78,7 +96,7 @@ def test_a_hash_stands_for_the_whole_prefix(extra: dict[int, bytes] | None) -> N
 def test_a_page_key_is_what_every_kvfs_ever_used() -> None:
     namespace, chunk = bytes(range(32)), bytes.fromhex(CHAIN[1])
     key = chunk_hash.page_key(namespace, "full", chunk)
-    assert key.hex() == "5d712bdb9ce18de4f286089962d127da8535176d131ec3e25bf4fbbfdca6eb51"
+    assert key.hex() == "a6714ecc0f7e20d278e0babecc0b88de72463249c53a3cadb20bad337eb74578"
     assert key == hashlib.blake2b(namespace + b"\x04full" + chunk, digest_size=32).digest()
 
 
@@ -103,8 +121,10 @@ def test_namespace_group_and_chunk_each_change_a_page_key() -> None:
 def test_an_opaque_key_is_what_every_kvfs_ever_used() -> None:
     seed = chunk_hash.tenant_seed("")
     key = chunk_hash.chunk_of_key(b"engine-key-1", seed)
-    assert key.hex() == "a8249a4c45ef6d022c943702e133521f8fd43b391db8b326bf19842802fdfa1a"
-    assert key == hashlib.sha256(b"kvfs key 1\n" + seed + b"engine-key-1").digest()
+    assert key.hex() == "619f502df8ded56931718a51b51b06e75a9e022ce6f8155b239c2413b72b8948"
+    assert key == hashlib.sha256(b"kvfs key 1\n" + b"engine-key-1").digest()
+    tenant = chunk_hash.tenant_seed("tenant-a")
+    assert chunk_hash.chunk_of_key(b"k", tenant) == hashlib.sha256(b"kvfs key 1\n" + tenant + b"k").digest()
 
 
 def test_leaf_table_and_root_are_what_every_kvfs_ever_used() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -304,9 +305,9 @@ def test_a_child_calls_lmdb_only_if_the_index_thread_was_outside_of_it(
 
     environment = index._env
     if where != "paused":
-        monkeypatch.setattr(index, "_in_lmdb", where == "in LMDB")
         index._worker.submit(lambda: (begun.set(), release.wait(60)))
-        assert begun.wait(30)
+        assert begun.wait(30)  # before: a call of the background would end, and be outside again
+        monkeypatch.setattr(index, "_in_lmdb", where == "in LMDB")
         index._env = Environment()  # type: ignore[assignment]
     else:
         index._worker.call(lambda: setattr(index, "_env", Environment()), 30.0)
@@ -316,3 +317,19 @@ def test_a_child_calls_lmdb_only_if_the_index_thread_was_outside_of_it(
         index._env = environment
         release.set()
     assert serves(ns, 1)
+
+
+@pytest.mark.parametrize("then", ["nothing is there", "another store is there"])
+def test_a_child_goes_on_with_the_store_that_was_moved(store: kvfs.Store, ns: kvfs.Namespace, then: str) -> None:
+    """It opened the old path: no store, or the wrong one, which it then wrote to."""
+    old, new = Path(store.path), Path(store.path).with_name("moved")
+    old.rename(new)
+    if then == "another store is there":
+        kvfs.open(old, capacity="32MiB").close()
+    assert run_child(lambda: (serves(ns, 1), save(ns, 2), serves(ns, 1, 2))) == (True, CHUNKS, True)
+    assert serves(ns, 1, 2)
+    if then == "another store is there":
+        with kvfs.open(old) as other:
+            assert not other.catalog.namespaces()
+        shutil.rmtree(old)
+    new.rename(old)

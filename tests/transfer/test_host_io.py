@@ -31,6 +31,8 @@ from kvfs.transfer import workers
 from kvfs.transfer.control import TransferControl, TransferTask
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import Tier
+from kvfs.write.active_segments import RoomWait
+from kvfs.write.appender import AppendJob, Outcome
 
 PAGE, BLOCK = 32, 16
 LAYOUT = PageLayout.kv(layers=4, kv_heads=4, head_dim=8, dtype="bfloat16", page_tokens=PAGE)
@@ -232,6 +234,27 @@ def test_a_prompt_larger_than_the_ring(ns: kvfs.Namespace, ring_pages: int) -> N
         settled(io2)
 
 
+def test_all_batches_of_a_save_share_one_wait_for_room(
+    ns: kvfs.Namespace, store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each append had a wait of five seconds: where readers hold a store, a save of many batches lasted minutes."""
+    waits: list[RoomWait] = []
+    appender = store._shared.services().appender
+    append = appender.store
+
+    def counted(job: AppendJob, chunks: Sequence[int], wait: RoomWait) -> Outcome:
+        waits.append(wait)
+        return append(job, chunks, wait)
+
+    monkeypatch.setattr(appender, "store", counted)
+    engine = Engine()
+    with ns.attach(engine.kv, ring_bytes=2 * LAYOUT.page_bytes) as io:
+        for first in (0, 8 * PAGE):
+            result = io.save(ns.plan_save(prompt(8, first)), blocks(8), deadline=LATE).wait(SECONDS)
+            assert result is not None and result.pages == 8
+    assert len(waits) > 4 and len({id(wait) for wait in waits}) == 2
+
+
 @pytest.mark.parametrize("first", [0, 1, PAGE - 1, PAGE, 2 * PAGE + 5, 4 * PAGE])
 def test_only_the_tokens_from_first_token_on(ns: kvfs.Namespace, first: int) -> None:
     engine, other = saved(ns, 4), Engine(seed=None)
@@ -358,7 +381,7 @@ def test_cancel_at_every_step_leaks_nothing(
     engine, log = Engine(seed=None), Log()
     with ns.attach(engine.kv, threads=2) as io:
         t, go_on = stalled(where, io, ns, files, monkeypatch, log)
-        moving = where.split()[1] in ("copying", "writing", "loading", "scattering")
+        moving = where.split()[1] in ("copying", "writing", "scattering")  # a read moves no byte of the engine
         assert t.cancel(0.0) is not moving
         if moving:
             assert not t.done.is_set()
@@ -779,7 +802,7 @@ def test_opaque_pages_are_not_saved_through_a_plan_of_tokens(store: kvfs.Store) 
     hashes = tuple(bytes([n]) * 32 for n in range(4))
     plan = kvfs.SavePlan(4, hashes, {"opaque": (0, 1, 2, 3)}, ns.identity.digest)
     kv = kvfs.describe(layout.group("opaque"), np.zeros((1, 4, 300), "uint8"), "layer,slot,dim")
-    with ns.attach(kv) as io, pytest.raises(ConfigError, match="put_keys"):
+    with ns.attach(kv) as io, pytest.raises(ConfigError, match=r"ns\.prompt\(keys="):
         io.save(plan, [0, 1, 2, 3])
 
 

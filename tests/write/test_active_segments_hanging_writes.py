@@ -205,6 +205,7 @@ def test_an_import_says_that_a_write_hangs(store_path: Path, tmp_path: Path, fil
 def test_access_times_that_hang_block_no_lookup_and_no_close(store_path: Path, files: Hanging) -> None:
     """A get wrote its access times under a lock that every lookup, the end of a save and the close need."""
     store = kvfs.open(store_path, capacity="64MiB", files=files)
+    store._shared.background.stop()
     ns, tokens = store.namespace("m", tiny(), "1"), tokens_of(1, 4)
     assert put(ns, 1).stored == 4
 
@@ -212,7 +213,9 @@ def test_access_times_that_hang_block_no_lookup_and_no_close(store_path: Path, f
         with ns.match(tokens) as match:
             ns.get(match, bytearray(match.nbytes))
 
-    hanging = threading.Thread(target=get, name="hangs", daemon=True)
+    get()
+    # as the background does
+    hanging = threading.Thread(target=store._shared.c.access_times.flush, name="hangs", daemon=True)
     hanging.start()
     assert files.hangs.wait(SECONDS)
     for call in (get, lambda: put(ns, 2), lambda: store.gc(0), store.close):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,3 +145,45 @@ def test_a_close_at_level_batch_syncs_what_was_put_since_the_last_sync(memory_pa
     with opened(memory_path, "batch") as (_, ns, files):
         put(ns, 1)
     assert files.calls["fdatasync"] == 1
+
+
+DIES = """
+import os, sys
+import kvfs
+from tests.stores import tiny
+from tests.write.test_active_segments_sync import put
+store = kvfs.open(sys.argv[1], capacity="16MiB", sync="batch")
+store._shared.background.stop()
+assert put(store.namespace("m", tiny(), revision="r1"), 1).stored == 4
+os._exit(0)
+"""
+
+
+def put_and_die(path: Path) -> None:
+    """Another process stores a prompt, and dies before its background syncs."""
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", DIES, str(path / "store")]
+    subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": root}, check=True, timeout=60)
+
+
+def test_at_level_batch_the_segment_of_a_dead_process_is_synced_once(memory_path: Path) -> None:
+    """No rebuild does it while this process keeps the index in use, and a put skips its pages."""
+    with opened(memory_path, "batch") as (store, ns, files):
+        assert store.wait_ready()
+        put_and_die(memory_path)
+        assert put(ns, 1).skipped == CHUNKS
+        store._shared.services().sync()
+        assert files.calls["fdatasync"] == 1
+        store._shared.services().sync()
+        assert files.calls["fdatasync"] == 1 and served(ns, 1)
+
+
+def test_at_level_batch_what_cannot_be_synced_for_a_dead_process_is_dropped(memory_path: Path) -> None:
+    with opened(memory_path, "batch") as (store, ns, files):
+        assert store.wait_ready()
+        put_and_die(memory_path)
+        files.arm(Fault(1, "fdatasync", error=errno.EIO))
+        store._shared.services().sync()
+        assert not served(ns, 1) and counters(store)["sync_errors"] == 1
+        files.arm()
+        assert put(ns, 1).stored == CHUNKS and served(ns, 1)

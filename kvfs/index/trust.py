@@ -1,11 +1,12 @@
-"""Files of an index generation other than LMDB's tables: ``state``, and blocks allocated ahead of the index file's end.
+"""When an index generation is trusted after a restart or a crash: its file ``state``, and what is compared with it.
 
-``state`` says for which boot, device and inode a generation was made dirty, or that it was closed cleanly.
+``state`` says for which boot, device and inode a generation was made dirty, or that it was closed cleanly. A
+generation is trusted if it was closed cleanly, or if it is dirty, of this boot, on the same device and inode, and
+another process uses it now.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -19,7 +20,6 @@ from kvfs.system.files import SHORT_OF, Files
 
 CHECKED_BYTES_MAX = 256 << 20  # of an index with a checksum: that much is read in about 0.1 s from the page cache
 PIECE_BYTES = 1 << 20  # read at once for a checksum
-SLACK_BYTES = 8 << 20  # allocated ahead, for the commits of an eviction on a full disk
 
 
 class State(NamedTuple):
@@ -79,18 +79,29 @@ def write_state(directory: Directory, state: State) -> None:
             directory.files.fsync(fd)
 
 
-def keep_slack(directory: Directory, generation: str, map_size: int) -> None:
-    """Allocate blocks ahead of the index file's end, so that eviction can commit on a full disk.
+def trusted_state(directory: Directory, name: str, fd: int, *, alone: bool, boot: str) -> State:
+    """The state of the generation ``name`` with the open index file ``fd``; OSError if it must not be trusted.
 
-    Up to SLACK_BYTES behind the end of a generation's file. OSError if the disk has no room.
+    ``alone``: no other process uses the generation.
     """
-    files = directory.files
-    folder = files.open(generation, os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory.sub("index"))
-    with contextlib.ExitStack() as stack:
-        stack.callback(files.close, folder)
-        fd = files.open("data.mdb", os.O_RDWR, dir_fd=folder)
-        stack.callback(files.close, fd)
-        st = files.fstat(fd)
-        wanted = min(map_size, st.st_size + SLACK_BYTES)
-        if st.st_blocks * 512 < min(wanted, st.st_size + SLACK_BYTES // 2):
-            files.fallocate(fd, 0, wanted, keep_size=True)
+    data = directory.files.fstat(fd)
+    state = read_state(directory)
+    same = state is not None and (state.generation, state.device, state.inode) == (name, data.st_dev, data.st_ino)
+    same = same and data.st_nlink == 1  # two names: a copy by hard links
+    if not same or state is None or not (state.clean or (not alone and state.boot == boot)):
+        raise OSError("dirty index of another boot or of dead processes")
+    return state
+
+
+def trust_version(directory: Directory) -> tuple[object, ...]:
+    """Changes whenever the answer to whether an index may be trusted can change."""
+    return file_version(directory, "CURRENT", directory.sub("index")), file_version(directory, "state", directory.root)
+
+
+def file_version(directory: Directory, name: str, folder: int) -> tuple[int, ...] | None:
+    """Identity of a small file that is only ever replaced; None if there is none."""
+    try:
+        st = directory.files.stat(name, dir_fd=folder)
+    except OSError:
+        return None
+    return st.st_dev, st.st_ino, st.st_mtime_ns, st.st_ctime_ns

@@ -1,5 +1,4 @@
-"""For tests of kvfs and of code that uses it: a file system with injected faults, a clock that the test sets, and bytes
-that every process can check.
+"""A file system with injected faults, a clock that the test sets, and bytes that every process can check.
 
 >>> files = FaultyFiles(Fault(nth=3, kind="pwritev", error=errno.ENOSPC))   # the third write finds a full disk
 >>> store = kvfs.open(path, capacity="16MiB", files=files)                  # doctest: +SKIP

@@ -1,0 +1,168 @@
+"""The event log: bounded, torn lines skipped, no fault raises, and what operators do is in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.directory.event_log import EventLog
+from kvfs.directory.root import Directory
+from kvfs.system.files import Files
+from kvfs.testing import Fault, FaultyFiles
+from tests.stores import TINY_BYTES, run_child, seeded, tiny, tokens_of
+
+
+@pytest.fixture
+def path(store_path: Path) -> Path:
+    with kvfs.open(store_path, capacity="64MiB", counted=False):
+        pass
+    return store_path
+
+
+def log_of(path: Path, files: Files | None = None, *, read_only: bool = False) -> EventLog:
+    return EventLog(Directory(str(path), files or Files(), read_only=read_only))
+
+
+def seen(path: Path) -> list[tuple[str, dict[str, object]]]:
+    return [(event.what, event.details) for event in log_of(path, read_only=True).read()]
+
+
+def test_events_are_read_in_the_order_in_which_they_happened(path: Path) -> None:
+    log = log_of(path)
+    log.add("purged", pages=3, namespace="alpha")
+    log.add("gc")
+    (first, second) = log.read()
+    assert (first.what, first.details, first.pid) == ("purged", {"pages": 3, "namespace": "alpha"}, os.getpid())
+    assert second.what == "gc" and first.at_us <= second.at_us
+
+
+def test_the_log_is_bounded_and_keeps_the_newest(path: Path) -> None:
+    log = EventLog(Directory(str(path), Files(), read_only=False), 2000)
+    for n in range(100):
+        log.add("gc", count=n)
+    numbers = [details["count"] for _, details in seen(path)]
+    assert 10 < len(numbers) <= 44 and numbers == list(range(100 - len(numbers), 100))
+    assert sum(f.stat().st_size for f in (path / "run").glob("events*")) <= 4000
+
+
+def test_long_details_are_cut_and_a_line_that_is_too_long_is_left_out(path: Path) -> None:
+    log = log_of(path)
+    log.add("pinned", name="x" * 5000)
+    log.add("settings changed", **{f"key{n}": "x" * 300 for n in range(50)})
+    assert seen(path) == [("pinned", {"name": "x" * 256})]
+
+
+def test_a_torn_line_costs_only_itself(path: Path) -> None:
+    log = log_of(path)
+    log.add("gc", count=1)
+    with (path / "run" / "events").open("ab") as file:
+        file.write(b'{"at_us": 5, "what": "torn", "pid"')
+    log.add("gc", count=2)
+    assert seen(path) == [("gc", {"count": 1}), ("gc", {"count": 2})]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff" * 40, b"{}", b"[1]", b'{"at_us": 1, "what": 2, "pid": 3, "command": "", "details": {}}', b"[" * 100_000,
+     b'{"at_us": 1, "what": "x", "pid": 3, "command": "", "details": {"a": []}}'],
+)  # fmt: skip
+def test_garbage_is_no_event(path: Path, line: bytes) -> None:
+    (path / "run" / "events").write_bytes(line + b"\n")
+    assert seen(path) == []
+    log_of(path).add("gc")
+    assert seen(path) == [("gc", {})]
+
+
+@pytest.mark.parametrize("kind", ["open", "pwritev", "preadv", "flock", "fstat", "rename"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_no_fault_raises(path: Path, kind: str, nth: int) -> None:
+    files = FaultyFiles()
+    log = EventLog(Directory(str(path), files, read_only=False), 300)
+    files.arm(Fault(nth=files.calls[kind] + nth, kind=kind, action="error", error=errno.EIO))
+    for n in range(4):
+        log.add("gc", count=n)
+        list(log.read())
+    files.arm()
+    log.add("gc", count=9)
+    assert seen(path)[-1] == ("gc", {"count": 9})
+
+
+def test_a_process_that_is_stopped_with_the_lock_keeps_no_other_waiting(path: Path) -> None:
+    log = log_of(path)
+    log.add("gc", count=1)
+    with (path / "run" / "events").open("rb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        log.add("gc", count=2)
+        assert seen(path) == [("gc", {"count": 1})]
+    log.add("gc", count=3)
+    assert seen(path)[-1] == ("gc", {"count": 3})
+
+
+def test_processes_that_add_at_once_tear_no_line(path: Path) -> None:
+    def add() -> None:
+        log = log_of(path)
+        for n in range(50):
+            log.add(f"of {os.getpid()}", count=n)
+
+    threads = [threading.Thread(target=run_child, args=(add,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    files = [path / "run" / name for name in ("events.1", "events")]  # the longer the lines, the sooner it is full
+    data = [file.read_bytes() for file in files if file.exists()]
+    assert all(each.endswith(b"\n") for each in data)
+    assert len(seen(path)) == sum(each.count(b"\n") for each in data) > 50
+
+
+def test_a_reader_writes_nothing(path: Path) -> None:
+    log_of(path, read_only=True).add("gc")
+    assert not (path / "run" / "events").exists()
+
+
+def test_what_an_operator_does_is_in_the_log(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        ns = store.namespace("alpha", tiny(), "9213176")
+        ns.put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
+        store.pin("system", ns, tokens_of(1, 4))
+        store.unpin("system")
+        store.unpin("system")
+        store.purge(ns)
+        store.gc(0)
+        events = {event.what: event.details for event in store.events()}
+        assert [event.what for event in store.events()].count("unpinned") == 1
+    assert events["pinned"] == {"name": "system", "tokens": 64} and events["unpinned"] == {"name": "system"}
+    assert events["purged"]["pages"] == 8, "the pages and their pinned copies"
+    assert events["purged"]["namespace"] == ns.identity.digest.hex()
+    assert "segments_dropped" in events["gc"]
+
+
+def test_faults_and_evictions_are_noted_once_with_their_number(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        counters = store._shared.c.counters
+        counters.add("pages_corrupt", 3)
+        store._shared._note_counts()
+        store._shared._note_counts()
+        counters.add("segments_evicted", 2)
+    assert [e for e in seen(store_path) if e[0] != "index rebuilt"] == [
+        ("pages damaged", {"count": 3}), ("segments evicted", {"count": 2})
+    ]  # fmt: skip
+
+
+def test_a_change_of_settings_is_noted_by_one_process(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB") as store:
+        shared = store._shared
+        before = shared.c.settings
+        now = replace(before, capacity_bytes=before.capacity_bytes * 2)
+        shared._note_settings(before, now)
+        shared._note_settings(before, now)
+        shared._note_settings(before, before)
+    changed = [details for what, details in seen(store_path) if what == "settings changed"]
+    assert changed == [{"capacity_bytes": f"{64 << 20} -> {128 << 20}"}]

@@ -1,0 +1,143 @@
+"""A disk that hangs ends no call of an operator by itself: each has a deadline, and goes on when the disk answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.errors import StoreLockedError
+from kvfs.system import worker
+from kvfs.system.files import Files
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+
+CHUNKS = 4
+TOKENS, PAGES = tokens_of(1, CHUNKS), seeded(1, CHUNKS * TINY_BYTES)
+KINDS = ("open", "listdir", "preadv", "pwritev", "stat", "rename", "unlink", "fsync")
+
+
+class HangingFiles(Files):
+    """A disk that answers no call of an operator's thread while it hangs."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+
+
+def _waiting(kind: str) -> Callable[..., Any]:
+    def call(self: HangingFiles, *args: Any, **how: Any) -> Any:
+        if threading.current_thread().name == "kvfs-call":
+            self.answers.wait(60)
+        return getattr(Files, kind)(self, *args, **how)
+
+    return call
+
+
+for _kind in KINDS:
+    setattr(HangingFiles, _kind, _waiting(_kind))
+
+CALLS: dict[str, Callable[[kvfs.Store, kvfs.Namespace], object]] = {
+    "pin": lambda store, ns: store.pin("prompt", ns, TOKENS),
+    "unpin": lambda store, ns: store.unpin("another"),
+    "pins": lambda store, ns: store.pins(),
+    "purge": lambda store, ns: store.purge(ns),
+    "gc": lambda store, ns: store.gc(0),
+    "namespaces": lambda store, ns: store.catalog.namespaces(),
+    "prefixes": lambda store, ns: store.catalog.prefixes(store.catalog.described()[0]),
+    "pages": lambda store, ns: store.catalog.find_pages(ns.chunk_hashes(TOKENS)[0].hex()),
+}
+
+
+@pytest.fixture
+def files() -> Iterator[HangingFiles]:
+    made = HangingFiles()
+    yield made
+    made.answers.set()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_ends_although_its_disk_hangs(
+    memory_path: Path, files: HangingFiles, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """``pin`` and ``purge`` ended when the disk answered, after 40 and 30 s."""
+    monkeypatch.setattr(worker, "HUNG_SECONDS", 0.3)
+    with kvfs.open(memory_path / "store", capacity="32MiB", files=files) as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        assert ns.put(TOKENS, PAGES).stored == CHUNKS
+        store.pin("kept", ns, tokens_of(1, 1))
+        if name in ("purge", "gc"):
+            store.unpin("kept")
+        files.answers.clear()
+        with pytest.raises(StoreLockedError, match="the disk has not answered"):
+            CALLS[name](store, ns)
+        assert restored(ns, TOKENS) == PAGES, "inference goes on"
+        assert ns.new_epoch().identity.epoch
+        files.answers.set()
+        end = time.monotonic() + 60
+        while True:
+            try:
+                CALLS[name](store, ns)
+                break
+            except StoreLockedError:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        assert store.verify().ok
+
+
+FIGURES: dict[str, Callable[[kvfs.Store], object]] = {
+    "stats": lambda store: {key: store.stats()[key] for key in ("totals", "processes", "pinned_bytes")},  # type: ignore[literal-required]
+    "processes": lambda store: [process.owner for process in store.processes()],
+    "namespace_counts": lambda store: store.namespace_counts(),
+    "events": lambda store: store.events(),
+}
+
+
+class FrozenFiles(HangingFiles):
+    """The same, and the caller must not ask the disk itself."""
+
+
+def _refusing(kind: str) -> Callable[..., Any]:
+    def call(self: FrozenFiles, *args: Any, **how: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and not self.answers.is_set():
+            pytest.fail(f"the caller waits for {kind} of a disk that hangs")
+        return getattr(HangingFiles, kind)(self, *args, **how)
+
+    return call
+
+
+for _kind in KINDS:
+    setattr(FrozenFiles, _kind, _refusing(_kind))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_are_as_of_the_last_call_while_the_disk_hangs(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """``stats`` ended when the disk answered, after 28 s."""
+    monkeypatch.setattr(worker, "FIGURES_SECONDS", 0.3)
+    files = FrozenFiles()
+    with kvfs.open(memory_path / "store", capacity="32MiB", files=files) as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        assert ns.put(TOKENS, PAGES).stored == CHUNKS
+        counters = store._shared.c.counters
+        store._shared.c.shared_counters.add(counters.snapshot(), counters.by_namespace())
+        store._shared.c.events.add("gc", segments=1)
+        last = FIGURES[name](store)
+        assert last
+        files.answers.clear()
+        try:
+            for _ in range(3):  # those after the first one come at once
+                assert FIGURES[name](store) == last
+            assert [one.name for one in threading.enumerate()].count("kvfs-call") == 1, "threads pile up"
+        finally:
+            files.answers.set()
+        store._shared.c.events.add("gc", segments=2)
+        end = time.monotonic() + 60
+        while name == "events" and FIGURES[name](store) == last:
+            assert time.monotonic() < end
+            time.sleep(0.01)
