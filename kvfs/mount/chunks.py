@@ -1,0 +1,252 @@
+"""Contents of files as pages of the store: saving, loading, and asking whether all of a file is there.
+
+A page is named by the SHA-256 of its bytes, so equal pages of any files are stored once. All sizes of pages share one
+namespace name, FILES, whose quota in kvfs.toml bounds what files take together.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeAlias
+
+from kvfs.mount import cells
+from kvfs.mount.manifest import FILE_BYTES_MAX, PAGE_BYTES, Manifest, Piece
+from kvfs.mount.spool import Spool, SpoolFile
+from kvfs.namespace import Namespace
+from kvfs.pages.layout import PageLayout
+from kvfs.store import Store
+from kvfs.system.files import Files
+
+FILES = "files"  # name of the namespaces
+REVISION = "format-1"
+BATCH_PAGES = 128  # of one put or get: 8 MiB
+BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
+LOADERS = 4  # batches that are loaded at once, of all files
+SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
+IN_FLIGHT_SECONDS = 10.0  # longest wait for pages that another process is writing; its claims end after five
+POLL_SECONDS = 0.05
+_PAGE_TOKENS = 16  # opaque pages have no tokens; the smallest number that a layout may have
+
+#: What a decline means to a program that writes a file.
+_ERRNO = {"space": errno.ENOSPC, "gap": errno.ENOSPC, "read-only": errno.EROFS, "disabled": errno.EROFS}
+
+
+class ContentGoneError(Exception):
+    """Pages of the file are not in the store any more."""
+
+
+class Chunks:
+    """The pages of files in one store. Thread-safe."""
+
+    def __init__(self, store: Store, spool: Spool) -> None:
+        self._store = store
+        self._spool = spool
+        self._clock = Files()
+        self._spaces: dict[int, Namespace] = {}
+        self._loaders = ThreadPoolExecutor(LOADERS, "kvfs-mount-load")  # its threads start with the first load
+        self._local = threading.local()
+
+    def _space(self, page_bytes: int) -> Namespace:
+        space = self._spaces.get(page_bytes)
+        if space is None:
+            layout = PageLayout.opaque(page_bytes, _PAGE_TOKENS)
+            space = self._spaces.setdefault(page_bytes, self._store.namespace(FILES, layout, REVISION))
+        return space
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save(self, file: SpoolFile) -> Manifest:
+        """Store the content of a file. OSError, ENOSPC if the store cannot hold all of it.
+
+        When it returns, every page is published; at sync level "sync" it is on the disk.
+        """
+        if file.size > FILE_BYTES_MAX:
+            raise OSError(errno.EFBIG, f"{file.size} bytes: at most {FILE_BYTES_MAX} fit into a manifest")
+        plan = cells.plan(file.size, lambda at, nbytes: os.pread(file.fd, nbytes, at))
+        for _ in range(SAVE_TRIES):
+            manifest = self._store_all(file, plan)
+            if self.find(manifest) is not None:
+                return manifest
+        raise OSError(errno.ENOSPC, "the store cannot hold the file next to what else is written")
+
+    def _store_all(self, file: SpoolFile, plan: cells.Plan) -> Manifest:
+        keys: list[bytes] = []
+        seen: set[bytes] = set()
+        parts = _in_stream_order(plan.pieces)
+        for batch, size in _batches(file, parts, plan.whole_pages, plan.last_bytes, plan.last_page):
+            names = [hashlib.sha256(batch[at : at + size]).digest() for at in range(0, len(batch), size)]
+            self._put(size, names, batch, seen)
+            keys += names
+        return Manifest(file.size, plan.pieces, tuple(keys), plan.last_bytes, plan.last_page).checked()
+
+    def _put(self, size: int, names: Sequence[bytes], data: memoryview, seen: set[bytes]) -> None:
+        """Store the pages that are missing; the others count as used. A page that occurs twice is offered once.
+
+        Pages that are there are not offered: a put would give them its access time, and eviction would take them and
+        the new ones for one prompt with gaps.
+        """
+        space = self._space(size)
+        there = [name for name, stored in zip(names, space.present_keys(names), strict=True) if stored]
+        if there:
+            with space.match_keys(there) as match:
+                space.touch(match)
+        seen.update(there)
+        fresh = [name not in seen and not seen.add(name) for name in names]  # type: ignore[func-returns-value]
+        first = 0
+        while first < len(names):
+            if not fresh[first]:
+                first += 1
+                continue
+            end = first
+            while end < len(names) and fresh[end]:
+                end += 1
+            self._put_run(size, names[first:end], data[first * size : end * size])
+            first = end
+
+    def _put_run(self, size: int, names: Sequence[bytes], data: memoryview) -> None:
+        deadline = self._clock.monotonic() + IN_FLIGHT_SECONDS
+        while True:
+            done = self._space(size).put_keys(names, data)
+            if done.declined:
+                raise OSError(_ERRNO.get(done.reason, errno.EIO), f"the store declines: {done.reason}")
+            if not done.in_flight:
+                return
+            if self._clock.monotonic() >= deadline:
+                raise OSError(errno.EIO, "another process does not finish writing the same pages")
+            self._clock.sleep(POLL_SECONDS)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the threads that load."""
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    def load(self, manifest: Manifest) -> SpoolFile:
+        """A copy of a file, every page of it verified. ContentGoneError; OSError EIO if a page is damaged."""
+        file = self._spool.create(manifest.size)
+        spots = _Spots(manifest.pieces)
+        try:
+            self._spool.truncate(file, manifest.size)
+            batches = [(file, spots, *run) for run in _runs(manifest)]
+            if len(batches) == 1:
+                self._load_batch(batches[0], manifest.size)
+            else:  # reads from a disk next to each other, and next to the writes of others
+                waiting = [self._loaders.submit(self._load_batch, batch, manifest.size) for batch in batches]
+                try:
+                    for future in waiting:
+                        future.result()
+                finally:
+                    for future in waiting:
+                        future.cancel()
+                    wait(waiting)  # none may write to the file after it is released
+        except BaseException:
+            self._spool.release(file)
+            raise
+        return file
+
+    def _load_batch(self, batch: _Batch, file_bytes: int) -> None:
+        file, spots, at, size, keys = batch
+        with self._space(size).match_keys(keys) as match:
+            if match.chunks < len(keys):
+                raise ContentGoneError
+            buffer = self._buffer()
+            loaded = self._space(size).get(match, buffer)
+            self._space(size).touch(match)
+        if loaded < len(keys):
+            raise OSError(errno.EIO, "a page of the file does not verify")
+        for offset, begin, end in spots.cut(at, min(len(keys) * size, file_bytes - at)):
+            self._spool.write(file, buffer[begin:end], offset)
+
+    def _buffer(self) -> memoryview:
+        """Memory for a batch, of the calling thread."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = memoryview(bytearray(BATCH_BYTES))
+        return buffer
+
+    def find(self, manifest: Manifest, *, touch: bool = False) -> frozenset[bytes] | None:
+        """Ids of the segments that hold a file; None if some of it is missing. ``touch``: it counts as used."""
+        segments: set[bytes] = set()
+        for _, size, keys in _runs(manifest):
+            space = self._space(size)
+            with space.match_keys(keys) as match:
+                if match.chunks < len(keys):
+                    return None
+                segments.update(match.segments.values())
+                if touch:
+                    space.touch(match)
+        return frozenset(segments)
+
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        """Whether a page that is not found is really missing: not while the index is being rebuilt."""
+        return self._store.wait_ready(seconds)
+
+
+def _runs(manifest: Manifest) -> Iterator[tuple[int, int, tuple[bytes, ...]]]:
+    """(place in the stream, size of a page, keys) of each batch, in stream order."""
+    whole = manifest.whole_pages
+    for first in range(0, whole, BATCH_PAGES):
+        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first : min(whole, first + BATCH_PAGES)]
+    if manifest.last_page:
+        yield whole * PAGE_BYTES, manifest.last_page, manifest.keys[whole:]
+
+
+def _in_stream_order(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+    """(offset in the stream, offset in the file, bytes) of each piece."""
+    found, at = [], 0
+    for piece in pieces:
+        found.append((piece.at, at, piece.nbytes))
+        at += piece.nbytes
+    return sorted(found)
+
+
+#: File, where its bytes belong, place in the stream, size of a page, keys of the pages.
+_Batch: TypeAlias = "tuple[SpoolFile, _Spots, int, int, tuple[bytes, ...]]"
+
+
+class _Spots:
+    """Where bytes of the stream belong in the file."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._parts = _in_stream_order(pieces)
+
+    def cut(self, at: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(offset in the file, begin, end) of the parts of stream bytes [at, at + nbytes), relative to ``at``."""
+        for stream, offset, length in self._parts:
+            begin, end = max(at, stream), min(at + nbytes, stream + length)
+            if begin < end:
+                yield offset + begin - stream, begin - at, end - at
+
+
+def _batches(
+    file: SpoolFile, parts: Sequence[tuple[int, int, int]], whole: int, last_bytes: int, last_page: int
+) -> Iterator[tuple[memoryview, int]]:
+    """(whole pages in stream order, their size), BATCH_PAGES at a time, then the last page, filled up with zeros.
+
+    The buffer is used again for the next batch. OSError EIO if the file ends early.
+    """
+    buffer = memoryview(bytearray(BATCH_BYTES))
+    stream = whole * PAGE_BYTES
+    for at in [*range(0, stream, len(buffer)), *([stream] if last_page else [])]:
+        last = at == stream
+        nbytes = last_bytes if last else min(len(buffer), stream - at)
+        for begin, offset, length in parts:
+            first, end = max(at, begin), min(at + nbytes, begin + length)
+            if first < end:
+                _read_exactly(file.fd, buffer[first - at : end - at], offset + first - begin)
+        if last:
+            buffer[nbytes:last_page] = bytes(last_page - nbytes)
+        yield (buffer[:last_page], last_page) if last else (buffer[:nbytes], PAGE_BYTES)
+
+
+def _read_exactly(fd: int, target: memoryview, offset: int) -> None:
+    while target:
+        n = os.preadv(fd, [target], offset)
+        if not n:
+            raise OSError(errno.EIO, "the file ends early")
+        target, offset = target[n:], offset + n
