@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -38,7 +38,11 @@ class App:
     @property
     def path(self) -> str:
         """-C, else $KVFS_DIR, else kvfs in the cache directory of the user."""
-        return self._path or os.environ.get("KVFS_DIR") or default_path()
+        if self._path or os.environ.get("KVFS_DIR"):
+            return self._path or os.environ["KVFS_DIR"]
+        from kvfs.directory.config import default_path
+
+        return default_path()
 
     @path.setter
     def path(self, value: str) -> None:
@@ -97,23 +101,40 @@ class App:
         )
 
     def no_store(self) -> Exception:
-        from kvfs.errors import StoreNotFoundError
+        """What to do depends on what the path is: `init` makes a store only where it destroys nothing."""
+        from kvfs.directory.root import check_free
+        from kvfs.errors import FormatError, KvfsError, StoreNotFoundError
+        from kvfs.system.files import Files
 
+        path, other = self.path, "name another with -C or $KVFS_DIR"
+        if os.path.lexists(path) and not os.path.isdir(path):
+            return StoreNotFoundError(f"{path} is a file, and a store is a directory: {other}")
+        try:
+            check_free(path, Files())
+        except FormatError:  # files that are not kvfs's
+            inner = os.path.join(path, "kvfs")
+            return StoreNotFoundError(
+                f"no store at {path}, which holds other files: {other}, or make one in a directory of its own with "
+                f"`kvfs -C {inner} init --capacity 200GiB`"
+            )
+        except StoreNotFoundError:
+            pass
+        except (KvfsError, OSError) as exc:
+            return StoreNotFoundError(f"no store at {path} ({exc}): {other}")
         return StoreNotFoundError(
-            f"no store at {self.path}: make one with `kvfs -C {self.path} init --capacity 200GiB`, or name another "
-            "with -C or $KVFS_DIR"
+            f"no store at {path}: make one with `kvfs -C {path} init --capacity 200GiB`, or {other}"
         )
 
     def namespace(self, store: Store, ref: str | None) -> Namespace:
         """The namespace that ``ref`` names; without ``ref``, the only namespace of the store."""
-        from kvfs.catalog.catalog import identity_of
+        from kvfs.catalog.catalog import identity_of, listed
         from kvfs.errors import ConfigError
 
         if ref is None:
             known = store.catalog.described()
             if len(known) != 1:
                 often = Counter(d.name for d in known)
-                names = ", ".join(d.name if often[d.name] == 1 else d.label for d in known[:8]) or "none"
+                names = listed(d.name if often[d.name] == 1 else d.label for d in known)
                 raise ConfigError(f"name a namespace with -n: this store has {names}")
             described = known[0]
         else:
@@ -131,10 +152,6 @@ def _rebuilt(store: Store) -> bool:
         if now >= min(end, silent):
             return False
     return True
-
-
-def default_path() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvfs")
 
 
 def _app(ctx: click.Context) -> App:
@@ -163,17 +180,72 @@ def _set_read_only(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         _app(ctx).read_only = True
 
 
+def _set_whole(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        _app(ctx).out.truncate = False
+
+
+def _directories(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[Any]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="dir")]
+
+
+#: Names of the options of ``common``, which a help lists below those of the command.
+COMMON = ("store", "json", "quiet", "no_truncate", "read_only")
+
+
 def common(function: F) -> F:
     """The options that every command takes, before or after its name."""
     shared: dict[str, Any] = {"expose_value": False, "is_eager": True}
     for option in (
         click.option("--read-only", is_flag=True, callback=_set_read_only, help="Change nothing.", **shared),
+        click.option("--no-truncate", is_flag=True, callback=_set_whole, help="Print wide tables in full.", **shared),
         click.option("-q", "--quiet", is_flag=True, callback=_set_quiet, help="Print ids only.", **shared),
         click.option("--json", is_flag=True, callback=_set_json, help="Print JSON.", **shared),
-        click.option("-C", "--store", metavar="PATH", callback=_set_path, help="The store.", **shared),
-    ):
+        click.option(
+            "-C", "--store", metavar="PATH", callback=_set_path, help="The store.", shell_complete=_directories,
+            **shared,
+        ),
+    ):  # fmt: skip
         function = option(function)
     return function
+
+
+class Command(click.Command):
+    """Shows its ``examples``, command lines, and the options of ``common`` below its own."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own, shared = list[tuple[str, str]](), list[tuple[str, str]]()
+        for param in self.get_params(ctx):
+            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
+            if record is not None:
+                is_shared = param.name in COMMON or param is self.get_help_option(ctx)
+                (shared if is_shared else own).append(record)
+        for title, records in (("Options", own), ("Common options", shared)):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+
+class CommandGroup(Command, click.Group):
+    """A command with subcommands."""
+
+    command_class = Command
+
+
+#: A file in an argument or option: shells complete its name, and the command says what is wrong with it.
+FILE = click.Path(readable=False, allow_dash=True)
 
 
 def namespace_option(function: F) -> F:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import EXIT_PROBLEMS, App, common, complete_namespaces, namespace_option
+from kvfs.cli.app import EXIT_PROBLEMS, FILE, App, Command, common, complete_namespaces, namespace_option
 from kvfs.cli.output import shown
 from kvfs.cli.prompts import FORMATS, need_prompt, read_prompt, tokenizer_option
 
@@ -16,12 +16,23 @@ PROBLEMS_SHOWN = 20  # lines; --json has all
 KINDS = ("bundle", "safetensors")  # of the file that export writes
 
 
-@click.command("export")
-@click.argument("file", metavar="FILE")
+@click.command(
+    "export",
+    cls=Command,
+    examples=(
+        "kvfs export all.tar chat code",
+        "kvfs export one.tar 46dddbe18fda",
+        "kvfs export one.tar --prompt prompt.ids -n chat",
+        "kvfs export chat.safetensors 46dddbe18fda --format safetensors",
+    ),
+)
+@click.argument("file", metavar="FILE", type=FILE)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...", shell_complete=complete_namespaces)
-@click.option("--prompt", metavar="FILE", help="Only the stored part of this prompt; with -n.")
+@click.option("--prompt", type=FILE, metavar="FILE", help="Only the stored part of this prompt; with -n.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--key-file", metavar="FILE", help="Sign the bundle for stores whose bundle_key is the same file.")
+@click.option(
+    "--key-file", type=FILE, metavar="FILE", help="Sign the bundle for stores whose bundle_key is the same file."
+)
 @namespace_option
 @click.option(
     "--format",
@@ -38,16 +49,19 @@ def export_command(
     app: App, file: str, targets: tuple[str, ...], prompt: str | None, force: bool, key_file: str | None,
     ref: str | None, formats: tuple[str, ...], tokenizer: str | None,
 ) -> None:  # fmt: skip
-    """Write namespaces, or the stored part of one prompt, to FILE.
+    """Write namespaces, prefixes, or the stored part of one prompt, to FILE.
 
-    Every page is verified. A bundle is for `kvfs import`; the digest that is printed identifies it. A safetensors file
-    is for other tools: tensors of one prompt, or of one prefix (TARGET is then an id of `kvfs ls NAMESPACE`).
+    TARGET is a namespace, or the id of a prefix from `kvfs ls NAMESPACE`. Every page is verified. A bundle is for
+    `kvfs import`; the digest that is printed identifies it. A safetensors file is for other tools: tensors of one
+    prompt or one prefix.
     """
     from kvfs.errors import ConfigError
 
     kind, how = _sort_out(formats)
     if bool(targets) == (prompt is not None):
-        raise click.UsageError("nothing to export, or too much at once: give namespaces, or --prompt FILE with -n")
+        raise click.UsageError(
+            "nothing to export, or too much at once: give namespaces or prefixes, or --prompt FILE with -n"
+        )
     need_prompt(prompt, ref, how, tokenizer)
     if file == "-":
         raise click.UsageError(
@@ -104,7 +118,7 @@ def _export_tensors(
 
 
 def _export_bundle(
-    app: App, bundle: str, namespaces: tuple[str, ...], ids: Sequence[int] | None, prompt: str | None, ref: str | None,
+    app: App, bundle: str, targets: tuple[str, ...], ids: Sequence[int] | None, prompt: str | None, ref: str | None,
     key_file: str | None,
 ) -> None:  # fmt: skip
     from kvfs.errors import ConfigError
@@ -115,7 +129,8 @@ def _export_bundle(
             if match is not None and not match.tokens:
                 raise ConfigError(f"nothing of {prompt} is stored: kvfs match shows what is")
             progress = shown(app.out, "exporting", _pages)
-            done = store.export(bundle, namespaces, match=match, key_file=key_file, progress=progress)
+            spaces, prefixes = store.catalog.sort_out(targets)
+            done = store.export(bundle, spaces, prefixes=prefixes, match=match, key_file=key_file, progress=progress)
         finally:
             if match is not None:
                 match.close()
@@ -133,8 +148,12 @@ def _export_bundle(
     app.out.result(data, lines, [done.digest])
 
 
-@click.command("import")
-@click.argument("bundle", metavar="BUNDLE")
+@click.command(
+    "import",
+    cls=Command,
+    examples=("kvfs import all.tar", "kvfs import all.tar -n chat", "kvfs import all.tar --digest 2b11807b3c4401ba"),
+)
+@click.argument("bundle", metavar="BUNDLE", type=FILE)
 @click.option("-n", "--namespace", "namespaces", metavar="NAME", multiple=True, help="Only the pages of NAME.")
 @click.option("--digest", metavar="HEX", help="Refuse any other bundle: 16 digits or more of what export showed.")
 @click.option("--partial", is_flag=True, help="Store the pages of a damaged bundle that verify. Exit code 3.")

@@ -8,23 +8,53 @@ from collections.abc import Iterable, Iterator
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import App, common
+from kvfs.cli.app import App, Command, CommandGroup, common, complete_namespaces
+from kvfs.directory.config import MODES, READ_THROUGH, SYNC_LEVELS, UPLOADS, Remote
+from kvfs.format.codec import CODECS
 
 
-@click.command("init")
+@click.command(
+    "init",
+    cls=Command,
+    examples=(
+        "kvfs init --capacity 200GiB",
+        "kvfs -C /srv/kvfs init --capacity 1TiB --group",
+        "kvfs -C /dev/shm/kvfs init --capacity 64GiB --mode memory",
+    ),
+)
 @click.option("--capacity", metavar="SIZE", help="Limit of all that the store allocates; default $KVFS_CAPACITY.")
 @click.option("--segment-bytes", metavar="SIZE", help="Size of a segment; default capacity / 512, at most 256 MiB.")
 @click.option("--index-bytes", metavar="SIZE", help="Budget of the index; default capacity / 128.")
-@click.option("--sync", default="cache", show_default=True, metavar="LEVEL", help="cache, batch or sync.")
-@click.option("--mode", default="cache", show_default=True, metavar="NAME", help="cache, staging or memory.")
-@click.option("--codec", default="raw", show_default=True, metavar="NAME", help="raw, zstd or planes.")
+@click.option(
+    "--sync",
+    type=click.Choice(SYNC_LEVELS),
+    default="cache",
+    show_default=True,
+    help="When pages reach the disk: as the kernel decides, in the background, before put returns.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(MODES),
+    default="cache",
+    show_default=True,
+    help="The page cache is a tier, it is bypassed, or the store is in memory (tmpfs).",
+)
+@click.option(
+    "--codec", type=click.Choice(tuple(CODECS)), default="raw", show_default=True, help="How new pages are stored."
+)
 @click.option("--group", is_flag=True, help="Share the store with the directory's group (2770/0660).")
 @common
 @click.pass_obj
 def init_command(
-    app: App, capacity: str | None, segment_bytes: str | None, index_bytes: str | None, sync: str, mode: str,
-    codec: str, group: bool,
-) -> None:  # fmt: skip
+    app: App,
+    capacity: str | None,
+    segment_bytes: str | None,
+    index_bytes: str | None,
+    sync: str,
+    mode: str,
+    codec: str,
+    group: bool,
+) -> None:
     """Create a store at -C PATH. Missing parent directories are made."""
     from kvfs.directory import config
     from kvfs.directory import root as directory
@@ -66,7 +96,12 @@ def init_command(
     app.out.result(data, lines, [path])
 
 
-@click.group("config", invoke_without_command=True)
+@click.group(
+    "config",
+    cls=CommandGroup,
+    invoke_without_command=True,
+    examples=("kvfs config", "kvfs config set capacity 300GiB", "kvfs config --json"),
+)
 @common
 @click.pass_context
 def config_command(ctx: click.Context) -> None:
@@ -97,30 +132,58 @@ def _show(app: App) -> None:
     def lines() -> Iterator[str]:
         yield f"store {path} (from {app.path_origin})"
         yield ""
-        yield from text.table(("SETTING", "VALUE", "FROM"), rows())
+        yield from text.table(("SETTING", "VALUE", "FROM"), rows(), width=app.out.width)
 
     app.out.result(data, lines, (s.name for s in found))
 
 
+def _complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from kvfs.directory.config_file import KEYS, QUOTA_KEYS, REMOTE_KEYS
+
+    names = complete_namespaces(ctx, param, "") if incomplete.startswith("quota.") else []
+    quotas = [f"quota.{name}.{key}" for name in names for key in QUOTA_KEYS] or ["quota."]
+    return [key for key in (*KEYS, *(f"remote.{key}" for key in REMOTE_KEYS), *quotas) if key.startswith(incomplete)]
+
+
+def _complete_values(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    values = {
+        "sync": SYNC_LEVELS, "mode": MODES, "codec": tuple(CODECS), "remote.read_through": READ_THROUGH,
+        "remote.upload": UPLOADS,
+    }.get(ctx.params.get("key", ""), ())  # fmt: skip
+    return [value for value in values if value.startswith(incomplete)]
+
+
 def _value(name: str, value: object) -> str:
-    if name.endswith("ttl") and isinstance(value, (int, float)):
-        return f"{value:.0f} s"
+    if name.endswith(("ttl", "timeout", "retention")) and isinstance(value, (int, float)):
+        return f"{value:.0f} s" if value == int(value) else f"{value} s"
+    if name == "remote.requests":
+        return str(value)
+    if value is None:
+        return "-"
     return text.size(value) if isinstance(value, int) else str(value) or "-"
 
 
-@config_command.command("set")
-@click.argument("key")
-@click.argument("value")
+@config_command.command(
+    "set",
+    examples=(
+        "kvfs config set capacity 200GiB",
+        "kvfs config set quota.chat.cap 10GiB",
+        "kvfs config set quota.chat.ttl 30d",
+    ),
+)
+@click.argument("key", shell_complete=_complete_keys)
+@click.argument("value", shell_complete=_complete_values)
 @common
 @click.pass_obj
 def set_command(app: App, key: str, value: str) -> None:
-    """Change a setting, for example: config set capacity 200GiB, config set quota.NAME.cap 10GiB.
+    """Change a setting; comments in kvfs.toml stay.
 
     Processes that have the store open apply it within seconds. A mode applies from the next open on, and index_bytes
-    can be changed only while no process has the store open.
+    can be changed only while no process has the store open. A bucket that cannot be used is a warning.
     """
     from kvfs.directory import config_file
     from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
+    from kvfs.remote.reachable import problem
     from kvfs.system.files import Files
 
     if app.read_only:
@@ -134,7 +197,26 @@ def set_command(app: App, key: str, value: str) -> None:
         raise app.no_store() from None
     except StoreReadOnlyError:
         raise app.mounted_read_only() from None
+    remote = _note(app, key, value)
     data = {"setting": key, "value": stored}
     later = key in ("mode", "index_bytes")
     whom = "for processes that open the store from now on" if later else "also for processes that have the store open"
     app.out.result(data, lambda: [f"{key} is now {_value(key, stored)}, {whom}"], [key])
+    if key == "remote.url" and remote.url and (found := problem(remote)):
+        app.out.note(f"warning: {found}; the setting is stored, kvfs doctor checks the bucket again")
+
+
+def _note(app: App, key: str, value: str) -> Remote:
+    """Log the change. The settings of the bucket, as they are now."""
+    from kvfs.directory import config_file
+    from kvfs.directory.event_log import EventLog
+    from kvfs.directory.root import Directory
+    from kvfs.system.files import Files
+
+    directory = Directory(app.path, Files(), read_only=False)
+    try:
+        settings = config_file.load(directory)
+        EventLog(directory, settings.event_file_bytes).add("config set", **{key: value})
+        return settings.remote
+    finally:
+        directory.close()

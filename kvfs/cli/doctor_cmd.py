@@ -7,20 +7,27 @@ from collections.abc import Iterable
 
 import click
 
-from kvfs.cli.app import EXIT_PROBLEMS, App, common
+from kvfs.cli import text
+from kvfs.cli.app import EXIT_PROBLEMS, FILE, App, Command, common
 
-_MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+_MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "bad": ("BAD ", "red")}
 
 
-@click.command("doctor")
+@click.command(
+    "doctor", cls=Command, examples=("kvfs doctor", "kvfs doctor --bundle report.tar.gz", "kvfs doctor --json")
+)
+@click.option(
+    "--bundle", type=FILE, metavar="FILE", help="Also write the findings, settings and versions to FILE, for a report."
+)
 @common
 @click.pass_obj
-def doctor_command(app: App) -> int:
-    """Check file system, limits, locks and their holders, dead processes, memory, page cache and GPUs; name remedies.
+def doctor_command(app: App, bundle: str | None) -> int:
+    """Check file system, limits, locks and holders, dead processes, memory, page cache, bucket, GPUs; name remedies.
 
     Does not open the index and changes nothing. Exit code 3 if something is bad (warnings do not count).
     """
     from kvfs.directory.root import translate_os_errors
+    from kvfs.doctor.bucket_check import diagnose_bucket
     from kvfs.doctor.checks import diagnose
     from kvfs.doctor.gpu_checks import diagnose_gpu
     from kvfs.errors import StoreNotFoundError
@@ -28,9 +35,16 @@ def doctor_command(app: App) -> int:
 
     try:
         with translate_os_errors(app.path):
-            findings = diagnose(app.path, Files(), lambda: [diagnose_gpu(app.path, Files())])
+            findings = diagnose(
+                app.path, Files(), lambda: [*diagnose_bucket(app.path, Files()), diagnose_gpu(app.path, Files())]
+            )
     except StoreNotFoundError:
         raise app.no_store() from None
+    if bundle is not None:
+        from kvfs.doctor.report import write
+
+        write(bundle, app.path, findings)
+        app.out.note(f"wrote {bundle}: look at its files before you attach it to a report")
     counts = Counter(f.status for f in findings)
     data = {
         "findings": [
@@ -44,7 +58,8 @@ def doctor_command(app: App) -> int:
 
     def lines() -> Iterable[str]:
         for f in findings:
-            yield f"{_MARKS[f.status]}  {f.check:<16}  {f.detail}"
+            mark, color = _MARKS[f.status]
+            yield text.Marked(f"{mark}  {f.check:<16}  {f.detail}", len(mark), color)
             if f.remedy:
                 yield f"{'':24}-> {f.remedy}"
         yield f"{counts['ok']} ok, {counts['warn']} warnings, {counts['bad']} bad"

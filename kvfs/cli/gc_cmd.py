@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfs.cli import recompress_cmd, text
-from kvfs.cli.app import App, common
+from kvfs.cli.app import App, Command, common
+from kvfs.cli.output import shown
 
 if TYPE_CHECKING:
     from kvfs.eviction.dry_run import GcPlan
@@ -18,12 +19,22 @@ if TYPE_CHECKING:
 STEPS_SHOWN = 10  # lines of a plan; --json has all
 
 
-@click.command("gc")
+@click.command(
+    "gc",
+    cls=Command,
+    examples=(
+        "kvfs gc --target 100GiB",
+        "kvfs gc --target 100GiB --apply --yes",
+        "kvfs gc --explain 46dddbe18fda",
+        "kvfs gc --recompress --idle 12h --apply",
+    ),
+)
 @click.option("--apply", is_flag=True, help="Evict. Without it only the plan is shown.")
+@click.option("-y", "--yes", is_flag=True, help="With --apply: do not ask before pages are lost.")
 @click.option("--target", metavar="SIZE", help="How much segments may use afterwards; default: the limit.")
 @click.option("--max-duration", metavar="TIME", help="Stop evicting or recompressing after this long.")
 @click.option("--recompress", is_flag=True, help="Instead of evicting, rewrite cold segments in a codec.")
-@click.option("--codec", metavar="NAME", help="For --recompress: planes (default) or zstd.")
+@click.option("--codec", type=click.Choice(("planes", "zstd")), help="For --recompress.  [default: planes]")
 @click.option("--idle", metavar="TIME", help="For --recompress: segments unused for this long are cold; default 1h.")
 @click.option(
     "--explain", metavar="KEY", help="Say why the page whose hash begins with KEY stays, or when it would be evicted."
@@ -31,7 +42,7 @@ STEPS_SHOWN = 10  # lines of a plan; --json has all
 @common
 @click.pass_obj
 def gc_command(
-    app: App, apply: bool, target: str | None, max_duration: str | None, recompress: bool, codec: str | None,
+    app: App, apply: bool, yes: bool, target: str | None, max_duration: str | None, recompress: bool, codec: str | None,
     idle: str | None, explain: str | None,
 ) -> None:  # fmt: skip
     """Show what eviction would drop to stay within the limit, or with --apply drop it.
@@ -45,6 +56,8 @@ def gc_command(
     seconds = None if max_duration is None else parse_duration(max_duration, "--max-duration")
     if explain is not None and (apply or target is not None):
         raise click.UsageError("--explain shows one page and changes nothing: leave --apply and --target out")
+    if yes and not apply:
+        raise click.UsageError("--yes belongs to --apply: add it, or leave it out")
     if recompress:
         if target is not None or explain is not None:
             raise click.UsageError("--recompress evicts nothing: leave --target and --explain out")
@@ -56,7 +69,8 @@ def gc_command(
         if explain is not None:
             _explain(app, store, explain.lower())
         elif apply:
-            done = store.gc(target_bytes, seconds=seconds)
+            _confirm(app, store.gc_plan(target_bytes), yes=yes)
+            done = store.gc(target_bytes, seconds=seconds, progress=shown(app.out, "evicting"))
             freed = max(0, done["bytes_before"] - done["bytes_after"])  # other processes may have stored pages
             used = text.size(done["bytes_after"])
             done["bytes_freed"] = freed
@@ -67,6 +81,14 @@ def gc_command(
             )
         else:
             _show_plan(app, store.gc_plan(target_bytes))
+
+
+def _confirm(app: App, plan: GcPlan, *, yes: bool) -> None:
+    """Ask if pages would be lost."""
+    lost = sum(step.pages for step in plan.steps)
+    if lost:
+        nbytes = text.size(sum(step.frees_bytes for step in plan.steps))
+        app.out.confirm(f"Evict {text.count(lost)} pages, {len(plan.steps)} segments ({nbytes})?", yes=yes)
 
 
 def _show_plan(app: App, plan: GcPlan) -> None:
@@ -104,7 +126,9 @@ def _show_plan(app: App, plan: GcPlan) -> None:
             )
             for s in plan.steps[:STEPS_SHOWN]
         ]
-        yield from text.table(("SEGMENT", "FREES", "PAGES LOST", "RELOCATED", "WHY"), rows, "lrrrl")
+        yield from text.table(
+            ("SEGMENT", "FREES", "PAGES LOST", "RELOCATED", "WHY"), rows, "lrrrl", width=app.out.width
+        )
         if len(plan.steps) > STEPS_SHOWN:
             yield f"... {len(plan.steps) - STEPS_SHOWN} more"
         yield "Nothing was changed. Run `kvfs gc --apply` with the same options to do it."

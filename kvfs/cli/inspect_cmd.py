@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import App, common, complete_namespaces
+from kvfs.cli.app import App, Command, common, complete_namespaces
 
 if TYPE_CHECKING:
     from kvfs.catalog.catalog import Catalog, NamespaceInfo, PageInfo, SegmentInfo
@@ -17,9 +18,14 @@ if TYPE_CHECKING:
     from kvfs.store import Store
 
 KINDS = ("namespace", "segment", "page")
+# f: the id keeps its digits
+NAMESPACE_HEADS = (
+    ("NAMESPACE", "CELL", "CHUNK", "PAGES", "SIZE", "LAST USED", "ID"),
+    "llrrrlf",
+)  # the id keeps its digits
 
 
-@click.command("inspect")
+@click.command("inspect", cls=Command, examples=("kvfs inspect", "kvfs inspect chat", "kvfs inspect page:46dddbe18fda"))
 @click.argument("ref", required=False, shell_complete=complete_namespaces)
 @common
 @click.pass_obj
@@ -43,7 +49,7 @@ def inspect_command(app: App, ref: str | None) -> None:
 
 def _find(catalog: Catalog, ref: str) -> tuple[str, Any]:
     """(kind, object) that REF names."""
-    from kvfs.catalog.catalog import NotFoundError
+    from kvfs.catalog.catalog import NotFoundError, listed
     from kvfs.errors import ConfigError
 
     kind, colon, rest = ref.partition(":")
@@ -58,8 +64,8 @@ def _find(catalog: Catalog, ref: str) -> tuple[str, Any]:
     name = name.lower()
     if "segment" in kinds and (segments := catalog.find_segments(name)):
         if len(segments) > 1:
-            listed = ", ".join(s.row.segment_id.hex()[:16] for s in segments[:8])
-            raise ConfigError(f"{name!r} names {len(segments)} segments: {listed}; give more digits")
+            ids = listed(s.row.segment_id.hex()[:16] for s in segments)
+            raise ConfigError(f"{name!r} names {len(segments)} segments: {ids}; give more digits")
         found["segment"] = segments[0]
     if "page" in kinds and not found and (pages := catalog.find_pages(name)):
         found["page"] = pages
@@ -75,7 +81,12 @@ def _find(catalog: Catalog, ref: str) -> tuple[str, Any]:
 
 def dtype_of(described: Described) -> str:
     """Names of the cell dtypes of a namespace; hybrids have several."""
-    return ",".join(sorted({g.cell.encoding.split()[0] for g in described.layout.groups}))
+    return _dtypes(tuple(g.cell.encoding for g in described.layout.groups))
+
+
+@functools.lru_cache(maxsize=64)
+def _dtypes(encodings: tuple[str, ...]) -> str:
+    return ",".join(sorted({encoding.split()[0] for encoding in encodings}))
 
 
 def namespace_data(info: NamespaceInfo) -> dict[str, Any]:
@@ -83,17 +94,20 @@ def namespace_data(info: NamespaceInfo) -> dict[str, Any]:
     return {
         "name": d.name, "revision": d.revision, "digest": d.digest.hex(), "salted": bool(d.salt),
         "cell": dtype_of(d), "page_tokens": d.layout.page_tokens, "page_bytes": d.layout.page_bytes,
-        "pages": info.pages, "bytes": info.nbytes, "segments": len(info.segments), "last_used_us": info.last_used_us,
+        "pages": info.pages, "bytes": info.nbytes, "segments": info.segments, "last_used_us": info.last_used_us,
     }  # fmt: skip
 
 
-def namespace_table(infos: Iterable[NamespaceInfo], now_us: int) -> list[str]:
-    rows = [
-        (i.label, dtype_of(i.described), str(i.described.layout.page_tokens), text.count(i.pages), text.size(i.nbytes),
-         text.age(i.last_used_us, now_us), i.digest.hex()[:12])
-        for i in infos
-    ]  # fmt: skip
-    return text.table(("NAMESPACE", "CELL", "CHUNK", "PAGES", "SIZE", "LAST USED", "ID"), rows, "llrrrl")
+def namespace_columns(i: NamespaceInfo, now_us: int) -> tuple[str, ...]:
+    return (
+        i.label, dtype_of(i.described), str(i.described.layout.page_tokens), text.count(i.pages), text.size(i.nbytes),
+        text.age(i.last_used_us, now_us), i.digest.hex()[:12],
+    )  # fmt: skip
+
+
+def namespace_table(infos: Iterable[NamespaceInfo], now_us: int, width: int | None) -> list[str]:
+    heads, columns = NAMESPACE_HEADS
+    return text.table(heads, (namespace_columns(i, now_us) for i in infos), columns, width)
 
 
 def _store(app: App, store: Store) -> None:
@@ -117,7 +131,7 @@ def _store(app: App, store: Store) -> None:
         "processes": users,
         "capacity_bytes": stats["capacity_bytes"], "used_bytes": used, "segments": stats["segments"], "pins": pins,
         "index_bytes": stats["index_bytes"], "index_bytes_max": store.settings.index_bytes,
-        "namespaces": [namespace_data(i) for i in infos],
+        "namespaces": [namespace_data(i) for i in infos] if app.out.json else [],
     }  # fmt: skip
 
     def lines() -> Iterable[str]:
@@ -133,7 +147,7 @@ def _store(app: App, store: Store) -> None:
         yield f"segments {states}   index {index}   pins {pins}"
         if infos:
             yield ""
-            yield from namespace_table(infos, files.now_us())
+            yield from namespace_table(infos, files.now_us(), app.out.width)
 
     app.out.result(data, lines, (i.digest.hex() for i in infos))
 
@@ -163,7 +177,7 @@ def _namespace(app: App, catalog: Catalog, described: Described) -> None:
                 ("chunk", f"{described.layout.page_tokens} tokens, {text.size(described.layout.page_bytes)} per page"),
                 (
                     "stored",
-                    f"{text.count(info.pages)} pages, {text.size(info.nbytes)}, in {len(info.segments)} segments",
+                    f"{text.count(info.pages)} pages, {text.size(info.nbytes)}, in {info.segments} segments",
                 ),
                 ("last used", text.age(info.last_used_us, Files().now_us())),
                 ("rope", str(body["rope"]) if body["rope"] else "-"),
@@ -175,7 +189,7 @@ def _namespace(app: App, catalog: Catalog, described: Described) -> None:
             (g["name"], str(g["layers"]), str(g["heads"]), g["cell"], g["need"], text.size(g["page_bytes"]))
             for g in groups
         ]
-        yield from text.table(("GROUP", "LAYERS", "HEADS", "CELL", "NEED", "PAGE"), rows, "lrrllr")
+        yield from text.table(("GROUP", "LAYERS", "HEADS", "CELL", "NEED", "PAGE"), rows, "lrrllr", app.out.width)
 
     app.out.result(data, lines, [described.digest.hex()])
 
@@ -226,7 +240,7 @@ def _segment(app: App, store: Store, info: SegmentInfo) -> None:
         if contents:
             yield ""
             rows = [(c["namespace"], text.count(c["pages"]), text.size(c["bytes"])) for c in contents]
-            yield from text.table(("NAMESPACE", "PAGES", "SIZE"), rows, "lrr")
+            yield from text.table(("NAMESPACE", "PAGES", "SIZE"), rows, "lrr", app.out.width)
 
     app.out.result(data, lines, [row.segment_id.hex()])
 

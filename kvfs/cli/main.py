@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import click
 
-from kvfs.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, App, common
+from kvfs.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, App, CommandGroup, common
 from kvfs.version import __version__
 
 #: Command -> (module below kvfs.cli, what it does).
@@ -30,6 +30,9 @@ COMMANDS = {
     "ls": ("ls_cmd", "List namespaces, or the prefixes of one."),
     "match": ("match_cmd", "Show how much of a prompt is stored, and in which tier."),
     "stats": ("stats_cmd", "Show hit rates, bytes and latencies of all processes, past and present."),
+    "top": ("top_cmd", "Show what the processes of the store do now."),
+    "log": ("log_cmd", "Show what happened to the store, when and by whom."),
+    "metrics": ("metrics_cmd", "Print, write or serve metrics for Prometheus."),
     "gc": ("gc_cmd", "Show what would be evicted, or evict it."),
     "verify": ("verify_cmd", "Check the store, and repair it."),
     "pin": ("pin_cmd", "Keep a prefix from eviction, or list such prefixes."),
@@ -38,6 +41,12 @@ COMMANDS = {
     "warm": ("warm_cmd", "Read pages into the page cache."),
     "export": ("bundle_cmd", "Write pages to a bundle, a file that another store can import."),
     "import": ("bundle_cmd", "Verify a bundle and store its pages."),
+    "push": ("remote_cmd", "Store pages in the bucket that hosts share."),
+    "pull": ("remote_cmd", "Store pages from that bucket here, verified."),
+    "remote": ("remote_cmd", "List, verify or clear that bucket."),
+    "bench": ("bench_cmd", "Measure what a store does on this machine."),
+    "mount": ("mount_cmd", "Show the store as a directory, with a folder for files of any program."),
+    "umount": ("mount_cmd", "End a mount."),
     "doctor": ("doctor_cmd", "Find problems around the store, with remedies."),
     "completion": ("completion_cmd", "Print the completion script of a shell."),
 }
@@ -50,8 +59,20 @@ CLEANUP_SECONDS = 10.0
 GC_THRESHOLD = 50_000  # objects between collections; Python's default is 700
 
 
-class Commands(click.Group):
+class Commands(CommandGroup):
     """Imports a command when it runs; the summaries of all are in ``COMMANDS``."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            from difflib import get_close_matches
+
+            close = get_close_matches(name, COMMANDS, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -75,9 +96,13 @@ class Commands(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    examples=("kvfs -C /srv/kvfs init --capacity 200GiB", "KVFS_DIR=/srv/kvfs kvfs inspect"),
+)
 @common
-@click.version_option(__version__, prog_name="kvfs", message="%(prog)s %(version)s")
+@click.version_option(__version__, "-V", "--version", prog_name="kvfs", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Manage a kvfs store: a persistent cache of the attention KV of LLM prompts.
@@ -108,7 +133,7 @@ def main() -> NoReturn:
         code = EXIT_FAILED
     for number in _ENDS:  # nothing is left to interrupt
         if signal.getsignal(number) == interrupts.end:
-            signal.signal(number, signal.SIG_DFL)
+            _leave_to_the_system(number, signal.SIG_DFL)
     gc.freeze()  # else the interpreter collects cycles among all imported objects as it exits
     sys.exit(code)
 
@@ -143,7 +168,7 @@ class _Interrupts:
 
     def end(self, number: int, frame: FrameType | None) -> None:
         for other in _ENDS:  # `timeout` sends it twice: the second must not interrupt the cleanup
-            signal.signal(other, signal.SIG_IGN)
+            _leave_to_the_system(other, signal.SIG_IGN)
         self._interrupt(number, frame)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -159,6 +184,15 @@ class _Interrupts:
                 since = time.monotonic()
         self._app.out.error("interrupted, without a cleanup: the disk does not answer", EXIT_INTERRUPTED)
         os._exit(EXIT_INTERRUPTED)
+
+
+def _leave_to_the_system(number: int, action: signal.Handlers) -> None:
+    """Set SIG_IGN or SIG_DFL, without the traceback that Python prints of a signal that came just before that."""
+    report, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        signal.signal(number, action)
+    finally:
+        sys.unraisablehook = report
 
 
 def _is_pending() -> bool:

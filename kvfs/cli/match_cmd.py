@@ -8,14 +8,22 @@ from collections.abc import Iterable
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import App, common, namespace_option
+from kvfs.cli.app import FILE, App, Command, common, namespace_option
 from kvfs.cli.prompts import prompt_options, read_prompt
 
 _TIERS = {"HOST": "page cache", "DISK": "disk", "REMOTE": "remote", "DEVICE": "device"}
 
 
-@click.command("match")
-@click.argument("prompt", metavar="PROMPT")
+@click.command(
+    "match",
+    cls=Command,
+    examples=(
+        "kvfs match -n chat prompt.ids",
+        "echo 1 2 3 | kvfs match -n chat --format ids -",
+        "kvfs match -n chat prompt.txt --tokenizer tokenizer.json",
+    ),
+)
+@click.argument("prompt", metavar="PROMPT", type=FILE)
 @namespace_option
 @prompt_options
 @common
@@ -25,6 +33,8 @@ def match_command(app: App, prompt: str, ref: str | None, kind: str, tokenizer: 
 
     Walks the index as an engine does, but counts no lookup. The salt of a salted namespace is taken from $KVFS_SALT.
     """
+    from kvfs.pages.identity import label
+
     ids = read_prompt(prompt, kind, tokenizer)
     with app.open() as store:
         ns = app.namespace(store, ref)
@@ -36,7 +46,7 @@ def match_command(app: App, prompt: str, ref: str | None, kind: str, tokenizer: 
     chunks, tail = divmod(len(ids), step)
     gap = hashes[matched // step].hex() if matched // step < len(hashes) else None
     data = {
-        "namespace": f"{ns.identity.name}@{ns.identity.revision[:8]}", "tokens": len(ids), "chunks": chunks,
+        "namespace": label(ns.identity.name, ns.identity.revision), "tokens": len(ids), "chunks": chunks,
         "tail_tokens": tail, "matched_tokens": matched, "pages": sum(tiers.values()), "bytes": nbytes,
         "tiers": {name.lower(): n for name, n in sorted(tiers.items())},
         "first_gap": None if gap is None else {"token": matched, "chunk": matched // step, "hash": gap},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -22,6 +23,7 @@ class Output:
     def __init__(self) -> None:
         self.json = False
         self.quiet = False
+        self.truncate = True
         self._drawn = False
 
     @property
@@ -29,15 +31,35 @@ class Output:
         """Whether stdout is a terminal and NO_COLOR is unset or empty."""
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
+    @property
+    def width(self) -> int | None:
+        """Characters of a line of the terminal; None where tables are printed in full."""
+        return terminal_size()[0] if self.truncate and sys.stdout.isatty() else None
+
     def result(self, data: dict[str, Any], lines: Callable[[], Iterable[str]], ids: Iterable[str] = ()) -> None:
         """Print a result: ``data`` with --json, ``ids`` with -q, else the lines."""
         self.clear()
         if self.json:
             click.echo(json.dumps(data, indent=2))
         else:
-            for line in ids if self.quiet else lines():
-                bold = self.color and isinstance(line, text.Heading)
-                click.echo(click.style(line, bold=True) if bold else text.printable(line))
+            color = self.color  # asked once: a listing may have 100,000 lines
+            shown = [self._styled(line, None, color) for line in (ids if self.quiet else lines())]
+            if shown:
+                click.echo("\n".join(shown))  # at once: each call flushes
+
+    def styled(self, line: str, columns: int | None = None) -> str:
+        """A line for stdout: printable, cut to ``columns``, and on a terminal with its colours."""
+        return self._styled(line, columns, self.color)
+
+    def _styled(self, line: str, columns: int | None, color: bool) -> str:
+        text_ = text.printable(line)[:columns]
+        if not color:
+            return text_
+        if isinstance(line, text.Heading):
+            return click.style(text_, bold=True)
+        if isinstance(line, text.Marked):  # the mark is never cut: it begins the line
+            return click.style(text_[: line.end], fg=line.color, bold=True) + text_[line.end :]
+        return text_
 
     def note(self, message: str) -> None:
         """Information for people that scripts do not need."""
@@ -62,6 +84,15 @@ class Output:
         if not click.confirm(text.printable(question), err=True):
             raise click.ClickException("nothing was changed")
 
+    @contextlib.contextmanager
+    def screen(self) -> Iterator[Screen]:
+        """Of a command that shows samples until it is interrupted."""
+        screen = Screen(self)
+        try:
+            yield screen
+        finally:
+            screen.close()
+
     # -- progress ----------------------------------------------------------------------------
 
     def progress(self, what: str, total: int) -> Progress:
@@ -79,6 +110,46 @@ class Output:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
             self._drawn = False
+
+
+class Screen:
+    """Samples: redrawn on a terminal, one line each in a pipe, one JSON object per line with --json."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._redraws = sys.stdout.isatty() and not (output.json or output.quiet)
+        if self._redraws:
+            sys.stdout.write("\033[?1049h\033[?25l")  # the alternate screen, without a cursor
+
+    def draw(self, data: dict[str, Any], line: str, frame: Callable[[], Iterable[str]]) -> None:
+        if self._output.json:
+            click.echo(json.dumps(data))
+        elif not self._redraws:
+            click.echo(text.printable(line))
+        else:
+            columns, lines = terminal_size()
+            rows = [self._output.styled(row, columns) for row in frame()][: max(1, lines - 1)]
+            sys.stdout.write("\033[H" + "".join(f"{row}\033[K\n" for row in rows) + "\033[J")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._redraws:
+            sys.stdout.write("\033[?25h\033[?1049l")
+            sys.stdout.flush()
+
+
+def terminal_size() -> tuple[int, int]:
+    """(columns, rows) of the terminal; $COLUMNS and $LINES come first, as in other tools."""
+    try:
+        found = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        found = os.terminal_size((80, 24))
+    sizes = [os.environ.get(name, "") for name in ("COLUMNS", "LINES")]
+    columns, rows = (
+        int(size) if size.isascii() and size.isdigit() and 0 < int(size) < 10_000 else seen or default
+        for size, seen, default in zip(sizes, found, (80, 24), strict=True)
+    )
+    return columns, rows
 
 
 class Progress:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvfs.cli.app import FILE
 from kvfs.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,7 +31,10 @@ def prompt_options(function: F) -> F:
 
 def tokenizer_option(function: F) -> F:
     return click.option(
-        "--tokenizer", metavar="PATH", help="tokenizer.json for a prompt that is text (needs the tokenizers package)."
+        "--tokenizer",
+        type=FILE,
+        metavar="PATH",
+        help="tokenizer.json for a prompt that is text (needs the tokenizers package).",
     )(function)
 
 

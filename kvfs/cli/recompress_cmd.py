@@ -61,7 +61,7 @@ def _show(app: App, store: Store, codec: str, idle_seconds: float, seconds: floa
              text.age(s.last_used_us, now))
             for s in plan.steps[:STEPS_SHOWN]
         ]  # fmt: skip
-        yield from text.table(("SEGMENT", "PAGES", "RAW", "SAVES ABOUT", "LAST USED"), rows, "lrrrr")
+        yield from text.table(("SEGMENT", "PAGES", "RAW", "SAVES ABOUT", "LAST USED"), rows, "lrrrr", app.out.width)
         if len(plan.steps) > STEPS_SHOWN:
             yield f"... {len(plan.steps) - STEPS_SHOWN} more"
         yield "Nothing was changed. Run `kvfs gc --recompress --apply` with the same options to do it."

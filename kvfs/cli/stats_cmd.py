@@ -5,19 +5,28 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import App, common
+from kvfs.cli.app import App, Command, common
+
+if TYPE_CHECKING:
+    from kvfs.store import Store
 
 PAUSE_MIN, PAUSE_MAX = 0.1, 1e9  # seconds between two samples; the kernel's clock ends at some 290 years
 _BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
 
 
-@click.command("stats")
-@click.option("--watch", is_flag=True, help="Repeat until interrupted; rates are those since the last sample.")
+@click.command(
+    "stats",
+    cls=Command,
+    examples=("kvfs stats", "kvfs stats --watch", "kvfs stats --watch --interval 1m --times 60 > log"),
+)
+@click.option(
+    "--watch", is_flag=True, help="Repeat until interrupted, with rates; one line each time without a terminal."
+)
 @click.option("--interval", metavar="TIME", help="Time between two samples of --watch.  [default: 2s]")
 @click.option("--times", type=click.IntRange(1), metavar="N", help="Stop --watch after N samples.")
 @common
@@ -25,7 +34,8 @@ _BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
 def stats_command(app: App, watch: bool, interval: str | None, times: int | None) -> None:
     """Show hit rates in tokens, bytes and latencies, summed over all processes since the store was created.
 
-    Live processes publish their counts every 5 seconds; a killed process loses what it counted since.
+    A killed process loses what it counted in its last 5 seconds. --watch shows the rates of the live processes over the
+    time between two of their publications, which come every second: until then it shows none.
     """
     from kvfs.directory.config import parse_duration
 
@@ -33,20 +43,45 @@ def stats_command(app: App, watch: bool, interval: str | None, times: int | None
         raise click.UsageError("--interval and --times belong to --watch: add it, or leave them out")
     pause = min(max(PAUSE_MIN, parse_duration(interval or "2s", "--interval")), PAUSE_MAX)
     with app.open() as store:
-        previous: dict[str, int] | None = None
-        samples = 0
+        if watch:
+            _watch(app, store, pause, times)
+            return
+        data = summary(store.stats())
+        app.out.result(data, lambda: _lines(data), [_rate(data)])
+
+
+def _watch(app: App, store: Store, pause: float, times: int | None) -> None:
+    """Samples until interrupted: a terminal shows the last one, a pipe gets a line for each, with --json an object."""
+    from kvfs.metrics.live import LiveView
+
+    with app.out.screen() as screen:
+        live, samples = LiveView(store), 0
         while True:
-            stats = store.stats()
-            totals = stats["totals"]
-            data = summary(stats)
-            if watch:
-                data["per_second"] = _rates(totals, previous, pause)
-            app.out.result(data, lambda data=data: _lines(data), [_rate(data)])  # type: ignore[misc]
+            data = summary(store.stats())
+            rates = live.sample(time.time()).total
+            data["per_second"] = None if rates is None else {k: round(rate, 1) for k, rate in rates._asdict().items()}
+            line = _rate(data) if app.out.quiet else _sample(data)
+            screen.draw(data, line, lambda data=data: _lines(data))  # type: ignore[misc]
             samples += 1
-            if not watch or samples == times:
+            if samples == times:
                 return
-            previous = totals
             time.sleep(pause)
+
+
+def _sample(data: Mapping[str, Any]) -> str:
+    """One line of --watch in a pipe."""
+    used = "-" if data["used_bytes"] is None else text.size(data["used_bytes"])
+    return f"{time.strftime('%H:%M:%S')}  {_now(data['per_second'])}  used {used}"
+
+
+def _now(rates: Mapping[str, float] | None) -> str:
+    if rates is None:
+        return "no rate yet: no other process has published its counts twice"
+    hit = text.percent(rates["tokens_matched"], rates["tokens_queried"])
+    return (
+        f"{rates['lookups']:,.1f} lookups/s  {rates['tokens_matched']:,.0f} tokens matched/s ({hit})  "
+        f"{text.size(rates['bytes_loaded'])}/s loaded  {text.size(rates['bytes_written'])}/s written"
+    )
 
 
 def _rate(data: Mapping[str, Any]) -> str:
@@ -110,12 +145,6 @@ def latencies(totals: Mapping[str, int]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _rates(totals: Mapping[str, int], previous: Mapping[str, int] | None, pause: float) -> dict[str, float]:
-    names = ("lookups", "tokens_matched", "bytes_written", "bytes_loaded")
-    before = totals if previous is None else previous
-    return {name: round((totals.get(name, 0) - before.get(name, 0)) / pause, 1) for name in names}
-
-
 def _lines(data: Mapping[str, Any]) -> Iterable[str]:
     rate = text.percent(data["tokens_matched"], data["tokens_queried"])
     yield (
@@ -154,11 +183,7 @@ def _lines(data: Mapping[str, Any]) -> Iterable[str]:
             f"p99 below {_micros(entry['p99_below'])}"
         )
     if "per_second" in data:
-        p = data["per_second"]
-        yield (
-            f"now       {p['lookups']:.1f} lookups/s, {p['tokens_matched']:.0f} tokens matched/s, "
-            f"{text.size(p['bytes_written'])}/s written, {text.size(p['bytes_loaded'])}/s loaded"
-        )
+        yield f"now       {_now(data['per_second'])}"
 
 
 def _micros(us: int) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from kvfs.directory.sizes import size as size
+
+COLUMN_MIN = 12  # characters that a shortened column keeps: an id is still recognized
+_DOTS = "..."
 _AGES = ((604_800, "w"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
@@ -12,12 +15,16 @@ class Heading(str):
     """The first line of a table; bold on a terminal."""
 
 
-def size(nbytes: float) -> str:
-    """``116.5 GiB``."""
-    unit = 0
-    while abs(nbytes) >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
+class Marked(str):
+    """A line whose first ``end`` characters are a mark; in ``color`` on a terminal."""
+
+    end: int
+    color: str
+
+    def __new__(cls, line: str, end: int, color: str) -> Marked:
+        self = super().__new__(cls, line)
+        self.end, self.color = end, color
+        return self
 
 
 def count(n: int) -> str:
@@ -49,20 +56,43 @@ def bar(part: float, whole: float, width: int = 20) -> str:
 
 def printable(text: str) -> str:
     """Without control sequences: names come from untrusted files, and the result may go to a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
-    """Aligned columns below a ``Heading``; ``right`` has an r at the position of each right-aligned column."""
-    cells = [list(heads), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    lines = []
-    for row in cells:
-        parts = [
-            c.rjust(w) if i < len(right) and right[i] == "r" else c.ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(parts).rstrip())
+def shortened(word: str, width: int) -> str:
+    """``word`` in at most ``width`` characters: the middle is left out, since names differ at their ends."""
+    if len(word) <= width:
+        return word
+    kept = max(0, width - len(_DOTS))
+    tail = kept // 2
+    return word[: kept - tail] + _DOTS[:width] + word[len(word) - tail :]
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], columns: str = "", width: int | None = None
+) -> list[str]:
+    """Aligned columns below a ``Heading``; ``columns`` has a letter for each: r, right-aligned; f, left-aligned.
+
+    ``width``: of a terminal; the widest of the columns without these letters, which hold names, are shortened until a
+    row fits, but not below COLUMN_MIN.
+    """
+    cells = [heads, *rows]
+    letters = columns.ljust(len(heads))
+    across = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in across]
+    excess = sum(widths) + 2 * (len(widths) - 1) - width if width is not None else 0
+    while excess > 0:
+        widest = max(range(len(widths)), key=lambda i: (letters[i] not in "rf", widths[i]))
+        if letters[widest] in "rf" or widths[widest] <= max(COLUMN_MIN, len(heads[widest])):
+            break
+        widths[widest] -= 1
+        excess -= 1
+    fitting = [
+        column if max(map(len, column)) <= wide else tuple(shortened(cell, wide) for cell in column)
+        for wide, column in zip(widths, across, strict=True)
+    ]
+    row = "  ".join(f"%{'' if letter == 'r' else '-'}{wide}s" for letter, wide in zip(letters, widths, strict=False))
+    lines = [(row % cells).rstrip() for cells in zip(*fitting, strict=True)]
     return [Heading(lines[0]), *lines[1:]]
 
 

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import EXIT_PROBLEMS, App, common
+from kvfs.cli.app import EXIT_PROBLEMS, App, Command, common
+from kvfs.cli.output import shown
 
 if TYPE_CHECKING:
     from kvfs.maintenance.verify import Verification
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    cls=Command,
+    examples=("kvfs verify", "kvfs verify --sample 5% --seed 7", "kvfs verify --all --repair"),
+)
 @click.option("--sample", metavar="SHARE", help="Check the bytes of this share of all pages, like 5% or 0.05.")
 @click.option("--all", "everything", is_flag=True, help="Check the bytes of every page.")
 @click.option("--seed", type=int, metavar="N", help="Seed that selects the pages of a sample.  [default: 0]")
@@ -34,12 +39,11 @@ def verify_command(app: App, sample: str | None, everything: bool, seed: int | N
     share = 1.0 if everything else 0.0 if sample is None else _share(sample)
     super_written = repair and not app.read_only and _restore_super(app.path)
     with app.open(write=repair) as store:
-        app.out.draw("verifying ...")
-        report = store.verify(share, repair=repair, seed=seed or 0)
+        report = store.verify(share, repair=repair, seed=seed or 0, progress=shown(app.out, "verifying"))
         left = report
         if repair and not report.ok:
             store.wait_ready(600.0)
-            left = store.verify(share, seed=seed or 0)
+            left = store.verify(share, seed=seed or 0, progress=shown(app.out, "verifying again"))
     report.repaired += super_written
     data = {
         "ok": left.ok, "sample": share, **asdict(report),

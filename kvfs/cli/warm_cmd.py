@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import EXIT_FAILED, App, common, complete_namespaces, namespace_option
+from kvfs.cli.app import EXIT_FAILED, FILE, App, Command, common, complete_namespaces, namespace_option
 from kvfs.cli.output import Progress
 from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
-
-if TYPE_CHECKING:
-    from kvfs.store import Store
 
 LIST_BYTES_MAX = 16 << 20  # characters of --list: some 200,000 ids
 
 
-@click.command("warm")
+@click.command(
+    "warm",
+    cls=Command,
+    examples=("kvfs warm chat", "kvfs warm --hottest 50GiB", "kvfs warm --pinned --check", "kvfs warm --list targets"),
+)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...", shell_complete=complete_namespaces)
-@click.option("--prompt", metavar="FILE", help="Warm the stored part of this prompt; with -n.")
+@click.option("--prompt", type=FILE, metavar="FILE", help="Warm the stored part of this prompt; with -n.")
 @click.option("--pinned", is_flag=True, help="Warm all that is pinned.")
 @click.option("--hottest", metavar="SIZE", help="Warm the pages that were used last, up to SIZE.")
-@click.option("--list", "listed", metavar="FILE", help="Targets, one per line; - is stdin.")
+@click.option("--list", "listed", type=FILE, metavar="FILE", help="Targets, one per line; - is stdin.")
 @click.option("--check", is_flag=True, help="Only show how much is in the page cache.")
 @namespace_option
 @prompt_options
@@ -57,7 +57,7 @@ def warm_command(
         bars[0](done)
 
     with app.open() as store:
-        spaces, prefixes = _sort_out(store, names)
+        spaces, prefixes = store.catalog.sort_out(names)
         match = app.namespace(store, ref).match(ids) if ids is not None else None
         try:
             done = store.warm(
@@ -92,22 +92,6 @@ def warm_command(
 
     app.out.result(data, lines, [str(done.nbytes)])
     return EXIT_FAILED if done.failed_bytes else 0
-
-
-def _sort_out(store: Store, names: list[str]) -> tuple[list[str], list[str]]:
-    """(namespaces, ids of prefixes) of a list of targets."""
-    from kvfs.catalog.catalog import NotFoundError
-
-    spaces, prefixes = [], []
-    catalog = store.catalog
-    known = catalog.described() if names else ()
-    for name in names:
-        try:
-            catalog.find(name, known)
-            spaces.append(name)
-        except NotFoundError:
-            prefixes.append(name)
-    return spaces, prefixes
 
 
 def _read_list(file: str) -> list[str]:

@@ -6,6 +6,7 @@ They open no index and change nothing, so they work where nothing else does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,12 +22,16 @@ from kvfs.bundles.drop_folder import waiting
 from kvfs.directory import config, io_mode
 from kvfs.directory.liveness import FOREIGN_FRESH_SECONDS, census
 from kvfs.directory.root import GOOD_FILESYSTEMS, Directory, filesystem_of
+from kvfs.directory.sizes import size
 from kvfs.directory.watch import probe
 from kvfs.errors import ConfigError, CorruptError, KvfsError
+from kvfs.native import library
+from kvfs.native.payloads import CachedRead, Stretch
 from kvfs.system.descriptors import opened
 from kvfs.system.direct_io import aligned
 from kvfs.system.files import Files, boot_id
 from kvfs.system.memory_limits import cgroup_limit, memory_available
+from kvfs.system.memory_views import address_of
 
 OK, WARN, BAD = "ok", "warn", "bad"
 CHECKS_SECONDS, DISK_SECONDS = 1.0, 4.0  # all checks together before the disk is asked; the read of one block
@@ -76,16 +81,28 @@ def _diagnose(path: str, files: Files, found: list[Finding], more: Callable[[], 
             remedy = "use the kvfs that wrote it, or start with an empty directory"
             found.append(Finding("format", BAD, str(exc), "" if isinstance(exc, CorruptError) else remedy))
         for check in (
-            _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _processes, _locks, _index,
-            _leftovers, _drop_folder, _watch, _page_cache,
+            _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _native, _processes, _locks,
+            _index, _leftovers, _drop_folder, _watch, _page_cache,
         ):  # fmt: skip
             try:
                 found += check(directory)
             except (OSError, KvfsError, ValueError) as exc:
-                found.append(Finding(check.__name__.strip("_"), BAD, str(exc), "see docs/cli.md, doctor"))
+                name = check.__name__.strip("_").replace("_", " ")
+                found.append(Finding(name, BAD, f"could not be checked: {exc}", _remedy(exc)))
         found += more()
     finally:
         directory.close()
+
+
+def _remedy(exc: Exception) -> str:
+    """For a check that failed itself."""
+    if isinstance(exc, PermissionError):
+        return "run kvfs doctor as the owner of the store, or in its group"
+    if isinstance(exc, FileNotFoundError):
+        return "open the store for writing once, which makes missing folders: kvfs inspect"
+    if isinstance(exc, OSError) and exc.errno == errno.EIO:
+        return "the device fails: look at dmesg, and move the store"
+    return "" if isinstance(exc, KvfsError) else "report it, with the output of kvfs doctor --json"
 
 
 def _started(function: Callable[[], None]) -> Future[None]:
@@ -125,9 +142,10 @@ def _settings(directory: Directory) -> Iterator[Finding]:
     try:
         s = _read_settings(directory)
     except KvfsError as exc:
-        yield Finding("settings", BAD, str(exc), "correct kvfs.toml; kvfs config set checks what it writes")
+        remedy = f'write or correct {directory.path}/kvfs.toml; its first line is like: capacity = "200GiB"'
+        yield Finding("settings", BAD, str(exc), remedy)
         return
-    detail = f"limit {s.capacity_bytes // _MIB} MiB, segments of {s.segment_bytes // 1024} KiB, mode {s.mode}"
+    detail = f"limit {size(s.capacity_bytes)}, segments of {size(s.segment_bytes)}, mode {s.mode}"
     try:
         io_mode.check(directory.path, s, directory.files, read_only=True)
     except ConfigError as exc:
@@ -138,22 +156,30 @@ def _settings(directory: Directory) -> Iterator[Finding]:
 
 def _file_system(directory: Directory) -> Iterator[Finding]:
     kind = filesystem_of(directory.path)
-    read_only = bool(os.fstatvfs(directory.root).f_flag & os.ST_RDONLY)
     if kind is not None and kind not in GOOD_FILESYSTEMS:
         yield Finding("file system", BAD, f"{kind}: its locks do not reach every process", "use a local file system")
-    elif read_only:
+    elif _is_mounted_read_only(directory):
         yield Finding("file system", OK, f"{kind}, mounted read-only: this host can only read the store")
     else:
         yield Finding("file system", OK, kind or "unknown")
 
 
+def _is_mounted_read_only(directory: Directory) -> bool:
+    return bool(os.fstatvfs(directory.root).f_flag & os.ST_RDONLY)
+
+
 def _space(directory: Directory) -> Iterator[Finding]:
-    s = _read_settings(directory)
     fs = os.fstatvfs(directory.root)
     free = fs.f_bavail * fs.f_frsize
     own = _allocated(directory)
-    data = {"free_bytes": free, "allocated_bytes": own, "capacity_bytes": s.capacity_bytes}
-    detail = f"{free // _MIB} MiB free, {own // _MIB} of {s.capacity_bytes // _MIB} MiB allocated"
+    data: dict[str, Any] = {"free_bytes": free, "allocated_bytes": own}
+    try:
+        s = _read_settings(directory)
+    except KvfsError:  # a finding of its own
+        yield Finding("space", OK, f"{size(free)} free, {size(own)} allocated", "", data)
+        return
+    data["capacity_bytes"] = s.capacity_bytes
+    detail = f"{size(free)} free, {size(own)} of {size(s.capacity_bytes)} allocated"
     if own + free < s.capacity_bytes:
         fits = (own + free) // 10 * 9 // _MIB
         yield Finding(
@@ -182,7 +208,7 @@ def _permissions(directory: Directory) -> Iterator[Finding]:
     detail = f"mode {mode:04o}, {shape}, owner {st.st_uid}, group {st.st_gid}"
     if mode & 0o007:
         yield Finding("permissions", BAD, f"{detail}: others have access", f"chmod o-rwx {directory.path}")
-    elif not os.access(directory.path, os.W_OK):
+    elif not _is_mounted_read_only(directory) and not os.access(directory.path, os.W_OK):
         yield Finding("permissions", WARN, f"{detail}: this user may only read", "run as the owner or in the group")
     else:
         yield Finding("permissions", OK, detail)
@@ -221,9 +247,8 @@ def _limits(directory: Directory) -> Iterator[Finding]:
     else:
         yield Finding("open files", OK, f"limit {_limit(soft)}, {segments} segments", "", data)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield Finding(
-        "locked memory", OK, f"limit {_limit(locked)} (matters for pinned rings only)", "", {"memlock": locked}
-    )
+    limit = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
+    yield Finding("locked memory", OK, f"limit {limit} (matters for pinned rings only)", "", {"memlock": locked})
 
 
 def _limit(value: int) -> str:
@@ -233,14 +258,14 @@ def _limit(value: int) -> str:
 def _memory(directory: Directory) -> Iterator[Finding]:
     limit, available = cgroup_limit(), memory_available()
     data = {"cgroup_limit_bytes": limit, "available_bytes": available}
-    room = f"{available // _MIB} MiB available" if available is not None else "available memory unknown"
+    room = f"{size(available)} available" if available is not None else "available memory unknown"
     if limit is None:
         yield Finding("memory", OK, f"{room}, no cgroup limit", "", data)
     else:
         yield Finding(
             "memory",
             OK,
-            f"{room}; the cgroup may use {limit // _MIB} MiB, page cache that it reads in included",
+            f"{room}; the cgroup may use {size(limit)}, page cache that it reads in included",
             "",
             data,
         )
@@ -260,6 +285,25 @@ def _kernel(directory: Directory) -> Iterator[Finding]:
         yield Finding(
             "kernel", WARN, f"{detail}: tiers are shown as disk", "a kernel from 6.5 on, or allow it in seccomp"
         )
+
+
+def _native(directory: Directory) -> Iterator[Finding]:
+    native, state = library.loaded(), library.state()
+    if native is None:
+        chosen = state == library.SWITCHED_OFF
+        remedy = "" if chosen else "install kvfs where there is a C compiler; until then Python does its work, slower"
+        yield Finding("native library", OK if chosen else WARN, state, remedy, {"state": state})
+        return
+    with opened(directory.files, "super", os.O_RDONLY, dir_fd=directory.root) as fd:
+        block = bytearray(1)
+        read = CachedRead(native, [Stretch(fd, 0, 0, 1, 0)], 1, address_of(memoryview(block)), 1)
+        read.work(read.share)
+    if not read.supported:
+        detail = f"{state}, but this file system or kernel cannot say what is in the page cache: Python does its work"
+        yield Finding("native library", WARN, detail, "allow cachestat and preadv2 in seccomp", {"state": state})
+        return
+    sha = "with" if native.has_sha else "without"
+    yield Finding("native library", OK, f"{state}, {sha} SHA-256 instructions", "", {"state": state})
 
 
 def lock_holders(directory: Directory) -> dict[tuple[int, int], list[tuple[int, str]]]:
@@ -424,11 +468,11 @@ def _page_cache(directory: Directory) -> Iterator[Finding]:
         with contextlib.suppress(OSError):
             fd = files.open(name, os.O_RDONLY, dir_fd=folder)
             try:
-                size = files.fstat(fd).st_size
-                total += size
-                cached += files.cached_bytes(fd, 0, size) or 0 if size else 0
+                nbytes = files.fstat(fd).st_size
+                total += nbytes
+                cached += files.cached_bytes(fd, 0, nbytes) or 0 if nbytes else 0
             finally:
                 files.close(fd)
     share = f"{100 * cached / total:.0f} %" if total else "nothing is stored"
     data = {"cached_bytes": cached, "segments_bytes": total, "segments_seen": min(len(names), SEGMENTS_MAX)}
-    yield Finding("page cache", OK, f"{cached // _MIB} of {total // _MIB} MiB of segments ({share})", "", data)
+    yield Finding("page cache", OK, f"{size(cached)} of {size(total)} of segments ({share})", "", data)

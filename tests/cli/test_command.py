@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import io
 import json
 import os
-import pty
 import signal
 import stat
 import subprocess
@@ -23,48 +20,10 @@ import pytest
 
 import kvfs
 from kvfs.cli.app import App, complete_namespaces, complete_pins
-from kvfs.cli.main import run
 from kvfs.cli.output import Output
 from kvfs.maintenance.recompress import Recompressed
+from tests.cli.commands import called, command, environment, on_a_terminal
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("KVFS_")}
-    return {**kept, "PYTHONPATH": str(ROOT), **extra}
-
-
-def command(*arguments: str, stdin: bytes | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in a new process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvfs.cli.main", *arguments], env=environment(**variables), capture_output=True,
-        input=stdin if stdin is not None else b"", timeout=60,
-    )  # fmt: skip
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
-
-
-def called(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in this process: equivalent, and faster."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [n for n in os.environ if n.startswith("KVFS_")]:
-            patch.delenv(name)
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        patch.setattr(sys, "stdin", io.StringIO())
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = run(App(), list(arguments))
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
-
-
-@pytest.fixture
-def store(store_path: Path) -> Path:
-    """A store with one namespace and a prompt of ten chunks."""
-    with kvfs.open(store_path, capacity="64MiB") as s:
-        s.namespace("alpha", tiny(), "9213176").put(tokens_of(1, 10), seeded(1, 10 * TINY_BYTES))
-    return store_path
 
 
 def damage_super(path: Path) -> None:
@@ -104,7 +63,8 @@ def no_settings(path: Path) -> None:
         (2, ("init", "--capacity", "64MiB"), None),
         (12, ("ls",), damage_super),
         (12, ("ls",), future_super),
-        (14, ("config", "set", "capacity", "1MiB"), None),
+        (2, ("config", "set", "capacity", "1MiB"), None),
+        (2, ("config", "set", "segment_bytes", "32MiB"), None),
         (90, ("ls",), no_settings),
         (90, ("config",), no_settings),
     ],
@@ -232,32 +192,6 @@ def test_no_command_that_looks_loads_torch(store: Path) -> None:
     assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
 
 
-def on_a_terminal(arguments: list[str], answer: bytes = b"", **variables: str) -> tuple[int, str]:
-    """Run the command with a terminal as its three streams. Returns (exit code, output)."""
-    main, side = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "kvfs.cli.main", *arguments], env=environment(**variables), stdin=side, stdout=side,
-        stderr=side, start_new_session=True,
-    )  # fmt: skip
-    os.close(side)
-    killer = threading.Timer(60, child.kill)
-    killer.start()
-    if answer:
-        os.write(main, answer)
-    seen = b""
-    while True:
-        try:
-            piece = os.read(main, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        seen += piece
-    os.close(main)
-    killer.cancel()
-    return child.wait(30), seen.decode()
-
-
 def test_rm_asks_on_a_terminal(store: Path) -> None:
     code, seen = on_a_terminal(["-C", str(store), "rm", "alpha"], b"n\n")
     assert code == 1 and "Remove alpha@9213176 (10 pages" in seen and "nothing was changed" in seen
@@ -276,7 +210,7 @@ def test_names_that_look_like_headings_are_listed_at_once(store: Path) -> None:
     with kvfs.open(store) as s:
         ns = s.namespace("alpha", tiny(), "9213176")
         assert [s.pin(name, ns, tokens_of(1, 10)) for name in names] == [160, 160, 160]
-    code, seen = on_a_terminal(["-C", str(store), "pin", "ls"])
+    code, seen = on_a_terminal(["-C", str(store), "pin", "ls", "--no-truncate"])
     assert code == 0 and all(name in seen for name in names)
     assert seen.count("\x1b[1m") == 1 and "\x1b[1mPIN " in seen
 
@@ -422,9 +356,9 @@ def test_what_rm_would_remove_of_a_prompt_is_what_it_removes(store_path: Path, t
 def test_gc_that_cannot_evict_fails(store: Path) -> None:
     with open(store / "run" / "gc", "rb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = called("-C", str(store), "gc", "--apply", "--target", "0", "--max-duration", "0.1s")
+        done = called("-C", str(store), "gc", "--apply", "--yes", "--target", "0", "--max-duration", "0.1s")
     assert done.returncode == 11 and "evicts" in done.stderr
-    assert called("-C", str(store), "gc", "--apply", "--target", "0").stdout.startswith("dropped 1 segments")
+    assert called("-C", str(store), "gc", "--apply", "--target", "0", "--yes").stdout.startswith("dropped 1 segments")
 
 
 def test_the_bytes_freed_are_never_negative(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +416,7 @@ def test_config_keeps_comments_and_refuses_invalid_values(store: Path) -> None:
     assert called("-C", str(store), "config", "set", "quota.x.cap", "2MiB").returncode == 0
     assert settings.read_text() == (
         '# ours\ncapacity = "128MiB"  # for now\n\n[quota."a b"]  # theirs\ncap = 1000\nttl = "12h"\n'
-        '\n[quota."x"]\ncap = "2MiB"\n'
+        '\n[quota.x]\ncap = "2MiB"\n'
     )
     shown: dict[str, Any] = json.loads(called("-C", str(store), "config", "--json").stdout)["settings"]
     assert shown["capacity"] == {"value": 128 << 20, "origin": "kvfs.toml"}
@@ -646,7 +580,7 @@ def test_a_directory_that_init_refuses_keeps_its_mode(tmp_path: Path) -> None:
     (theirs / "file").touch()
     empty = tmp_path / "empty"
     empty.mkdir(0o700)
-    for code, path, capacity in ((12, theirs, "64MiB"), (14, empty, "1KiB"), (14, tmp_path / "a" / "b", "1KiB")):
+    for code, path, capacity in ((12, theirs, "64MiB"), (2, empty, "1KiB"), (2, tmp_path / "a" / "b", "1KiB")):
         assert called("-C", str(path), "init", "--group", "--capacity", capacity).returncode == code
     assert [stat.S_IMODE(p.stat().st_mode) for p in (theirs, empty)] == [0o755, 0o700]
     assert not (tmp_path / "a").exists()
@@ -678,3 +612,15 @@ def test_a_user_who_may_only_read_can_list(store: Path, monkeypatch: pytest.Monk
     assert "alpha" in called("-C", str(store), "ls").stdout
     done = called("-C", str(store), "rm", "alpha", "-y")
     assert done.returncode == 1 and "owner" in done.stderr
+
+
+def test_a_long_result_is_written_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One write and one flush per line: a fifth of the time of a listing of 100,000 namespaces."""
+    echoed: list[str] = []
+    echo = click.echo
+    monkeypatch.setattr(click, "echo", lambda message, **how: (echoed.append(message), echo(message, **how)))
+    Output().result({}, lambda: (f"line {n}\x1b" for n in range(1000)))
+    assert capsys.readouterr().out == "".join(f"line {n}?\n" for n in range(1000))
+    assert len(echoed) == 1
+    Output().result({}, lambda: ())
+    assert capsys.readouterr().out == "" and len(echoed) == 1

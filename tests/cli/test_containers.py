@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvfs
-from tests.cli.test_command import environment
+from tests.cli.commands import environment
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 pytestmark = pytest.mark.needs_root("makes PID and mount namespaces")

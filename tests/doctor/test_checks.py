@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import pytest
 import kvfs
 from kvfs.doctor import checks
 from kvfs.doctor.checks import BAD, OK, WARN, Finding
+from kvfs.native import library
+from kvfs.native.payloads import CachedRead
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
@@ -36,6 +38,30 @@ def test_nothing_is_wrong_with_a_store_that_was_closed(path: Path) -> None:
     assert not [f for f in found.values() if f.status == BAD]
     assert found["index"].status == OK and "closed cleanly" in found["index"].detail
     assert found["processes"].data == {"alive": 0, "dead": 0, "holders": []}
+
+
+def test_the_code_that_does_lookups_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = library.state()
+    assert findings(path)["native library"].detail.startswith(state)
+    with kvfs.open(path) as store:
+        assert store.stats()["native"] == state
+    for state, status in (("off: not built", WARN), (library.SWITCHED_OFF, OK)):
+        monkeypatch.setattr(library, "_load", lambda state=state: (None, state))
+        found = findings(path)["native library"]
+        assert (found.status, found.detail, found.data) == (status, state, {"state": state})
+        assert ("compiler" in found.remedy) == (status == WARN)
+
+
+def test_a_file_system_that_hides_its_page_cache_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.loaded() is None:
+        pytest.skip(f"the native library is {library.state()}")
+
+    def unsupported(read: CachedRead, share: Iterator[int]) -> None:
+        read.supported = False
+
+    monkeypatch.setattr(CachedRead, "work", unsupported)
+    found = findings(path)["native library"]
+    assert found.status == WARN and "cannot say what is in the page cache" in found.detail
 
 
 def test_users_are_named_by_pid(path: Path) -> None:

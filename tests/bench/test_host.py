@@ -1,0 +1,66 @@
+"""``kvfs bench``: figures that follow from what was timed, every byte compared, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvfs.bench import host
+from kvfs.bench.host import Ratio, Result
+from kvfs.cli.app import App
+from kvfs.cli.main import run
+from kvfs.errors import KvfsError
+from kvfs.namespace import Namespace
+from tests.stores import tiny
+
+ONE = (1.0, 1.0, 1.0)
+
+
+def result(load: float, cold: float, match: float, token_bytes: int = 100_000) -> Result:
+    rates = [Ratio((rate, rate, rate), ONE) for rate in (1.0, load, cold)]
+    return Result(4096, token_bytes, *rates, (match, match, match), 3)
+
+
+def test_a_load_pays_where_its_bytes_and_its_lookup_take_less_than_computing() -> None:
+    found = result(load=10.0, cold=1.0, match=0.003)  # 10 us and 100 us a token
+    assert found.tokens_per_second(cold=False) == 100_000 and found.tokens_per_second(cold=True) == 10_000
+    assert found.break_even_tokens(25_000, cold=False) == 100  # 3 ms of lookup, 30 us gained per token
+    assert found.break_even_tokens(25_000, cold=True) is None
+    assert found.break_even_tokens(10_000, cold=True) is None, "equal speeds gain nothing"
+    assert found.break_even_tokens(9_000, cold=True) == 270
+
+
+def test_every_phase_is_measured_and_the_files_are_gone(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    found = host.measure(str(tmp_path), tiny(page_tokens=64), 64 * 4096, 2, lambda n, m: seen.append((n, m)))
+    assert (found.tokens, found.token_bytes, found.rounds) == (64 * 64, 64, 2)
+    for ratio in (found.save, found.load, found.load_cold):
+        assert all(0 < a <= b <= c for a, b, c in ratio)
+    assert seen == [(1, 3), (2, 3), (3, 3)] and [p.name for p in tmp_path.iterdir()] == ["store"]
+
+
+def test_wrong_bytes_are_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(ns: Namespace, prompt: object, out: memoryview, pages: int) -> None:
+        out[0] ^= 1
+
+    monkeypatch.setattr(host, "_get", get)
+    with pytest.raises(KvfsError, match="not those that were saved"):
+        host.measure(str(tmp_path), tiny(page_tokens=64), 16 * 4096, 1, lambda n, m: None)
+
+
+def test_the_command_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(
+        App(), ["bench", "--path", str(tmp_path), "--profile", "mla", "--size", "5MiB", "--rounds", "1", "--json"]
+    )
+    assert code == 0 and not list(tmp_path.iterdir())
+    data = json.loads(capsys.readouterr().out)
+    assert data["tokens"] == 64 and data["token_bytes"] == 61 * 576 * 2 and "break_even_tokens" not in data
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(App(), ["bench", "--path", str(tmp_path), "--size", "1000TiB"]) != 0
+    assert "pass a smaller --size or --rounds" in capsys.readouterr().err and not list(tmp_path.iterdir())
