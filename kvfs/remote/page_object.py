@@ -1,0 +1,134 @@
+"""Objects with pages: sealed segments in memory. Their bytes are untrusted until every check here has passed.
+
+An object holds up to ``Shape.run_pages`` neighbouring pages of one prompt, in the format of a segment: header and
+record table are its first FIRST_PAYLOAD bytes, so that one small range says which chunks it has.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvfs.bundles.incoming import Page, read_pages
+from kvfs.context import Context
+from kvfs.format import segment as fmt
+from kvfs.format.segment import Entry, Header
+from kvfs.remote.names import Shape
+from kvfs.segments.scan import scan_segment
+from kvfs.segments.writer import Record, SegmentWriter
+from kvfs.system.descriptors import Descriptor
+from kvfs.system.files import Files
+
+HEAD_BYTES = fmt.FIRST_PAYLOAD  # of an object: its header and its only record table
+_ZEROS = bytes(1 << 20)
+
+
+class _Size(NamedTuple):
+    st_size: int
+
+
+class MemoryFile(Files):
+    """One file in a piece of memory of a fixed size, whatever the descriptor says."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+
+    def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        done = 0
+        for buffer in buffers:
+            piece = self.data[offset + done : offset + done + len(buffer)]
+            buffer[: len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def read(self, fd: int, nbytes: int, offset: int) -> bytes:
+        if offset + nbytes > len(self.data):
+            raise OSError(errno.EIO, "the object ends before")
+        return bytes(self.data[offset : offset + nbytes])  # one copy; the base class makes two
+
+    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        done = 0
+        for buffer in buffers:
+            piece = memoryview(buffer).cast("B")
+            self.data[offset + done : offset + done + len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def fstat(self, fd: int) -> Any:
+        return _Size(len(self.data))
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self.data = self.data[:nbytes]
+
+
+def encode(
+    context: Context, shape: Shape, descriptor: bytes, records: Sequence[Record], buffer: memoryview
+) -> memoryview:
+    """The object that begins with the first of these neighbouring records, which have their leaf tables.
+
+    It begins ``buffer``, which has ``shape.object_bytes_max`` bytes or more and may have held another object.
+    """
+    buffer = buffer[: shape.object_bytes_max]
+    for start in range(0, len(buffer), len(_ZEROS)):  # what stands between the pages is of this object, too
+        buffer[start : start + len(_ZEROS)] = _ZEROS[: len(buffer) - start]
+    file = MemoryFile(buffer)
+    segment_id = shape.segment_id(records[0].chunk_hash)
+    file.write_all(-1, [fmt.pack_header(Header(segment_id, context.store_id, context.files.now_us()))], 0)
+    writer = SegmentWriter(
+        Descriptor(file), segment_id, 0, file, epoch=1, tail=fmt.FIRST_PAYLOAD, table=fmt.FIRST_TABLE, records=0,
+        allocated=1 << 62,
+    )  # fmt: skip
+    writer.append(records, shape.described.digest, descriptor, context.files.now_us())
+    writer.seal()
+    return file.data
+
+
+def covered(head: memoryview, shape: Shape, chunk_hash: bytes) -> list[Entry] | None:
+    """The entries of an object, by its first HEAD_BYTES; None if it is not the object that this name stands for."""
+    if len(head) < HEAD_BYTES:
+        return None
+    header = fmt.parse_header(bytes(head[: fmt.BLOCK]))
+    segment_id = shape.segment_id(chunk_hash)
+    if header is None or header.segment_id != segment_id:
+        return None
+    table = head[fmt.FIRST_TABLE : fmt.FIRST_TABLE + fmt.FIRST_TABLE_BYTES]
+    slots = fmt.slots_of_table(True) * fmt.ENTRY_BYTES
+    entries = [entry for entry, _ in fmt.parse_entries(table[:slots], fmt.segment_seed(segment_id))]
+    parts = [entry for entry in entries if entry.kind == fmt.KIND_PART]
+    return parts if len(parts) == len(entries) - 1 and _agree(parts, shape, chunk_hash) else None
+
+
+def decode(data: memoryview, shape: Shape, chunk_hash: bytes, page_limit: int = 1 << 62) -> list[Page]:
+    """The verified pages of an object, from its first on; empty if it is not the object that this name stands for.
+
+    Each page is of the namespace, group and part of the name, and each leaf of it was summed. A page that does not
+    verify, or has more than ``page_limit`` bytes, ends the list.
+    """
+    file = MemoryFile(data)
+    try:
+        scan = scan_segment(-1, file, records_max=shape.run_pages + 1)
+    except OSError:
+        return []
+    if scan is None or scan.seal is None or scan.header.segment_id != shape.segment_id(chunk_hash):
+        return []
+    parts = list(scan.parts())
+    if len(parts) != len(scan.entries) - 1 or not _agree(parts, shape, chunk_hash):
+        return []
+    pages: list[Page] = []
+    for _, page in read_pages(-1, file, scan, page_limit):
+        if isinstance(page, str) or page.described.digest != shape.described.digest:
+            break
+        pages.append(page)
+    return pages
+
+
+def _agree(parts: Sequence[Entry], shape: Shape, chunk_hash: bytes) -> bool:
+    """Whether entries are neighbours in one block of chunks, from the named chunk on."""
+    if not 1 <= len(parts) <= shape.run_pages or parts[0].chunk_hash != chunk_hash:
+        return False
+    first, packed = parts[0].chunk, shape.part.pack()
+    return first // shape.run_pages == (first + len(parts) - 1) // shape.run_pages and all(
+        entry.chunk == first + i and (entry.group, entry.part) == (shape.number, packed) and not entry.expires
+        for i, entry in enumerate(parts)
+    )

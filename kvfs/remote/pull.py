@@ -1,0 +1,367 @@
+"""Pull: objects become pages of this store, each verified before it is published.
+
+The names of a prompt's objects follow from its chunk hashes, so nothing is listed: objects are fetched ahead, several
+at once, and the first name without an object ends the pull. A remote that fails or is slow makes it shorter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+from kvfs.bundles.incoming import Page, PageAppender
+from kvfs.catalog.catalog import Catalog
+from kvfs.catalog.walk import Walk
+from kvfs.context import Context
+from kvfs.errors import IndexUnavailableError, NoSpaceError
+from kvfs.index.ledger import page_limit
+from kvfs.index.rows import RUN
+from kvfs.lookup.matcher import Matcher
+from kvfs.lookup.prefix_match import PageRef, PrefixMatch
+from kvfs.lookup.prompt_pages import prompt_of_hashes
+from kvfs.lookup.search import Prompt
+from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes
+from kvfs.pages.identity import Described, Identity, parse_descriptor
+from kvfs.remote.bucket import Bucket
+from kvfs.remote.names import Shape, at_once
+from kvfs.remote.object_store import RemoteError
+from kvfs.remote.page_object import HEAD_BYTES, covered, decode
+from kvfs.write.active_segments import ActiveSegments
+
+SPACE_SECONDS = 30.0  # longest wait for room, per object
+FAILURES_MAX = 4  # requests that fail, after their retries, before a pull ends: the object store is away
+HEADS = 256  # objects of a namespace of which is asked at once whether they are needed
+PROBES = 8  # objects of a prompt that are asked for at once, to learn how far the bucket goes
+PROBLEMS_MAX = 20  # lines of a report
+
+
+@dataclass
+class Pulled:
+    """What a pull did. ``stored`` and ``skipped`` (stored already) in pages; ``refused`` objects did not verify, and
+    ``failed`` could not be fetched: pages behind them are missing."""
+
+    stored: int = 0
+    skipped: int = 0
+    nbytes: int = 0  # of the pages that were stored
+    objects: int = 0
+    fetched_bytes: int = 0
+    refused: int = 0
+    failed: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(text)
+
+
+class _Wanted(NamedTuple):
+    """An object by its name."""
+
+    shape: Shape
+    chunk_hash: bytes
+    chunk: int = 0  # of a prompt: number of its first chunk
+    size: int = 0  # as listed
+
+
+class _Came(NamedTuple):
+    """What a request brought: the pages of an object that verify, or why there are none; neither if there is no such
+    object."""
+
+    pages: Sequence[Page] = ()
+    nbytes: int = 0  # of the object
+    failed: str = ""  # the object store did not answer
+    refused: str = ""  # it answered with something else than the whole object, or some of its pages do not verify
+
+
+Tiers: TypeAlias = Callable[[PrefixMatch], list[PageRef]]
+
+
+def prompt_of(identity: Identity, hashes: Sequence[bytes]) -> tuple[Described, Prompt]:
+    """What ``Puller`` needs of a namespace and of the chunk hashes of a prompt."""
+    described = parse_descriptor(identity.descriptor_bytes())
+    assert described is not None, "an identity has a valid descriptor"
+    return described, prompt_of_hashes(identity, hashes)
+
+
+class Puller:
+    """One pull: ``requests`` objects are on their way at once. Owns the threads that fetch and verify; the caller's
+    thread stores."""
+
+    def __init__(
+        self, context: Context, active: ActiveSegments, tiers: Tiers, bucket: Bucket,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """``progress``: called whenever pages of a prompt were stored; an error of it ends the pull."""
+        self._c = context
+        self._progress = progress
+        self._before, self._weight = 0.0, 1.0  # of the work of a prompt: what is done, what is under way
+        self.share = 0.0  # of the work of a prompt that is done
+        self._tiers = tiers
+        self._bucket = bucket
+        self._requests = context.settings.remote.requests
+        self.done = Pulled()
+        self._appender = PageAppender(context, active, self.done, SPACE_SECONDS)
+
+    # -- a prompt ----------------------------------------------------------------------------
+
+    def reach(self, described: Described, names: Mapping[int, bytes], first: int, end: int) -> int:
+        """About how many leading chunks of a prompt the bucket holds, for a reader that has those before ``first``.
+
+        ``names``: hashes of some chunks, see ``names_of``. A few requests, all at once: for the objects at PROBES
+        places. ``first`` if there is nothing behind it. Of layouts that need no page of the whole prompt, ``end``.
+        FormatError for the bucket; RemoteError.
+        """
+        if first >= end or not self._bucket.is_ready() or not (shapes := self._bucket.shapes(described)):
+            return first
+        shape = next((s for s in shapes if s.group.need.kind == "all"), None)
+        if shape is None or shape.keyed:
+            return end
+        begins = [c for c in sorted(names) if c % shape.run_pages == 0 and c < end]
+        # the object that begins with ``first`` continues what a shorter prompt had left there
+        places = {_last(begins, first), first, begins[-1]}
+        places |= {_last(begins, first + (end - first) * i // PROBES) for i in range(1, PROBES)}
+        found = first
+        with ThreadPoolExecutor(min(self._requests, len(places)), "kvfs-pull") as pool:
+            ordered = sorted(places)
+            for at, agree in zip(ordered, pool.map(lambda at: self._agreeing(shape, names, at), ordered), strict=True):
+                if not agree and at > first:
+                    break
+                behind = end if at == begins[-1] and agree == shape.run_pages else at + agree
+                found = max(found, min(end, behind))
+        return found
+
+    def _agreeing(self, shape: Shape, names: Mapping[int, bytes], at: int) -> int:
+        """How many chunks the object that begins with chunk ``at`` has in common with the prompt, as far as is known;
+        0 if there is none."""
+        found = self._bucket.objects.get(shape.name(names[at]), 0, HEAD_BYTES)
+        entries = covered(found.data, shape, names[at]) if found is not None else None
+        for i, entry in enumerate(entries or ()):
+            if entry.chunk_hash != names.get(at + i, entry.chunk_hash):
+                return i
+        return len(entries or ())
+
+    def prompt(self, described: Described, prompt: Prompt, reach: int | None = None) -> Pulled:
+        """Pull the longest prefix of a prompt that the bucket holds, without what is stored here.
+
+        ``reach``: of how many chunks ``share`` is told, as ``reach`` has found; None: of all.
+
+        ConfigError, FormatError for the bucket; RemoteError if it does not answer at all.
+        """
+        self._bucket.check()
+        matcher = Matcher(self._c, described.digest, described.layout, self._tiers)
+        shapes = sorted(self._bucket.shapes(described), key=lambda s: (s.group.need.kind != "all", s.number))
+        end = len(prompt.hashes)
+        reach = end if reach is None else reach
+        work = [s.group.part_bytes(s.part) * (min(reach, end - _first(s, prompt, end)) + 1) for s in shapes]
+        with ThreadPoolExecutor(self._requests, "kvfs-pull") as pool:
+            for number, mine in groupby(range(len(shapes)), key=lambda i: shapes[i].number):
+                reached = []
+                for i in mine:
+                    self._before, self._weight = sum(work[:i]) / sum(work), work[i] / sum(work)
+                    reached.append(self._shape(shapes[i], prompt, matcher, end, min(reach, end), pool))
+                if described.layout.groups[number].need.kind == "all" and not prompt.keyed:
+                    end = max(reached)
+        self._c.counters.add("pages_pulled", self.done.stored)
+        return self.done
+
+    def _shape(
+        self, shape: Shape, prompt: Prompt, matcher: Matcher, end: int, reach: int, pool: ThreadPoolExecutor
+    ) -> int:
+        """Pull the chunks of one shape before ``end`` that are of use; up to which chunk it got, without a gap."""
+        first = _first(shape, prompt, end)
+        whole = shape.group.need.kind != "all" or prompt.keyed
+        present = matcher.present(
+            prompt, shape.number, shape.group, shape.part, 0, len(prompt.hashes), whole=whole
+        ).found.present  # fmt: skip
+        pages = shape.run_pages
+        missing = [
+            c for c in range(first // pages * pages, end, pages)
+            if ~present >> c & (1 << min(pages, end - c)) - 1
+        ]  # fmt: skip
+        begin = missing[0] if missing else end
+        for wanted, came in self._ahead([_Wanted(shape, prompt.hashes[c], c) for c in missing], pool):
+            at, until = wanted.chunk, min(wanted.chunk + pages, end)
+            while agreed := self._agreed(self._pages(wanted, came), prompt, at, until):
+                if not self._store(agreed, lambda p: _head_of(prompt, p)):
+                    break
+                at += len(agreed)
+                self.share = self._before + self._weight * min(1.0, (at - begin) / max(1, reach - begin))
+                self._progress()
+                if at == until:
+                    break
+                # a fork, or the tail of a shorter prompt: the rest has a name of its own
+                wanted = _Wanted(shape, prompt.hashes[at], at)
+                came = self._fetch(wanted)
+            if at < until and not whole:
+                return at
+        return end
+
+    def _agreed(self, pages: Sequence[Page], prompt: Prompt, at: int, until: int) -> Sequence[Page]:
+        """The leading pages of an object that are those of the prompt from chunk ``at`` on."""
+        for i, page in enumerate(pages[: until - at]):
+            if page.entry.chunk_hash != prompt.hashes[at + i] or not (prompt.keyed or page.entry.chunk == at + i):
+                return pages[:i]
+        return pages[: until - at]
+
+    # -- a namespace -------------------------------------------------------------------------
+
+    def namespace(self, ref: str, progress: Callable[[int, int], None]) -> Pulled:
+        """Pull all pages of the namespace that ``ref`` names. ``progress``: (bytes done, all bytes).
+
+        NoSpaceError, before anything is stored, if they are more than this store holds.
+        """
+        self._bucket.check()
+        described = self._bucket.find(ref)
+        names = [
+            _Wanted(shape, name.chunk, size=listed.size)
+            for shape in self._bucket.shapes(described)
+            for listed, name in self._bucket.listing(shape.folder)
+            if name is not None and name.chunk and listed.size <= shape.object_bytes_max
+        ]
+        total, limit = sum(w.size for w in names), self._c.settings.segments_bytes_max
+        if total > limit:
+            raise NoSpaceError(
+                f"{described.label} has {total} bytes in the bucket, this store holds {limit}: pull a prompt with "
+                "--prompt, or raise capacity"
+            )
+        here, done = self._here(described), 0
+        with ThreadPoolExecutor(self._requests, "kvfs-pull") as pool:
+            for first in range(0, len(names), HEADS):
+                if self.done.failed >= FAILURES_MAX:
+                    break
+                some = names[first : first + HEADS]
+                answers = list(pool.map(partial(self._is_here, here), some))
+                missing = [w for w, is_here in zip(some, answers, strict=True) if not is_here]
+                for wanted, came in self._ahead(missing, pool):
+                    if found := self._pages(wanted, came):
+                        self._store(found, lambda p: p.entry.run_hash)
+                done += sum(w.size for w in some)
+                progress(done, total)
+        self._c.counters.add("pages_pulled", self.done.stored)
+        return self.done
+
+    def _here(self, described: Described) -> set[tuple[int, bytes, bytes]]:
+        """(group, part, chunk hash) of the pages that are stored here."""
+        numbers = {c.segment for c in Catalog(self._c).contents() if c.digest == described.digest}
+        return {
+            (s.group, s.part, s.hashes[i : i + HASH_BYTES])
+            for s in (Walk(self._c).stretches(numbers.__contains__) if numbers else ())
+            if s.digest == described.digest
+            for i in range(0, len(s.hashes), HASH_BYTES)
+        }
+
+    def _is_here(self, here: set[tuple[int, bytes, bytes]], wanted: _Wanted) -> bool:
+        """Whether all pages of an object are stored here: asked of its first bytes if its first page is."""
+        shape, packed = wanted.shape, wanted.shape.part.pack()
+        if (shape.number, packed, wanted.chunk_hash) not in here:
+            return False
+        try:
+            found = self._bucket.objects.get(shape.name(wanted.chunk_hash), 0, HEAD_BYTES)
+        except RemoteError:
+            return False  # counted when it is fetched
+        entries = covered(found.data, shape, wanted.chunk_hash) if found is not None else None
+        return entries is not None and all((shape.number, packed, e.chunk_hash) in here for e in entries)
+
+    # -- objects -----------------------------------------------------------------------------
+
+    def _ahead(self, wanted: Sequence[_Wanted], pool: ThreadPoolExecutor) -> Iterator[tuple[_Wanted, _Came]]:
+        """Each object with what came of it, in order; the next ones are fetched meanwhile.
+
+        Ends early when the object store has failed FAILURES_MAX times: it is away.
+        """
+        coming: deque[tuple[_Wanted, Future[_Came]]] = deque()
+        rest = iter(wanted)
+        most = min(self._requests, at_once([w.shape for w in wanted[: self._requests]]))
+        try:
+            while self.done.failed < FAILURES_MAX:
+                while len(coming) < most and (one := next(rest, None)) is not None:
+                    coming.append((one, pool.submit(self._fetch, one)))
+                if not coming:
+                    return
+                one, future = coming.popleft()
+                yield one, future.result()
+        finally:
+            for _, future in coming:
+                future.cancel()
+
+    def _fetch(self, wanted: _Wanted) -> _Came:
+        """In any thread: changes nothing. Verifying here uses several cores, and the caller's thread only stores."""
+        shape, chunk_hash = wanted.shape, wanted.chunk_hash
+        try:
+            found = self._bucket.objects.get(shape.name(chunk_hash), 0, shape.object_bytes_max)
+        except RemoteError as exc:
+            return _Came(failed=str(exc))
+        if found is None:
+            return _Came()
+        if len(found.data) != found.size:
+            return _Came(refused=f"{len(found.data)} of {found.size} bytes came")
+        pages = decode(found.data, shape, chunk_hash, page_limit(self._c.settings))
+        entries = covered(found.data[:HEAD_BYTES], shape, chunk_hash)
+        whole = entries is not None and len(pages) == len(entries)
+        return _Came(pages, found.size, refused="" if whole else "does not verify")
+
+    def _pages(self, wanted: _Wanted, came: _Came) -> Sequence[Page]:
+        """The verified pages of an object; counts it."""
+        if came.failed:
+            self._fail(came.failed)
+        if came.refused:
+            self._refuse(wanted.shape.name(wanted.chunk_hash), came.refused)
+        self.done.objects += bool(came.nbytes)
+        self.done.fetched_bytes += came.nbytes
+        return came.pages
+
+    def _fail(self, why: str) -> None:
+        self.done.failed += 1
+        self.done.note(why)
+        self._c.counters.add("remote_errors")
+
+    def _refuse(self, name: str, why: str) -> None:
+        self.done.refused += 1
+        self.done.note(f"{name}: {why}; kvfs remote verify --repair removes such objects")
+        self._c.counters.add("remote_objects_refused")
+
+    def _store(self, pages: Sequence[Page], head_of: Callable[[Page], bytes]) -> bool:
+        """Whether the pages are stored here now."""
+        try:
+            self._appender.store(pages, self._c.files.now_us(), head_of)
+        except (OSError, NoSpaceError, IndexUnavailableError) as exc:
+            self._fail(str(exc))
+            return False
+        return True
+
+
+def sparse(hashes: bytes, first: int) -> bytes:
+    """Of joined chunk hashes those that ``Puller.reach`` needs: of the row of ``first``, and the first of each later
+    row. Objects begin there, whatever their size; all hashes of a long prompt would take long to pass on."""
+    begin, step = first // RUN * RUN * HASH_BYTES, RUN * HASH_BYTES
+    later = [hashes[at : at + HASH_BYTES] for at in range(begin + step, len(hashes), step)]
+    return b"".join([hashes[begin : begin + step], *later])
+
+
+def names_of(sparse_hashes: bytes, first: int, end: int) -> dict[int, bytes]:
+    """Chunk number -> hash, of what ``sparse`` has left of the hashes of ``end`` chunks."""
+    begin = first // RUN * RUN
+    numbers = [*range(begin, min(begin + RUN, end)), *range(begin + RUN, end, RUN)]
+    return dict(zip(numbers, ChunkHashes(sparse_hashes), strict=True))
+
+
+def _last(sorted_numbers: Sequence[int], most: int) -> int:
+    """The last number that is at most ``most``."""
+    return sorted_numbers[bisect_right(sorted_numbers, most) - 1]
+
+
+def _first(shape: Shape, prompt: Prompt, end: int) -> int:
+    """The first chunk of which a page of this shape is of use to a reader of the chunks before ``end``."""
+    trailing = None if prompt.keyed else shape.group.need.chunks(shape.described.layout.page_tokens)
+    return 0 if trailing is None else max(0, end - trailing)
+
+
+def _head_of(prompt: Prompt, page: Page) -> bytes:
+    """The chunk that keys the row of a page: the first of its run."""
+    return page.entry.chunk_hash if prompt.keyed else prompt.hashes[page.entry.chunk // RUN * RUN]

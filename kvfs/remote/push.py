@@ -1,0 +1,285 @@
+"""Push: pages of this store become objects. What is there already stays, so a push that was ended goes on as a new one.
+
+A row of the index holds neighbours of one prompt, 32 at most, and begins at a multiple of 32 or at a fork. It is cut
+where objects begin. The name of an object is that of its first chunk; if there is an object by that name, its table
+says how far it agrees, and what it lacks becomes an object of its own, named by the first chunk that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from kvfs.bundles.exporter import verified_record
+from kvfs.catalog.catalog import Catalog
+from kvfs.catalog.records import Records
+from kvfs.catalog.walk import HASH_BYTES, Stretch, Walk
+from kvfs.context import Context
+from kvfs.index.rows import RUN
+from kvfs.index.session import Session
+from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.pages.identity import Described
+from kvfs.remote.bucket import Bucket
+from kvfs.remote.names import Shape, at_once
+from kvfs.remote.object_store import RemoteError
+from kvfs.remote.page_object import HEAD_BYTES, covered, encode
+
+FAILURES_MAX = 8  # requests that fail, after their retries, before a push ends: the object store is away
+PROBLEMS_MAX = 20  # lines of a report
+
+
+@dataclass
+class Pushed:
+    """What a push did, in pages: ``stored`` are new in the bucket, ``present`` were there.
+
+    ``left_out``: evicted meanwhile, did not verify, or have a lifetime. ``failed``: the object store did not take them.
+    """
+
+    pages: int = 0
+    stored: int = 0
+    present: int = 0
+    left_out: int = 0
+    failed: int = 0
+    objects: int = 0
+    nbytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Source(NamedTuple):
+    """A record of this store that is to be pushed."""
+
+    chunk: int
+    chunk_hash: bytes
+    segment_id: bytes
+    seq: int
+
+
+class Piece(NamedTuple):
+    """Neighbouring pages of one prompt that make one object. ``head``: hash of the first chunk of their run, or b""."""
+
+    shape: Shape
+    head: bytes
+    sources: tuple[Source, ...]
+
+    @property
+    def name(self) -> str:
+        return self.shape.name(self.sources[0].chunk_hash)
+
+
+class _TooManyFailures(Exception):
+    """The object store is away."""
+
+
+class Pusher:
+    """One push: ``requests`` of it are under way at once, and as many objects in memory."""
+
+    def __init__(self, context: Context, bucket: Bucket, requests: int) -> None:
+        self._c = context
+        self._bucket = bucket
+        self._requests = requests
+        self._failures = 0
+        self._raced: set[str] = set()  # names that were taken between the question and the upload
+        self._buffers: list[bytearray] = []  # one for each object of a batch; fresh memory costs more than the rest
+        self.done = Pushed()
+        self.unsent: list[Source] = []  # what the object store did not take, and what may be among it
+
+    def run(
+        self, namespaces: Collection[Described], matches: Collection[PrefixMatch],
+        progress: Callable[[int, int], None],
+    ) -> Pushed:  # fmt: skip
+        """Push namespaces and matches. ``progress``: (pages done, all pages). ConfigError, FormatError for the bucket;
+        RemoteError if it does not answer at all."""
+        self._bucket.prepare()
+        described = {d.digest: d for d in Catalog(self._c).described()}
+        pieces = list(self._of_namespaces(namespaces)) if namespaces else []
+        pieces += [p for m in matches if m.namespace in described for p in _of_match(m, described[m.namespace])]
+        return self._run(pieces, lambda nbytes: progress(self._pages_done, self.done.pages))
+
+    def run_pieces(self, pieces: list[Piece], pace: Callable[[int], None]) -> Pushed:
+        """Push pieces. ``pace`` is called with the bytes that were sent, after each few objects; an error of it ends
+        the push. Errors as of ``run``."""
+        self._bucket.prepare()
+        return self._run(pieces, pace)
+
+    def _run(self, pieces: list[Piece], after: Callable[[int], object]) -> Pushed:
+        """Push pieces; ``after`` is called with the bytes of each few of them."""
+        descriptors = dict(self._c.index.slices(Session.namespaces, 2.0))
+        self.done.pages = sum(len(p.sources) for p in pieces)
+        with ThreadPoolExecutor(self._requests, "kvfs-push") as pool, Records(self._c) as records:
+            try:
+                while pieces:
+                    sent = self.done.nbytes
+                    count = min(self._requests, at_once([p.shape for p in pieces[: self._requests]]))
+                    batch, pieces = pieces[:count], pieces[count:]
+                    pieces = self._push(batch, descriptors, pool, records) + pieces
+                    after(self.done.nbytes - sent)
+            except _TooManyFailures:
+                self.unsent += [source for piece in batch + pieces for source in piece.sources]
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+        self.done.failed = self.done.pages - self._pages_done
+        self._c.counters.add("pages_pushed", self.done.stored)
+        return self.done
+
+    @property
+    def _pages_done(self) -> int:
+        return self.done.stored + self.done.present + self.done.left_out
+
+    def _of_namespaces(self, wanted: Iterable[Described]) -> Iterator[Piece]:
+        described = {d.digest: d for d in wanted}
+        numbers = {c.segment for c in Catalog(self._c).contents() if c.digest in described}
+        return of_rows(described, Walk(self._c).stretches(numbers.__contains__))
+
+    def _push(
+        self, batch: list[Piece], descriptors: dict[bytes, bytes], pool: ThreadPoolExecutor, records: Records
+    ) -> list[Piece]:
+        """Push some pieces; what is left of those whose names are taken."""
+        left: list[Piece] = []
+        puts: list[tuple[Piece, Future[bool]]] = []
+        asked = [(piece, pool.submit(self._there, piece)) for piece in batch]
+        for piece, answer in asked:
+            if (there := self._result(answer)) is None:
+                self.unsent += piece.sources
+                continue
+            if there > 0:
+                self.done.present += there
+                if piece.sources[there:]:
+                    left.append(piece._replace(sources=piece.sources[there:]))
+                continue
+            data, count, rest = self._encoded(piece, descriptors, records, self._buffer(len(puts), piece.shape))
+            if rest:
+                left.append(piece._replace(sources=rest))
+            if count:
+                descriptor = descriptors[piece.shape.described.digest]
+                mine = piece._replace(sources=piece.sources[:count])
+                self.done.nbytes += len(data)
+                puts.append((mine, pool.submit(self._put, mine, descriptor, data, there < 0)))
+        for piece, put in puts:
+            stored = self._result(put)
+            if stored:
+                self.done.stored += len(piece.sources)
+                self.done.objects += 1
+            elif stored is not None and piece.name not in self._raced:  # another host was faster: look again
+                self._raced.add(piece.name)
+                left.append(piece)
+            elif stored is None:
+                self.unsent += piece.sources
+            else:
+                self.unsent += piece.sources
+                self._note(f"{piece.name}: the object store says that it is there, and does not show it")
+        return left
+
+    def _there(self, piece: Piece) -> int:
+        """How many pages of a piece are in the object of its name; 0 if there is none, -1 if it is not valid."""
+        found = self._bucket.objects.get(piece.name, 0, HEAD_BYTES)
+        if found is None:
+            return 0
+        entries = covered(found.data, piece.shape, piece.sources[0].chunk_hash)
+        if entries is None or found.size > piece.shape.object_bytes_max:
+            return -1
+        agree = 0
+        for entry, source in zip(entries, piece.sources, strict=False):
+            if entry.chunk_hash != source.chunk_hash:
+                break
+            agree += 1
+        return agree
+
+    def _buffer(self, number: int, shape: Shape) -> memoryview:
+        """Memory for an object, which no request of this batch uses."""
+        self._buffers += [bytearray() for _ in range(number + 1 - len(self._buffers))]
+        if len(self._buffers[number]) < shape.object_bytes_max:
+            self._buffers[number] = bytearray(shape.object_bytes_max)
+        return memoryview(self._buffers[number])
+
+    def _encoded(
+        self, piece: Piece, descriptors: dict[bytes, bytes], records: Records, buffer: memoryview
+    ) -> tuple[memoryview, int, tuple[Source, ...]]:
+        """(an object of the leading pages that verify and have no lifetime, how many, the sources behind the gap)."""
+        good = []
+        for source in piece.sources:
+            record = verified_record(records, source.segment_id, source.seq, piece.shape.group)
+            if record is None or record.expires or record.chunk_hash != source.chunk_hash:
+                self.done.left_out += 1
+                break
+            good.append(record._replace(run_hash=piece.head or record.chunk_hash))
+        rest = piece.sources[len(good) + 1 :]
+        descriptor = descriptors.get(piece.shape.described.digest)
+        if not good or descriptor is None:
+            self.done.left_out += len(good)
+            return memoryview(b""), 0, rest
+        return encode(self._c, piece.shape, descriptor, good, buffer), len(good), rest
+
+    def _put(self, piece: Piece, descriptor: bytes, data: memoryview, in_place: bool) -> bool:
+        self._bucket.announce(piece.shape, descriptor)
+        if in_place:
+            self._bucket.objects.replace(piece.name, data)
+            return True
+        return self._bucket.objects.put_new(piece.name, data)
+
+    def _result(self, future: Future[int] | Future[bool]) -> int | None:
+        """The result of a request; None if it failed."""
+        try:
+            return future.result()
+        except RemoteError as exc:
+            self._note(str(exc))
+            return None
+
+    def _note(self, problem: str) -> None:
+        """Count a failure. _TooManyFailures at the last one that is accepted."""
+        self._failures += 1
+        self._c.counters.add("remote_errors")
+        if len(self.done.problems) < PROBLEMS_MAX:
+            self.done.problems.append(problem)
+        if self._failures >= FAILURES_MAX:
+            raise _TooManyFailures
+
+
+def of_rows(described: Mapping[bytes, Described], stretches: Iterable[Stretch]) -> Iterator[Piece]:
+    """The stretches of known namespaces, which come row by row, cut where objects begin."""
+    for _, row in groupby((s for s in stretches if s.digest in described), key=lambda s: s.row):
+        mine = list(row)
+        shape = Shape.of(described[mine[0].digest], mine[0].group, mine[0].part)
+        if shape is not None:
+            yield from _cut(shape, _head(mine), [source for s in mine for source in _sources(s)])
+
+
+def _head(stretches: list[Stretch]) -> bytes:
+    """Hash of the first chunk of the run, if a row has it; b"" for the row of a fork: other stores have other forks."""
+    return next((s.hashes[:HASH_BYTES] for s in stretches if s.chunk % RUN == 0), b"")
+
+
+def _sources(s: Stretch) -> Iterator[Source]:
+    for i in range(s.pages):
+        yield Source(s.chunk + i, s.hashes[HASH_BYTES * i : HASH_BYTES * (i + 1)], s.segment_id, s.seq + i)
+
+
+def _cut(shape: Shape, head: bytes, sources: Iterable[Source]) -> Iterator[Piece]:
+    """Pieces of the pages of one row, or of one prompt: each within a block of ``run_pages`` chunks, without a gap."""
+    piece: list[Source] = []
+    for source in sorted(sources):
+        if piece and (source.chunk != piece[-1].chunk + 1 or source.chunk % shape.run_pages == 0):
+            yield Piece(shape, head, tuple(piece))
+            piece = []
+        piece.append(source)
+    if piece:
+        yield Piece(shape, head, tuple(piece))
+
+
+def _of_match(match: PrefixMatch, described: Described) -> Iterator[Piece]:
+    for group in match.groups:
+        by_part: dict[bytes, list[Source]] = {}
+        for chunk, sources in group.sources().items():
+            for s in sources:
+                found = Source(chunk, s.place.chunk_hash, match.segments[s.place.segment], s.place.seq)
+                by_part.setdefault(s.part.pack(), []).append(found)
+        for packed, mine in by_part.items():
+            shape = Shape.of(described, group.number, packed)
+            if shape is None:
+                continue
+            for _, run in groupby(sorted(mine), key=lambda source: source.chunk // RUN):
+                pages = list(run)
+                head = pages[0].chunk_hash if pages[0].chunk % RUN == 0 and not match.keyed else b""
+                yield from _cut(shape, head, pages)

@@ -1,0 +1,224 @@
+"""What one host pushes, another pulls, byte for byte; what does not verify is missing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs.remote.page_object import encode
+from kvfs.system.files import Files
+from tests.remote.conftest import store_at
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+
+
+def objects_of(bucket: Path) -> list[Path]:
+    return sorted(p for p in bucket.rglob("*") if p.is_file() and p.parent.parent.name == "pages")
+
+
+def test_a_prompt_of_one_host_is_restored_on_another(here: kvfs.Store, there: kvfs.Store, bucket_path: Path) -> None:
+    ns = here.namespace("chat", tiny(), "1a")
+    for seed in range(3):
+        assert ns.put(tokens_of(seed, 70), seeded(seed, 70 * TINY_BYTES)).stored == 70
+    done = here.push(["chat"])
+    assert (done.pages, done.stored, done.present, done.failed, done.left_out) == (210, 210, 0, 0, 0)
+    assert len(objects_of(bucket_path)) == done.objects == 9, "an object holds up to 32 small pages"
+    other = there.namespace("chat", tiny(), "1a")
+    got = there.pull(other, tokens_of(1, 70))
+    assert (got.stored, got.skipped, got.refused, got.failed, got.objects) == (70, 0, 0, 0, 3)
+    assert restored(other, tokens_of(1, 70)) == seeded(1, 70 * TINY_BYTES)
+    assert other.match(tokens_of(2, 70)).tokens == 0
+    assert there.verify().ok
+    again = there.pull(other, tokens_of(1, 70))
+    assert (again.stored, again.objects) == (0, 0), "nothing is fetched that is here"
+
+
+def test_a_namespace_is_pulled_as_a_whole(here: kvfs.Store, there: kvfs.Store) -> None:
+    ns = here.namespace("chat", tiny(), "1a")
+    for seed in range(3):
+        ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+    here.push(["chat"])
+    got = there.pull("chat")
+    assert got.stored == 120
+    other = there.namespace("chat", tiny(), "1a")
+    for seed in range(3):
+        assert restored(other, tokens_of(seed, 40)) == seeded(seed, 40 * TINY_BYTES)
+    assert there.pull("chat").stored == 0
+
+
+def test_a_second_push_sends_no_page(here: kvfs.Store) -> None:
+    ns = here.namespace("chat", tiny(), "1a")
+    ns.put(tokens_of(0, 40), seeded(0, 40 * TINY_BYTES))
+    here.push(["chat"])
+    again = here.push(["chat"])
+    assert (again.stored, again.present, again.nbytes) == (0, 40, 0)
+
+
+def test_a_prompt_that_grew_is_pushed_from_where_it_grew(here: kvfs.Store, there: kvfs.Store) -> None:
+    ns, tokens, data = here.namespace("chat", tiny(), "1a"), tokens_of(0, 70), seeded(0, 70 * TINY_BYTES)
+    for chunks in (5, 20, 33, 70):
+        ns.put(tokens[: chunks * 16], data[: chunks * TINY_BYTES])
+        here.push(["chat"])
+    other = there.namespace("chat", tiny(), "1a")
+    got = there.pull(other, tokens)
+    assert got.stored == 70 and got.objects == 6, "0-4, 5-19, 20-31, 32, 33-63, 64-69"
+    assert restored(other, tokens) == data
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize("whole", [False, True], ids=["prompts", "namespace"])
+def test_forks_of_two_hosts_are_found(
+    here: kvfs.Store, there: kvfs.Store, tmp_path: Path, bucket_path: Path, order: int, whole: bool
+) -> None:
+    """Continuations of one head, stored in different orders on two hosts, which both push."""
+    trunk = tokens_of(50, 70)
+    forks = [trunk[: at * 16] + tokens_of(60 + at, 70 - at) for at in (0, 3, 5, 31, 32, 33, 40)] + [trunk]
+
+    def data(i: int) -> bytes:
+        return b"".join(seeded(hash(tuple(forks[i][: (c + 1) * 16])), TINY_BYTES) for c in range(70))
+
+    shuffled = random.Random(order).sample(range(len(forks)), len(forks))
+    first, second = here.namespace("forks", tiny(), "2b"), there.namespace("forks", tiny(), "2b")
+    for i in shuffled[:6]:
+        first.put(forks[i], data(i))
+    for i in reversed(shuffled[4:]):
+        second.put(forks[i], data(i))
+    assert here.push(["forks"]).failed == there.push(["forks"]).failed == 0
+    with store_at(tmp_path / "third", f"file://{bucket_path}") as third:
+        ns = third.namespace("forks", tiny(), "2b")
+        if whole:
+            third.pull("forks")
+        for i in range(len(forks)):
+            if not whole:
+                third.pull(ns, forks[i])
+            assert restored(ns, forks[i]) == data(i), i
+        assert third.verify().ok
+
+
+def test_hybrids_parts_and_opaque_pages(here: kvfs.Store, there: kvfs.Store) -> None:
+    layout = kvfs.PageLayout.of(
+        [
+            kvfs.Group("full", (0, 2), 4, kvfs.Cell("bf16 k4+v4", 16), kvfs.Need.all(), 16),
+            kvfs.Group("window", (1, 3), 4, kvfs.Cell("bf16 k4+v4", 16), kvfs.Need.window_of(32), 16),
+        ],
+        page_tokens=16,
+    )
+    sizes = {g.name: g.page_bytes for g in layout.groups}
+    tokens = tokens_of(7, 40)
+    pages = {"full": seeded(1, 40 * sizes["full"]), "window": seeded(2, 40 * sizes["window"])}
+    here.namespace("hybrid", layout, "3c").put(tokens, pages)
+    for rank, part in enumerate([kvfs.Part(h, 1, 0, 2) for h in (0, 1)]):
+        here.namespace("ranks", tiny(), "3c").put(tokens, seeded(rank, 40 * TINY_BYTES // 2), part=part)
+    keys = [b"%d" % i for i in range(50)]
+    here.namespace("keys", kvfs.PageLayout.opaque(1000, 16), "3c").put_keys(keys, seeded(9, 50_000))
+    wanted = restored(here.namespace("ranks", tiny(), "3c"), tokens)
+    assert here.push(["hybrid", "ranks", "keys"]).failed == 0
+    hybrid, ranks = there.namespace("hybrid", layout, "3c"), there.namespace("ranks", tiny(), "3c")
+    assert there.pull(hybrid, tokens).stored == 40 + 2, "of the window, only what the end of the prompt needs"
+    with hybrid.match(tokens) as match:
+        outs = {g.name: bytearray(g.nbytes) for g in match.groups}
+        assert match.tokens == 640 and hybrid.get(match, outs) == 40
+    assert outs["full"] == pages["full"] and outs["window"] == pages["window"][-2 * sizes["window"] :]
+    there.pull(ranks, tokens)
+    assert restored(ranks, tokens) == wanted
+    there.pull("keys")
+    opaque = there.namespace("keys", kvfs.PageLayout.opaque(1000, 16), "3c")
+    with opaque.match_keys(keys) as match:
+        out = bytearray(match.nbytes)
+        assert opaque.get(match, out) == 50 and out == seeded(9, 50_000)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "planes"])
+def test_encoded_pages_travel_as_they_are_stored(
+    here: kvfs.Store, there: kvfs.Store, bucket_path: Path, codec: str
+) -> None:
+    layout = tiny(page_tokens=256, head_dim=64)
+    data, tokens = bytes(range(256)) * (4 * layout.page_bytes // 256), tokens_of(3, 4, 256)
+    assert here.namespace("chat", layout, "1a", codec=codec).put(tokens, data).stored == 4
+    done = here.push(["chat"])
+    assert done.stored == 4 and done.nbytes < len(data) / 2
+    other = there.namespace("chat", layout, "1a")
+    there.pull(other, tokens)
+    assert restored(other, tokens) == data
+
+
+def test_a_prefix_and_a_match_alone(here: kvfs.Store, there: kvfs.Store) -> None:
+    ns = here.namespace("chat", tiny(), "1a")
+    for seed in range(2):
+        ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+    with ns.match(tokens_of(1, 40)) as match:
+        assert here.push(match=match).stored == 40
+    other = there.namespace("chat", tiny(), "1a")
+    there.pull(other, tokens_of(1, 40))
+    assert restored(other, tokens_of(1, 40)) == seeded(1, 40 * TINY_BYTES)
+    assert there.pull(other, tokens_of(0, 40)).objects == 0
+    with pytest.raises(kvfs.ConfigError, match="nothing is chosen"):
+        here.push()
+
+
+def test_pages_with_a_lifetime_stay_here(here: kvfs.Store, bucket_path: Path) -> None:
+    ns = here.namespace("chat", tiny(), "1a")
+    ns.put(tokens_of(0, 40), seeded(0, 40 * TINY_BYTES), ttl="1h")
+    done = here.push(["chat"])
+    assert (done.stored, done.left_out, done.failed) == (0, 40, 0) and not objects_of(bucket_path)
+
+
+def test_tenants_have_prefixes_of_their_own(here: kvfs.Store, there: kvfs.Store, bucket_path: Path) -> None:
+    tokens = tokens_of(0, 5)
+    for salt in ("", "secret"):
+        here.namespace("chat", tiny(), "1a", salt).put(tokens, seeded(1, 5 * TINY_BYTES))
+    here.push([d.digest.hex() for d in here.catalog.described()])
+    tenants = {p.name for p in bucket_path.iterdir() if p.is_dir()}
+    assert len(tenants) == 2 and "open" in tenants
+    assert not any(b"secret" in p.read_bytes() or "secret" in str(p) for p in bucket_path.rglob("*") if p.is_file())
+    stranger = there.namespace("chat", tiny(), "1a", "guess")
+    assert there.pull(stranger, tokens).objects == 0
+
+
+def test_a_page_that_was_damaged_here_is_not_pushed(here: kvfs.Store, there: kvfs.Store, tmp_path: Path) -> None:
+    ns, data = here.namespace("chat", tiny(), "1a"), seeded(0, 40 * TINY_BYTES)
+    ns.put(tokens_of(0, 40), data)
+    file = next((tmp_path / "here" / "segments").glob("*.kvs"))
+    at = file.read_bytes().index(data[20 * TINY_BYTES : 21 * TINY_BYTES])
+    with file.open("r+b") as opened:
+        opened.seek(at + 5)
+        opened.write(b"damaged")
+    done = here.push(["chat"])
+    assert (done.stored, done.left_out) == (39, 1)
+    other = there.namespace("chat", tiny(), "1a")
+    there.pull(other, tokens_of(0, 40))
+    assert restored(other, tokens_of(0, 40)) == data[: 20 * TINY_BYTES]
+
+
+def test_a_namespace_that_is_larger_than_the_store_is_refused_before_anything_is_stored(
+    here: kvfs.Store, tmp_path: Path, bucket_path: Path
+) -> None:
+    ns = here.namespace("chat", kvfs.PageLayout.opaque(1 << 20, 16), "1a")
+    ns.put_keys([b"%d" % i for i in range(20)], seeded(1, 20 << 20))
+    here.push(["chat"])
+    with store_at(tmp_path / "small", f"file://{bucket_path}", "16MiB") as small:
+        with pytest.raises(kvfs.NoSpaceError, match="this store holds"):
+            small.pull("chat")
+        assert small.catalog.namespaces() == []
+
+
+def test_an_object_has_no_bytes_of_the_one_that_used_its_buffer_before(
+    here: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be those of another tenant."""
+    here.namespace("chat", tiny(), "1a").put(tokens_of(1, 100), seeded(1, 100 * TINY_BYTES))
+    monkeypatch.setattr(Files, "now_us", lambda self: 1)
+    compared = []
+
+    def encode_twice(context: Any, shape: Any, descriptor: bytes, records: Any, buffer: memoryview) -> memoryview:
+        fresh = encode(context, shape, descriptor, records, memoryview(bytearray(len(buffer))))
+        buffer[:] = b"\xaa" * len(buffer)
+        compared.append(bytes(encode(context, shape, descriptor, records, buffer)) == bytes(fresh))
+        return fresh
+
+    monkeypatch.setattr("kvfs.remote.push.encode", encode_twice)
+    here.push(["chat"])
+    assert compared == [True] * 4
