@@ -23,6 +23,8 @@ import kvfs  # noqa: E402
 from kvfs.errors import ConfigError, UnsupportedModelError  # noqa: E402
 from kvfs.integrations.transformers import cache as cache_module  # noqa: E402
 from kvfs.integrations.transformers import generate, namespace_for, weights_digest  # noqa: E402
+from kvfs.system.files import Files  # noqa: E402
+from kvfs.types import Tier  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "deepseek_v2", "deepseek_v3")
@@ -582,7 +584,7 @@ def test_a_left_padded_batch_is_restored(kind: str, lengths: tuple[int, ...], re
     cache = namespace_for(store, model, page_tokens=16)
     for expected in (0, restored):
         done = generate(model, cache, ids, attention_mask=mask, pad_token_id=0, **NEW)
-        assert done.restored == expected
+        assert done.restored == expected == sum(done.tiers.values())
         assert done.output.tolist() == cold
     # rows are saved without their padding
     for row, length in enumerate(lengths):
@@ -597,6 +599,50 @@ def test_padding_is_inferred_as_the_library_does(store: Any) -> None:
     for expected in (0, 48 + 32):
         done = generate(model, cache, ids, pad_token_id=0, **NEW)
         assert (done.restored, done.output.tolist()) == (expected, cold)
+
+
+class NothingCached(Files):
+    """A page cache that holds nothing."""
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int:
+        return 0
+
+
+class AllCached(Files):
+    """A page cache that holds everything."""
+
+    def cached_bytes(self, fd: int, offset: int, nbytes: int) -> int:
+        return nbytes
+
+    def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        return super().preadv(fd, buffers, offset)  # what is cached never makes a read wait
+
+
+@pytest.mark.parametrize(("files", "tier"), [(AllCached, Tier.HOST), (NothingCached, Tier.DISK)])
+def test_each_result_tells_the_tiers_of_its_own_tokens(files: type[Files], tier: Tier, store_path: Path) -> None:
+    """Of a batch whose rows end within different pages, only what the cache received is counted."""
+    model = model_of("llama")
+    ids, mask = left_padded(100, 89)
+    with kvfs.open(store_path, capacity=CAPACITY, files=files()) as store:
+        cache = namespace_for(store, model, page_tokens=16)
+        cold = generate(model, cache, ids, attention_mask=mask, pad_token_id=0, **NEW)
+        assert (cold.restored, cold.tiers, cache.tiers) == (0, {}, {})
+        warm = generate(model, cache, ids, attention_mask=mask, pad_token_id=0, **NEW)
+        # 80 of the second row end in column 91: the first row has five pages and 11 tokens of its sixth
+        assert (warm.restored, warm.tiers) == (91 + 80, {tier: 91 + 80})
+        assert warm.output.tolist() == cold.output.tolist()
+        assert cache.load(ids[0])[1] == 96 and cache.tiers == {tier: 96}
+        cache.load(prompt(100, seed=9))
+        assert cache.tiers == {}
+
+
+def test_of_a_window_the_tokens_before_it_come_from_no_tier(store_path: Path) -> None:
+    model = model_of("mistral")
+    with kvfs.open(store_path, capacity=CAPACITY, files=NothingCached()) as store:
+        cache = namespace_for(store, model, page_tokens=16)
+        generate(model, cache, prompt(100), **NEW)
+        done = generate(model, cache, prompt(100), **NEW)
+    assert (done.restored, done.tiers) == (96, {Tier.DEVICE: 64, Tier.DISK: 32})
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -10,13 +10,14 @@ import torch
 from torch.nn.functional import pad as pad_with_zeros
 from transformers import DynamicCache
 
-from kvfs.errors import StoreReadOnlyError
+from kvfs.errors import ConfigError, StoreReadOnlyError
 from kvfs.integrations.transformers.layers import RecordingLayer, fits
-from kvfs.integrations.transformers.model import ModelSource, cell_dims, source_of
+from kvfs.integrations.transformers.model import ModelSource, cell_dims, shared_source_of, source_of
 from kvfs.integrations.transformers.prompts import PromptRow, rows_of
 from kvfs.integrations.transformers.tensors import pages_of, states_of
+from kvfs.pages.chunk_set import members
 from kvfs.pages.layout import Group
-from kvfs.types import PutResult
+from kvfs.types import PutResult, Tier
 
 if TYPE_CHECKING:
     from kvfs.lookup.prefix_match import PrefixMatch
@@ -29,19 +30,26 @@ ATTEMPTS = 3  # loads of one prompt, each of a shorter prefix, if pages fail ver
 
 def namespace_for(
     store: Store, model: Any, *, page_tokens: int = 64, revision: str | None = None, salt: str = "",
-    adapter: str = "", epoch: int = 0, name: str | None = None,
+    adapter: str = "", epoch: int = 0, name: str | None = None, share: str = "",
 ) -> PrefixCache:  # fmt: skip
     """The part of ``store`` that holds KV of exactly this model.
 
     ``revision``: a commit or digest of the weights, which the caller guarantees. Default:
     ``weights_digest(model)``, which reads all weights once, and a digest of the config. ``adapter``: a digest
     of the content of the active PEFT adapters. ``epoch``: a count of in-place changes of the weights.
-    ``salt``: a tenant's secret. ``name``: default the model type.
+    ``salt``: a tenant's secret. ``name``: default the model type. ``share``: "engines" for the namespace that
+    other engines of this model use (``kvfs.shared_identity``); it needs ``revision`` and takes no ``name``.
 
     UnsupportedModelError: a model whose KV must not be reused, or whose cache is unsupported (quantised,
     multimodal, linear attention, KV sharing, encoder-decoder, offloaded, adapters without a digest, RoPE
     that depends on the length). ConfigError: a bad argument, or a model in training mode.
     """
+    if share:
+        if share != "engines" or name is not None:
+            raise ConfigError(f'share is {share!r}, name {name!r}: pass share="engines" without a name, or no share')
+        source = shared_source_of(model, page_tokens, revision, adapter)
+        assert source.shared is not None
+        return PrefixCache(store.namespace(**source.shared, salt=salt, epoch=epoch), source)
     source = source_of(model, page_tokens, revision, adapter)
     namespace = store.namespace(
         name or model.config.model_type, source.layout, revision=source.revision, salt=salt, rope=source.rope,
@@ -54,21 +62,32 @@ class _Loaded(NamedTuple):
     """Pages of one row in host memory."""
 
     tokens: int  # verified, from the start of the row
+    tiers: dict[Tier, int]  # chunks as bits
     first: dict[str, int]  # group -> number of the first token in its pages
     pages: dict[str, torch.Tensor]  # group -> uint8
+
+
+class LoadedRows(NamedTuple):
+    """What ``PrefixCache.load_rows`` restored."""
+
+    past: DynamicCache
+    columns: int  #: that ``past`` holds, of all rows
+    tiers: dict[Tier, int]  #: restored tokens of all rows, without padding, by the slowest tier of their pages
 
 
 class PrefixCache:
     """Loads and saves prefixes of one model. Created by ``namespace_for``; any thread may use it.
 
     Delegates storage to the namespace, and checks of the model to ``ModelSource``. ``reason`` says why the last
-    load or save on this object was declined entirely or in part; "" if it was not.
+    load or save on this object was declined entirely or in part; "" if it was not. ``tiers``: the tokens that the last
+    load restored, as ``LoadedRows.tiers``.
     """
 
     def __init__(self, namespace: Namespace, source: ModelSource) -> None:
         self.namespace = namespace
         self.source = source
         self.reason = ""
+        self.tiers: dict[Tier, int] = {}
         self._page_tokens = namespace.layout.page_tokens
         self._groups = namespace.layout.groups
         # of a window, only the keys at the end of the match are stored
@@ -92,13 +111,25 @@ class PrefixCache:
         page of it: while generating, the cache takes the memory of full attention. The restored pages occupy
         host memory until the last layer is filled. ConfigError for inputs of a wrong kind.
         """
-        rows = rows_of(input_ids, attention_mask)
-        self.reason = self.source.changed()
+        return self.load_rows(rows_of(input_ids, attention_mask))[:2]
+
+    def load_rows(self, rows: Sequence[PromptRow]) -> LoadedRows:
+        """``load``, with the tiers that the pages of this request came from."""
+        self.reason, self.tiers = self.source.changed(), {}
         columns, loaded = (0, []) if self.reason else self._restore(rows)
         past = self._empty()
         if columns:
             self._fill(past, rows, columns, loaded)
-        return past, columns
+        self.tiers = tiers = self._tiers(rows, columns, loaded)
+        return LoadedRows(past, columns, tiers)
+
+    def _tiers(self, rows: Sequence[PromptRow], columns: int, loaded: Sequence[_Loaded]) -> dict[Tier, int]:
+        """Tokens by tier; of a page of which ``past`` has only the beginning, those tokens."""
+        size, counts = self._page_tokens, dict.fromkeys(Tier, 0)
+        for row, one in zip(rows, loaded, strict=False):  # a miss has loaded nothing
+            for tier, chunks in one.tiers.items():
+                counts[tier] += sum(max(0, min(size, columns - row.pad - c * size)) for c in members(chunks))
+        return {tier: tokens for tier, tokens in counts.items() if tokens}
 
     def _empty(self) -> DynamicCache:
         past = DynamicCache(config=self.model.config)
@@ -145,8 +176,8 @@ class PrefixCache:
     def _read(self, match: PrefixMatch) -> _Loaded:
         pages = {g.name: torch.empty(match.page_count(g.name) * g.page_bytes, dtype=torch.uint8) for g in self._groups}
         first = {g.name: match.first_page(g.name) * self._page_tokens for g in self._groups}
-        chunks = self.namespace.get(match, pages) if match.tokens else 0
-        return _Loaded(chunks * self._page_tokens, first, pages)
+        tiers = self.namespace.get_tiers(match, pages) if match.tokens else {}
+        return _Loaded(sum(chunks.bit_count() for chunks in tiers.values()) * self._page_tokens, tiers, first, pages)
 
     def _fill(self, past: DynamicCache, rows: Sequence[PromptRow], columns: int, loaded: Sequence[_Loaded]) -> None:
         devices = self.source.devices()

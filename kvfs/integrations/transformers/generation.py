@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from transformers import GenerationConfig
 from kvfs.errors import ConfigError
 from kvfs.integrations.transformers.cache import PrefixCache, namespace_for
 from kvfs.integrations.transformers.prompts import PromptRow, rows_of
-from kvfs.types import PutResult
+from kvfs.types import PutResult, Tier
 
 if TYPE_CHECKING:
     from kvfs.store import Store
@@ -42,6 +43,9 @@ class Generated(NamedTuple):
     output: Any  #: what ``model.generate`` returned
     restored: int  #: prompt tokens that were restored, over all rows, without padding
     saved: PutResult
+    #: ``restored`` by the slowest tier that a page of the token was read from: HOST is the page cache; DEVICE if no
+    #: page was needed, as before a window
+    tiers: Mapping[Tier, int]
 
 
 def generate(model: Any, cache: PrefixCache | Store, input_ids: Any, **kwargs: Any) -> Generated:
@@ -65,15 +69,15 @@ def generate(model: Any, cache: PrefixCache | Store, input_ids: Any, **kwargs: A
     ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
     mask = _inferred_mask(model, kwargs, ids) if mask is None else torch.as_tensor(mask, device=model.device)
     mask = mask.unsqueeze(0) if mask.dim() == 1 else mask
-    past, columns = cache.load(ids, mask)
-    restored = sum(max(0, columns - row.pad) for row in rows_of(ids, mask))
+    past, columns, tiers = cache.load_rows(prompts := rows_of(ids, mask))
+    restored = sum(max(0, columns - row.pad) for row in prompts)
     output = model.generate(ids, attention_mask=mask, past_key_values=past, **kwargs)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     rows = [_trimmed(row, ids.shape[1], _option(model, kwargs, "pad_token_id")) for row in rows_of(sequences, mask)]
     if past.get_seq_length() != sequences.shape[1] - 1:  # its columns do not belong to these tokens
         reason = f"cache: {past.get_seq_length()} tokens after generating {sequences.shape[1]}"
-        return Generated(output, restored, PutResult(0, 0, 0, 0, reason))
-    return Generated(output, restored, cache.save_rows(rows, past))
+        return Generated(output, restored, PutResult(0, 0, 0, 0, reason), tiers)
+    return Generated(output, restored, cache.save_rows(rows, past), tiers)
 
 
 def _check(model: Any, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +25,7 @@ from kvfs.integrations.transformers.adapters import has_adapters, switches, unfi
 from kvfs.integrations.transformers.layers import fits
 from kvfs.pages.hf_config import config_digest, rope_identity
 from kvfs.pages.layout import Group, PageLayout
+from kvfs.pages.shared_identity import shared_identity
 
 DIGEST_THREADS = 8  # at most, of a digest of weights: about 1 s per GB and core
 SAMPLES = 6  # positions along each dimension of a tensor that a fingerprint reads
@@ -49,6 +50,7 @@ class ModelSource:
     switches: tuple[str, ...] = field(repr=False)  # of the adapters that ``adapter`` stands for
     extra: dict[str, str]
     fingerprint: object = field(repr=False)
+    shared: dict[str, Any] | None = field(default=None, repr=False)  # arguments of a namespace shared with engines
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,6 +105,26 @@ def source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) 
         # options given to from_pretrained change KV without changing weights
         extra["config"] = config_digest(model.config)
     return ModelSource(model, layout, revision, rope_identity(model.config), adapter, switches(model), extra, seen)
+
+
+def shared_source_of(model: Any, page_tokens: int, revision: str | None, adapter: str) -> ModelSource:
+    """``source_of`` with the identity that all engines of a model have. ConfigError if KV does not follow from it."""
+    if revision is None:
+        raise ConfigError(
+            "revision is missing: with share=, pass that of the model's files, which the other engines load, for "
+            "example kvfs.integrations.weights.model_revision(folder); the weights in memory must be theirs"
+        )
+    if adapter:
+        raise ConfigError("adapter has no meaning with share=: other engines do not know it; leave one of them out")
+    source = source_of(model, page_tokens, revision, adapter)
+    for what, value in source.extra.items():
+        raise ConfigError(f"{what} of this model is {value}, which other engines do not know: leave share= out")
+    order = _ROPE_ORDER.get(model.config.model_type, "interleaved")
+    shared = shared_identity(model.config, revision, dtype=str(model.dtype), page_tokens=page_tokens, rope=order)
+    assert shared["layout"] == source.layout, "both are of the config"
+    # nothing else stands for the weights and the config: a change of either must not reach other engines
+    extra = {"config": config_digest(model.config)}
+    return replace(source, extra=extra, fingerprint=fingerprint(model), shared=shared)
 
 
 def _check(model: Any, adapter: str) -> None:

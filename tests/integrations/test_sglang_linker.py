@@ -1,0 +1,196 @@
+"""The adapter of SGLang's external linker over device pools of its layout; tests/sglang has SGLang's own tree."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvfs.errors import UnsupportedModelError
+from kvfs.integrations.sglang import linker_pages as module
+from kvfs.integrations.sglang.pools import device_pool
+from kvfs.integrations.sglang.ranks import Rank
+from kvfs.system.files import Files
+from kvfs.testing import EngineContract, Fault, FaultyFiles
+from tests.integrations.sglang_pools import (
+    FakeLinkerEngine,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    hashes,
+    page_bytes,
+    page_of,
+    set_page,
+    slots,
+)
+from tests.integrations.test_sglang import contents, tokens_of
+from tests.stores import corrupt
+
+PAGE = 64
+
+
+class TestLinker(EngineContract):
+    page_tokens = PAGE
+    page_bytes = page_bytes(MHATokenToKVPool(pages=1))
+    gives_up_loads = True
+
+    def start(self, path: Path, files: Files | None = None) -> FakeLinkerEngine:
+        return FakeLinkerEngine.start(path, MHATokenToKVPool(), files=files)
+
+
+def test_tails_and_nodes_are_found_without_what_is_before_them(memory_path: Path) -> None:
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    tokens, pages = tokens_of(1, 50), contents(engine.pool, 50)
+    names = hashes(tokens, PAGE)
+    for first, end in ((37, 50), (0, 5), (5, 37)):
+        assert engine.put(tokens[: end * PAGE], pages[first:end], first) == end - first
+    assert [engine.pages.lookup(names[first:]) for first in (0, 1, 31, 33, 49)] == [50, 49, 19, 17, 1]
+    engine.pages.reset()  # what lookups used is noted in the background
+    assert engine.counters()["lookups"] == 5 and engine.counters()["tokens_matched"] == 136 * PAGE
+    engine.close()
+
+
+def test_several_requests_load_in_one_batch_and_a_cancelled_one_does_not(memory_path: Path) -> None:
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    prompts = [(hashes(tokens_of(n, 4), PAGE), contents(engine.pool, 4, n)) for n in range(3)]
+    for n, (_, pages) in enumerate(prompts):
+        engine.put(tokens_of(n, 4), pages)
+    before = page_of(engine.pool, 90)
+    for n, (names, _) in enumerate(prompts):
+        assert engine.pages.load(f"rid {n}", names, slots(engine.pool, range(20 * n + 10, 20 * n + 14)))
+    engine.pages.load("late", prompts[0][0], slots(engine.pool, range(90, 94)))
+    assert engine.pages.cancel("late") and not engine.pages.cancel("late")
+    assert engine.counter.finish(engine.pages.start(None)) and engine.pages.start(None) == -1
+    for n, (_, pages) in enumerate(prompts):
+        assert [page_of(engine.pool, p) for p in range(20 * n + 10, 20 * n + 14)] == pages
+    assert page_of(engine.pool, 90) == before
+    engine.close()
+
+
+def test_a_page_that_is_lost_fails_the_batch_and_the_next_lookup_is_shorter(memory_path: Path) -> None:
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    tokens, pages = tokens_of(2, 6), contents(engine.pool, 6)
+    engine.put(tokens, pages)
+    corrupt(memory_path / "store", pages[3])
+    assert engine.lookup(tokens) == 6
+    assert engine.pages.load("rid", hashes(tokens, PAGE), slots(engine.pool, range(40, 46)))
+    assert not engine.counter.finish(engine.pages.start(None))
+    assert engine.lookup(tokens) == 3
+    assert engine.pages.load("rid", hashes(tokens, PAGE)[:3], slots(engine.pool, range(40, 43)))
+    assert engine.counter.finish(engine.pages.start(None)), "the next batch is loaded"
+    engine.close()
+
+
+def test_a_disk_that_hangs_does_not_keep_a_node_locked(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its offload is reported as failed soon after its slots are free, and is there when it is offered again."""
+    monkeypatch.setattr(module, "PUBLISH_SECONDS", 0.2)
+    hang = threading.Event()
+
+    class HangingFiles(Files):
+        def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+            if threading.current_thread().name.startswith("kvfs-write"):
+                assert hang.wait(60)
+            return super().pwritev(fd, buffers, offset)
+
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool(), files=HangingFiles())
+    tokens, pages = tokens_of(3, 4), contents(engine.pool, 4)
+    began = time.monotonic()
+    assert engine.put(tokens, pages) == 0 and time.monotonic() - began < 30
+    hang.set()
+    end = time.monotonic() + 60
+    while engine.lookup(tokens) < 4:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert engine.put(tokens, pages) == 4
+    engine.close()
+
+
+def test_offloads_are_reported_in_order_and_bounded(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OFFLOADS_MAX", 3)
+    files = FaultyFiles()
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool(), files=files)
+    prompts = [tokens_of(n, 2) for n in range(3)]
+    for n, page in enumerate(contents(engine.pool, 2)):
+        set_page(engine.pool, n + 1, page)
+    files.arm(Fault(kind="pwritev", persistent=True))
+    for tokens in prompts:
+        assert engine.pages.offload(hashes(tokens, PAGE), slots(engine.pool, (1, 2)), None)
+    assert not engine.pages.offload(hashes(prompts[0], PAGE), slots(engine.pool, (1, 2)), None), "too many"
+    assert [engine.reported() for _ in prompts] == [False] * 3
+    files.arm()
+    assert engine.pages.offload(hashes(prompts[0], PAGE), slots(engine.pool, (1, 2)), None) and engine.reported()
+    engine.close()
+
+
+def test_a_reset_ends_what_is_under_way(memory_path: Path) -> None:
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    tokens = tokens_of(4, 40)
+    for n, page in enumerate(contents(engine.pool, 40)):
+        set_page(engine.pool, n + 1, page)
+    engine.pages.offload(hashes(tokens, PAGE), slots(engine.pool, range(1, 41)), None)
+    engine.pages.load("rid", hashes(tokens, PAGE), slots(engine.pool, range(41, 81)))
+    engine.pages.reset()
+    assert engine.pages.completed() == 0 and engine.pages.start(None) == -1
+    before = page_of(engine.pool, 41)
+    time.sleep(0.1)
+    assert page_of(engine.pool, 41) == before
+    assert engine.put(tokens_of(5, 2), contents(engine.pool, 2)) == 2, "it goes on"
+    engine.close()
+
+
+def test_ranks_make_whole_pages(memory_path: Path) -> None:
+    tokens, names = tokens_of(6, 4), hashes(tokens_of(6, 4), PAGE)
+    whole = MHATokenToKVPool(heads=4, pages=8)
+    pages = contents(whole, 4)
+    for n, page in enumerate(pages):
+        set_page(whole, n + 1, page)
+    for rank in range(2):
+        pool = MHATokenToKVPool(pages=8)
+        for mine, every in zip((*pool.k_buffer, *pool.v_buffer), (*whole.k_buffer, *whole.v_buffer), strict=True):
+            mine.copy_(every[:, 2 * rank : 2 * rank + 2])
+        engine = FakeLinkerEngine.start(memory_path / "store", pool, rank=Rank(rank, 2), kv_heads=4)
+        assert engine.lookup(tokens) == 0
+        assert engine.pages.offload(names, slots(pool, range(1, 5)), None) and engine.reported()
+        engine.close()
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool(heads=4, pages=8))
+    assert engine.lookup(tokens) == 4 and engine.get(tokens, 4) == pages
+    engine.close()
+
+
+def test_ranks_of_mla_share_the_work(memory_path: Path) -> None:
+    """Each holds all bytes of a page; of three ranks each writes every third page."""
+    tokens, names, pool = tokens_of(7, 7), hashes(tokens_of(7, 7), PAGE), MLATokenToKVPool(pages=8)
+    pages = contents(pool, 7)
+    for n, page in enumerate(pages):
+        set_page(pool, n + 1, page)
+    written = []
+    for rank in range(3):
+        engine = FakeLinkerEngine.start(memory_path / "store", pool, rank=Rank(rank, 3), replica=(rank, 3))
+        assert engine.pages.offload(names, slots(pool, range(1, 8)), None) and engine.reported()
+        written.append(engine.counters()["pages_stored"])
+        engine.close()
+    assert written == [3, 2, 2]
+    engine = FakeLinkerEngine.start(memory_path / "store", MLATokenToKVPool(pages=8))
+    assert engine.lookup(tokens) == 7 and engine.get(tokens, 7) == pages
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_layout": "hnd"}, "hnd"),
+        ({"page_size": 8}, "--page-size 64"),
+        ({"dtype": "torch.uint8"}, "--kv-cache-dtype"),
+    ],
+)
+def test_pools_that_are_not_understood_are_refused(changes: dict[str, Any], message: str) -> None:
+    pool = MHATokenToKVPool(pages=2)
+    for name, value in changes.items():
+        setattr(pool, name, value)
+    with pytest.raises(UnsupportedModelError, match=message):
+        device_pool(pool)
+    with pytest.raises(UnsupportedModelError, match="SimpleNamespace"):
+        device_pool(SimpleNamespace())
