@@ -59,9 +59,15 @@ class Engine:
         self.process.stdin.flush()
         return self._answer(CALL_SECONDS)
 
-    def generate(self, *prompts: list[int], forget: bool = True, **sampling: Any) -> list[tuple[int, list[int]]]:
-        """(cached tokens, new tokens) of each prompt. ``forget``: empty the engine's own prefix cache before."""
-        return [tuple(r) for r in self.ask("generate", prompts=prompts, forget=forget, sampling=sampling)]
+    def generate(
+        self, *prompts: list[int], forget: bool = True, lora: tuple[str, int, str] | None = None, **sampling: Any
+    ) -> list[tuple[int, list[int]]]:
+        """(cached tokens, new tokens) of each prompt. ``forget``: empty the engine's own prefix cache before.
+
+        ``lora``: name, number and directory of an adapter.
+        """
+        answer = self.ask("generate", prompts=prompts, forget=forget, sampling=sampling, lora=lora)
+        return [tuple(r) for r in answer]
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.ask("metrics")
@@ -132,14 +138,18 @@ def _reply(value: Any) -> None:
     print("RESULT " + json.dumps(value), flush=True)
 
 
-def _generate(llm: Any, prompts: list[list[int]], forget: bool, sampling: dict[str, Any]) -> list[Any]:
+def _generate(
+    llm: Any, prompts: list[list[int]], forget: bool, sampling: dict[str, Any], lora: list[Any] | None = None
+) -> list[Any]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     if forget:
         llm.reset_prefix_cache()
     arguments = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, **sampling}
     outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompts], SamplingParams(**arguments), use_tqdm=False
+        [{"prompt_token_ids": ids} for ids in prompts], SamplingParams(**arguments), use_tqdm=False,
+        lora_request=LoRARequest(*lora) if lora is not None else None,
     )  # fmt: skip
     return [[o.num_cached_tokens, list(o.outputs[0].token_ids)] for o in outputs]
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 _BASE = {
@@ -20,7 +29,13 @@ CONFIGS = {
     "gemma3": lambda: Gemma3TextConfig(
         num_hidden_layers=6, sliding_window=128, sliding_window_pattern=3, query_pre_attn_scalar=32, **_BASE
     ),
-}
+    # twice the head size in layers with full attention: blocks of 32 tokens there, of 64 in the others
+    "gemma4": lambda: Gemma4TextConfig(
+        num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=128, global_head_dim=64, num_global_key_value_heads=2, hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=2048, **_BASE,
+    ),
+}  # fmt: skip
 
 
 def build(kind: str, folder: Path, seed: int = 0) -> Path:
@@ -39,4 +54,23 @@ def build(kind: str, folder: Path, seed: int = 0) -> Path:
     trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator([(ROOT / "docs" / "format.md").read_text()], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def build_adapter(folder: Path, seed: int, layers: int = 4) -> Path:
+    """Write a LoRA adapter for the attention of a model of ``CONFIGS``, strong enough to change tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden, rank = int(_BASE["hidden_size"]), 8
+    sizes = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    weights = {}
+    for layer in range(layers):
+        for name, size in sizes.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * 0.3
+            weights[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=generator) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(sizes), "bias": "none",
+              "task_type": "CAUSAL_LM", "base_model_name_or_path": "m"}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

@@ -70,8 +70,9 @@ def test_segments_that_vanish_are_recomputed(
         for seed in range(4):
             assert engine.generate(prompt(seed))[0][1] == filled[1][seed]
         counted = engine.metrics()  # upkeep notices missing files every second: those are not looked up
-        assert 1 <= counted["kvfs_loads_failed"] <= 4
-        assert counted["kvfs_pages_not_loaded"] == 10 * counted["kvfs_loads_failed"]
+        failed = counted["kvfs_loads_failed"]
+        assert 1 <= failed <= 4
+        assert failed <= counted["kvfs_pages_not_loaded"] <= 10 * failed  # a prompt may be in two files, one noticed
 
 
 def test_a_store_that_is_removed_while_serving(

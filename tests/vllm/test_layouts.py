@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
     compute_layer_kv_cache_shape_bytes,
     compute_layout_strides,
@@ -45,6 +47,7 @@ from kvfs.integrations.vllm import manager, worker
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.model import model_of
 from kvfs.integrations.vllm.settings import set_defaults, settings_of
+from kvfs.integrations.vllm.shared import shared_model
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.testing import Fault, FaultyFiles
@@ -118,14 +121,21 @@ class Rank:
         set_defaults(extra, tuple(spec.block_size for spec, _ in self.specs))
         self.per_page, checked = extra["blocks_per_chunk"], settings_of(extra)
         self.model = model_of(config, cache, self.per_page, checked.weights_id)
+        if checked.share:
+            self.model = shared_model(config, self.model, checked.weights_id)
         keywords = {} if files is None else {"files": files}
         self.store = kvfs.open(path, capacity=checked.capacity, **keywords)
-        ns = self.store.namespace(self.model.name, self.model.layout, self.model.revision, extra=self.model.extra)
+        ns = self.store.namespace(
+            self.model.name, self.model.layout, self.model.revision, rope=self.model.rope, extra=self.model.extra
+        )
         groups_here = describe_caches(config, cache, self.model, self.views)
         self.worker = KvfsWorker(
-            ns.attach([a.device for a in groups_here], ring_bytes=ring_pages * self.model.layout.page_bytes),
+            ns.attach(
+                [a.device for e in groups_here for a in e.attached],
+                ring_bytes=ring_pages * self.model.layout.page_bytes,
+            ),
             groups_here,
-            self.per_page,
+            self.model.page_tokens,
             checked,
         )
         self.manager = KvfsManager(self.store, ns, self.model, checked)
@@ -423,12 +433,18 @@ def test_a_load_whose_disk_stalls_ends_and_is_recomputed(
         again.load(target, {0: 0})
         (job,) = rank.worker._jobs.values()
         assert not finish(rank, 2).success
-        assert job.transfer is not None and not job.transfer.done.is_set(), "its disk has answered"
+        assert rank.worker._io._context.read_hangs(), "its disk has answered"
+        assert job.transfer is not None and job.transfer.done.is_set(), "its deadline ends it"
         again.load(target, {0: 0}, job=3)
         (refused,) = rank.worker._jobs.values()
-        assert refused.transfer is None and not finish(rank, 3).success, "another load does not wait for that disk"
+        assert refused.transfer is not None and refused.transfer.result is not None
+        assert refused.transfer.result.reason == "disk", "another load does not wait for that disk"
+        assert not finish(rank, 3).success
         files.answer()
-        assert job.transfer.done.wait(20.0)
+        until = time.monotonic() + 20.0
+        while rank.worker._io._context.read_hangs():
+            assert time.monotonic() < until
+            time.sleep(0.01)
         assert all(torch.equal(before[layer], now) for layer, now in rank.tokens(target).items())
         rank.worker._settings = replace(rank.worker._settings, load_seconds=20.0)
         again.load(target, {0: 0}, job=4)
@@ -449,6 +465,23 @@ def test_the_log_of_a_disk_that_fails_is_not_flooded(
     assert logged == [
         "kvfs: a load was refused: attempt 1",
         "kvfs: pages were not stored (space, 1 the first time)",
+    ]
+
+
+def test_a_store_that_was_removed_is_named(
+    engine_config: VllmConfig, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(worker.logger, "warning", lambda message, *args, **_: logged.append(message % args))
+    with Rank(engine_config, "full", KVCacheLayout.LBNHC, store, pages=1) as rank:
+        shutil.rmtree(store)
+        for _ in range(2):
+            result = TransferResult(0, 0, 0, 0, 3, {}, "index")
+            rank.worker._publishing = [SimpleNamespace(result=result)]  # type: ignore[list-item]
+            rank.worker.get_finished()
+    assert logged == [
+        f"kvfs: the store {store} was removed: nothing is stored or found until the engine restarts",
+        "kvfs: pages were not stored (index, 3 the first time)",
     ]
 
 
@@ -548,18 +581,22 @@ def test_a_short_prompt_grows_into_pages(
 FULL, WINDOW = SPECS["full"][0][0], SPECS["hybrid"][1][0]
 #: part of the message -> the change to an engine that is served, and its groups
 REFUSALS: dict[str, tuple[Callable[[VllmConfig], None], list[KVCacheSpec]]] = {
-    "it has layers with MambaSpec": (
+    "states are kept for the last token only": (
         lambda c: None, [MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))]
     ),
-    "context parallelism splits": (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), [FULL]),
-    "pipeline parallelism groups": (lambda c: setattr(c.parallel_config, "pipeline_parallel_size", 2), [FULL, WINDOW]),
-    "drafter of speculative decoding": (
-        lambda c: setattr(c, "speculative_config", SimpleNamespace(method="eagle3")), [FULL]
+    "it has layers with RSWASpec": (
+        lambda c: None, [RSWASpec(**_FULL, dtype=torch.bfloat16, rswa_window=64)]
     ),
+    "prefill context parallelism splits": (
+        lambda c: setattr(c.parallel_config, "prefill_context_parallel_size", 2), [FULL]
+    ),
+    "compressed or split over ranks, in pages of 48": (
+        lambda c: None, [replace(FULL, tokens_per_state=4), replace(WINDOW, block_size=48)]
+    ),
+    "fit no page of 4096": (lambda c: None, [FULL, replace(WINDOW, block_size=4112)]),
+    "device is xpu": (lambda c: setattr(c.device_config, "device_type", "xpu"), [FULL]),
     "depend on the first requests": (lambda c: setattr(c.cache_config, "calculate_kv_scales", True), [FULL]),
     "cross attention": (lambda c: setattr(c.model_config.hf_config, "is_encoder_decoder", True), [FULL]),
-    r"blocks of \[16, 32\] tokens": (lambda c: None, [FULL, replace(WINDOW, block_size=32)]),
-    "chunked attention is not a sliding window": (lambda c: None, [replace(FULL, attention_chunk_size=64)]),
     "which is not an even share of 3 ranks": (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 3), [FULL]),
     "backend that was not named": (
         lambda c: None, [replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)]
@@ -583,9 +620,15 @@ def test_engines_whose_kv_cannot_be_kept_are_refused(engine_config: VllmConfig, 
 
 @pytest.mark.parametrize(
     ("blocks", "per_page"),
-    [((16,), 4), ((32,), 2), ((64,), 1), ((128,), 1), ((8,), 8), ((48,), 1), ((16, 16), 1), ((8, 8), 2)],
-)
+    [
+        ((16,), 4), ((32,), 2), ((64,), 1), ((128,), 1), ((8,), 8), ((48,), 1), ((16, 16), 1), ((8, 8), 2),
+        ((16, 32), 1), ((4, 64, 256), 1),
+    ],
+)  # fmt: skip
 def test_blocks_of_a_page(blocks: tuple[int, ...], per_page: int) -> None:
     extra: dict[str, Any] = {}
     set_defaults(extra, blocks)
     assert extra["blocks_per_chunk"] == per_page
+    single: dict[str, Any] = {}
+    set_defaults(single, blocks, single=True)
+    assert single["blocks_per_chunk"] == 1, "blocks that are moved as they are"

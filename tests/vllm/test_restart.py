@@ -16,7 +16,7 @@ Models = Callable[[str], Path]
 Prompt = Callable[..., list[int]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gemma4"])
 def test_a_second_process_finds_what_the_first_computed(
     kind: str, model: Models, prompt: Prompt, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +32,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvfs.integrations.vllm import manager
+from kvfs.integrations.vllm import costs, manager, prefetch
 from kvfs.integrations.vllm.connector import KvfsConnector
+from kvfs.integrations.vllm.prefetch import Prefetcher
+from kvfs.lookup.prefix_match import PageRef, PrefixMatch
+from kvfs.maintenance.warm import Warmed
+from kvfs.types import Tier
 
 BLOCK, TOKENS, HIT = 16, 130, 128  # of a block, of a prompt, of the two pages in it
 FIRST = range(1, 10)  # blocks of a request
@@ -135,7 +141,8 @@ def test_blocks_that_another_connector_fills_are_flushed_first(
     other = arrive(connector, "other")
     assert connector.get_num_new_matched_tokens(other, 0) == (0, False)
     allocate(connector, other, FIRST, shared=shared)
-    assert step(connector, finished_req_ids={"a"}).jobs_to_flush == ({job} if flushed else set())
+    jobs = step(connector, finished_req_ids={"a"}).jobs_to_flush
+    assert jobs == {job} or (not flushed and not jobs), "vLLM 0.33 fences blocks that are read, too"
     assert step(connector).jobs_to_flush == set()
 
 
@@ -350,3 +357,127 @@ def test_a_withheld_request_that_ends_is_stored_if_it_has_a_token(connector: Kvf
     connector.request_finished_all_groups(request, (list(FIRST),))
     assert len(step(connector, finished_req_ids={"a"}).store_jobs) == tokens
     assert not connector.scheduler._recent  # type: ignore[attr-defined]
+
+
+class SlowDisk:
+    """A disk on which a page takes a second, for an engine that computes it in a tenth."""
+
+    def __init__(self, connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.manager = connector._manager
+        self.cold: set[int] = set()  # pages of the prompt that the page cache lacks
+        for module in (costs, manager):
+            monkeypatch.setattr(module, "READ_BYTES_MIN", 1)
+        self.manager.costs._computed.append(640.0)
+        self.manager.costs.note_read(self.manager._ns.layout.page_bytes, 1.0)
+        self.asked: list[Any] = []
+        monkeypatch.setattr(self.manager._prefetcher, "ask", self.asked.append)
+
+    def tiers(self, match: Any) -> list[PageRef]:
+        return [PageRef("full0", n, Tier.DISK if n in self.cold else Tier.HOST) for n in range(match.chunks)]
+
+
+@pytest.mark.parametrize(("cold", "tokens"), [({0, 1}, 0), ({1}, 64), ({0}, 0), (set(), HIT)])
+def test_a_disk_slower_than_computing_is_not_waited_for(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch, cold: set[int], tokens: int
+) -> None:
+    disk = SlowDisk(connector, monkeypatch)
+    disk.cold = cold
+    monkeypatch.setattr(PrefixMatch, "pages", property(disk.tiers))
+    publish(connector, arrive(connector, "stored"))
+    request = arrive(connector, "stored")
+    assert connector.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
+    counted = disk.manager.metrics._counts.get("tokens_not_worth")
+    if tokens == HIT:
+        assert not disk.asked
+        return
+    assert counted == HIT - tokens
+    (match,) = disk.asked
+    assert match.chunks == 2 and {*range(tokens // 64, 2)} <= match.group("full0").sources().keys()
+    disk.cold = set()  # the page cache has them now
+    disk.manager._requests[request.request_id].looked_at = float("-inf")
+    assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
+
+
+def test_what_was_not_worth_a_load_is_not_stored_again(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(connector, monkeypatch)
+    disk.cold = {0, 1}
+    monkeypatch.setattr(PrefixMatch, "pages", property(disk.tiers))
+    publish(connector, arrive(connector, "stored"))
+    request = arrive(connector, "stored")
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, FIRST)
+    assert not step(connector, (request, FIRST)).store_jobs
+
+
+def test_pages_that_were_not_waited_for_are_read_in_the_background(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other; the oldest of too many are left out, and none stays held."""
+    begun, go_on, read = threading.Event(), threading.Event(), list[Any]()
+    manager = connector._manager
+
+    def slow(*, match: Any, **options: Any) -> Warmed:
+        read.append(match)
+        begun.set()
+        assert go_on.wait(60)
+        return Warmed(read_bytes=costs.READ_BYTES_MIN, seconds=0.5)
+
+    prefetcher = Prefetcher(manager._store, manager._ns, manager.costs)
+    monkeypatch.setattr(manager._store, "warm", slow)
+    publish(connector, arrive(connector, "stored"))
+    pages = manager._ns.prompt(arrive(connector, "stored").prompt_token_ids or [])
+    matches = [pages.select({"full0": 0}, 2) for _ in range(prefetch.WAITING_MAX + 3)]
+    prefetcher.ask(matches[0])
+    assert begun.wait(60)
+    for match in matches[1:]:
+        prefetcher.ask(match)
+    go_on.set()
+    end = time.monotonic() + 60
+    while prefetcher._thread is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert read == [matches[0], *matches[3:]]
+    assert not any(match.hold is not None and match.hold.acquire() for match in matches), "they are closed"
+    assert manager.costs.bytes_per_second == pytest.approx(2 * costs.READ_BYTES_MIN)
+
+
+def test_a_prefetch_ends_with_the_engine(connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless(*, progress: Callable[[int, int], None], **options: Any) -> Warmed:
+        begun.set()
+        try:
+            while True:
+                progress(0, 1)
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    manager = connector._manager
+    prefetcher = Prefetcher(manager._store, manager._ns, manager.costs)
+    monkeypatch.setattr(manager._store, "warm", endless)
+    prefetcher.begin(manager._ns)
+    assert begun.wait(60)
+    prefetcher.stop()
+    assert ended.wait(60)
+
+
+def test_an_engine_that_starts_knows_how_fast_the_last_one_computed(connector: KvfsConnector) -> None:
+    manager = connector._manager
+    manager.costs._computed.append(26_500.0)
+    request = arrive(connector, "a")
+    request.status = RequestStatus.FINISHED_STOPPED
+    connector.request_finished_all_groups(request, ([],))
+    step(connector, finished_req_ids={"a"})
+    end = time.monotonic() + 60
+    while manager._ns.compute_speed() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    later = costs.Costs()
+    prefetcher = Prefetcher(manager._store, manager._ns, later)
+    prefetcher.begin(manager._ns)
+    while later.tokens_per_second is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert later.tokens_per_second == 26_500
+    later._computed.append(9_000.0)
+    assert later.tokens_per_second == 9_000, "its own measurements count, once there are some"

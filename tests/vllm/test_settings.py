@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from vllm.platforms import current_platform
 
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.integrations import vllm as package
-from kvfs.integrations.vllm import versions
+from kvfs.integrations.vllm import connector, versions
+from kvfs.integrations.vllm import settings as settings_module
 from kvfs.integrations.vllm.connector import KvfsConnector
 from kvfs.integrations.vllm.metrics import COUNTERS
-from kvfs.integrations.vllm.settings import VllmSettings, check_early, settings_of
+from kvfs.integrations.vllm.settings import VllmSettings, check_early, ring_bytes, settings_of, warm_bytes
+from kvfs.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "vllm.md").read_text()
@@ -37,6 +41,8 @@ DOC = (ROOT / "docs" / "vllm.md").read_text()
         ({"path": "/x", "load_seconds": 0}, "load_seconds is 0"),
         ({"path": "/x", "store_seconds": "2"}, "store_seconds is '2'"),
         ({"path": "/x", "min_tokens": -1}, "min_tokens is -1"),
+        ({"path": "/x", "bucket_seconds": -1}, "bucket_seconds is -1"),
+        ({"path": "/x", "bucket_seconds": True}, "bucket_seconds is True"),
         ({"path": "/x", "max_tokens": 1.5}, "max_tokens is 1.5"),
         ({"path": "/x", "read_only": "yes"}, "read_only is 'yes'"),
         ({"path": "/x", "offload_prompt_only": "false"}, "offload_prompt_only is 'false'"),
@@ -46,8 +52,9 @@ DOC = (ROOT / "docs" / "vllm.md").read_text()
         ({"path": "/x", "threads": "2"}, "threads is '2'"),
         ({"path": "/x", "blocks_per_chunk": 0}, "blocks_per_chunk is 0"),
         ({"path": "/x", "block_size": "64"}, "block_size is '64'"),
-        ({"path": "/x", "ring_bytes": None}, "ring_bytes is None"),
+        ({"path": "/x", "ring_bytes": True}, "ring_bytes is True"),
         ({"path": "/x", "warm_bytes": "lots"}, "warm_bytes is 'lots'"),
+        ({"path": "/x", "sync_load_budget_bytes": 1 << 20}, "sync_load_budget_bytes is 1048576: leave it out"),
         ({"path": "/x", "spec_name": "CPUOffloadingSpec"}, "spec_name is 'CPUOffloadingSpec'"),
     ],
 )
@@ -61,7 +68,7 @@ def test_a_store_that_cannot_be_opened_is_reported_early(tmp_path: Path) -> None
     file = tmp_path / "file"
     file.touch()
     for extra, message in (
-        ({"path": str(file), "capacity": "64MiB"}, "is not a directory"),
+        ({"path": str(file), "capacity": "64MiB"}, "is a file, and a store is a directory"),
         ({"path": str(tmp_path / "s")}, "pass capacity="),
         ({"path": str(tmp_path / "s"), "capacity": "1KiB"}, "at least 16777216"),
         ({"path": str(tmp_path / "no" / "s"), "capacity": "64MiB"}, "does not exist; create it first"),
@@ -95,7 +102,7 @@ def test_an_engine_with_graphs_checks_settings_before_it_loads_a_model(
             },
         ).create_engine_config()  # fmt: skip
 
-    with pytest.raises(ValueError, match="has 'capacty': pass some of capacity"):
+    with pytest.raises(ValueError, match="has 'capacty': pass some of block_size, blocks_per_chunk, capacity"):
         configure(path=str(tmp_path / "s"), capacty="64MiB")
     configure(path=str(tmp_path / "s"), capacity="64MiB")
 
@@ -138,6 +145,7 @@ def test_messages_in_the_manual_are_those_of_the_code() -> None:
 
 
 def test_another_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: versions.TESTED[0])
     assert versions.warning() == ""
     monkeypatch.setattr(versions, "installed", lambda: "0.99.1")
     assert "vLLM 0.99.1 was not tested" in versions.warning() and versions.TESTED[0] in versions.warning()
@@ -162,7 +170,7 @@ def test_an_engine_without_the_registries_starts(
 
 
 def test_messages_go_to_the_engines_log() -> None:
-    from kvfs.integrations.vllm import connector, manager, tier, worker
+    from kvfs.integrations.vllm import manager, tier, worker
 
     for module in (connector, manager, tier, worker):
         assert module.logger.name.startswith("vllm."), "vLLM shows only loggers below its own"
@@ -172,3 +180,41 @@ def test_class_hooks_check_the_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="threads is 0"):
         KvfsConnector.requires_piecewise_for_cudagraph({"path": str(tmp_path / "s"), "threads": 0})
     assert not KvfsConnector.requires_piecewise_for_cudagraph({"path": str(tmp_path / "s"), "capacity": "64MiB"})
+
+
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [("64MiB", []), ("128MiB", ["capacity of this store is 67108864 bytes, not 128MiB"]), (None, [])],
+)
+def test_another_capacity_than_the_stores_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str | None, said: list[str]
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(connector.logger, "warning", lambda message, *args, **_: logged.append(message % args))
+    check_early({"path": str(tmp_path / "s"), "capacity": "64MiB"})
+    with open_store(str(tmp_path / "s")) as store:
+        connector.warn_of_capacity(store, again)
+        assert [line for line in logged if said and said[0] in line] == logged and len(logged) == len(said)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 20))
+        connector.warn_of_capacity(store, None)
+    assert logged[-1] == "kvfs: the capacity of this store is 67108864 bytes, its file system has 1048576"
+
+
+def test_the_ring_holds_three_steps_within_its_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "memory_limit", lambda: 128 << 30)
+    default = VllmSettings("/x")
+    assert ring_bytes(default, 1 << 30) == 3 << 30
+    assert ring_bytes(default, 1 << 20) == 256 << 20, "a small model's steps need less than the least"
+    assert ring_bytes(default, 4 << 30) == 4 << 30, "a thirty-second of the memory"
+    assert ring_bytes(VllmSettings("/x", ring_bytes="1GiB"), 4 << 30) == "1GiB"
+    monkeypatch.setattr(settings_module, "memory_limit", lambda: None)
+    assert ring_bytes(default, 1 << 30) == 256 << 20
+
+
+def test_ranks_share_what_a_start_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "memory_limit", lambda: 128 << 30)
+    assert warm_bytes(VllmSettings("/x"), 1) == 32 << 30
+    assert warm_bytes(VllmSettings("/x"), 8) == 4 << 30
+    assert warm_bytes(VllmSettings("/x", registered_bytes="16GiB"), 4) == 4 << 30
+    assert warm_bytes(VllmSettings("/x", warm_bytes=0), 4) == 0
+    assert warm_bytes(VllmSettings("/x", warm_bytes="2GiB"), 4) == 2 << 30

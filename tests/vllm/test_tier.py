@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import ScheduleEndContext, TransferJob
 
 from kvfs.errors import ConfigError
-from kvfs.integrations.vllm.tier import KvfsTier
+from kvfs.integrations.vllm.tier import KvfsTier, identity_of
 from tests.vllm.engine import Engine
 
 ROW = 8192
@@ -79,6 +81,20 @@ def test_rows_are_found_after_a_restart(tmp_path: Path) -> None:
     elsewhere = tier(tmp_path / "s", np.zeros_like(rows), tp_size=2)
     assert found(elsewhere, KEYS) == [False] * 6, "ranks are part of the identity here"
     elsewhere.shutdown()
+
+
+def test_the_identity_is_made_of_named_fields() -> None:
+    """A later vLLM tells more about the same bytes; another length of the model does not change them."""
+    told = spec().config
+
+    @dataclass(frozen=True)
+    class Later:
+        name: str = "m"
+        dtype: str = "bfloat16"
+        max_model_len: int = 4096
+
+    assert identity_of(dataclasses.replace(told, model=Later())) == identity_of(told)  # type: ignore[arg-type]
+    assert identity_of(dataclasses.replace(told, kv_cache_layout="BLHNC")) != identity_of(told)
 
 
 def test_damaged_rows_are_failed_promotions(tmp_path: Path) -> None:

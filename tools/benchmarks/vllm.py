@@ -35,7 +35,7 @@ def scheduler(rounds: int) -> None:
 
     import kvfs
     from kvfs.integrations.vllm.manager import KvfsManager
-    from kvfs.integrations.vllm.model import EngineGroup, EngineModel
+    from kvfs.integrations.vllm.model import EngineGroup, EngineModel, StoredGroup
     from kvfs.integrations.vllm.settings import settings_of
 
     init_none_hash(sha256)
@@ -44,7 +44,8 @@ def scheduler(rounds: int) -> None:
         seen: dict[str, list[float]] = {}
         with tempfile.TemporaryDirectory() as folder, kvfs.open(f"{folder}/s", capacity="1GiB") as store:
             ns = store.namespace("m", layout, "1")
-            model = EngineModel("m", layout, "1", {}, (EngineGroup("full", 0, block, False),), 1)
+            stored = StoredGroup(layout.groups[0].name, "tokens", False, None, {}, (0, 1))
+            model = EngineModel("m", layout, "1", {}, (EngineGroup(0, block, block, (stored,)),), 1)
             manager = KvfsManager(store, ns, model, settings_of({"path": folder}))
             for n in range(rounds + 1):
                 tokens = [random.Random(f"{n} {block}").randrange(100_000) for _ in range(64)] * (TOKENS // 64)

@@ -27,6 +27,7 @@ BLOCK = 64
 SETTLE = 10  # tokens after the last whole page: vLLM computes at least one
 Lengths = dict[str, tuple[int, int]]  # name -> tokens of a prompt, prompts
 LENGTHS: Lengths = {"1,900": (1_856 + SETTLE, 32), "32k": (32_768 + SETTLE, 8), "128k": (131_072 + SETTLE, 3)}
+WITHOUT = "kvfs, KVFS_NATIVE=0"
 PROCESS_SECONDS = 600.0  # longest run of one process
 ANSWER_SECONDS = 300.0  # longest wait for one answer
 LAYER = "model.layers.0.self_attn.attn"
@@ -36,17 +37,18 @@ _ROOT = Path(__file__).resolve().parents[2]
 def run(
     rounds: int, connectors: dict[str, Callable[[Path], dict[str, Any] | None]], lengths: Lengths = LENGTHS
 ) -> None:
-    """All connectors, alternating; a table row per connector and length."""
+    """All connectors, alternating; a table row per connector and length. kvfs also without its native library."""
     folder = Path(tempfile.mkdtemp(prefix="kvfs-bench-"))
     try:
         model = _model(folder / "model")
+        connectors = {**connectors, WITHOUT: connectors["kvfs"]}
         names = [name for name in connectors if name != "none"]
         seen: dict[tuple[str, str, str], list[float]] = {}
         for name in names:
-            _process("fill", model, lengths, connectors[name](folder / name.replace(" ", "-")))
+            _process("fill", model, lengths, connectors[name](folder / name.replace(" ", "-")), name)
         for _ in range(rounds):
             for name in names:
-                found = _process("look", model, lengths, connectors[name](folder / name.replace(" ", "-")))
+                found = _process("look", model, lengths, connectors[name](folder / name.replace(" ", "-")), name)
                 for length, kinds in found.items():
                     for kind, value in kinds.items():
                         seen.setdefault((length, name, kind), []).append(value)
@@ -75,13 +77,16 @@ def _model(path: Path) -> Path:
     return models.build("lookups", path)
 
 
-def _process(what: str, model: Path, lengths: Lengths, transfer: dict[str, Any] | None) -> dict[str, dict[str, float]]:
+def _process(
+    what: str, model: Path, lengths: Lengths, transfer: dict[str, Any] | None, name: str
+) -> dict[str, dict[str, float]]:
     job = json.dumps({"what": what, "model": str(model), "lengths": lengths, "transfer": transfer})
     quiet = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "PYTHONPATH": str(_ROOT),
+        "KVFS_NATIVE": "0" if name == WITHOUT else "1",
     }
     done = subprocess.run(
         [sys.executable, "-m", "tools.benchmarks.vllm_lookups", job], cwd=_ROOT, env={**os.environ, **quiet},

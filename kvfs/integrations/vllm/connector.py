@@ -7,24 +7,21 @@ those afterwards. Written for the interfaces of the versions in ``versions.TESTE
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -35,12 +32,36 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
 from kvfs.integrations.vllm import versions
+from kvfs.integrations.vllm.internals import (
+    ConnectorShell,
+    OffloadingConnectorMetadata,
+    SchedulerHalf,
+    WorkerHalf,
+    offloading_config,
+)
 from kvfs.integrations.vllm.manager import KvfsManager
 from kvfs.integrations.vllm.metrics import definitions
-from kvfs.integrations.vllm.model import EngineModel, model_of
-from kvfs.integrations.vllm.settings import check_early, set_defaults, settings_of
+from kvfs.integrations.vllm.model import (
+    EngineModel,
+    LayerSpecs,
+    default_blocks,
+    layer_specs,
+    merged,
+    model_of,
+    needs_all_ranks,
+)
+from kvfs.integrations.vllm.settings import (
+    WARM_SECONDS,
+    check_early,
+    ring_bytes,
+    set_defaults,
+    settings_of,
+    warm_bytes,
+)
+from kvfs.integrations.vllm.shared import shared_model
 from kvfs.integrations.vllm.views import describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace
@@ -68,23 +89,34 @@ class KvfsOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return definitions()
 
-    def open(self, vllm_config: VllmConfig, cache: KVCacheConfig) -> EngineModel:
-        """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError."""
-        model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id)
-        wanted = self.settings.mode or "cache"
-        self._store = open_store(
-            self.settings.path, capacity=self.settings.capacity, mode=wanted, read_only=self.settings.read_only
-        )
-        if self.settings.mode not in (None, self._store.settings.mode):
-            logger.warning(
-                "kvfs: this store is in mode %s, not %s: kvfs config set mode %s changes it for later starts",
-                self._store.settings.mode, wanted, wanted,
-            )  # fmt: skip
+    def open(self, vllm_config: VllmConfig, cache: KVCacheConfig, layers: LayerSpecs | None = None) -> EngineModel:
+        """Open the store and the namespace of this engine. ConfigError, UnsupportedModelError, StoreAccessError.
+
+        ``layers``: as for ``model_of``. May be called again when they are known.
+        """
+        model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id, layers)
+        if self.settings.share:
+            model = shared_model(vllm_config, model, self.settings.weights_id)
+        if self._store is None:
+            self._store = self._open_store()
         self._model = model
         self._namespace = self._store.namespace(
-            model.name, model.layout, model.revision, extra=model.extra, codec=self.settings.codec
+            model.name, model.layout, model.revision, rope=model.rope, extra=model.extra, codec=self.settings.codec
         )
         return model
+
+    def _open_store(self) -> Store:
+        wanted = self.settings.mode or "cache"
+        store = open_store(
+            self.settings.path, capacity=self.settings.capacity, mode=wanted, read_only=self.settings.read_only
+        )
+        if self.settings.mode not in (None, store.settings.mode):
+            logger.warning(
+                "kvfs: this store is in mode %s, not %s: kvfs config set mode %s changes it for later starts",
+                store.settings.mode, wanted, wanted,
+            )  # fmt: skip
+        warn_of_capacity(store, self.settings.capacity)
+        return store
 
     @property
     def namespace(self) -> Namespace:
@@ -104,6 +136,34 @@ class KvfsOffloadingSpec(OffloadingSpec):
             self._store.close()
 
 
+def warn_of_capacity(store: Store, given: int | str | None) -> None:
+    """Name a limit that will not be the limit: another than the store's, or one beyond its disk."""
+    kept = store.settings.capacity_bytes
+    if given is not None and parse_size(given, "capacity") != kept:
+        logger.warning(
+            "kvfs: the capacity of this store is %d bytes, not %s: kvfs config set capacity %s changes it",
+            kept, given, given,
+        )  # fmt: skip
+    disk = shutil.disk_usage(store.path).total
+    if kept > disk:
+        logger.warning("kvfs: the capacity of this store is %d bytes, its file system has %d", kept, disk)
+
+
+@dataclass
+class KvfsHandshake(KVConnectorHandshakeMetadata):
+    """From the workers to the scheduler: the layers of all ranks, each with its own spec."""
+
+    layers: LayerSpecs
+
+
+def layers_of_stages(mine: LayerSpecs) -> list[LayerSpecs]:
+    """The layers of each stage of the pipeline. All of its ranks call this while they start."""
+    stages = get_pp_group()
+    found: list[LayerSpecs] = [mine] * stages.world_size
+    torch.distributed.all_gather_object(found, mine, group=stages.cpu_group)
+    return found
+
+
 class _Recent(NamedTuple):
     """A request that got its blocks before the outcome of another connector's loads was known."""
 
@@ -116,34 +176,32 @@ class _Recent(NamedTuple):
         return stopped or int(self.request.num_output_tokens) > self.tokens
 
 
-class KvfsConnectorScheduler(OffloadingConnectorScheduler):
+class KvfsConnectorScheduler(SchedulerHalf):
     """vLLM's scheduler half, except that blocks are not stored that were given up or not filled, nor any that rest on a
     load of another connector that failed or may still fail."""
 
-    def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig) -> None:
+    def __init__(self, spec: OffloadingSpec, config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> None:
         super().__init__(spec, config, cache)
+        self.page_tokens = page_tokens
         self.foreign_loads = 0  # steps so far in which another connector loaded
         self._known = 0  # of these, how many have an outcome
         self._recent: dict[str, _Recent] = {}  # bounded by the requests that the engine has admitted
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        for req_id in scheduler_output.preempted_req_ids or ():
-            status = self._req_status.get(req_id)
-            for group in status.group_states if status is not None else ():
-                group.block_ids.clear()  # other requests get them, while a token in flight may still end this one
+        # other requests get them, while a token in flight may still end this one
+        self.forget_blocks(scheduler_output.preempted_req_ids or ())
         return super().build_connector_meta(scheduler_output)
 
-    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+    def storable(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         ended = scheduler_output.finished_req_ids or set()
         withheld = self._failed(ended) | self._unproven(scheduler_output)
         for req_id in ended:
             self._recent.pop(req_id, None)
-        trusted = scheduler_output
-        if withheld:  # as if they had not been scheduled: they are offered later
-            scheduled = {k: n for k, n in scheduler_output.num_scheduled_tokens.items() if k not in withheld}
-            trusted = replace(scheduler_output, num_scheduled_tokens=scheduled, finished_req_ids=ended - withheld)
-        jobs: dict[int, TransferJob] = super()._build_store_jobs(trusted)
-        return jobs
+        if not withheld:
+            return scheduler_output
+        # as if they had not been scheduled: they are offered later
+        scheduled = {k: n for k, n in scheduler_output.num_scheduled_tokens.items() if k not in withheld}
+        return replace(scheduler_output, num_scheduled_tokens=scheduled, finished_req_ids=ended - withheld)
 
     def _unproven(self, scheduler_output: SchedulerOutput) -> set[str]:
         """Requests whose KV may rest on a load of another connector that may still fail.
@@ -157,19 +215,20 @@ class KvfsConnectorScheduler(OffloadingConnectorScheduler):
         if self.foreign_loads > self._known:
             admitted = {data.req_id for data in scheduler_output.scheduled_new_reqs}
             for req_id in admitted | scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-                request = self._req_status[req_id].req
+                request = self.request(req_id)
+                assert request is not None, "a request is scheduled that the connector was not told of"
                 self._recent[req_id] = _Recent(request, request.num_output_tokens, self.foreign_loads)
         self._recent = {req_id: recent for req_id, recent in self._recent.items() if recent.loads > self._known}
         return set(self._recent)
 
     def _failed(self, req_ids: Iterable[str]) -> set[str]:
         """Requests that ended with an error, of which vLLM's half believes that their whole prompt was computed."""
-        ended = (self._req_status.get(req_id) for req_id in req_ids)
+        ended = {req_id: self.request(req_id) for req_id in req_ids}
         failed = RequestStatus.FINISHED_ERROR
-        return {status.req.request_id for status in ended if status is not None and status.req.status is failed}
+        return {req_id for req_id, request in ended.items() if request is not None and request.status is failed}
 
 
-class KvfsConnectorWorker(OffloadingConnectorWorker):
+class KvfsConnectorWorker(WorkerHalf):
     """vLLM's worker half, except that a transfer may fail. Delegates transfers to ``KvfsWorker``."""
 
     def __init__(self, spec: KvfsOffloadingSpec, config: VllmConfig, cache: KVCacheConfig, model: EngineModel) -> None:
@@ -181,18 +240,23 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         settings = self._spec.settings
         groups = describe_caches(self.vllm_config, self.kv_cache_config, self._model, kv_caches)
+        attached = [a for engine in groups for a in engine.attached]
+        page_bytes = sum(a.layout.part_bytes(a.device.part(a.layout)) for a in attached)
+        step = self.vllm_config.scheduler_config.max_num_batched_tokens * page_bytes // self._model.page_tokens
         io = self._spec.namespace.attach(
-            [a.device for a in groups], ring_bytes=settings.ring_bytes, threads=settings.threads,
-            registered_bytes=settings.registered_bytes,
+            [a.device for a in attached], ring_bytes=ring_bytes(settings, step),
+            threads=settings.threads, registered_bytes=settings.registered_bytes,
+            append_elsewhere=attached[0].device.memory.startswith("cuda"),
         )  # fmt: skip
-        if settings.warm_bytes:
-            io.warm_hottest(settings.warm_bytes)  # now: registration blocks the kernels of a running engine
-        self.worker = KvfsWorker(io, groups, self._spec.blocks_per_chunk, settings)
+        warm = warm_bytes(settings, self.vllm_config.parallel_config.world_size)
+        if warm and attached[0].device.memory.startswith("cuda"):
+            io.warm_hottest(warm, WARM_SECONDS)  # now: registration blocks the kernels of a running engine
+        one = len(self.kv_cache_config.kv_cache_groups) == 1  # else numbers of blocks do not name requests
+        self.worker = KvfsWorker(io, groups, self._model.page_tokens, settings, keeps_prefix=one)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         # stores from before a reset: their blocks may have been freed, by sleep() even their memory
-        stale = getattr(kv_connector_metadata, "stale_below", 0)
-        self._unsubmitted_store_jobs[:] = [job for job in self._unsubmitted_store_jobs if job[0] >= stale]
+        self.drop_unsubmitted(getattr(kv_connector_metadata, "stale_below", 0))
         super().handle_preemptions(kv_connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -201,11 +265,7 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
             self.worker.wait_idle()
         received: set[str] = set()
         for result in self.worker.get_finished():
-            req_id = self._load_jobs.pop(result.job_id, None)
-            stats = self._connector_worker_meta.transfer_stats
-            if result.transfer_size is not None and result.transfer_time is not None:
-                (stats.store if req_id is None else stats.load).record(result.transfer_size, result.transfer_time)
-            self._connector_worker_meta.mark_completed(result.job_id)
+            req_id = self.report(result)
             if req_id is not None:
                 received.add(req_id)
                 if not result.success:
@@ -220,27 +280,26 @@ class KvfsConnectorWorker(OffloadingConnectorWorker):
         self._spec.close()
 
 
-class KvfsConnector(OffloadingConnector):
+class KvfsConnector(ConnectorShell):
     """``--kv-transfer-config '{"kv_connector": "KvfsConnector", "kv_role": "kv_both",
     "kv_connector_extra_config": {"path": "/var/cache/kvfs", "capacity": "200GiB"}}'``"""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
         _check_version()
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         settings_of(transfer.kv_connector_extra_config)
-        set_defaults(transfer.kv_connector_extra_config, _block_tokens(kv_cache_config))
+        set_defaults(transfer.kv_connector_extra_config, *default_blocks(vllm_config, kv_cache_config))
         transfer.kv_load_failure_policy = "recompute"  # the default ends a request whose cache cannot be read
-        # every rank stores its own part; ranks with equal bytes divide the pages among them
-        spec = KvfsOffloadingSpec(
-            replace(build_offloading_config(vllm_config, kv_cache_config), replicated_layout=False)
-        )
-        self._canonical_layout = False
-        self.connector_scheduler = self.connector_worker = None
-        model = spec.open(vllm_config, kv_cache_config)
+        spec = KvfsOffloadingSpec(offloading_config(vllm_config, kv_cache_config))
+        self._layers = layer_specs(kv_cache_config)
+        if role is KVConnectorRole.WORKER and needs_all_ranks(vllm_config, kv_cache_config):
+            self._layers = merged(layers_of_stages(self._layers))
+        self._spec = spec
+        model = spec.open(vllm_config, kv_cache_config, self._layers)
         if role is KVConnectorRole.SCHEDULER:
-            self.connector_scheduler = KvfsConnectorScheduler(spec, vllm_config, kv_cache_config)
+            self.connector_scheduler = KvfsConnectorScheduler(spec, vllm_config, kv_cache_config, model.page_tokens)
             logger.info(
                 "kvfs: %s, namespace %s of %s, pages of %d tokens and %d bytes",
                 settings_of(spec.extra_config).path, spec.namespace.identity.digest.hex()[:12], model.name,
@@ -248,6 +307,12 @@ class KvfsConnector(OffloadingConnector):
             )  # fmt: skip
         else:
             self.connector_worker = KvfsConnectorWorker(spec, vllm_config, kv_cache_config, model)
+
+    @property
+    def _half(self) -> KvfsConnectorScheduler:
+        half = self.scheduler
+        assert isinstance(half, KvfsConnectorScheduler)
+        return half
 
     @property
     def _manager(self) -> KvfsManager:
@@ -262,27 +327,24 @@ class KvfsConnector(OffloadingConnector):
         super().on_new_request(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._manager.note_step(scheduler_output.total_num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
-        meta.stale_below = self.scheduler._stale_job_threshold
+        meta.stale_below = self._half.stale_below
         return meta
 
     def reset_cache(self) -> bool:
         """Whether no block holds KV from before. Otherwise nothing is stored until a reset finds the engine empty."""
-        scheduler, manager = self.scheduler, self._manager
-        # vLLM's half asserts that this is empty, and leaves it filled until the next step
-        flush, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+        manager = self._manager
         super().reset_cache()
-        scheduler._current_batch_jobs_to_flush |= flush
-        blocks = self._kv_cache_manager
-        manager.tainted = blocks is not None and not blocks.reset_prefix_cache()
+        manager.tainted = not self.empty_prefix_cache()
         if manager.tainted:
             logger.warning("kvfs: reset while requests run: nothing is stored until a reset without running requests")
         return not manager.tainted
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        status = self.scheduler._req_status.get(request.request_id)
-        if status is None or not status.transfer_jobs:  # else vLLM ignores this answer, which would be stale later
-            self._manager.refresh(request.request_id)
+        has_jobs = self._half.has_jobs(request.request_id)  # then vLLM ignores this answer, which would be stale later
+        if not has_jobs and self._manager.refresh(request.request_id, num_computed_tokens):
+            return None, False  # it waits for the bucket
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
@@ -291,15 +353,23 @@ class KvfsConnector(OffloadingConnector):
         if not num_external_tokens:
             # below MultiConnector, another one may fill them before the request is scheduled: flush the stores that
             # still copy from them. Hashed blocks are shared, and only read
-            fresh = blocks.get_unhashed_block_ids_all_groups()
-            self.scheduler._current_batch_allocated_block_ids.update(block for group in fresh for block in group)
+            self._half.will_be_filled(blocks)
+        elif len(blocks.blocks) == 1:
+            self._manager.loads_into(request.request_id, (block.block_id for block in blocks.blocks[0]))
         self._manager.admitted(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # below MultiConnector, the list includes failed loads of other connectors
         ours = [req_id for req_id in connector_output.failed_recving or () if self._manager.is_loading(req_id)]
+        lost = connector_output.invalid_block_ids
+        shortened = self._manager.shortened(lost) if lost else {}
+        for req_id in shortened:
+            request = self._half.request(req_id)
+            if request is not None:  # the engine has cut it to what was loaded
+                self._half.offer_again(req_id, request.num_computed_tokens)
         super().update_connector_output(connector_output)
-        if connector_output.invalid_block_ids and self.scheduler.foreign_loads and not self._manager.tainted:
+        foreign = lost.difference(*shortened.values())
+        if foreign and self._half.foreign_loads and not self._manager.tainted:
             # the blocks, and what was computed from them, stay in the engine's prefix cache until they are recomputed
             self._manager.tainted = True
             logger.warning(
@@ -308,11 +378,24 @@ class KvfsConnector(OffloadingConnector):
             )
         for req_id in ours:
             self._manager.load_failed(req_id)
-            status = self.scheduler._req_status.get(req_id)
-            for group in status.group_states if status is not None else ():
-                group.next_stored_chunk_idx = 0  # all that is recomputed may be stored
+            self._half.offer_again(req_id)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+        """What the workers know of the layers and the scheduler does not. Called before the first request."""
+        told = next((each for each in metadata.values() if isinstance(each, KvfsHandshake)), None)
+        if told is not None:
+            assert self._kv_cache_config is not None
+            model = self._spec.open(self._vllm_config, self._kv_cache_config, told.layers)
+            self._manager.use(self._spec.namespace, model)
+            self._half.page_tokens = model.page_tokens
 
     # -- workers -----------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """None unless the scheduler needs it: below MultiConnector, there is room for one connector's."""
+        config, cache = self._vllm_config, self._kv_cache_config
+        shapes = any(len({*specs.values()}) > 1 for specs in self._layers)
+        return KvfsHandshake(self._layers) if shapes or needs_all_ranks(config, cache) else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -327,6 +410,13 @@ class KvfsConnector(OffloadingConnector):
         sent, received = worker.get_finished(finished_req_ids)
         failed, worker.failed = worker.failed, set()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        worker = self.connector_worker.worker if self.connector_worker is not None else None
+        if not isinstance(worker, KvfsWorker):
+            return set()
+        lost, worker.lost = worker.lost, set()
+        return lost
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if isinstance(self.connector_worker, KvfsConnectorWorker):
@@ -357,11 +447,6 @@ class KvfsConnector(OffloadingConnector):
         assert vllm_config.kv_transfer_config is not None
         vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault("spec_name", KvfsOffloadingSpec.__name__)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
-
-
-def _block_tokens(cache: KVCacheConfig) -> tuple[int, ...]:
-    groups: Mapping[int, Any] = dict(enumerate(cache.kv_cache_groups))
-    return tuple(groups[index].kv_cache_spec.block_size for index in cache.prefix_cacheable_group_ids)
 
 
 def _check_version() -> None:

@@ -8,7 +8,8 @@ load fails and the request is computed.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +27,24 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvfs.integrations.vllm.adapters import Adapters
+from kvfs.integrations.vllm.costs import READ_BYTES_MIN, Costs
+from kvfs.integrations.vllm.fetches import Fetches
 from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.model import EngineModel
+from kvfs.integrations.vllm.prefetch import Prefetcher
 from kvfs.integrations.vllm.requests import RequestPages, cacheable
 from kvfs.integrations.vllm.settings import VllmSettings
 from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.lookup.prompt_pages import TOKENS_MAX
 from kvfs.namespace import Namespace, random_epoch
+from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.store import Store
 from kvfs.types import SavePlan, Tier
 
 logger = init_logger(f"vllm.{__name__}")
 TIER_PAGES_MAX = 1024  # pages of a load whose tier is reported: each costs a system call on the scheduler's thread
+COMPARED_PAGES_MAX = 4096  # pages of a load that is compared with computing, for the same reason
 FRESH_SECONDS = 0.5  # a queued request is looked up again when its last lookup is older
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
@@ -50,7 +58,8 @@ class LoadSpec(LoadStoreSpec):
 
 @dataclass
 class SaveSpec(LoadStoreSpec):
-    """For the workers: the pages to save. ``chunks``: chunk numbers per engine group, in the order of its blocks."""
+    """For the workers: the pages to save. ``chunks``: numbers of the engine's chunks by its group, in the order of
+    their blocks."""
 
     plan: SavePlan
     chunks: dict[int, tuple[int, ...]]
@@ -66,32 +75,70 @@ class KvfsManager(OffloadingManager):
 
     def __init__(self, store: Store, namespace: Namespace, model: EngineModel, settings: VllmSettings) -> None:
         self._store, self._ns, self._model, self._settings = store, namespace, model, settings
-        self._names = {group.index: group.name for group in model.groups}
+        self._groups = {group.index: group for group in model.groups}
+        self._adapters = Adapters(model.adapters)
         self._requests: dict[str, RequestPages] = {}
         self._epoch = 0  # of this engine; part of the chain of every prompt
         #: nothing is stored: the engine's blocks hold KV of weights before a reset, or of a failed load of another
         #: connector
         self.tainted = False
         self.metrics = Metrics()
+        self.costs = Costs()
+        self._live: set[str] = set()  # requests, also those that kvfs does not serve
+        self._prefetcher = Prefetcher(store, namespace, self.costs)
+        self._prefetcher.begin(namespace)
+        self._holds = False  # whether a request waits for the bucket in this step
+        self._fetches = Fetches(store, self.costs, settings.bucket_seconds)
 
     # -- called by the connector -------------------------------------------------------------
 
+    def use(self, namespace: Namespace, model: EngineModel) -> None:
+        """Another namespace, before the first request: the workers have told what the scheduler did not know."""
+        assert not self._requests
+        self._ns, self._model = namespace, model
+        self._prefetcher.begin(namespace)
+        self._groups = {group.index: group for group in model.groups}
+
     def announce(self, request: Any) -> None:
         """A new request. ``on_new_request`` follows, and sees only its id."""
-        if not cacheable(request, items_hashed=self._model.items_hashed):
+        self._live.add(request.request_id)
+        lora = request.lora_request
+        adapter = b"" if lora is None else self._adapters.digest(lora)
+        if not cacheable(request, items_hashed=self._model.items_hashed, adapter=adapter):
             self.metrics.add("requests_bypassed")
             return
         tokens = request.num_prompt_tokens
         output = 0 if self._settings.offload_prompt_only else request.max_tokens  # at most, that may be stored
         if tokens < self._settings.min_tokens or tokens + output < self._model.page_tokens:
             return
-        self._requests[request.request_id] = RequestPages(request, self._ns, self._epoch, self._settings.max_tokens)
+        state = RequestPages(request, self._ns, self._epoch, self._settings.max_tokens, adapter or b"")
+        self._requests[request.request_id] = state
+        if self._fetches.in_use and self._look(state):
+            state.waiting = self._fetches.begin(self._ns, state)
 
-    def refresh(self, req_id: str) -> None:
-        """The scheduler is about to look up the keys of this request."""
+    def refresh(self, req_id: str, computed: int = 0) -> bool:
+        """The scheduler is about to look up the keys of this request, of which it has ``computed`` tokens.
+
+        Whether the request waits for the bucket: then it is asked again with the next step.
+        """
         state = self._requests.get(req_id)
-        if state is not None and not state.failed:
-            self._look(state)
+        if state is None or state.failed:
+            return False
+        if state.waiting is not None:
+            if self._fetches.goes_on(state.waiting, computed, state.page_tokens, self._ns.layout.page_bytes):
+                self._holds = True
+                return True
+            self._stop_waiting(state)
+        if self._look(state):
+            self._compare(state, computed)
+        return False
+
+    def note_step(self, tokens: int) -> None:
+        """The scheduler has scheduled a step."""
+        self.costs.note_step(tokens)
+        if self._holds and not tokens:
+            self.costs.note_wait()
+        self._holds = False
 
     def admitted(self, req_id: str) -> None:
         """The request got its blocks. If it is preempted, the next lookup must see what was stored until then."""
@@ -102,6 +149,22 @@ class KvfsManager(OffloadingManager):
     def is_loading(self, req_id: str) -> bool:
         state = self._requests.get(req_id)
         return state is not None and state.match is not None
+
+    def loads_into(self, req_id: str, blocks: Iterable[int]) -> None:
+        """The blocks of a request that is being loaded, in an engine with one cache group."""
+        state = self._requests.get(req_id)
+        if state is not None and state.match is not None:
+            state.blocks = frozenset(blocks)
+
+    def shortened(self, lost: set[int]) -> dict[str, frozenset[int]]:
+        """Requests whose load has not filled some of the blocks ``lost``, and their blocks. What they compute may be
+        stored again."""
+        found = {req_id: state for req_id, state in self._requests.items() if state.blocks & lost}
+        for state in found.values():
+            self.metrics.add("loads_shortened", not state.failed)
+            state.failed = True
+            state.pages.forget()
+        return {req_id: state.blocks for req_id, state in found.items()}
 
     def load_failed(self, req_id: str) -> None:
         """Its next lookups miss, so that it is computed; what it computes may be stored again."""
@@ -122,10 +185,15 @@ class KvfsManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         state, end = req_context.get_state(RequestPages), req_context.get_offload_key_position(key)
-        if state is None or state.failed or end is None or end % state.page_tokens:
+        if state is None or state.failed or end is None or end > state.worth_tokens:
             return LookupResult.MISS
-        stored = state.pages.stored[self._names[get_offload_group_idx(key)]]
-        return LookupResult.HIT if stored >> end // state.page_tokens - 1 & 1 else LookupResult.MISS
+        group = self._groups[get_offload_group_idx(key)]
+        for stored in group.stored:
+            pages = group.pages(stored, end, state.page_tokens)
+            whole = (1 << len(pages)) - 1
+            if not pages or state.pages.stored[stored.name] >> pages.start & whole != whole:
+                return LookupResult.MISS
+        return LookupResult.HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = req_context.get_state(RequestPages)
@@ -133,26 +201,67 @@ class KvfsManager(OffloadingManager):
             return CacheHitSource.EXTERNAL_UNSPECIFIED
         if not state.tiers and state.match is not None and state.match.chunks <= TIER_PAGES_MAX:
             state.tiers = {(page.group, page.chunk): page.tier for page in state.match.pages}
-        tier = state.tiers.get(self._page(key, req_context))
-        return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED) if tier else CacheHitSource.EXTERNAL_UNSPECIFIED
+        end = req_context.get_offload_key_position(key)
+        pages = self._pages(key, end) if end is not None else []
+        tiers = [state.tiers.get((name, page)) for name, some in pages for page in some]
+        known = [tier for tier in tiers if tier is not None]
+        source = _SOURCES.get(max(known)) if known and len(known) == len(tiers) else None
+        return source if source is not None else CacheHitSource.EXTERNAL_UNSPECIFIED
 
-    def _look(self, state: RequestPages, first: int | None = None) -> None:
-        """Look up the chunks from ``first`` on, or all of them if the last lookup is old."""
+    def _stop_waiting(self, state: RequestPages) -> None:
+        """The next lookup sees what has come from the bucket; nothing more is asked of it."""
+        if (waiting := state.waiting) is None:
+            return
+        state.waiting, state.looked_at = None, float("-inf")
+        self.metrics.add("fetch_seconds", self._fetches.end(waiting))
+        self.metrics.add("fetches", bool(waiting.fetch.pages))
+        self.metrics.add("pages_fetched", waiting.fetch.pages)
+
+    def _look(self, state: RequestPages, first: int | None = None) -> bool:
+        """Look up the chunks from ``first`` on, or all of them if the last lookup is old; False if it is not."""
         now = time.monotonic()
         if first is None and now - state.looked_at <= FRESH_SECONDS:
-            return
+            return False
         state.grow()
         state.pages.look(first or 0)
         done = time.monotonic()
         if first is None:
             state.looked_at = done
         self.metrics.add("lookup_seconds", done - now)
+        return True
 
-    def _page(self, key: OffloadKey, req_context: ReqContext) -> tuple[str, int]:
-        """(group, chunk) of a key."""
-        end = req_context.get_offload_key_position(key)
-        assert end is not None and end % self._model.page_tokens == 0
-        return self._names[get_offload_group_idx(key)], end // self._model.page_tokens - 1
+    def _compare(self, state: RequestPages, computed: int) -> None:
+        """Decide how much of what is stored is loaded: where the disk is slower than computing, only what gains time.
+
+        Of engines with several groups all or nothing: what a shorter length needs is not a part of what a longer needs.
+        """
+        before, state.worth_tokens, state.tiers = state.worth_tokens, TOKENS_MAX, {}
+        size, layout = state.page_tokens, self._ns.layout
+        first, end = computed // size, state.pages.restorable()
+        if not 0 < end - first <= COMPARED_PAGES_MAX or (end - first) * layout.page_bytes < READ_BYTES_MIN:
+            return
+        if not self.costs.disk_loses(size, layout.page_bytes):
+            return
+        with state.pages.select(state.pages.needed(first, end), end) as match:
+            refs = match.pages
+        state.tiers = {(page.group, page.chunk): page.tier for page in refs}
+        cold = bits_of(sorted({page.chunk for page in refs if page.tier is Tier.DISK}))
+        if len(layout.groups) == 1:
+            worth = self.costs.best_end(first, end, cold, size, layout.page_bytes)
+        else:
+            nbytes = sum(match.group(page.group).part_bytes for page in refs if page.tier is Tier.DISK)
+            worth = first if nbytes >= READ_BYTES_MIN and self.costs.disk_loses((end - first) * size, nbytes) else end
+        if worth < end:
+            state.worth_tokens = worth * size
+            if before == TOKENS_MAX:  # a request that waits is asked again and again
+                self.metrics.add("loads_not_worth")
+                self.metrics.add("tokens_not_worth", (end - worth) * size)
+            self._prefetcher.ask(state.pages.select(state.pages.needed(worth, end), end))
+
+    def _pages(self, key: OffloadKey, end: int) -> list[tuple[str, range]]:
+        """(group of the layout, pages) of a key whose chunk ends at token ``end``; no pages where none can hold it."""
+        group = self._groups[get_offload_group_idx(key)]
+        return [(stored.name, group.pages(stored, end, self._model.page_tokens)) for stored in group.stored]
 
     # -- loads -------------------------------------------------------------------------------
 
@@ -160,15 +269,18 @@ class KvfsManager(OffloadingManager):
         state = req_context.get_state(RequestPages)
         assert state is not None, "vLLM loads pages of a request without a hit"
         first: dict[str, int] = {}
-        end = 0
-        for name, chunk in (self._page(key, req_context) for key in keys):
-            first[name] = min(chunk, first.get(name, chunk))
-            end = max(end, chunk + 1)
+        last = 0
+        for key in keys:
+            end = req_context.get_offload_key_position(key)
+            assert end is not None
+            for name, pages in self._pages(key, end):
+                first[name] = min(pages.start, first.get(name, pages.start))
+                last = max(last, pages.stop)
         state.release()
-        state.match, state.tiers = state.pages.select(first, end), {}
+        state.match = state.pages.select(first, last)
         if not state.counted:
             state.counted = True
-            state.pages.note_lookup((end - min(first.values(), default=end)) * state.page_tokens)
+            state.pages.note_lookup((last - min(first.values(), default=last)) * state.page_tokens)
         return LoadSpec(state.match)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -181,34 +293,59 @@ class KvfsManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """All missing pages. vLLM offers each page of a request once: what is left out here is not stored by it."""
         state = req_context.get_state(RequestPages)
-        wanted: dict[OffloadKey, tuple[str, int]] = {}
-        if state is not None and keys and not self._settings.read_only and not self.tainted:
-            offered = {key: self._page(key, req_context) for key in keys}
-            self._look(state, first=min(chunk for _, chunk in offered.values()))
-            pages = state.pages
-            for key, (name, chunk) in offered.items():
-                there = pages.stored[name] | pages.writing[name] | state.storing.get(name, 0)
-                if chunk < pages.chunks and not there >> chunk & 1:
-                    wanted[key] = (name, chunk)
-        return PrepareStoreOutput(list(wanted), self._save_spec(state, wanted.values()), [])
+        if state is None or not keys or self._settings.read_only or self.tainted:
+            return PrepareStoreOutput([], LoadStoreSpec(), [])
+        offered = {key: end for key in keys if (end := req_context.get_offload_key_position(key)) is not None}
+        wanted = self._missing(state, offered)
+        chosen = [
+            key for key, end in offered.items()
+            if any(wanted.get(name, 0) >> pages.start & (1 << len(pages)) - 1 for name, pages in self._pages(key, end))
+        ]  # fmt: skip
+        return PrepareStoreOutput(chosen, self._save_spec(state, wanted, {key: offered[key] for key in chosen}), [])
 
-    def _save_spec(self, state: RequestPages | None, wanted: Iterable[tuple[str, int]]) -> LoadStoreSpec:
-        chunks: dict[str, list[int]] = {}
-        for name, chunk in wanted:
-            chunks.setdefault(name, []).append(chunk)
-        if state is None or not chunks:
+    def _missing(self, state: RequestPages, offered: Mapping[OffloadKey, int]) -> dict[str, int]:
+        """Pages by group, as bits, that the offered chunks fill and that nothing has stored or is storing."""
+        filled: dict[str, list[int]] = {}  # pages of each group, once for each chunk
+        size = self._model.page_tokens
+        for key, end in offered.items():
+            group = self._groups[get_offload_group_idx(key)]
+            for stored in group.stored:
+                filled.setdefault(stored.name, []).extend(group.pages(stored, end, size))
+        whole = {}
+        for group in self._groups.values():
+            for stored in group.stored:
+                pages = filled.get(stored.name, [])
+                if group.chunk_tokens < size and stored.kind != "state":  # several chunks make a page
+                    pages = [page for page, n in Counter(pages).items() if n * group.chunk_tokens >= size]
+                whole[stored.name] = bits_of(sorted(pages))
+        if not any(whole.values()):
+            return {}
+        self._look(state, first=min((bits & -bits).bit_length() - 1 for bits in whole.values() if bits))
+        known, kept = state.pages, span(0, state.pages.chunks)
+        there = {name: known.stored[name] | known.writing[name] | state.storing.get(name, 0) for name in whole}
+        return {name: bits & ~there[name] & kept for name, bits in whole.items()}
+
+    def _save_spec(
+        self, state: RequestPages, wanted: Mapping[str, int], chosen: Mapping[OffloadKey, int]
+    ) -> LoadStoreSpec:
+        if not chosen:
             return LoadStoreSpec()
-        for name, numbers in chunks.items():
-            state.storing[name] = state.storing.get(name, 0) | sum(1 << n for n in numbers)
-        by_index = {g.index: tuple(chunks[g.name]) for g in self._model.groups if g.name in chunks}
-        return SaveSpec(state.pages.plan(chunks), by_index, state.attempt)
+        for name, bits in wanted.items():
+            state.storing[name] = state.storing.get(name, 0) | bits
+        chunks: dict[int, list[int]] = {}
+        for key, end in chosen.items():
+            index = get_offload_group_idx(key)
+            chunks.setdefault(index, []).append((end - 1) // self._groups[index].chunk_tokens)
+        plan = state.pages.plan({name: members(bits) for name, bits in wanted.items() if bits})
+        return SaveSpec(plan, {index: tuple(numbers) for index, numbers in chunks.items()}, state.attempt)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """The engine's blocks are free; the pages may or may not have been published."""
         state = req_context.get_state(RequestPages)
-        if state is not None:
-            for name, chunk in (self._page(key, req_context) for key in keys):
-                state.storing[name] = state.storing.get(name, 0) & ~(1 << chunk)
+        for key in keys if state is not None else ():
+            end = req_context.get_offload_key_position(key)
+            for name, pages in self._pages(key, end) if end is not None and state is not None else ():
+                state.storing[name] = state.storing.get(name, 0) & ~span(pages.start, len(pages))
 
     # -- the rest ----------------------------------------------------------------------------
 
@@ -221,6 +358,12 @@ class KvfsManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         state = self._requests.pop(req_context.req_id, None)
+        self._live.discard(req_context.req_id)
+        if not self._live:
+            self.costs.note_idle()
+        self._prefetcher.note_speed()
+        if state is not None:
+            self._stop_waiting(state)
         if state is not None and not state.counted:
             state.counted = True
             state.pages.note_lookup(0)
@@ -232,15 +375,16 @@ class KvfsManager(OffloadingManager):
         """
         self._epoch = random_epoch()
         for state in self._requests.values():
-            state.release()
-            state.pages = RequestPages(state._request, self._ns, self._epoch, self._settings.max_tokens).pages
-            state.storing.clear()
+            self._stop_waiting(state)
+            state.restart(self._ns, self._epoch)
 
     def get_stats(self) -> Any:
         return self.metrics.take()
 
     def shutdown(self) -> None:
         for state in self._requests.values():
+            self._stop_waiting(state)
             state.release()
         self._requests.clear()
+        self._prefetcher.stop()
         self._store.close()

@@ -6,10 +6,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
 
 PREFIX = "vllm:kvfs_"
-#: name -> what it counts. The scheduler counts the first three, each worker the others for its own part of each page.
+#: name -> what it counts. The scheduler counts the first nine, each worker the others for its own part of each page.
 COUNTERS = {
-    "requests_bypassed": "Requests that kvfs does not serve: LoRA, prompt embeddings, streaming input, named items.",
+    "requests_bypassed": "Requests that kvfs does not serve: embeddings, streaming, named items, unknown adapters.",
     "loads_failed": "Requests computed because their pages could not be loaded.",
+    "loads_shortened": "Requests of which only the pages before one that could not be loaded were loaded.",
+    "loads_not_worth": "Requests of which the disk would have been slower than computing: loaded in part, or not.",
+    "tokens_not_worth": "Tokens that were stored, and computed because the disk would have been slower.",
+    "fetches": "Requests of which pages were pulled from the bucket that hosts share.",
+    "pages_fetched": "Pages pulled from that bucket for requests.",
+    "fetch_seconds": "Seconds that requests waited for that bucket.",
     "lookup_seconds": "Seconds that the scheduler spent in lookups.",
     "pages_incomplete": "Pages not stored because the engine had freed some of their blocks.",
     "pages_loaded": "Pages loaded from the store.",

@@ -7,11 +7,20 @@ import re
 from typing import Any
 
 from kvfs.lookup.prefix_match import PrefixMatch
-from kvfs.lookup.prompt_pages import PromptPages
+from kvfs.lookup.prompt_pages import TOKENS_MAX, PromptPages
 from kvfs.namespace import Namespace
+from kvfs.remote.bucket_process import Fetch
 from kvfs.types import Tier
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64,128}")
+
+
+class Waiting:
+    """What a request waits for: its fetch, and since when."""
+
+    def __init__(self, fetch: Fetch, chunks: int) -> None:
+        self.fetch, self.chunks = fetch, chunks
+        self.since: float | None = None  # when the engine would have computed it
 
 
 class RequestPages:
@@ -20,20 +29,31 @@ class RequestPages:
     Owns the match of its load, and thereby the hold on the segments; delegates lookups to ``PromptPages``.
     """
 
-    def __init__(self, request: Any, namespace: Namespace, epoch: int, max_tokens: int) -> None:
-        self._request, self._max_tokens = request, max_tokens
+    def __init__(self, request: Any, namespace: Namespace, epoch: int, max_tokens: int, adapter: bytes = b"") -> None:
+        self._request, self._max_tokens, self._adapter = request, max_tokens, adapter
         self.page_tokens = namespace.layout.page_tokens
-        prompt = self._tokens(0)
-        extra = extra_keys(request, self.page_tokens, epoch)
-        self.pages: PromptPages = namespace.prompt(prompt, extra=extra)
+        self.pages = self._pages(namespace, epoch)
         self.looked_at = float("-inf")
+        self.worth_tokens = TOKENS_MAX  # of its stored prefix; the rest is computed sooner than it is loaded
         self.counted = False
         self.failed = False  # a load failed: the request is computed, and not looked up again until it is preempted
+        self.waiting: Waiting | None = None  # for the bucket
         self.match: PrefixMatch | None = None  # held until its load ends
+        self.blocks: frozenset[int] = frozenset()  # that its load fills; not of hybrids
         self.tiers: dict[tuple[str, int], Tier] = {}  # of the pages of the match
         self.storing: dict[str, int] = {}  # group -> set of chunks that are being stored, as bits
         #: save id, 8 bytes, equal on all ranks: parts that a dead rank left of an earlier save are replaced
         self.attempt = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
+
+    def restart(self, namespace: Namespace, epoch: int) -> None:
+        """Forget everything: the weights have changed."""
+        self.release()
+        self.pages = self._pages(namespace, epoch)
+        self.storing.clear()
+
+    def _pages(self, namespace: Namespace, epoch: int) -> PromptPages:
+        extra = extra_keys(self._request, self.page_tokens, epoch, self._adapter)
+        return namespace.prompt(self._tokens(0), extra=extra)
 
     def grow(self) -> None:
         """Add the tokens that were generated since, once they fill a page."""
@@ -42,6 +62,7 @@ class RequestPages:
 
     def release(self) -> None:
         """Release the segments of its match."""
+        self.blocks = frozenset()
         if self.match is not None:
             self.match.close()
             self.match = None
@@ -51,24 +72,25 @@ class RequestPages:
         return list(self._request.all_token_ids[first:end])
 
 
-def cacheable(request: Any, *, items_hashed: bool) -> bool:
+def cacheable(request: Any, *, items_hashed: bool, adapter: bytes | None) -> bool:
     """Whether the KV of a request depends only on what is part of its chain.
 
     ``items_hashed``: whether this engine identifies images and other items by their content. A name that a client
-    chose does not identify it.
+    chose does not identify it. ``adapter``: the digest of its adapter; None if that is unknown.
     """
     return (
         (items_hashed or not request.mm_features)
         and all(_CONTENT_HASH.fullmatch(feature.identifier) for feature in request.mm_features)
-        and request.lora_request is None
+        and (request.lora_request is None or adapter is not None)
         and request.prompt_embeds is None
         and request.prompt_token_ids is not None
         and not request.resumable  # its tokens may be replaced by later input
     )
 
 
-def extra_keys(request: Any, page_tokens: int, epoch: int) -> dict[int, bytes]:
-    """Chunk number -> what its KV depends on in addition to the tokens: tenant, weight epoch, images and other items.
+def extra_keys(request: Any, page_tokens: int, epoch: int, adapter: bytes = b"") -> dict[int, bytes]:
+    """Chunk number -> what its KV depends on in addition to the tokens: tenant, weight epoch, adapter, images and
+    other items.
 
     By the chain, each key applies to all later chunks. An item's key is in every chunk that the item touches, since
     attention inside an item may be bidirectional.
@@ -76,6 +98,8 @@ def extra_keys(request: Any, page_tokens: int, epoch: int) -> dict[int, bytes]:
     extra: dict[int, bytes] = {}
     if request.cache_salt or epoch:
         extra[0] = hashlib.blake2b(f"vllm {epoch} {request.cache_salt or ''}".encode(), digest_size=16).digest()
+    if adapter:
+        extra[0] = hashlib.blake2b(b"adapter" + adapter + extra.get(0, b""), digest_size=16).digest()
     for feature in request.mm_features:
         first, count = feature.mm_position.offset, feature.mm_position.length
         for chunk in range(first // page_tokens, -(-(first + count) // page_tokens)):

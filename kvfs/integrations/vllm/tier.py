@@ -10,7 +10,6 @@ verified; a page that fails verification is a failed promotion, which vLLM recom
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -30,8 +29,10 @@ from kvfs.store import open_store
 
 logger = init_logger(f"vllm.{__name__}")
 KEY_BYTES = 32 + 4  # a SHA-256 hash and the number of the group
-#: fields that may differ between engines that share pages
-_LOCAL = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
+#: fields of vLLM's OffloadingConfig that name the bytes of a row
+_GROUP = ("tokens_per_block", "layer_names", "group_id")
+_CACHE = ("tokens_per_hash", "blocks_per_chunk")
+_PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "is_parallelism_agnostic")
 
 
 class _Lookups(AsyncLookupManager):
@@ -150,14 +151,22 @@ def _is_stable(key: OffloadKey) -> bool:
 
 
 def identity_of(config: Any) -> dict[str, Any]:
-    """All that vLLM tells a tier about the bytes, ranks and layout included: a tier cannot map between them."""
-    told = dataclasses.asdict(config)
-    for name in ("extra_config", "engine_id", "enable_kv_cache_events"):
-        told.pop(name)
-    for name in _LOCAL:
-        told["parallel"].pop(name)
-    told["model"].pop("name")
-    return {"engine": "vllm tier", **told}
+    """What vLLM tells a tier about the bytes, ranks and layout included: a tier cannot map between them.
+
+    Named fields: one that a later vLLM adds, or one that does not change the bytes, must not hide what is stored.
+    """
+    groups = [{name: getattr(group, name) for name in _GROUP} for group in config.groups]
+    return {
+        "engine": "vllm tier",
+        "groups": groups,
+        "worker_kv_bytes_per_block": config.worker_kv_bytes_per_block,
+        "model": {"dtype": config.model.dtype},
+        "cache": {name: getattr(config.cache, name) for name in _CACHE},
+        "parallel": {name: getattr(config.parallel, name) for name in _PARALLEL},
+        "replicated_layout": config.replicated_layout,
+        "canonical_layout": config.canonical_layout,
+        "kv_cache_layout": config.kv_cache_layout,
+    }
 
 
 def _layout(spec: Any, rows: np.ndarray[Any, Any]) -> PageLayout:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from kvfs.errors import KvfsError
 from kvfs.integrations.vllm.manager import LoadSpec, SaveSpec
 from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.settings import VllmSettings
-from kvfs.integrations.vllm.views import AttachedEngine
+from kvfs.integrations.vllm.views import AttachedEngine, AttachedGroup
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.host_io import HostIO
 from kvfs.types import SavePlan, TransferState
@@ -32,6 +33,8 @@ class _TransferJob(NamedTuple):
     load: bool
     nbytes: int
     began: float
+    blocks: tuple[int, ...] = ()  # of a load in an engine with one cache group
+    first: int = 0  # number of the first of them in the prompt
 
 
 class KvfsWorker(OffloadingWorker):
@@ -41,16 +44,20 @@ class KvfsWorker(OffloadingWorker):
     """
 
     def __init__(
-        self, io: HostIO, groups: Sequence[AttachedEngine], blocks_per_page: int, settings: VllmSettings
-    ) -> None:
-        self._io, self._groups, self._settings = io, groups, settings
-        self._blocks_per_page = blocks_per_page
+        self, io: HostIO, engine: Sequence[AttachedEngine], page_tokens: int, settings: VllmSettings,
+        keeps_prefix: bool = False,
+    ) -> None:  # fmt: skip
+        self._io, self._engine, self._settings = io, engine, settings
+        self._page_tokens = page_tokens
+        self._keeps_prefix = keeps_prefix  # whether the engine accepts a load of which the end is missing
+        self.lost: set[int] = set()  # blocks that loads have not filled, to be reported with the next results
         self._jobs: dict[int, _TransferJob] = {}
         self._ended = threading.Event()  # set when a load ends
         self._late: list[Transfer] = []  # withdrawn loads whose disk has not answered yet
         self._publishing: list[Transfer] = []  # saves whose blocks are free, without a result yet
-        self._page_bytes = {a.group.name: io.page_bytes(a.group.name) for a in groups}
-        self._on_gpu = groups[0].device.memory.startswith("cuda")
+        self._attached = [a for e in engine for a in e.attached]
+        self._page_bytes = {a.stored.name: io.page_bytes(a.stored.name) for a in self._attached}
+        self._on_gpu = self._attached[0].device.memory.startswith("cuda")
         self._logged: set[str] = set()  # kinds of warnings that were logged
         self.metrics = Metrics()
 
@@ -84,30 +91,46 @@ class KvfsWorker(OffloadingWorker):
         """The plan without the pages of which the engine freed some blocks, and the units of the others."""
         missing: dict[str, tuple[int, ...]] = {}
         units: dict[str, list[int]] = {}
-        for a, blocks, first in self._blocks(src):
-            chunks, bare = dst.chunks.get(a.group.index, ()), self._blocks_per_page
-            lost = -first % bare if len(blocks) % bare else 0  # blocks of a first page whose start was freed
-            if lost:
-                chunks, blocks = chunks[1:], blocks[lost:]
-            if len(blocks) != len(chunks) * bare:
-                self.metrics.add("pages_incomplete", len(chunks))
-                chunks = ()
-            missing[a.group.name] = chunks
-            units[a.group.name] = self._units(a, {
-                chunk * bare + i: blocks[n * bare + i] for n, chunk in enumerate(chunks) for i in range(bare)
-            })  # fmt: skip
+        for engine, ids, first in self._blocks(src):
+            blocks = self._of_chunks(engine, dst.chunks.get(engine.group.index, ()), ids, first)
+            for a in engine.attached:
+                name = a.stored.name
+                wanted = dst.plan.missing.get(name, ())
+                units[name] = self._units(engine, a, blocks, wanted[-1] + 1 if wanted else 0)
+                missing[name] = tuple(page for page in wanted if self._is_whole(a, units[name], page))
+                self.metrics.add("pages_incomplete", len(wanted) - len(missing[name]))
         plan = SavePlan(dst.plan.chunks, dst.plan.hashes, missing, dst.plan.namespace)
         return plan, units
 
+    def _of_chunks(self, engine: AttachedEngine, chunks: Sequence[int], ids: list[int], first: int) -> dict[int, int]:
+        """Number of a block in the prompt -> block. ``ids``: of these chunks, from block ``first`` on.
+
+        The engine leaves out blocks that it has freed: those before ``first``. If it left out others, none is known.
+        """
+        per = engine.group.chunk_tokens // engine.group.block_tokens
+        numbers = [chunk * per + i for chunk in chunks for i in range(per)]
+        numbers = [number for number in numbers if number >= first] if len(numbers) != len(ids) else numbers
+        return dict(zip(numbers, ids, strict=True)) if len(numbers) == len(ids) else {}
+
+    @staticmethod
+    def _is_whole(a: AttachedGroup, units: list[int], page: int) -> bool:
+        return all(units[unit] >= 0 for unit in a.device.unit_range(a.layout, page))
+
     # -- loads -------------------------------------------------------------------------------
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
         assert isinstance(src_spec, LoadSpec)
-        units = {
-            a.group.name: self._units(a, {first + i: block for i, block in enumerate(blocks)})
-            for a, blocks, first in self._blocks(dst_spec)
-        }
-        nbytes = len(dst_spec.block_ids) * sum(self._page_bytes.values()) // len(units) // self._blocks_per_page
+        assert not expedited, "vLLM would compute from this load whatever its outcome: settings refuses that"
+        placed = self._blocks(dst_spec)
+        units: dict[str, list[int]] = {}
+        nbytes = 0
+        for engine, ids, first in placed:
+            blocks = {first + i: block for i, block in enumerate(ids)}
+            for a in engine.attached:
+                units[a.stored.name] = self._units(engine, a, blocks, src_spec.match.chunks)
+                nbytes += len(ids) * self._page_bytes[a.stored.name] * engine.group.block_tokens // self._page_tokens
         transfer = None
         self._late = [late for late in self._late if not late.done.is_set()]
         try:
@@ -119,28 +142,34 @@ class KvfsWorker(OffloadingWorker):
             )  # fmt: skip
         except (KvfsError, OSError) as exc:
             self._refused("load", exc)
-        self._jobs[job_id] = _TransferJob(transfer, True, nbytes, time.monotonic())
+        (_, ids, first), *_ = placed
+        kept = tuple(ids) if self._keeps_prefix else ()
+        self._jobs[job_id] = _TransferJob(transfer, True, nbytes, time.monotonic(), kept, first)
         return True
 
     # -- both --------------------------------------------------------------------------------
 
     def _blocks(self, spec: GPULoadStoreSpec) -> list[tuple[AttachedEngine, list[int], int]]:
-        """(group, its blocks, number of the first block in the request) of a transfer."""
+        """(group of the engine, its blocks, number of the first block in the request) of a transfer."""
         ids = spec.block_ids.tolist()
         sizes = spec.group_sizes if spec.group_sizes is not None else [len(ids)]
         firsts = spec.block_indices if spec.block_indices is not None else [0] * len(sizes)
         found, at = [], 0
-        for a, size, first in zip(self._groups, sizes, firsts, strict=True):
-            found.append((a, ids[at : at + size], first))
+        for engine, size, first in zip(self._engine, sizes, firsts, strict=True):
+            found.append((engine, ids[at : at + size], first))
             at += size
         return found
 
-    def _units(self, attached: AttachedEngine, blocks: dict[int, int]) -> list[int]:
-        """Units of a prompt from blocks by their number in it; -1 where there is no block."""
-        per = attached.units_per_block
-        units = [-1] * ((max(blocks, default=-1) + 1) * per)
+    def _units(self, engine: AttachedEngine, a: AttachedGroup, blocks: Mapping[int, int], pages: int) -> list[int]:
+        """Units of the first ``pages`` pages of a prompt, from blocks by their number in it; -1 where there is none."""
+        tokens = engine.group.block_tokens
+        if a.stored.kind != "tokens":  # the block that ends with the page, or in which a shorter page ends
+            return [blocks.get(((page + 1) * self._page_tokens - 1) // tokens, -1) for page in range(pages)]
+        per = a.units_per_block
+        units = [-1] * (-(-pages * self._page_tokens // tokens) * per)
         for number, block in blocks.items():
-            units[number * per : (number + 1) * per] = range(block * per, (block + 1) * per)
+            if number * per < len(units):
+                units[number * per : (number + 1) * per] = range(block * per, (block + 1) * per)
         return units
 
     def _event(self) -> Any:
@@ -199,6 +228,11 @@ class KvfsWorker(OffloadingWorker):
                 logger.warning("kvfs: %d pages were not loaded (%s): computing them", result.declined, result.reason)
         elif job.transfer is not None:
             logger.warning("kvfs: a load did not end within %s s: computing its tokens", self._settings.load_seconds)
+        if result is not None and not whole and job.blocks:
+            filled = result.tokens // self._engine[0].group.block_tokens - job.first
+            if filled > 0:
+                self.lost.update(job.blocks[filled:])
+                return TransferResult(job_id, True, None, seconds)
         return TransferResult(job_id, whole, job.nbytes if whole else None, seconds)
 
     def _count_published(self) -> None:
@@ -214,6 +248,11 @@ class KvfsWorker(OffloadingWorker):
                 reasons[transfer.result.reason] += transfer.result.declined
         self._publishing = left
         for reason, pages in reasons.items():
+            if reason not in self._logged and not os.path.isdir(self._settings.path):
+                self._warn_once(
+                    "removed", "kvfs: the store %s was removed: nothing is stored or found until the engine restarts",
+                    self._settings.path,
+                )  # fmt: skip
             self._warn_once(reason, "kvfs: pages were not stored (%s, %d the first time)", reason, pages)
 
     def wait(self, job_ids: set[int]) -> None:
