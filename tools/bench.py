@@ -1,5 +1,5 @@
 """Benchmarks of a store against the bare system calls, of the GPU path against the link, of codecs and of the command:
-host, match, procs, codecs, cli, gpu, kernels, registering, stalled.
+host, match, interpreter, procs, codecs, cli, gpu, kernels, registering, stalled.
 
 Each runs in a new directory below --path (by default the system's temporary directory), which is removed at the
 end and on an interrupt. Every figure alternates with its baseline in the same run. The ``--help`` of a command
@@ -28,6 +28,7 @@ from tools.benchmarks import gpu_kernels as kernel_bench
 from tools.benchmarks import gpu_registering as registering_bench
 from tools.benchmarks import gpu_stalled as stalled_bench
 from tools.benchmarks import host as host_bench
+from tools.benchmarks import interpreter as interpreter_bench
 from tools.benchmarks import match as match_bench
 from tools.benchmarks import procs as procs_bench
 from tools.benchmarks.case import Case, Size, size_text
@@ -133,6 +134,22 @@ def match(
     options = dict[str, Value](tokens=tokens, rounds=rounds, seconds=seconds, seed=seed)
     with session("match", path, plan.need_bytes, json_path, options) as (report, folder):
         match_bench.run(report, folder, plan)
+
+
+@main.command(help=interpreter_bench.__doc__)
+@click.option("--size", type=Size(), default="4GiB", show_default=True, help="Bytes that each way of saving saves.")
+@click.option("--page", type=Size(), default="2MiB", show_default=True)
+@click.option("--call", "call_bytes", type=Size(), default="64MiB", show_default=True, help="Bytes per call.")
+@click.option("--threads", type=click.IntRange(1, 64), default=min(8, os.cpu_count() or 1), show_default="cores, <= 8")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@common
+def interpreter(
+    size: int, page: int, call_bytes: int, threads: int, rounds: int, path: Path, json_path: Path | None, seed: int
+) -> None:
+    plan = interpreter_bench.Plan(Case.of(size, page, call_bytes, threads, seed), rounds)
+    options = dict[str, Value](size=size_text(size), threads=threads, rounds=rounds, seed=seed)
+    with session("interpreter", path, plan.need_bytes, json_path, options) as (report, folder):
+        interpreter_bench.run(report, folder, plan)
 
 
 @main.command(help=procs_bench.__doc__)

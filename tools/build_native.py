@@ -2,7 +2,8 @@
 
 CC: the compiler's command. CFLAGS: more of its options.
 
-``--check`` builds the C unit tests instead, with the address and undefined-behaviour sanitizers, and runs them.
+``--check`` builds the C tests instead, with the address and undefined-behaviour sanitizers, and runs them;
+``--check EXECUTIONS SEED``: with so many executions of the fuzzer, from that seed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("kvfs") / "native" / "_kvfs_native.so"
 FLAGS = ["-std=gnu11", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FUZZ_EXECUTIONS = 20_000  # of --check: a second
 SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
@@ -56,24 +58,25 @@ def build(root: Path = ROOT) -> Path:
     return output
 
 
-def check(root: Path = ROOT) -> None:
-    """Build the C unit tests with the sanitizers, and run them. CHECK_RUN: what runs the program, for an emulator."""
+def check(root: Path = ROOT, executions: int = FUZZ_EXECUTIONS, seed: int = 1) -> None:
+    """Build the C tests with the sanitizers, and run them. CHECK_RUN: what runs the programs, for an emulator."""
     sources = sorted(str(path) for path in (root / "native").glob("*.c"))
-    tests = str(root / "native" / "tests" / "check.c")
     runner = shlex.split(os.environ.get("CHECK_RUN", ""))
-    sanitize = [] if os.environ.get("CHECK_PLAIN") else SANITIZE
+    options = [] if os.environ.get("CHECK_PLAIN") else SANITIZE
+    options = [*FLAGS, *options, "-Werror", "-DKVFS_READ_HOOK", f"-I{root / 'native'}"]
     with tempfile.TemporaryDirectory(prefix="kvfs-native-") as folder:
-        program = os.path.join(folder, "check")
-        _run([*compiler(), *FLAGS, *sanitize, "-Werror", f"-I{root / 'native'}", tests, *sources, "-o", program])
-        done = subprocess.run([*runner, program, folder], stdin=subprocess.DEVNULL)
-        if done.returncode:
-            raise NoCompilerError(f"the C tests ended with status {done.returncode}")
+        for name, arguments in (("check", [folder]), ("fuzz", [str(seed), str(executions)])):
+            program = os.path.join(folder, f"{name}-program")
+            _run([*compiler(), *options, str(root / "native" / "tests" / f"{name}.c"), *sources, "-o", program])
+            done = subprocess.run([*runner, program, *arguments], stdin=subprocess.DEVNULL)
+            if done.returncode:
+                raise NoCompilerError(f"{name}.c ended with status {done.returncode}")
 
 
 def main(arguments: list[str]) -> int:
     try:
-        if arguments == ["--check"]:
-            check()
+        if arguments[:1] == ["--check"] and len(arguments) in (1, 3):
+            check(ROOT, *map(int, arguments[1:]))
         elif not arguments:
             print(build())
         else:

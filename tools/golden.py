@@ -1,8 +1,8 @@
 """Golden stores: archives of stores, which every later version must be able to read.
 
 ``python -m tools.golden make FILE`` writes the store of the present format to a .tar.xz; the archive of each format is
-committed once, below ``tests/golden``, and never made again. ``CASES`` lists its content; the bytes of a page follow
-from its name alone. A later version may add cases for its own format; those of format 1 never change.
+committed once, below ``tests/golden``, and not made again after a release. ``CASES`` lists its content; the bytes of a
+page follow from its name alone. A later version may add cases for its own format; those of format 1 never change.
 
 The index is left out: it belongs to one directory on one machine, and every store can rebuild it.
 """
@@ -214,7 +214,7 @@ def _relocate(store: kvfs.Store, case: Case) -> None:
     core = store._shared
     with case.namespace(store).match(case.tokens) as match:
         target = SegmentClass(bytes(8) + RELOCATED, FLAG_CARRIED, evictor=True)
-        copied = core.services().evictor.relocator.copy_match(target, match, set(match.segments))
+        copied = core.services().evictor.relocator.copy_match(target, match, set(match.segments), lambda _: None)
         assert copied == case.chunks
         core.services().active.finish(target)
 

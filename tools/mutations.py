@@ -1,10 +1,12 @@
 """Bugs to plant: exact replacements in the source, and the tests that must notice each.
 
-The list is checked against the source by ``tests/tools/test_mutations.py``; ``python -m tools.mutate`` plants them.
+Most are several lines long; ``python -m tools.mutants`` also draws small changes at random.
+The list is checked against the source by ``tests/tools/test_mutations.py``; ``python -m tools.mutants named`` plants them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -16,6 +18,13 @@ class Mutation(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
+
+    def planted(self, root: Path) -> str:
+        """The text of the source below ``root`` with this bug. ValueError unless ``old`` occurs exactly once."""
+        text = (root / self.path).read_text(encoding="utf-8")
+        if (found := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: {self.path} has the replaced text {found} times, not once: update it")
+        return text.replace(self.old, self.new)
 
 
 MUTATIONS = (
@@ -118,14 +127,14 @@ MUTATIONS = (
         ("tests/crash/test_order_of_writes.py", "tests/golden"),
     ),
     Mutation(
-        "trust a dirty index", "kvfs/index/environment.py",
-        "if not same or state is None or not (state.clean or (not alone and state.boot == self._boot)):",
+        "trust a dirty index", "kvfs/index/trust.py",
+        "if not same or state is None or not (state.clean or (not alone and state.boot == boot)):",
         "if not same or state is None:",
         ("tests/test_store_open.py::test_an_index_that_dead_processes_left_is_rebuilt",),
     ),
     Mutation(
-        "trust an index of another boot", "kvfs/index/environment.py",
-        "(not alone and state.boot == self._boot)", "not alone",
+        "trust an index of another boot", "kvfs/index/trust.py",
+        "(not alone and state.boot == boot)", "not alone",
         ("tests/test_store_open.py::test_a_dirty_index_of_another_boot_is_not_trusted_though_a_process_holds_it",),
     ),
     Mutation(
@@ -305,6 +314,41 @@ MUTATIONS = (
         ("tests/pages/test_chunk_hash.py", "tests/security"),
     ),
     Mutation(
+        "let an extra key spell a second chunk", "kvfs/pages/chunk_hash.py",
+        "    if not seed and extra and extra.get(0):\n", "    if False:\n",
+        ("tests/pages/test_chunk_hash.py",),
+    ),
+    Mutation(
+        "put pages of keys into rows of 32", "kvfs/lookup/prompt_pages.py",
+        "for key in keys], run_length=1)", "for key in keys])",
+        ("tests/lookup/test_prompt_pages_names.py",),
+    ),
+    Mutation(
+        "end a load of keys at a page that is lost", "kvfs/transfer/load.py",
+        "match.chunks if match.keyed else match.restorable(self._possible)", "match.restorable(self._possible)",
+        ("tests/transfer/test_host_io_names.py",),
+    ),
+    Mutation(
+        "store pages of SGLang whose place is not known", "kvfs/integrations/sglang/pages.py",
+        "        if prefix is None:\n", "        if False:\n",
+        ("tests/integrations/test_sglang.py",),
+    ),
+    Mutation(
+        "promise layers of SGLang that did not arrive", "kvfs/integrations/sglang/linker_pages.py",
+        "(result is not None and result.pages < pages)", "False",
+        ("tests/integrations/test_sglang_linker.py",),
+    ),
+    Mutation(
+        "let a load of LMCache write after its deadline", "kvfs/integrations/lmcache/tasks.py",
+        "            yield not self._ended\n", "            yield True\n",
+        ("tests/integrations/test_lmcache.py",),
+    ),
+    Mutation(
+        "pad objects of LMCache with what another one had", "kvfs/integrations/lmcache/objects.py",
+        "                        one[size:] = bytes(kind.nbytes - size)", "                        pass",
+        ("tests/integrations/test_lmcache.py",),
+    ),
+    Mutation(
         "ignore the deadline", "kvfs/index/gate.py",
         "            if self._files.monotonic() >= deadline:\n", "            if deadline < 0:\n",
         ("tests/crash/test_order_of_writes.py::test_the_wait_for_a_lock_ends_at_the_deadline",),
@@ -358,7 +402,7 @@ MUTATIONS = (
         ("tests/security",),
     ),
     Mutation(
-        "trust an index that has two names", "kvfs/index/environment.py",
+        "trust an index that has two names", "kvfs/index/trust.py",
         "same = same and data.st_nlink == 1", "same = same and data.st_nlink > 0",
         ("tests/security",),
     ),
@@ -368,8 +412,18 @@ MUTATIONS = (
         ("tests/security",),
     ),
     Mutation(
+        "name what a dead writer did not sync", "kvfs/maintenance/rebuild.py",
+        "            self._files.fdatasync(self._fd)\n", "            pass\n",
+        ("tests/crash/test_found_by_torture.py",),
+    ),
+    Mutation(
+        "leave unsynced what a dead process stored", "kvfs/write/active_segments.py",
+        "                sync_segment(self._c.directory, row.segment_id)\n", "                pass\n",
+        ("tests/write/test_active_segments_sync.py",),
+    ),
+    Mutation(
         "name what a power cut has torn", "kvfs/maintenance/rebuild.py",
-        "whole = [e for e in entries if self._is_whole(e)]", "whole = list(entries)",
+        "whole = [e for e in entries if synced and self._is_whole(e)]", "whole = list(entries)",
         ("tests/crash/test_found_by_torture.py::test_a_page_that_a_power_cut_has_torn_is_not_skipped",),
     ),
     Mutation(
@@ -426,8 +480,9 @@ MUTATIONS = (
     ),
     Mutation(
         "drop a segment whose pages were not all copied", "kvfs/write/relocate.py",
-        "            if whole and isinstance(exc, OSError):\n", "            if whole and not exc:\n",
-        ("tests/crash/test_recompress.py",),
+        "        if self._recode is not None and isinstance(exc, OSError):\n",
+        "        if self._recode is not None and not exc:\n",
+        ("tests/maintenance/test_recompress.py", "tests/crash/test_recompress.py"),
     ),
     Mutation(
         "take prompts for one another that end alike", "kvfs/pages/chunk_hash_cache.py",
@@ -455,5 +510,41 @@ MUTATIONS = (
         "wait for a segment that does not open", "kvfs/segments/open_segments.py",
         "                opener.call(work, seconds)\n", "                opener.call(work, 3600.0)\n",
         ("tests/write/test_active_segments_hanging_writes.py",),
+    ),
+    Mutation(
+        "leave the name of a purge mark to a power cut", "kvfs/maintenance/purge.py",
+        "        self._c.marks.sync()\n", "",
+        ("tests/crash/test_crash_images.py", "tests/crash/test_order_of_writes.py"),
+    ),
+    Mutation(
+        "write a purge mark without a sync", "kvfs/directory/purge_marks.py",
+        "data, sub=_FOLDER, sync_folder=False)\n\n    def sync", "data, sub=_FOLDER, durable=False)\n\n    def sync",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "remove a purge mark while its segment may come back", "kvfs/eviction/reclaimer.py",
+        "                self._c.files.fsync(\n", "                self._c.files.fstat(\n",
+        ("tests/crash/test_order_of_writes.py",),
+    ),
+    Mutation(
+        "rebuild what is purged", "kvfs/maintenance/rebuild.py",
+        "mark = marks.read(segment_id) if segment_id in marked else None", "mark = None",
+        ("tests/maintenance/test_purge.py", "tests/crash/test_crash_images.py"),
+    ),
+    Mutation(
+        "believe access times in the future", "kvfs/directory/access_times.py",
+        "            if 0 < stamp <= now:", "            if 0 < stamp:",
+        ("tests/eviction/test_access_times.py",),
+    ),
+    Mutation(
+        "free the slots that a hanging read writes to", "kvfs/transfer/load.py",
+        "            try:  # the transfer does not own",
+        "            transfer.own(lease)\n            try:  # the transfer does not own",
+        ("tests/transfer/test_host_io_deadlines.py",),
+    ),
+    Mutation(
+        "copy to the engine what is read behind the deadline", "kvfs/transfer/load.py",
+        "            if not allowed:  # it has ended, perhaps", "            if not good:  # it has ended, perhaps",
+        ("tests/transfer/test_host_io_deadlines.py",),
     ),
 )  # fmt: skip

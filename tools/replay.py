@@ -7,6 +7,9 @@ The trace has one JSON object per line with ``timestamp`` (ms), ``input_length``
 are there, and stores the others; the last block of a request is left out if it is partial. A block becomes one page
 of ``--page`` bytes. The clock of the store follows the timestamps, so that ages mean what they mean in the trace.
 
+``--calls`` chooses what an engine asks of the store: ``match,get,put`` as above; ``match,put``, all blocks, where its
+own cache still has the pages; ``put`` of all blocks, without a lookup: then a hit is a leading block that is stored.
+
 Capacity is a share of the bytes of all unique blocks, and everything counts against it on our side: index, tables,
 leaf checksums, the standing reserve. LRU has no such costs; "of equal LRU" is against an LRU of as many pages as the
 store held at most (seen every SAMPLE requests), so that it shows the choice of pages alone. Without ``--trace`` a
@@ -23,15 +26,18 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 
 import kvfs
+from kvfs.lookup.search import Prompt
 from kvfs.system.files import Files
 
 BLOCK_TOKENS = 512
+CALLS = ("match,get,put", "match,put", "put")
 SAMPLE = 50  # requests between two readings of what the store uses and holds
 
 
@@ -100,7 +106,9 @@ class Replayed(NamedTuple):
     seconds: float
 
 
-def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: str, segments: int | None) -> Replayed:
+def replay(
+    requests: Sequence[Request], capacity: int, page_bytes: int, path: str, segments: int | None, calls: str = CALLS[0]
+) -> Replayed:
     """Run the trace through a store of ``capacity`` bytes at ``path``."""
     clock, tokens = TraceClock(), 16
     layout = kvfs.PageLayout.kv(
@@ -117,11 +125,19 @@ def replay(requests: Sequence[Request], capacity: int, page_bytes: int, path: st
         for number, request in enumerate(requests):
             clock.trace_us = max(clock.trace_us, base + request.at_ms * 1000)
             ids = [i for block in request.blocks for i in (block,) * tokens]
-            with ns.match(ids) as match:
-                if match.nbytes > len(out):
-                    out = bytearray(match.nbytes)
-                loaded = ns.get(match, out)
-            hits += loaded
+            loaded = 0
+            if calls == "put":
+                there = ns._matcher.stored(Prompt(ns.identity.digest, ns.chunk_hashes(ids)))  # stamps nothing
+                hits += sum(1 for _ in takewhile(bool, there))
+            else:
+                with ns.match(ids) as match:
+                    if calls == "match,get,put":
+                        if match.nbytes > len(out):
+                            out = bytearray(match.nbytes)
+                        loaded = ns.get(match, out)
+                        hits += loaded
+                    else:
+                        hits += match.chunks
             missing = len(request.blocks) - loaded
             if missing:
                 declined += ns.put(ids, page * missing, start=loaded).declined
@@ -152,12 +168,14 @@ def shares(text: str) -> Iterator[float]:
 @click.option(
     "--path", type=click.Path(path_type=Path), help="where to make the stores (default: a temporary directory)"
 )
+@click.option("--calls", type=click.Choice(CALLS), multiple=True, default=CALLS[:1], show_default=True)
 @click.option("--segments", type=int, help="segments at the limit (default: the store's)")
 @click.option("--limit", type=int, help="only the first requests")
 @click.option("--seed", default=0, show_default=True)
 def main(
-    trace: Path | None, capacity: str, page: int, path: Path | None, segments: int | None, limit: int | None, seed: int
-) -> None:
+    trace: Path | None, capacity: str, page: int, path: Path | None, calls: tuple[str, ...], segments: int | None,
+    limit: int | None, seed: int,
+) -> None:  # fmt: skip
     requests = (read_trace(trace) if trace else synthetic(seed))[:limit]
     total = sum(len(r.blocks) for r in requests)
     unique = len({b for r in requests for b in r.blocks})
@@ -165,26 +183,27 @@ def main(
     click.echo(f"{len(requests)} requests, {total} blocks, {unique} unique, unbounded {100 * unbounded / total:.2f} %")
     click.echo(
         "capacity     pages    LRU %   kvfs %   ratio   pages held   of equal LRU   write amplification   declined   "
-        "used max / limit   requests/s"
+        "used max / limit   requests/s   calls"
     )
     for percent in shares(capacity):
-        pages = int(unique * percent / 100)
-        folder = tempfile.mkdtemp(prefix="kvfs-replay-", dir=path)
-        try:
-            limit_bytes = pages * page
-            done = replay(requests, limit_bytes, page, f"{folder}/store", segments)
-        except kvfs.NoSpaceError as exc:
-            sys.exit(f"{percent} %: {exc}")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        lru, equal = exact_lru(requests, pages), exact_lru(requests, done.held_max)
-        amplification = (done.written + done.relocated) / max(1, done.written)
-        click.echo(
-            f"{percent:6.1f} %  {pages:8d}  {100 * lru / total:6.2f}  {100 * done.hits / total:6.2f}   "
-            f"{done.hits / max(1, lru):5.3f}   {done.held_max:10d}   {done.hits / max(1, equal):12.3f}   "
-            f"{amplification:19.3f}   {done.declined:8d}   "
-            f"{done.used_max / limit_bytes:16.3f}   {len(requests) / done.seconds:10.0f}"
-        )
+        for pattern in calls:
+            pages = int(unique * percent / 100)
+            folder = tempfile.mkdtemp(prefix="kvfs-replay-", dir=path)
+            try:
+                limit_bytes = pages * page
+                done = replay(requests, limit_bytes, page, f"{folder}/store", segments, pattern)
+            except kvfs.NoSpaceError as exc:
+                sys.exit(f"{percent} %: {exc}")
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            lru, equal = exact_lru(requests, pages), exact_lru(requests, done.held_max)
+            amplification = (done.written + done.relocated) / max(1, done.written)
+            click.echo(
+                f"{percent:6.1f} %  {pages:8d}  {100 * lru / total:6.2f}  {100 * done.hits / total:6.2f}   "
+                f"{done.hits / max(1, lru):5.3f}   {done.held_max:10d}   {done.hits / max(1, equal):12.3f}   "
+                f"{amplification:19.3f}   {done.declined:8d}   "
+                f"{done.used_max / limit_bytes:16.3f}   {len(requests) / done.seconds:10.0f}   {pattern}"
+            )
 
 
 if __name__ == "__main__":

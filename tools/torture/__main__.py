@@ -24,11 +24,15 @@ from tools.torture import fuzz as fuzz_runs
 from tools.torture import kill as kill_runs
 from tools.torture import model as model_runs
 from tools.torture import mounts
+from tools.torture import moves as move_runs
 from tools.torture import power as power_runs
+from tools.torture import stall as stall_runs
+from tools.torture import steps as step_runs
 from tools.torture.judge import Judge
 from tools.torture.parsers import TARGETS
 
 Command = TypeVar("Command", bound=Callable[..., None])
+WORKLOADS = ("kills", "stops", "clocks")  # of tools/torture/steps.py
 ROOM_BYTES = 1 << 30
 HANGS_SECONDS = 300.0  # a run that takes longer than its time by this much hangs
 
@@ -72,20 +76,29 @@ def kill(mode: str, seed: int, seconds: float, path: Path) -> None:
     judge = Judge()
     with workspace(path, ROOM_BYTES) as folder:
         kill_runs.run(folder, seed, seconds, judge, mode=mode)
-    counts = ("rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged")
-    judge.finish(**{name: judge.counts[name] for name in counts})
+    counts = ("rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged", "pinned", "purged")
+    more = {name: judge.counts[name] for name in counts}
+    judge.finish(**more, hot_percent=100 * judge.counts["hot_served"] // max(1, judge.counts["hot_chunks"]))
 
 
 @main.command(help=model_runs.__doc__)
 @common
-@click.option("--workload", type=click.Choice(["random", "small"]), default="random", show_default=True)
+@click.option(
+    "--workload",
+    type=click.Choice(["random", "small", "kills", "stops", "clocks"]),
+    default="random",
+    show_default=True,
+)
 def model(workload: str, seed: int, seconds: float, path: Path) -> None:
     logging.getLogger("kvfs").addHandler(logging.NullHandler())
     logging.getLogger("kvfs").propagate = False
     judge = Judge()
     with watched(seconds), workspace(path, ROOM_BYTES) as folder:
-        model_runs.run(folder, seed, seconds, judge, small=workload == "small")
-    judge.finish(cases=judge.counts["cases"])
+        if workload in WORKLOADS:
+            getattr(step_runs, workload)(folder, seed, seconds, judge)
+        else:
+            model_runs.run(folder, seed, seconds, judge, small=workload == "small")
+    judge.finish(**{name: judge.counts[name] for name in ("cases", "pairs", "stops", "points") if judge.counts[name]})
 
 
 @main.command(help=crash_runs.__doc__)
@@ -123,8 +136,22 @@ def power(kinds: tuple[str, ...], mode: str, seed: int, seconds: float, path: Pa
     judge = Judge()
     with workspace(path, ROOM_BYTES) as folder:
         power_runs.run(folder, seed, seconds, judge, kinds, mode)
+    counts = (*(f"cuts_{kind}" for kind in kinds), "cuts_evicting", "acknowledged", "witnessed", "pinned", "purged")
+    judge.finish(**{name: judge.counts[name] for name in counts})
+
+
+@main.command(help=move_runs.__doc__)
+@common
+def moves(seed: int, seconds: float, path: Path) -> None:
+    _need_mounts("ext4", "xfs")
+    judge = Judge()
+    with workspace(path, ROOM_BYTES) as folder:
+        move_runs.run(folder, seed, seconds, judge)
     judge.finish(
-        **{f"cuts_{kind}": judge.counts[f"cuts_{kind}"] for kind in kinds}, served=judge.counts["acknowledged"]
+        **{
+            name: judge.counts[name]
+            for name in ("cycles", "rename", "swap", "bind", "lazy", "acknowledged", "strangers")
+        }
     )
 
 
@@ -148,6 +175,15 @@ def fill(kind: str, capacity: str, seed: int, seconds: float, path: Path) -> Non
     with workspace(path, ROOM_BYTES) as folder:
         fill_runs.run(folder, seed, seconds, judge, kind, capacity)
     judge.finish(**{name: judge.counts[name] for name in ("written_mib", "highest_kib", "samples", "declined")})
+
+
+@main.command(help=stall_runs.__doc__)
+@common
+def stall(seed: int, seconds: float, path: Path) -> None:
+    judge = Judge()
+    with watched(seconds), workspace(path, ROOM_BYTES) as folder:
+        stall_runs.run(folder, seconds, judge)
+    judge.finish()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,26 @@ from tools.torture.judge import Judge
 LAYOUT = kvfs.PageLayout.kv(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", page_tokens=16)
 PAGE_BYTES = LAYOUT.groups[0].page_bytes
 PROMPTS = Prompts(LAYOUT.page_tokens, PAGE_BYTES)
+#: Head sizes of layouts next to the usual one. Their pages have 64 bytes, 10,304 (no multiple of a block) and 102,400
+#: (two fill a segment).
+HEADS = (1, 161, 1600)
+HUGE_BYTES, HUGE_CHUNKS_MAX = 64 << 10, 6  # prompts of larger pages are shorter
+CLOCK_SECONDS_MAX = 400 * 86400  # by which a clock is wrong
 SETTINGS: dict[str, Any] = {"capacity": "16MiB", "segment_bytes": "256KiB", "index_bytes": "2MiB"}
+
+
+class JumpingClock(Files):
+    """The wall clock is wrong by what a file says, or by what this process was told. Deadlines use another clock."""
+
+    def __init__(self, shared: Path | None) -> None:
+        self._shared = shared
+        self.offset_us = 0
+
+    def now_us(self) -> int:
+        if self._shared is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.offset_us = int(self._shared.read_text())
+        return super().now_us() + self.offset_us
 
 
 def open_store(path: Path | str, files: Files | None = None, **settings: Any) -> kvfs.Store:
@@ -26,9 +46,24 @@ def namespace(store: kvfs.Store) -> kvfs.Namespace:
     return store.namespace("torture", LAYOUT, revision="0123abcd")
 
 
+def namespaces(store: kvfs.Store, *, mixed: bool) -> list[kvfs.Namespace]:
+    """The usual namespace and, if ``mixed``, those of tiny, odd and huge pages: each family is in one of them."""
+    more = []
+    for head in HEADS if mixed else ():
+        layout = kvfs.PageLayout.kv(
+            layers=1, kv_heads=1, head_dim=head, dtype="bfloat16", page_tokens=LAYOUT.page_tokens
+        )
+        more.append(store.namespace(f"torture-{head}", layout, revision="0123abcd"))
+    return [namespace(store), *more]
+
+
+def page_bytes(ns: kvfs.Namespace) -> int:
+    return ns.identity.layout.groups[0].page_bytes
+
+
 def put(ns: kvfs.Namespace, tokens: Sequence[int], judge: Judge, start: int = 0) -> kvfs.PutResult | None:
     """Put all pages of a prompt from chunk ``start`` on; the four counts must add up."""
-    pages = PROMPTS.pages(tokens)[start:]
+    pages = Prompts(LAYOUT.page_tokens, page_bytes(ns)).pages(tokens)[start:]
     result = judge.call("put", lambda: ns.put(tokens, b"".join(pages), start))
     if result is not None and result.stored + result.skipped + result.declined + result.in_flight != len(pages):
         judge.found("raised", f"put of {len(pages)} pages: the counts do not add up: {result}")
@@ -47,10 +82,11 @@ def get(ns: kvfs.Namespace, tokens: Sequence[int], judge: Judge, *, views: bool 
         else:
             out = bytearray(match.nbytes)
             chunks = judge.call("get", lambda: ns.get(match, out)) or 0
-            pages = [memoryview(out)[i * PAGE_BYTES : (i + 1) * PAGE_BYTES] for i in range(chunks)]
+            size = page_bytes(ns)
+            pages = [memoryview(out)[i * size : (i + 1) * size] for i in range(chunks)]
         if chunks > match.chunks:
             judge.found("wrong", f"{chunks} chunks loaded of {match.chunks} matched")
-        if wrong := PROMPTS.wrong(tokens, pages):
+        if wrong := Prompts(LAYOUT.page_tokens, page_bytes(ns)).wrong(tokens, pages):
             judge.found("wrong", f"{wrong} of {chunks} pages of tokens {list(tokens[:1])}...", wrong)
         return chunks
 

@@ -1,8 +1,9 @@
 """crash: every write of a workload is recorded; images that a crash may have left are built from them, and opened.
 
 Each block of 4 KiB that was not synced may be missing, or there in any of its versions; files that were not synced may
-be missing, removed ones may be back. After a crash the index is not trusted but rebuilt. Pages that level "sync"
-acknowledged before the crash must be served.
+be missing. Names that changed since their folder was synced may be the old ones: removed files are back, renamed ones
+have their old names, the last changes first. After a crash the index is not trusted but rebuilt. Pages that level
+"sync" acknowledged before the crash must be served; at every level, what was purged must stay away.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FAMILIES = 25
 class Op(NamedTuple):
     """One change of the directory."""
 
-    kind: str  # write, size, sync, move, remove, ack
+    kind: str  # write, size, sync, move, remove; of a prompt: putting, ack, purging, purged
     path: str
     offset: int = 0
     data: bytes = b""
@@ -119,10 +120,31 @@ class Content:
         return bytes(data)
 
 
-def replay(ops: Sequence[Op]) -> tuple[dict[str, Content], dict[str, Content]]:
-    """(files, files that were removed but may be back) after these operations."""
+class Renamed(NamedTuple):
+    """A change of names that a crash may undo: one that no sync of a folder has made durable yet."""
+
+    before: str
+    content: Content
+    after: str = ""  # "": it was removed
+    replaced: Content | None = None
+
+    def folders(self) -> set[str]:
+        return {os.path.dirname(name) or "." for name in (self.before, self.after) if name}
+
+    def undo(self, files: dict[str, Content]) -> None:
+        if self.after and files.get(self.after) is self.content:
+            del files[self.after]
+            if self.replaced is not None:
+                files[self.after] = self.replaced
+        elif self.after:
+            return  # a later change of the name is durable
+        files.setdefault(self.before, self.content)
+
+
+def replay(ops: Sequence[Op]) -> tuple[dict[str, Content], list[Renamed]]:
+    """(files, changes of names that may be undone) after these operations."""
     files: dict[str, Content] = {}
-    removed: dict[str, Content] = {}
+    loose: list[Renamed] = []
     for op in ops:
         if op.kind == "write":
             files.setdefault(op.path, Content()).write(op.offset, op.data)
@@ -130,11 +152,15 @@ def replay(ops: Sequence[Op]) -> tuple[dict[str, Content], dict[str, Content]]:
             files.setdefault(op.path, Content()).sizes.append(op.offset)
         elif op.kind == "sync" and op.path in files:
             files[op.path].sync()
+        elif op.kind == "sync":
+            loose = [one for one in loose if op.path not in one.folders()]
         elif op.kind == "move" and op.path in files:
-            files[op.to] = files.pop(op.path)
+            content = files.pop(op.path)
+            loose.append(Renamed(op.path, content, op.to, files.get(op.to)))
+            files[op.to] = content
         elif op.kind == "remove" and op.path in files:
-            removed[op.path] = files.pop(op.path)
-    return files, removed
+            loose.append(Renamed(op.path, files.pop(op.path)))
+    return files, loose
 
 
 def build(image: Path, store: Path, ops: Sequence[Op], chance: random.Random) -> None:
@@ -145,8 +171,10 @@ def build(image: Path, store: Path, ops: Sequence[Op], chance: random.Random) ->
             (image / os.path.relpath(folder, store)).mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in ("super", "kvfs.toml"):  # durable before anything else exists, by a link
         shutil.copy(store / name, image / name)
-    files, removed = replay(ops)
-    for path, content in {**{p: c for p, c in removed.items() if chance.random() < 0.2}, **files}.items():
+    files, loose = replay(ops)
+    for one in reversed(loose[chance.randrange(len(loose) + 1) :]):
+        one.undo(files)
+    for path, content in files.items():
         if not path.startswith("index/") and (content.synced or chance.random() > 0.1):
             (image / path).write_bytes(content.image(chance))
     for name in ("gate", "main"):
@@ -154,16 +182,22 @@ def build(image: Path, store: Path, ops: Sequence[Op], chance: random.Random) ->
 
 
 def workload(path: Path, sync: str, chance: random.Random, judge: Judge) -> list[Op]:
-    """Puts, loads, closes, evictions; acknowledged prompts are part of the record."""
+    """Puts, loads, purges, closes; what was promised of a prompt is part of the record."""
     recorder = Recorder(path)
     for _ in range(3):
         with open_store(path, recorder, sync=sync) as store:
             ns = namespace(store)
             for _ in range(20):
                 family, chunks = chance.randrange(FAMILIES), chance.randint(1, 20)
+                if chance.random() < 0.15:
+                    recorder.ops.append(Op("purging", str(family)))
+                    store.purge(ns, prefix=PROMPTS.tokens(family, 20))
+                    recorder.ops.append(Op("purged", str(family)))
+                    continue
+                recorder.ops.append(Op("putting", str(family)))
                 result = put(ns, PROMPTS.tokens(family, chunks), judge)
                 if result is not None and result.stored + result.skipped == chunks:
-                    recorder.ops.append(Op("ack", f"{family} {chunks}"))
+                    recorder.ops.append(Op("ack", str(family), chunks))
                 get(ns, PROMPTS.tokens(chance.randrange(FAMILIES), 20), judge)
         if chance.random() < 0.3:
             lose_index(path)
@@ -177,21 +211,37 @@ def run(folder: Path, seed: int, seconds: float, judge: Judge) -> None:
     while time.monotonic() < end:
         sync = ("cache", "sync")[number % 2]
         judge.context = f"crash, seed {seed}, workload {number}, level {sync}: "
+        judge.fault = "after a crash"
         store, image = folder / "store", folder / "image"
         shutil.rmtree(store, ignore_errors=True)
         ops = workload(store, sync, chance, judge)
         for _ in range(40):
             at = chance.randrange(1, len(ops) + 1)
             build(image, store, ops[:at], chance)
-            check(image, [op.path for op in ops[:at] if op.kind == "ack"] if sync == "sync" else [], judge)
+            check(image, ops[:at], sync, judge)
             judge.counts["images"] += 1
             if time.monotonic() > end:
                 break
         number += 1
 
 
-def check(image: Path, acknowledged: Sequence[str], judge: Judge) -> None:
-    """Check that the image opens, serves correct bytes only, serves all acknowledged pages, and takes new ones."""
+def promised(ops: Sequence[Op], sync: str) -> dict[int, int]:
+    """Family -> chunks that must be served; 0: none may be."""
+    found: dict[int, int] = {}
+    for op in ops:
+        if op.kind == "putting" and found.get(int(op.path)) == 0:
+            del found[int(op.path)]
+        elif op.kind == "purging":
+            found.pop(int(op.path), None)
+        elif op.kind == "purged":
+            found[int(op.path)] = 0
+        elif op.kind == "ack" and sync == "sync":
+            found[int(op.path)] = max(op.offset, found.get(int(op.path), 0))
+    return found
+
+
+def check(image: Path, ops: Sequence[Op], sync: str, judge: Judge) -> None:
+    """Check that the image opens, serves correct bytes only, keeps all promises, and takes new pages."""
     store = judge.call("open", lambda: open_store(image), may_raise=True)
     if store is None or not store.wait_ready(READY_SECONDS):
         judge.found("unopenable", "an image does not open")
@@ -200,10 +250,12 @@ def check(image: Path, acknowledged: Sequence[str], judge: Judge) -> None:
         ns = namespace(store)
         for family in range(FAMILIES):
             get(ns, PROMPTS.tokens(family, 20), judge, views=family % 3 == 0)
-        for line in acknowledged:
-            family, chunks = map(int, line.split())
-            if (found := get(ns, PROMPTS.tokens(family, chunks), judge)) < chunks:
+        for family, chunks in promised(ops, sync).items():
+            found = get(ns, PROMPTS.tokens(family, chunks or 20), judge)
+            if found < chunks:
                 judge.found("lost", f"{found} of {chunks} pages of family {family}")
+            elif found and not chunks:
+                judge.found("wrong", f"{found} purged pages of family {family} are back")
         put(ns, PROMPTS.tokens(1000, 5), judge)
         if get(ns, PROMPTS.tokens(1000, 5), judge) != 5:
             judge.found("unopenable", f"no new pages: {store.stats()}")

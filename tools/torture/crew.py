@@ -27,6 +27,8 @@ class Crew:
         self.members: dict[str, subprocess.Popen[bytes]] = {}
         self.stopped: dict[str, float] = {}  # name -> when to resume
         self._touched: dict[str, float] = {}  # name -> start, or end of a stop: silence counts from then
+        self._stopped_at: dict[str, float] = {}
+        self._stops: dict[str, float] = {}
         self._started = 0
         (folder / "status").mkdir(parents=True, exist_ok=True)
 
@@ -68,6 +70,7 @@ class Crew:
         """Freeze a process for so many seconds; ``tick`` resumes it."""
         os.kill(self.members[name].pid, signal.SIGSTOP)
         self.stopped[name] = time.monotonic() + seconds
+        self._stopped_at[name] = time.monotonic()
 
     def resume(self) -> None:
         """Resume all frozen processes."""
@@ -79,7 +82,13 @@ class Crew:
             if now >= until or all_of_them:
                 del self.stopped[name]
                 self._touched[name] = now
+                self._note_stop(name)
                 _signal(self.members[name], signal.SIGCONT)
+
+    def _note_stop(self, name: str) -> None:
+        """Write down how long a process was stopped in sum: its calls took that much longer."""
+        self._stops[name] = self._stops.get(name, 0.0) + time.monotonic() - self._stopped_at[name]
+        (self.folder / "status" / f"{name}.stopped").write_text(f"{self._stops[name]:.6f}")
 
     def check(self, judge: Judge) -> None:
         """Report processes that ended unasked or have been silent for too long."""
@@ -99,7 +108,7 @@ class Crew:
     def collect(self, judge: Judge) -> None:
         """Add up the counts of all processes, dead ones included, once."""
         for path in sorted((self.folder / "status").iterdir()):
-            if path.suffix != ".err":
+            if path.suffix not in (".err", ".stopped"):
                 text = path.read_bytes().strip(b" \0")
                 if text:
                     try:
@@ -112,7 +121,7 @@ class Crew:
         """A count of all processes so far, dead ones included."""
         total = 0
         for path in (self.folder / "status").iterdir():
-            if path.suffix != ".err":
+            if path.suffix not in (".err", ".stopped"):
                 with contextlib.suppress(ValueError, IndexError):
                     total += json.loads(path.read_bytes().strip(b" \0"))[0].get(count, 0)
         return total

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,24 +90,40 @@ def run_case(folder: Path, faults: Sequence[Fault], judge: Judge, mode: str = "c
     folder.mkdir(parents=True)
     path = folder / "store"
     judge.context = f"{faults[0] if faults else 'no fault'}: "
-    before = open_files()
+    release_forgotten(judge)
+    before, threads = open_files(), kvfs_threads()
     files = FaultyFiles(*faults)
     small_workload(path, files, judge, mode)
     gc.collect()
     judge.counts["faults"] += files.fired
-    leaks(before, judge)
+    leaks(before, threads, judge)
     verdict(path, judge, mode=mode)
     shutil.rmtree(folder, ignore_errors=True)
     return files
 
 
-def leaks(before: dict[str, str], judge: Judge) -> None:
-    """Report descriptors, threads and registrations that a closed store has left."""
+def release_forgotten(judge: Judge) -> None:
+    """Wait until stores that earlier callers in this process dropped without closing them are closed."""
+    end = time.monotonic() + READY_SECONDS
+    while registry._STORES or registry._CLOSING:
+        gc.collect()
+        if time.monotonic() > end:
+            open_ones = [f"{store.path}: {store.users} users" for store in registry._STORES.values()]
+            judge.found("leaked", f"stores of earlier callers are open: {open_ones}")
+            return
+        time.sleep(0.05)
+
+
+def leaks(before: dict[str, str], threads: list[threading.Thread], judge: Judge) -> None:
+    """Report descriptors, threads and registrations that a closed store has left, beyond those of ``before``.
+
+    The threads of large writes belong to the process, and stay.
+    """
     left = {fd: name for fd, name in open_files().items() if before.get(fd) != name}
     if left:
         judge.found("leaked", f"descriptors: {sorted(left.values())}")
-    if threads := kvfs_threads():
-        judge.found("leaked", f"threads: {threads}")
+    if started := [thread.name for thread in kvfs_threads() if thread not in threads]:
+        judge.found("leaked", f"threads: {started}")
     if registry._STORES:
         judge.found("leaked", "a store that is closed is still registered")
         registry._STORES.clear()

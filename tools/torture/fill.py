@@ -28,6 +28,7 @@ def run(folder: Path, seed: int, seconds: float, judge: Judge, kind: str = "tmpf
     judge.context = f"fill, seed {seed}, {kind}: "
     with mounted(folder, kind, 4 * limit) as mount:
         options = {"store": mount.path / "store", "capacity": capacity, "families": 1 << 20, "strict": 0}
+        options["fault"] = "a store at its limit"
         before = mount.used_bytes()
         highest, killed, end = 0, False, time.monotonic() + seconds
         with Crew(folder, seed, options) as crew:

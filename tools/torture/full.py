@@ -39,6 +39,7 @@ def _cycle(folder: Path, seed: int, kind: str, chance: random.Random, judge: Jud
         with open(ballast, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, BALLAST_BYTES)
         options = {"store": mount.path / "store", "capacity": "256MiB", "families": 400, "strict": 0}
+        options["fault"] = "full disk"
         with Crew(folder, seed, options) as crew:
             for role in ROLES:
                 crew.start(role)

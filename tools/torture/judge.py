@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from kvfs.errors import KvfsError
+from tools.torture.times import Times
 
 T = TypeVar("T")
 BLOCKED_SECONDS = 15.0  # no call may take longer, even with failing files and dying processes
@@ -27,7 +28,10 @@ class Judge:
     counts: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     context: str = ""  # prepended to notes: the seed and the case at hand
-    delayed: Callable[[], float] = lambda: 0.0  # seconds by which file calls were delayed on purpose, so far
+    delayed: Callable[[], float] = lambda: 0.0  # seconds by which this process was delayed on purpose, so far
+    stops: bool = False  # ``delayed`` counts stops of the whole process, which no deadline can end
+    fault: str = "no fault"  # the kind of fault at hand: calls are timed for each
+    times: Times = field(default_factory=Times)
 
     def found(self, what: str, text: str, n: int = 1) -> None:
         """Count a failure and note its description."""
@@ -48,14 +52,16 @@ class Judge:
             self.found("raised", f"{name}: {exc!r}")
         finally:
             took = time.monotonic() - start
-            if may_raise:  # gc, verify: no deadline; puts, matches and loads have one
+            if may_raise or self.stops:  # gc, verify: no deadline; puts, matches and loads have one
                 took -= self.delayed() - delayed
+            self.times.add(self.fault, name, max(took, 0.0))
             if took > BLOCKED_SECONDS:
                 self.found("blocked", f"{name} took {took:.1f} s")
         return None
 
-    def merge(self, counts: dict[str, int], notes: list[str]) -> None:
+    def merge(self, counts: dict[str, int], notes: list[str], times: dict[str, Any] | None = None) -> None:
         self.counts.update(counts)
+        self.times.merge(times or {})
         self.notes += notes[: max(0, 40 - len(self.notes))]
 
     @property
@@ -71,6 +77,8 @@ class Judge:
         """Print findings and the summary line; exit status 1 if anything failed."""
         for note in self.notes:
             click.echo(note, err=True)
+        for line in self.times.lines():
+            click.echo(line)
         click.echo(self.line(**more))
         if self.failed:
             raise SystemExit(1)
@@ -87,6 +95,6 @@ def open_files() -> dict[str, str]:
     return found
 
 
-def kvfs_threads() -> list[str]:
+def kvfs_threads() -> list[threading.Thread]:
     """Running threads of kvfs."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("kvfs-")]
+    return [t for t in threading.enumerate() if t.name.startswith("kvfs-")]

@@ -1,7 +1,9 @@
 """kill: processes that write, read, fork and collect, killed and frozen at random moments.
 
 After each round a new process opens the store: every acknowledged prompt must be served, with the correct bytes.
-Between some rounds the boot id in ``state`` is replaced, as if the machine had been reset.
+Between some rounds the boot id in ``state`` is replaced, as if the machine had been reset. Stores take turns: with
+pages of one size; with tiny, odd and huge ones; with the wall clocks of all processes, or of each by itself, jumping by
+up to 400 days; smaller than what is written: eviction, relocation, imports, pins and purges are under way.
 """
 
 from __future__ import annotations
@@ -12,15 +14,26 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+from tools.torture.case import CLOCK_SECONDS_MAX
 from tools.torture.crew import Crew
 from tools.torture.judge import Judge
 
 ROLES = ("writer", "writer", "mixed", "reader", "forker", "collector")
+EVICTING = ("filler", "user", "user", "manager", "forker", "reader")
 ROUND_SECONDS = 3.0
 ROUND_SECONDS_MAX, ACKS_MIN = 30.0, 25  # on a slow machine a round goes on until so many prompts were acknowledged
 ROUNDS_PER_STORE = 6
 FREEZE_SECONDS_MAX = 1.5
+#: Options of one store after the other; ``roles`` are its processes.
+STORES: tuple[dict[str, object], ...] = (
+    {"fault": "kills and freezes"},
+    {"fault": "kills and freezes", "pages": "mixed", "clock": "shared"},
+    {"fault": "kills while evicting", "pages": "mixed", "capacity": "16MiB", "strict": 0, "roles": EVICTING},
+    {"fault": "kills and freezes", "clock": "own"},
+    {"fault": "kills while evicting", "capacity": "16MiB", "strict": 0, "roles": EVICTING, "clock": "own"},
+)
 STARTING_SHARE = 0.3  # of kills that would hit a process before its first report, and do: a slow start must end once
 
 
@@ -32,8 +45,8 @@ def run(
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         if number % ROUNDS_PER_STORE == 0:
-            shutil.rmtree(folder / "store", ignore_errors=True)
-            (folder / "acks").unlink(missing_ok=True)
+            forget(folder)
+            (folder / "bundle").unlink(missing_ok=True)
         _round(folder, seed * 100 + number, chance, judge, roles, number, mode)
         judge.counts["rounds"] += 1
         number += 1
@@ -45,15 +58,22 @@ def run(
 def _round(
     folder: Path, seed: int, chance: random.Random, judge: Judge, roles: tuple[str, ...], number: int, mode: str
 ) -> None:
-    options = {"first": number % ROUNDS_PER_STORE * 40, "families": 60, "mode": mode}
+    options: dict[str, Any] = {"first": number % ROUNDS_PER_STORE * 40, "families": 60, "mode": mode}
+    options |= STORES[number // ROUNDS_PER_STORE % len(STORES)]
+    roles = options.pop("roles", roles)
+    if roles is EVICTING and not (folder / "bundle").exists():
+        with Crew(folder, seed, options) as crew:
+            crew.run("exporter", judge)
     with Crew(folder, seed, options) as crew:
         for role in roles:
             crew.start(role)
         started = time.monotonic()
         while (lasted := time.monotonic() - started) < ROUND_SECONDS_MAX:
-            if lasted >= ROUND_SECONDS and _acks(folder) >= ACKS_MIN:
+            if lasted >= ROUND_SECONDS and (roles is EVICTING or _acks(folder) >= ACKS_MIN):
                 break
             time.sleep(chance.uniform(0.02, 0.25))
+            if options.get("clock") == "shared" and chance.random() < 0.2:
+                jump(folder, chance)
             crew.tick()
             crew.check(judge)
             running = [n for n in crew.members if n not in crew.stopped]
@@ -72,6 +92,21 @@ def _round(
             judge.counts["boots"] += other_boot(folder / "store")
         crew.run("checker", judge)
         crew.collect(judge)
+
+
+def forget(folder: Path) -> None:
+    """Remove the store and what was promised of it."""
+    shutil.rmtree(folder / "store", ignore_errors=True)
+    shutil.rmtree(folder / "source", ignore_errors=True)
+    for name in ("acks", "pinned", "unpinned", "purged", "clock"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def jump(folder: Path, chance: random.Random) -> None:
+    """The clock of all processes jumps, sometimes back to the right time."""
+    offset_us = chance.choice((0, int(chance.uniform(-1, 1) * CLOCK_SECONDS_MAX * 1e6)))
+    (folder / "clock.new").write_text(str(offset_us))
+    (folder / "clock.new").rename(folder / "clock")
 
 
 def _acks(folder: Path) -> int:

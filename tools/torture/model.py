@@ -1,7 +1,8 @@
 """model: long random workloads on a file system that sometimes fails, checked against the bytes of every page.
 
 ``--workload small`` fails every single call of a small workload instead, one per run: once, or from then on, with EIO
-and ENOSPC, with short, torn, flipped and misdirected writes and reads.
+and ENOSPC, with short, torn, flipped and misdirected writes and reads. ``--workload kills`` and ``stops``: see
+``tools/torture/steps.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import kvfs
 from kvfs.testing import KINDS, Fault, FaultyFiles
 from tools.torture.case import PROMPTS, get, namespace, open_store, put
 from tools.torture.faults import leaks, lose_index, run_case, verdict
-from tools.torture.judge import Judge, open_files
+from tools.torture.judge import Judge, kvfs_threads, open_files
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM, errno.EACCES)
 FAMILIES = 30
@@ -74,8 +75,9 @@ def random_case(folder: Path, seed: int, judge: Judge) -> None:
     """Run one workload of STEPS steps, and the verdict."""
     chance = random.Random(seed)
     judge.context = f"model, case {seed}: "
+    judge.fault = "calls that fail"
     folder.mkdir(parents=True)
-    path, before = folder / "store", open_files()
+    path, before, threads = folder / "store", open_files(), kvfs_threads()
     open_store(path).close()  # the small workload covers faults while a store is created
     files = FaultyFiles(seed=seed)
     judge.delayed = lambda: files.delayed
@@ -86,7 +88,7 @@ def random_case(folder: Path, seed: int, judge: Judge) -> None:
             lose_index(path)
     gc.collect()
     judge.counts["faults"] += files.fired
-    leaks(before, judge)
+    leaks(before, threads, judge)
     verdict(path, judge, families=range(0, FAMILIES, 7))
     shutil.rmtree(folder, ignore_errors=True)
 

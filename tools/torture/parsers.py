@@ -32,13 +32,18 @@ from kvfs.format.checksums import checksum
 from kvfs.format.segment import Entry, Header
 from kvfs.index import tables
 from kvfs.index.environment import Index
-from kvfs.index.generation_files import State, read_state
 from kvfs.index.ledger import adopt
+from kvfs.index.lmdb_files import PAGE, open_environment, open_tables
 from kvfs.index.row_updates import forget, sweep
 from kvfs.index.rows import _EXTENT, _HEAD, RUN, Place, claim, pack_row, parse_row
 from kvfs.index.session import Session, Tables
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
+from kvfs.index.trust import State, read_state
+from kvfs.lookup.hits import HitBlock
 from kvfs.maintenance.rebuild import Report, _Listed, _SegmentBuilder
+from kvfs.native import library
+from kvfs.native.index_walker import HandOverError, IndexWalker, PreparedLookup
+from kvfs.pages.chunk_hash import page_key, page_prefix
 from kvfs.pages.identity import Identity, digest_of, parse_descriptor
 from kvfs.pages.layout import PageLayout, Part
 from kvfs.segments.scan import scan_segment
@@ -304,6 +309,10 @@ def _mutate_row(chance: random.Random, data: bytes) -> bytes:
 @target(_rows, _mutate_row, weight=15)
 def row(data: bytes) -> str:
     found = parse_row(ROW_KEY, data)
+    native = library.loaded()
+    if native is not None:
+        accepted = bool(native.held.kvfs_is_row(ROW_KEY, data, len(data)))
+        must(accepted == (found is not None), f"the native library says {accepted}")
     if found is None:
         return "absent"
     seed = int.from_bytes(ROW_KEY[:8], "little")
@@ -323,6 +332,93 @@ def row(data: bytes) -> str:
     forget(session, [ROW_KEY], {(1, 1): bytes(32)})
     sweep(session, b"\0", 10)
     return f"accepted {len(found.extents)}"
+
+
+_HASHES = b"".join(bytes([j]) * 32 for j in range(100))
+_DIGEST, _GROUP, _WHOLE = b"D" * 32, "full", Part(0, 2, 0, 2)
+
+
+def _page_key(chunk: int) -> bytes:
+    return page_key(_DIGEST, _GROUP, _HASHES[32 * chunk : 32 * chunk + 32]) + _WHOLE.pack()
+
+
+def _indexes() -> list[bytes]:
+    """An index of a prompt of three runs and a part, with a fork in the second; and one with a tree of two levels."""
+    found = []
+    for others in (0, 60):
+        with tempfile.TemporaryFile() as file, contextlib.closing(open_environment(file.fileno(), 1 << 22)) as env:
+            opened = open_tables(env, create=True)
+            with env.begin(write=True) as txn:
+                session = Session(txn, opened, "", NOW_S)
+                for state in (SEALED, ACTIVE):
+                    session.add_segment(SegmentRow(SEGMENT_ID, b"o" * 16, bytes(16), state, 0, 1, 40, 1, 9, 4096, 0))
+                places = {
+                    j: Place(_HASHES[32 * j : 32 * j + 32], b"r" * 16, 0, 0, 1, 4 + 2 * j, 8192, 100 + 4 * j, j, 0)
+                    for j in range(100)
+                }
+                for first, end in ((0, 32), (32, 50), (50, 64), (64, 96), (96, 100)):
+                    base = first // RUN * RUN
+                    row = {j - base: places[j] for j in range(first, end)}
+                    session.put_row(_page_key(first), pack_row(_page_key(first), row, 4))
+                for n in range(others):
+                    session.put_row(bytes([n]) * 40, pack_row(bytes([n]) * 40, {0: places[0]}, 4))
+                session.put_namespace(_DIGEST, b"descriptor", 0, _WHOLE.pack())
+            found.append(os.pread(file.fileno(), 1 << 22, 0))
+    return found
+
+
+def _mutate_index(chance: random.Random, data: bytes) -> bytes:
+    """Change words: of a page's head, of its offsets, of a node's head, or of a meta page; anything else seldom."""
+    if len(data) < 2 * PAGE or chance.random() < 0.05:
+        return flip_bytes(chance, data)
+    out = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        page = PAGE * chance.randrange(len(out) // PAGE)
+        slots = max(1, min(PAGE, int.from_bytes(out[page + 12 : page + 14], "little")) - 16)
+        slot = page + 16 + chance.randrange(slots) // 2 * 2
+        node = page + min(PAGE - 8, int.from_bytes(out[slot : slot + 2], "little"))
+        at = chance.choice(
+            (page + chance.randrange(16), slot, node + chance.randrange(8), page + chance.randrange(PAGE))
+        )
+        number = chance.choice((0, 1, 2, chance.randrange(1 << 16), len(out) // PAGE, PAGE, PAGE - 1, 0xFFFF))
+        out[at : at + 2] = number.to_bytes(2, "little")[: max(0, len(out) - at)]
+    return bytes(out[: chance.randrange(len(out))] if chance.random() < 0.02 else out)
+
+
+@target(_indexes, _mutate_index, HandOverError)
+def index(data: bytes) -> str:
+    """The file of an index, read by the native library: what it answers must be rows that verify."""
+    native = library.loaded()
+    if native is None:
+        return "read by Python alone"
+    with tempfile.TemporaryFile() as file, open(__file__, "rb") as current:  # which stands for CURRENT
+        file.write(data)
+        file.flush()
+        st = os.fstat(current.fileno())
+        stamp = st.st_dev, st.st_ino, st.st_mtime_ns, st.st_ctime_ns
+        return _walked(IndexWalker(native, current.fileno(), file.fileno(), stamp))
+
+
+def _walked(walker: IndexWalker) -> str:
+    txn, part = walker.last_commit(), _WHOLE.pack()
+    parts = walker.parts(_DIGEST, 0, 16, txn)
+    must(len(parts) <= 16 and all(len(one) == 8 for one in parts), "parts")
+    lookup = PreparedLookup(_HASHES, RUN, page_prefix(_DIGEST, _GROUP), [part], [[0]], True)
+    must(len(walker.there(lookup, 0, 1, 100)) == 100, "there")
+    at = found = 0
+    while at < 4:
+        walked = walker.walk(lookup, at, 4, 256, NOW_S, txn, stop_at_gap=False)
+        must(at < walked.end <= 4, "progress")
+        block = HitBlock(walked.rows, walked.values, [_WHOLE])
+        for run in range(at, walked.end):
+            for hit in block.of(run):
+                row = hit.row()
+                wanted = _HASHES[32 * RUN * run : 32 * RUN * (run + 1)]
+                must(row is not None, "a row that is none")
+                must(row is not None and not hit.bits & ~row.matches(wanted, len(wanted) // 32), "bits of other chunks")
+                found += hit.bits.bit_count()
+        at = walked.end
+    return f"accepted {found}"
 
 
 _TABLES: dict[int, tuple[struct.Struct, str, bytes]] = {

@@ -1,0 +1,1 @@
+"""Mutants: small changes of the source that tests must notice, drawn at random, or named by hand."""

@@ -1,0 +1,112 @@
+"""A seeded random sample of the mutants that cosmic-ray can make.
+
+A place is one piece of source that an operator can change. Places are drawn, then one change of each: operators that
+know many ways to change one place (a ``+`` becomes ten other operators) do not fill the sample.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cosmic_ray.plugins
+import parso
+from cosmic_ray.operators.operator import Example, Operator
+from cosmic_ray.work_db import WorkDB
+from cosmic_ray.work_item import MutationSpec, WorkItem
+
+#: Packages that decide what is stored, found, charged and dropped.
+PACKAGES = (
+    "format", "segments", "index", "write", "read", "lookup", "eviction", "directory", "maintenance", "transfer",
+)  # fmt: skip
+CONTROL = "core/NoOp"
+CONTROLS = 0.03  # share of the sample that changes nothing: a control that is noticed is a test that fails by chance
+
+Place = tuple[Path, tuple[int, int], tuple[int, int]]
+
+
+class DropCall(Operator):
+    """Remove a statement that is a call: a sync, a check, a notice. cosmic-ray has no operator for it."""
+
+    def mutation_positions(self, node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        if node.type == "simple_stmt" and node.children[0].type in ("atom_expr", "power"):
+            call = node.children[0]
+            last = call.children[-1]
+            if last.type == "trailer" and last.children[0].value == "(":
+                yield call.start_pos, call.end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        assert index == 0
+        node.children[0] = parso.python.tree.Keyword("pass", node.start_pos, node.get_first_leaf().prefix)
+        return node
+
+    @classmethod
+    def examples(cls) -> Sequence[Example]:
+        return (Example("def f():\n    sync(1)\n", "def f():\n    pass\n"),)
+
+
+cosmic_ray.plugins.OPERATOR_PROVIDERS["kvfs"] = {"DropCall": DropCall}
+
+
+def means_the_same(operator: str) -> bool:
+    """Changes that no test can tell in most places: equal small integers are one object in CPython."""
+    _, _, change = operator.partition("ReplaceComparisonOperator_")
+    before, _, after = change.partition("_")
+    return after in ("Is", "IsNot") and before not in ("Is", "IsNot")
+
+
+def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Spans of annotations and of blocks for type checkers: no program runs them."""
+    spans: list[ast.AST | None] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            spans.append(node.returns)
+        elif isinstance(node, (ast.arg, ast.AnnAssign)):
+            spans.append(node.annotation)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            spans.append(node)
+    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in spans if n is not None]  # type: ignore[attr-defined]
+
+
+def places_of(path: Path) -> dict[Place, list[MutationSpec]]:
+    """The changes that cosmic-ray knows for each place of a module."""
+    init = importlib.import_module("cosmic_ray.commands.init")  # the package has a function of the same name
+    skipped = annotations(path.read_text(encoding="utf-8"))
+    found: dict[Place, list[MutationSpec]] = {}
+    for item in init._all_work_items([path], {}):
+        (change,) = item.mutations
+        outside = all(not (first <= change.start_pos < end) for first, end in skipped)
+        if change.operator_name != CONTROL and outside and not means_the_same(change.operator_name):
+            found.setdefault((path, change.start_pos, change.end_pos), []).append(change)
+    return found
+
+
+def draw(root: Path, packages: Sequence[str], size: int, seed: int) -> list[WorkItem]:
+    """``size`` mutants and some controls, in a random order; the same for equal sources and seeds."""
+    chance = random.Random(seed)
+    places: dict[Place, list[MutationSpec]] = {}
+    for package in packages:
+        for path in sorted((root / "kvfs" / package).rglob("*.py")):
+            places |= places_of(path)
+    keys = sorted(places)
+    chosen = [chance.choice(sorted(places[key], key=str)) for key in chance.sample(keys, min(size, len(keys)))]
+    for path, start, end in chance.sample(keys, min(round(size * CONTROLS), len(keys))):
+        chosen.append(MutationSpec(path, CONTROL, 0, start, end))
+    chance.shuffle(chosen)
+    return [WorkItem.single(f"{number:05d}", change) for number, change in enumerate(chosen)]
+
+
+def create(session: Path, root: Path, packages: Sequence[str], size: int, seed: int) -> int:
+    """Write the sample to a new session of cosmic-ray; its size."""
+    items = draw(root, packages, size, seed)
+    db = WorkDB(str(session), WorkDB.Mode.create)
+    try:
+        db.clear()
+        db.add_work_items(items)
+    finally:
+        db.close()
+    return len(items)
