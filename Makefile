@@ -1,14 +1,21 @@
 # make help: what there is. Variables: PYTHON (the interpreter the environment is made from), VENV,
-# TEST_EXTRAS, TEST_WORKERS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS, VLLM_VENV.
+# TEST_EXTRAS, TEST_WORKERS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS, VLLM_VENV, VLLM_NEXT (a version; default: the newest),
+# ENGINES_VENV, MUTANTS, MUTANTS_SIZE, MUTANTS_SEED, MUTANTS_SECONDS.
 
 PYTHON      ?= python3
 VENV        ?= .venv
 VLLM_VENV   ?= .venv-vllm
+ENGINES_VENV ?= .venv-engines
+VLLM_NEXT   ?=
 TEST_EXTRAS ?= test,transformers,gpu
 TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
+MUTANTS     ?= $(VENV)/mutants
+MUTANTS_SIZE ?= 1000
+MUTANTS_SEED ?= 1
+MUTANTS_SECONDS ?= 3600
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,21 +34,28 @@ BASE_STAMP := $(VENV)/.stamp-base
 DEMO_STAMP := $(VENV)/.stamp-transformers
 TEST_STAMP := $(VENV)/.stamp-$(subst $(comma),-,$(TEST_EXTRAS))
 DEV_STAMP  := $(VENV)/.stamp-dev
+DOCS_STAMP := $(VENV)/.stamp-docs
+MUTANTS_STAMP := $(VENV)/.stamp-mutants
 
-.PHONY: help demo test test-slow test-vllm native native-check lint format bench install clean
+.PHONY: help demo test test-slow test-vllm test-vllm-next test-engines mutants native native-check lint format docs \
+    bench install clean
 
 help:
 	@echo "make demo     save a prompt's KV cache, load it in a new process (CPU is enough)"
 	echo "make test     the tests to run before a commit (PYTEST_ARGS='-k name')"
 	echo "make test-slow   the tests marked slow"
 	echo "make test-vllm  the tests with a real vLLM (CPU build, 3.4 GB, in $(VLLM_VENV))"
+	echo "make test-vllm-next  the connector's tests with the newest vLLM's Python over those kernels, in $(VLLM_VENV)-next"
+	echo "make test-engines  the tests with a real SGLang and LMCache (on a CPU, in $(ENGINES_VENV))"
+	echo "make mutants  judge a random sample of mutants for MUTANTS_SECONDS; call it again to go on"
 	echo "make native   compile the native library into kvfs/native (a C compiler is needed)"
 	echo "make native-check  the tests of native/ in C, under sanitizers"
 	echo "make lint     ruff and mypy"
 	echo "make format   let ruff rewrite the files"
+	echo "make docs     the documentation as a site in build/site; fails on a link that leads nowhere"
 	echo "make bench    tools/bench.py                  (BENCH_ARGS=...)"
 	echo "make install  the environment for all of these, in $(VENV)"
-	echo "make clean    remove $(VENV), $(VLLM_VENV), caches and build outputs"
+	echo "make clean    remove $(VENV), $(VLLM_VENV), its -next, $(ENGINES_VENV), caches and build outputs"
 
 # The build backend is installed from the same pins, so that building the package asks the network for nothing.
 $(BASE_STAMP): $(DEPS)
@@ -65,6 +79,16 @@ $(DEV_STAMP): $(BASE_STAMP)
 	$(PIP) --no-build-isolation -e ".[dev]"
 	touch "$@"
 
+$(DOCS_STAMP): $(BASE_STAMP)
+	@echo "installing kvfs[docs] into $(VENV)"
+	$(PIP) --no-build-isolation -e ".[docs]"
+	touch "$@"
+
+$(MUTANTS_STAMP): $(TEST_STAMP)
+	@echo "installing kvfs[mutants] into $(VENV)"
+	$(PIP) --no-build-isolation -e ".[mutants]"
+	touch "$@"
+
 # The engine pins its own torch, so it gets its own environment. torch comes first, by itself; the rest is a complete
 # list of exact versions.
 VLLM_PIP   := "$(VLLM_VENV)/bin/python" -m pip install -qq --disable-pip-version-check --no-input
@@ -75,6 +99,17 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.txt
 	$(VLLM_PIP) torch==2.13.0
 	$(VLLM_PIP) --no-deps -r tests/vllm/requirements.txt
 	$(VLLM_PIP) --no-deps --no-build-isolation -e .
+	touch "$@"
+
+# SGLang pins its own torch, too, and declares kernels for GPUs that no CPU has.
+ENGINES_PIP   := "$(ENGINES_VENV)/bin/python" -m pip install -qq --disable-pip-version-check --no-input
+ENGINES_STAMP := $(ENGINES_VENV)/.stamp
+$(ENGINES_STAMP): pyproject.toml tests/sglang/requirements.txt tests/lmcache/requirements.txt
+	@test -x "$(ENGINES_VENV)/bin/python" || $(PYTHON) -m venv "$(ENGINES_VENV)"
+	echo "installing SGLang and LMCache into $(ENGINES_VENV)"
+	$(ENGINES_PIP) torch==2.13.0
+	$(ENGINES_PIP) --no-deps -r tests/sglang/requirements.txt -r tests/lmcache/requirements.txt
+	$(ENGINES_PIP) --no-deps --no-build-isolation -e .
 	touch "$@"
 
 # Without a compiler, everything works in Python. The tests say which one they ran with.
@@ -105,6 +140,22 @@ test-slow: $(TEST_STAMP) $(NATIVE_LIB)
 test-vllm: $(VLLM_STAMP)
 	@"$(VLLM_VENV)/bin/python" -m pytest tests/vllm --timeout 300 $(PYTEST_ARGS)
 
+# The newest release, so the environment is made again each time: no stamp. The tests of the connector's own code.
+NEXT_TESTS := $(patsubst %,tests/vllm/test_%.py,settings internals scheduler layouts kinds families tier lookups)
+test-vllm-next: $(VLLM_STAMP)
+	@"$(VLLM_VENV)/bin/python" -m tools.vllm_overlay "$(VLLM_VENV)" "$(VLLM_VENV)-next" $(VLLM_NEXT)
+	PYTHONPATH="$(CURDIR)" "$(VLLM_VENV)-next/bin/python" -m pytest $(NEXT_TESTS) --timeout 300 $(PYTEST_ARGS)
+
+test-engines: $(ENGINES_STAMP) $(NATIVE_LIB)
+	@"$(ENGINES_VENV)/bin/python" -m pytest tests/sglang tests/lmcache tests/golden/test_golden_chain.py --timeout 300 $(PYTEST_ARGS)
+
+# A long job in pieces: the session in $(MUTANTS) keeps what is done.
+mutants: $(MUTANTS_STAMP) $(NATIVE_LIB)
+	@test -e "$(MUTANTS)/session.sqlite" || $(PY) -m tools.mutants draw "$(MUTANTS)" --size $(MUTANTS_SIZE) --seed $(MUTANTS_SEED)
+	nice -n 19 $(PY) -m tools.mutants run "$(MUTANTS)" --seconds $(MUTANTS_SECONDS)
+	nice -n 19 $(PY) -m tools.mutants again "$(MUTANTS)" --seconds $(MUTANTS_SECONDS)
+	$(PY) -m tools.mutants report "$(MUTANTS)" --survivors
+
 lint: $(DEV_STAMP)
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -114,11 +165,17 @@ format: $(DEV_STAMP)
 	@$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# A line of the theme about the future of MkDocs is no matter of these pages.
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet -f .mkdocs.yml
+	echo "built: build/site/index.html"
+
 bench: $(DEMO_STAMP) $(NATIVE_LIB)
 	@$(PY) tools/bench.py $(BENCH_ARGS)
 
 clean:
-	@if [ -e "$(BASE_STAMP)" ] || [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf -- "$(VENV)"; fi
-	@if [ -e "$(VLLM_STAMP)" ]; then rm -rf -- "$(VLLM_VENV)"; fi
+	@if [ -e "$(ENGINES_STAMP)" ]; then rm -rf -- "$(ENGINES_VENV)"; fi
+	if [ -e "$(BASE_STAMP)" ] || [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf -- "$(VENV)"; fi
+	if [ -e "$(VLLM_STAMP)" ]; then rm -rf -- "$(VLLM_VENV)" "$(VLLM_VENV)-next"; fi
 	rm -rf -- build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvfs tests tools -name __pycache__ -type d -prune -exec rm -rf -- {} +

@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,14 +27,15 @@ import pytest
 
 from kvfs.cli.app import App
 from kvfs.cli.main import COMMANDS, cli, run
+from tests.mount.real import why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "docs" / "cli.md", ROOT / "docs" / "quickstart.md"]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^## `kvfs ([a-z]+)`$", re.MULTILINE)
-KEYS = re.compile(r"^JSON: (.*?)\.$", re.MULTILINE | re.DOTALL)
+KEYS = re.compile(r"^JSON(?: (?:of|with) [^:]*)?: (.*?)\.$", re.MULTILINE | re.DOTALL)
 #: Options that every command has; each must be used somewhere on the page.
-COMMON = {"--store", "--json", "--quiet", "--read-only", "--help"}
+COMMON = {"--store", "--json", "--quiet", "--no-truncate", "--read-only", "--help"}
 
 MASKS = [
     (re.compile(r"\b[0-9a-f]{6,}(?:\.kvs)?\b"), "<id>"),
@@ -42,6 +44,13 @@ MASKS = [
     (re.compile(r"\b\d+(?:\.\d+)? (?:B|KiB|MiB|GiB)/s"), "<rate>"),
     (re.compile(r"p50 below .*$", re.MULTILINE), "<latency>"),
     (re.compile(r"\b(?:page cache [\d,]+(?: \| disk [\d,]+)?|disk [\d,]+)\b"), "<tiers>"),
+    (re.compile(r"^ +GB/S +MIN.*|^(save|load, page cache|load, disk|match) +[\d.,]+ .*$", re.MULTILINE), "<speed>"),
+    (re.compile(r"^(first token|whole request|between tokens) +.*$|requests in [\d.]+ s", re.MULTILINE), "<times>"),
+    (re.compile(r"^MS +P50.*$", re.MULTILINE), "<times>"),
+    (re.compile(r"restores [\d,]+ tokens per second.*$", re.MULTILINE), "<speed>"),
+    (re.compile(r"by [^ ]* \(\d+\)"), "<process>"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d\b"), "<date>"),
+    (re.compile(r"\b\d\d:\d\d:\d\d\b"), "<clock>"),
     (re.compile(r"\d+ pid|pid \d+"), "<pid>"),
     (re.compile(r"^(ok|warn|BAD ) .*$", re.MULTILINE), "<finding>"),
     (re.compile(r"^ +-> .*\n", re.MULTILINE), ""),
@@ -142,11 +151,16 @@ REFRESH = os.environ.get("KVFS_REFRESH_DOCS") == "1"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_console_sessions_show_what_happens(page: Path, session: Session) -> None:
+    if page.name == "cli.md":
+        pytest.importorskip("tokenizers", reason='cli.md reads prompts of text: pip install ".[transformers]"')
     text = page.read_text(encoding="utf-8")
     fresh, at = [], 0
     for match in BLOCK.finditer(text):
         if match[1] == "python":
             session.python(match[2])
+            continue
+        if needs_fuse(match[2]) and why_not():
+            warnings.warn(f"sessions of kvfs mount are left out: {why_not()}", stacklevel=1)
             continue
         lines = []
         for step in steps(match[2]):
@@ -159,6 +173,10 @@ def test_console_sessions_show_what_happens(page: Path, session: Session) -> Non
         at = match.end(2)
     if REFRESH:
         page.write_text("".join(a + b for a, b in fresh) + text[at:], encoding="utf-8")
+
+
+def needs_fuse(block: str) -> bool:
+    return re.search(r"kvfs u?mount", block) is not None
 
 
 def documented() -> dict[str, str]:
@@ -189,7 +207,7 @@ def test_every_flag_is_documented_and_used(name: str) -> None:
 
 def _options(command: click.Command | None) -> Iterator[click.Option]:
     assert command is not None
-    yield from (p for p in command.params if isinstance(p, click.Option))
+    yield from (p for p in command.params if isinstance(p, click.Option) and not p.hidden)
     if isinstance(command, click.Group):
         for inner in command.commands.values():
             yield from _options(inner)
@@ -197,16 +215,19 @@ def _options(command: click.Command | None) -> Iterator[click.Option]:
 
 def test_the_common_options_are_used() -> None:
     page = " ".join(c for section in documented().values() for c in commands_of(section))
-    assert all(re.search(rf"(?<!\S){o}(?!\S)", page) for o in ("-C", "--json", "-q", "--read-only", "--help"))
+    assert all(
+        re.search(rf"(?<!\S){o}(?!\S)", page) for o in ("-C", "--json", "-q", "--no-truncate", "--read-only", "--help")
+    )
 
 
 def test_json_keys_are_the_documented_ones(session: Session) -> None:
+    pytest.importorskip("tokenizers", reason='cli.md reads prompts of text: pip install ".[transformers]"')
     session.as_json = True
     text = PAGES[0].read_text(encoding="utf-8")
     for match in BLOCK.finditer(text):
         if match[1] == "python":
             session.python(match[2])
-        else:
+        elif not (needs_fuse(match[2]) and why_not()):
             for step in steps(match[2]):
                 session.run(step.command)
     allowed: dict[str, list[set[str]]] = {}
@@ -220,4 +241,4 @@ def test_json_keys_are_the_documented_ones(session: Session) -> None:
         name = next(word for word in arguments.split() if word in COMMANDS)
         seen.add(name)
         assert set(result) in allowed[name], f"kvfs {arguments}: {sorted(result)}"
-    assert seen == set(COMMANDS) - {"completion"}
+    assert seen == set(COMMANDS) - {"completion"} - ({"mount", "umount"} if why_not() else set())
