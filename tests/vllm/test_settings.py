@@ -102,7 +102,7 @@ def test_an_engine_with_graphs_checks_settings_before_it_loads_a_model(
             },
         ).create_engine_config()  # fmt: skip
 
-    with pytest.raises(ValueError, match="has 'capacty': pass some of block_size, .*, capacity, "):
+    with pytest.raises(ValueError, match=r"has 'capacty': pass some of block_size, .*, capacity, "):
         configure(path=str(tmp_path / "s"), capacty="64MiB")
     configure(path=str(tmp_path / "s"), capacity="64MiB")
 
