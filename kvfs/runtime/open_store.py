@@ -44,6 +44,7 @@ log = logging.getLogger("kvfs")
 READY_SECONDS = 5.0  # how long open waits for a rebuild, by this process or another; after that lookups miss meanwhile
 READY_POLL_SECONDS = 0.02
 BUCKET_SECONDS = 2.0  # how long close waits for the bucket process, which may wait for the bucket
+NOTED_SECONDS = 60.0  # within which a change of settings that another process has noted is not noted again
 CLOSE_SECONDS = 10.0  # how long close waits for a rebuild in progress to notice that it is cancelled
 THREADS_MAX = 4  # default of OpenOptions.threads, where there are as many cores
 
@@ -270,10 +271,8 @@ class OpenStore:
         """Note the change, unless another process has: all of them notice it at about the same time."""
         changed = [f.name for f in fields(now) if getattr(before, f.name) != getattr(now, f.name)]
         details = {name: f"{getattr(before, name)} -> {getattr(now, name)}" for name in changed}
-        since = self._files.now_us() - 60_000_000
-        seen = (e for e in self.c.events.read() if e.what == "settings changed" and e.at_us > since)
-        if details and not any(e.details == details for e in seen):
-            self.c.events.add("settings changed", **details)
+        if details:
+            self.c.events.add_once("settings changed", NOTED_SECONDS, **details)
 
     def _note_counts(self) -> None:
         """Note what happened often, or by itself, once for the time since the last call."""
