@@ -40,7 +40,7 @@ ALLOWED: dict[str, str] = {
     "bundles": ("catalog context directory errors format index lookup pages read segments system types version write"),
     "remote": "bundles catalog context directory errors format index lookup pages segments system write",
     "eviction": "context directory errors format index segments system write",
-    "transfer": "context directory errors lookup pages read segments types write",
+    "transfer": "context directory errors lookup pages read segments system types write",
     "read": "context errors format index lookup native pages segments system types",
     "write": "context directory errors format index lookup pages segments",
     "catalog": "context errors format index pages segments system",

@@ -15,7 +15,6 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from kvfs.context import Context
 from kvfs.pages.chunk_hash import HASH_BYTES
 from kvfs.pages.identity import Identity
 from kvfs.remote.pull import sparse
+from kvfs.system import child_process
 
 log = logging.getLogger("kvfs")
 FETCHES_MAX = 64  # that have not ended; more are not begun
@@ -41,9 +41,7 @@ TICK_SECONDS = 10.0  # between two looks for fetches that take too long
 EXIT_SECONDS = 1.0  # for which a child that has hung up may take to end
 RECEIVE_BYTES = 1 << 16
 DESCRIPTORS_MAX = 64  # namespaces whose descriptors are kept
-#: Isolated, so that neither the working directory nor the environment decides what is imported.
 _LENGTH = struct.Struct("!i")
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from kvfs.runtime.bucket_server import main; main()"
 
 
 class Fetch:
@@ -252,10 +250,7 @@ class BucketProcess:
         ours, theirs = socket.socketpair()
         setup = {"path": self._c.directory.path, "store": self._c.store_id.hex(), "connection": theirs.fileno()}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, json.dumps([str(p) for p in sys.path]), json.dumps(setup)],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+            self._process = child_process.start("kvfs.runtime.bucket_server", setup, [theirs.fileno()])
         except BaseException:
             ours.close()
             raise

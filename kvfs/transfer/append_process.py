@@ -11,12 +11,10 @@ Without it, or once it has died, appends run in this process.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,14 +23,13 @@ from multiprocessing.connection import Connection
 
 from kvfs.context import Context
 from kvfs.directory.shared_counters import NAMESPACE_COUNTS
+from kvfs.system import child_process
 from kvfs.write.active_segments import RoomWait
 from kvfs.write.append_request import AppendReply, pack_request
 from kvfs.write.appender import AppendJob, Outcome
 
 log = logging.getLogger("kvfs")
 ALIVE_SECONDS = 1.0  # between two looks at whether the process lives, while a reply is due
-#: Isolated, so that neither the working directory nor the environment decides what is imported.
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from kvfs.runtime.append_server import main; main()"
 
 
 class AppendProcess:
@@ -51,10 +48,7 @@ class AppendProcess:
             "ring": ring_fd, "ring_bytes": ring_bytes, "lanes": theirs,
         }  # fmt: skip
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path), json.dumps(setup)],
-                pass_fds=[ring_fd, *theirs], stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+            self._process = child_process.start("kvfs.runtime.append_server", setup, [ring_fd, *theirs])
         except BaseException:
             self._close_connections()
             raise

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
+import socket
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +18,6 @@ import pytest
 import kvfs
 from kvfs.errors import ConfigError
 from kvfs.gpu.gpu_io import GpuIO
-from kvfs.transfer import append_process
 from kvfs.transfer.append_process import AppendProcess
 from kvfs.types import TransferResult
 from tests.gpu.simulated import Pending
@@ -55,6 +58,11 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def unread_bytes(connected: socket.socket) -> int:
+    """Bytes that the other end has not taken yet."""
+    return int.from_bytes(fcntl.ioctl(connected, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def loaded(ns: kvfs.Namespace, chunks: int) -> bytes:
@@ -148,8 +156,7 @@ def test_what_was_gathered_is_stored_after_the_engine_was_killed(store_path: Pat
             wait_until(lambda: len(store.processes()) == 2)
             os.kill(process.pid, signal.SIGSTOP)
             io.save(ns.plan_save(prompt(4)), range(8), NOW, deadline=SECONDS).source_free.wait(SECONDS)
-            wait_until(lambda: any(lock.locked() for lock in process._locks))
-            time.sleep(0.2)  # the request is in the socket
+            wait_until(lambda: any(map(unread_bytes, process._sockets)))
             os.write(writer, str(process.pid).encode())
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -182,7 +189,7 @@ def test_a_forked_child_of_the_engine_does_not_keep_it_running(ns: kvfs.Namespac
 def test_without_a_child_appends_run_here(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(append_process.sys, "executable", "/nonexistent/python")
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with attach(ns, Engine(seed=12).kv, append_elsewhere=True) as io:
         assert io._context.append_process is None
         assert saved(ns, io, 2).pages == 2
