@@ -155,6 +155,8 @@ class Connection:
         if request.op in (Op.OPEN, Op.CREATE):
             handle = wire.OPEN_REPLY.unpack_from(body, len(body) - wire.OPEN_REPLY.size)[0]
             self._close(handle)
+        if request.op == Op.OPENDIR:
+            self._directories.pop(wire.OPEN_REPLY.unpack_from(body)[0], None)
         if request.op in (Op.LOOKUP, Op.CREATE, Op.MKDIR, Op.MKNOD):
             self._operations.forget(wire.ENTRY.unpack_from(body)[0], 1)
 

@@ -82,15 +82,19 @@ class DirectoryStore:
                 raise _failed(folder or self._root, exc) from None
             for entry in found:
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     st = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(st.st_mode):
-                        folders.append(name)
-                    elif entry.name.startswith(TEMPORARY):
-                        if _TEMPORARY.match(entry.name):
-                            self._remove_stale(entry.path, st.st_mtime)
-                    elif stat.S_ISREG(st.st_mode):
-                        yield Listed(name, st.st_size, st.st_mtime)
+                except FileNotFoundError:  # removed meanwhile
+                    continue
+                except OSError as exc:
+                    raise _failed(name, exc) from None
+                if stat.S_ISDIR(st.st_mode):
+                    folders.append(name)
+                elif entry.name.startswith(TEMPORARY):
+                    if _TEMPORARY.match(entry.name):
+                        self._remove_stale(entry.path, st.st_mtime)
+                elif stat.S_ISREG(st.st_mode):
+                    yield Listed(name, st.st_size, st.st_mtime)
 
     def folders(self, prefix: str) -> list[str]:
         folder = os.path.join(self._root, prefix.strip("/"))

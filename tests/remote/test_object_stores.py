@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 
 import kvfs
 from kvfs.directory.config import Remote
+from kvfs.remote import directory_store
 from kvfs.remote.directory_store import STALE_SECONDS, DirectoryStore
 from kvfs.remote.object_store import ObjectStore, RemoteError
 from kvfs.remote.urls import open_object_store
@@ -72,6 +75,23 @@ def test_a_directory_removes_what_a_killed_writer_left_after_a_day(tmp_path: Pat
         os.utime(file, (time.time() - age,) * 2)
     assert [found.name for found in store.listing("")] == ["a/b"]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [f".tmp-{'0' * 16}", "b"]
+
+
+class Entry:
+    """An entry of a directory whose file server fails."""
+
+    name, path = "b", "/nowhere/b"
+
+    def stat(self, *, follow_symlinks: bool) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def test_a_file_server_that_fails_within_a_listing_is_an_error_of_the_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_store.os, "scandir", lambda folder: contextlib.nullcontext([Entry()]))
+    with pytest.raises(RemoteError, match=r"b: Stale file handle"):
+        list(DirectoryStore(str(tmp_path)).listing(""))
 
 
 @pytest.mark.parametrize("fault", ["503", "drop", "cut"])
