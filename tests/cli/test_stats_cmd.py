@@ -36,14 +36,14 @@ def test_the_rate_of_a_steady_load_is_right_from_the_second_sample_on(store: Pat
     for _ in range(25):  # its first publications are of the time before it counted
         load.stdout.readline()
     begin = time.time()
-    done = called("-C", str(store), "stats", "--watch", "--interval", "1.2s", "--times", "6", "--json")
+    done = called("-C", str(store), "stats", "--watch", "--interval", "1.2s", "--times", "4", "--json")
     end = time.time()
     load.kill()
     times = [float(line) for line in load.communicate()[0].splitlines() if line]
     samples = [json.loads(line)["per_second"] for line in done.stdout.splitlines()]
-    assert len(samples) == 6 and samples[0] is None
+    assert len(samples) == 4 and samples[0] is None
     known = [s for s in samples if s is not None]
-    assert len(known) >= 4 and set(known[0]) == set(Rates._fields)
+    assert len(known) >= 2 and set(known[0]) == set(Rates._fields)
     within = [t for t in times if begin <= t <= end]
     windows = [[t for t in within if at <= t < at + 1.0] for at in within if at + 1.0 <= within[-1]]
     slowest, fastest = min(map(len, windows)) * 50, max(map(len, windows)) * 50

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.index.deadlines import COMMIT_SECONDS
+from kvfs.index.deadlines import COMMIT_SECONDS, LOOKUP_SECONDS
 from kvfs.native import library
 from kvfs.system.worker import GRACE_SECONDS
 from tools.torture import kill
@@ -67,24 +67,26 @@ def test_a_frozen_holder_of_the_index_blocks_no_other_process(
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
             _wait_for_state(holder.pid, "T")
-            calls = 0
-            end = time.monotonic() + 3.0
-            while time.monotonic() < end:
+            calls = quick = 0
+            end = time.monotonic() + 40.0
+            while quick < 10:
                 start = time.monotonic()
+                assert start < end, "the breaker did not open: each call waited for its deadline"
                 assert get(ns, PROMPTS.tokens(1, 4), judge) == 0
                 result = put(ns, PROMPTS.tokens(2 + calls, 2), judge)
                 assert result is not None and (result.declined, result.reason) == (2, "index")
-                assert time.monotonic() - start < BOUND_SECONDS
+                took = time.monotonic() - start
+                assert took < BOUND_SECONDS
                 calls += 1
-            assert calls > 10, "the breaker did not open: each call waited for its deadline"
+                quick += took < LOOKUP_SECONDS
             os.kill(holder.pid, signal.SIGCONT)
             generation = holder.stdout.readline().strip()
-            assert store.wait_ready(10.0)
+            assert store.wait_ready(60.0)
             assert store.stats()["index"]["generation"] == generation, "the index was replaced meanwhile"
             assert get(ns, PROMPTS.tokens(1, 4), judge) == 4
             result = put(ns, PROMPTS.tokens(2, 2), judge)
             assert result is not None and result.stored == 2
-            assert holder.wait(30.0) == 0
+            assert holder.wait(60.0) == 0
         finally:
             holder.kill()
             holder.wait()
@@ -102,7 +104,7 @@ def test_a_killed_holder_of_the_index_leaves_no_lock(tmp_path: Path, judge: Judg
         _wait_for_state(holder.pid, "T")
         holder.kill()
         holder.wait()
-        assert store.wait_ready(10.0)
+        assert store.wait_ready(60.0)
         assert get(ns, PROMPTS.tokens(1, 4), judge) == 4
 
 

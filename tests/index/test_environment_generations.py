@@ -219,7 +219,7 @@ def test_an_index_that_is_installed_late_stays(store: kvfs.Store, monkeypatch: p
     monkeypatch.setattr(index, "install", lambda name, timeout: environment.Index.install(index, name, 0.01))
     with pytest.raises(TimeoutError):
         core.rebuild_if_needed()
-    assert installed.wait(10)
+    assert installed.wait(60)
     assert there(store) == [True] * SEGMENTS
     current = (Path(store.path) / "index" / "CURRENT").read_text()
     assert (Path(store.path) / "index" / current / "data.mdb").exists()

@@ -272,7 +272,7 @@ def test_ctrl_c_ends_a_put_at_once(store: kvfs.Store) -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old)
-    time.sleep(0.11)  # the breaker lets a call through again
+    assert store.wait_ready(60.0), "the breaker lets no call through"
     works(store, 3000)
 
 
