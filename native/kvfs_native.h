@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 2 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 3 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -195,8 +195,12 @@ KVFS_PUBLIC uint64_t kvfs_hold(kvfs_files *files, int folder, const uint8_t *ids
 
 /* Ends holds; -1 is none. A file without holds is closed, except one without a name: to close that frees blocks, which
  * takes long.
- * Post: held is -1, but for the first n numbers: the descriptors of such files, which the caller closes. Returns n. */
+ * Post: held is -1, or below it where such a file is left to kvfs_close. Returns how many are. May be called again with the
+ * same numbers, by any thread: it ends no hold twice. */
 KVFS_PUBLIC uint64_t kvfs_release(kvfs_files *files, int32_t *held, uint64_t count);
+
+/* Closes the files that kvfs_release has left. Called with the interpreter released, by any thread. Post: held is -1. */
+KVFS_PUBLIC void kvfs_close(int32_t *held, uint64_t count);
 
 /* Descriptor of a file that is held; -1 of -1. */
 KVFS_PUBLIC int kvfs_file(const kvfs_files *files, int32_t held);

@@ -14,6 +14,7 @@
 #define SYS_openat2 437 /* older C libraries lack it */
 #endif
 
+enum { TO_CLOSE = -2 }; /* less a descriptor: what kvfs_release leaves to kvfs_close */
 enum { PLACES = 2 * KVFS_FILES_MAX, WINDOW = 32 }; /* of the table; a segment is at one of so many places */
 
 typedef struct {
@@ -105,16 +106,30 @@ uint64_t kvfs_release(kvfs_files *files, int32_t *held, uint64_t count) {
     uint64_t left = 0;
     if (!enter(files)) return 0;
     for (uint64_t i = 0; i < count; i++) {
-        place *p = held[i] >= 0 ? &files->places[held[i]] : NULL;
-        held[i] = -1;
-        if (!p || --p->holds) continue;
-        struct stat st;
-        files->open--;
-        if (!fstat(p->fd, &st) && !st.st_nlink) held[left++] = p->fd;
-        else close(p->fd);
+        int32_t was = __atomic_load_n(&held[i], __ATOMIC_RELAXED), now = -1;
+        place *p = was >= 0 ? &files->places[was] : NULL;
+        left += was < -1; /* by an earlier call, whose caller was interrupted */
+        if (!p) continue;
+        if (!--p->holds) {
+            struct stat st;
+            files->open--;
+            if (!fstat(p->fd, &st) && !st.st_nlink) now = TO_CLOSE - p->fd, left++;
+            else close(p->fd);
+        }
+        __atomic_store_n(&held[i], now, __ATOMIC_RELAXED);
     }
     leave(files);
     return left;
+}
+
+void kvfs_close(int32_t *held, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++) {
+        int32_t was = __atomic_load_n(&held[i], __ATOMIC_RELAXED);
+        /* of two threads one closes it */
+        if (was <= TO_CLOSE && __atomic_compare_exchange_n(
+                                   &held[i], &was, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+            close(TO_CLOSE - was);
+    }
 }
 
 int kvfs_file(const kvfs_files *files, int32_t held) { return held < 0 ? -1 : files->places[held].fd; }
@@ -126,4 +141,5 @@ void kvfs_files_abandon(kvfs_files *files) {
     for (int i = 0; i < PLACES; i++)
         if (files->places[i].holds) close(files->places[i].fd);
     memset(files->places, 0, sizeof files->places);
+    for (int i = 0; i < PLACES; i++) files->places[i].fd = -1; /* 0 would be the child's standard input */
 }

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 2  # of native/kvfs_native.h
+ABI = 3  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
 SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
@@ -77,6 +77,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_files_init": (None, (c_void_p,)),
     "kvfs_hold": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p)),
     "kvfs_release": (c_uint64, (c_void_p, c_void_p, c_uint64)),
+    "kvfs_close": (None, (c_void_p, c_uint64)),
     "kvfs_file": (c_int, (c_void_p, c_int32)),
     "kvfs_files_open": (c_uint64, (c_void_p,)),
     "kvfs_files_abandon": (None, (c_void_p,)),

@@ -25,7 +25,7 @@ class SegmentTable:
     """Owns the descriptors of the segments that this process holds, each open once. Thread-safe."""
 
     def __init__(self, native: Library) -> None:
-        self._held = native.held
+        self._held, self._free = native.held, native.free
         self._memory = ctypes.create_string_buffer(self._held.kvfs_files_bytes())
         self._at = ctypes.addressof(self._memory)
         self._held.kvfs_files_init(self._at)
@@ -48,12 +48,12 @@ class SegmentTable:
         return int(self._held.kvfs_file(self._at, number))
 
     def _release(self, numbers: ctypes.Array[ctypes.c_int32]) -> None:
+        """After an interrupt anywhere in here ``sweep`` calls it again: ``numbers`` say what is left to do."""
         at, count = ctypes.addressof(numbers), len(numbers)
         for first in range(0, count, HELD_SEGMENTS):
             some = min(HELD_SEGMENTS, count - first)
-            for n in range(self._held.kvfs_release(self._at, at + _NUMBER * first, some)):
-                with contextlib.suppress(OSError):
-                    os.close(numbers[first + n])
+            if self._held.kvfs_release(self._at, at + _NUMBER * first, some):
+                self._free.kvfs_close(at + _NUMBER * first, some)
         _HOLDS.pop(id(numbers), None)
 
 

@@ -277,8 +277,10 @@ class Appender:
 
     def _record(self, job: AppendJob, target: Target) -> Record:
         payload = job.payload(target.chunk)
+        # a key has no place in a prompt: whatever derives the slot in its row from the number finds its only one
+        number = 0 if job.prompt.keyed else target.chunk
         return Record(
-            payload, job.shape.leaf_bytes, job.shape.leaves, len(payload), job.group_number, target.chunk,
+            payload, job.shape.leaf_bytes, job.shape.leaves, len(payload), job.group_number, number,
             job.packed_part, target.chunk_hash, target.head, job.expires,
             table=job.table(target.chunk) if job.table is not None else b"", attempt=job.attempt,
         )  # fmt: skip

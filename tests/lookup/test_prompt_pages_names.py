@@ -80,6 +80,46 @@ def test_a_part_of_a_match_of_keys_is_loaded_under_the_same_hold(store: kvfs.Sto
         other.cut(0, 0)
 
 
+def kept_pages(ns: kvfs.Namespace, keys: list[bytes], data: list[bytes]) -> list[int]:
+    """The keys, by number, whose pages are loaded with the right bytes."""
+    out = [bytearray(TINY_BYTES) for _ in keys]
+    with ns.prompt(keys=keys).select({"full": 0}, end=len(keys)) as match:
+        good = ns.get_pages(match, out)["full"]
+    assert all(bytes(out[n]) == data[n] for n in range(len(keys)) if good >> n & 1)
+    return [n for n in range(len(keys)) if good >> n & 1]
+
+
+def test_pages_of_keys_survive_a_rebuild(store_path: Path) -> None:
+    """A record that names its place among the keys would be put into a slot of its row where no lookup looks."""
+    keys, data = keys_of(CHUNKS), pages_of(6, CHUNKS)
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        assert store.namespace("model", tiny(), "1").put_keys(keys, data).stored == CHUNKS
+    (store_path / "index" / "CURRENT").unlink()
+    with kvfs.open(store_path) as store:
+        assert store.wait_ready()
+        assert kept_pages(store.namespace("model", tiny(), "1"), keys, data) == list(range(CHUNKS))
+
+
+def test_pages_of_keys_survive_recompression(tmp_path: Path) -> None:
+    keys, data = keys_of(CHUNKS), [bytes([n]) * TINY_BYTES * 64 for n in range(CHUNKS)]
+    layout = tiny(page_tokens=1024)
+    with kvfs.open(tmp_path / "store", capacity="64MiB", segment_bytes="512KiB") as store:
+        ns = store.namespace("model", layout, "1")
+        assert ns.put_keys(keys, data).stored == CHUNKS
+        store._shared.services().active.finish_all()
+        assert store.recompress("zstd", idle=0).pages == CHUNKS
+        assert ns.present_keys(keys) == [True] * CHUNKS
+
+
+def test_pages_of_keys_are_imported(store: kvfs.Store, ns: kvfs.Namespace, tmp_path: Path) -> None:
+    keys, data = keys_of(CHUNKS), pages_of(8, CHUNKS)
+    assert ns.put_keys(keys, data).stored == CHUNKS
+    assert store.export(str(tmp_path / "bundle"), ["model"]).pages == CHUNKS
+    with kvfs.open(tmp_path / "other", capacity="32MiB") as other:
+        assert other.import_bundle(str(tmp_path / "bundle")).stored == CHUNKS
+        assert kept_pages(other.namespace("model", tiny(), "1"), keys, data) == list(range(CHUNKS))
+
+
 def test_a_damaged_page_of_keys_is_lost_by_itself(store: kvfs.Store, ns: kvfs.Namespace) -> None:
     keys, data = keys_of(9), pages_of(3, 9)
     ns.put_keys(keys, data)

@@ -107,17 +107,60 @@ def test_more_segments_than_one_call_takes_and_more_than_the_table_has(native: l
     os.close(folder)
 
 
+class _Interrupted:
+    """The functions of the library; a signal handler raises behind ``name``."""
+
+    def __init__(self, native: library.Library, name: str) -> None:
+        self._held, self._name = native.held, name
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        real = getattr(self._held, name)
+
+        def call(*arguments: object) -> object:
+            result = real(*arguments)
+            if name == self._name:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
 def test_the_end_of_a_hold_on_a_removed_file_closes_it_with_the_interpreter_released(
-    native: library.Library, folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: library.Library, folder: int, tmp_path: Path
 ) -> None:
-    table, before, closed = SegmentTable(native), opened(), list[int]()
+    table, before, real = SegmentTable(native), opened(), native.free.kvfs_close
     hold = SegmentHold(table, folder, [segment_id(0), segment_id(1), segment_id(2)])
     (tmp_path / (segment_id(1).hex() + ".kvs")).unlink()
-    real = os.close
-    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), real(fd)))
-    del hold
-    assert len(closed) == 1 and opened() == before and table.open_count() == 0
+    assert table._held.kvfs_release(table._at, hold._numbers, 3) == 1
+    assert opened() == before + 1 and table.open_count() == 0, "the other two are closed"
+    real(hold._numbers, 3)
+    assert opened() == before and list(hold._numbers) == [-1] * 3
+    assert not real._flags_ & native.held.kvfs_release._flags_ & 4, "FUNCFLAG_PYTHONAPI keeps the interpreter"
+    os.close(folder)
+
+
+def test_an_interrupt_between_the_release_and_the_close_touches_no_other_hold(
+    native: library.Library, folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, before = SegmentTable(native), opened()
+    hold = SegmentHold(table, folder, [segment_id(1)])
+    fd = hold.fd
+    crowd = [(fd).to_bytes(8, "little") + bytes(7) + b"c"]  # its place in the table has the number of the descriptor
+    (tmp_path / (crowd[0].hex() + ".kvs")).touch()
+    other = at_once(lambda: SegmentHold(table, folder, crowd), 1)
+    assert list(other._numbers) == [fd]
+    (tmp_path / (segment_id(1).hex() + ".kvs")).unlink()
+    monkeypatch.setattr(table, "_held", _Interrupted(native, "kvfs_release"))
+    with pytest.raises(KeyboardInterrupt):
+        table._release(hold._numbers)
     monkeypatch.undo()
+    monkeypatch.delattr(SegmentHold, "__del__")
+    del hold
+    native_segments.sweep()
+    assert table.open_count() == 1 and opened() == before + 1, "of the other hold"
+    monkeypatch.undo()
+    del other
+    assert table.open_count() == 0 and opened() == before
     os.close(folder)
 
 
@@ -144,10 +187,11 @@ def test_a_forked_child_has_no_segment_open_and_touches_no_lock(
         nonlocal hold
         seen: list[object] = [segments_open(), table.open_count()]
         again = SegmentHold(table, folder, [segment_id(2)])
+        fd = hold.fd
         del hold
-        return [*seen, again.held()]
+        return [*seen, again.held(), fd]
 
-    assert run_child(child) == [0, 0, [False]]
+    assert run_child(child) == [0, 0, [False], -1], "no descriptor of another file is taken for a segment"
     with open(tmp_path / (segment_id(0).hex() + ".kvs")) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert hold.held() == [True, True]
