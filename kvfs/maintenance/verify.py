@@ -21,7 +21,7 @@ from functools import partial
 
 from kvfs.context import Context
 from kvfs.directory.root import Directory, translate_os_errors
-from kvfs.errors import ConfigError, CorruptError, IndexUnavailableError
+from kvfs.errors import ConfigError, CorruptError, IndexUnavailableError, KvfsError
 from kvfs.format import codec as codecs
 from kvfs.format import segment as fmt
 from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
@@ -190,16 +190,19 @@ class Verifier:
             payload = codecs.decoded(stored, entry.codec, raw_bytes)
             table = self._c.files.read(held.fd, LEAF_BYTES * group.leaves(part), entry.leaves)
         except CodecMemoryError:  # the page may be good, so a repair must not remove it
-            raise MemoryError("no memory to check a page") from None
+            raise self._no_memory() from None
         except (ConfigError, CodecError) as exc:
             return str(exc)
         except OSError as exc:
             if exc.errno == errno.ENOMEM:
-                raise MemoryError("no memory to check a page") from None
+                raise self._no_memory() from None
             return f"cannot be read ({exc.strerror})"
         if leaf_table(payload, group.leaf_bytes(part)) != table:
             return "payload and leaf checksums disagree"
         return "" if root_of(table) == entry.root else "leaf checksums and root disagree"
+
+    def _no_memory(self) -> KvfsError:
+        return KvfsError(f"{self._c.directory.path}: too little memory to check a page; verify when more is free")
 
     # -- index -------------------------------------------------------------------------------
 

@@ -533,6 +533,6 @@ def test_a_repair_that_is_short_of_memory_removes_no_page(store: kvfs.Store, mon
     assert ns.put(tokens, PAGES).stored == 6
     with monkeypatch.context() as patch:
         patch.setattr(codec, "_unzip", short)
-        with pytest.raises(MemoryError):
+        with pytest.raises(kvfs.KvfsError, match="too little memory to check a page; verify when more is free"):
             store.verify(repair=True)
     assert restored(ns, tokens) == PAGES and store.verify().ok

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -56,3 +59,46 @@ def test_a_sample_is_the_same_for_a_seed_and_leaves_annotations_out(tmp_path: Pa
     assert "core/ReplaceComparisonOperator_Eq_Is" not in operators and sample.CONTROL not in operators
     first, second = (sample.draw(tmp_path, ["write"], 4, seed=5) for _ in range(2))
     assert first == second and len(first) == 4
+
+
+RUN = """
+import sys
+from pathlib import Path
+from tools.mutants.tree import ToolError, Tree
+tree = Tree(Path("folder"))  # relative, as `make mutants` names it
+(tree.root / "tests").mkdir(parents=True)
+(tree.root / "tests" / "test_one.py").write_text("import one\\n\\ndef test_one():\\n    assert one.ONE == 1\\n")
+(tree.root / "one.py").write_text("ONE = 1\\n")
+try:
+    exec(sys.argv[1])
+except ToolError as exc:
+    print("ToolError", exc)
+"""
+
+
+def run_in_a_small_tree(tmp_path: Path, code: str) -> str:
+    """What ``code`` prints in a process of its own: a tree ends all children of its process."""
+    command = [sys.executable, "-c", RUN, code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_folder_may_be_named_relative_to_the_current_directory(tmp_path: Path) -> None:
+    code = """
+print(tree.run(["tests"], "one.py").noticed)
+with tree.changed("one.py", "ONE = 2\\n"):
+    print(tree.run(["tests"], "one.py").by)
+"""
+    assert run_in_a_small_tree(tmp_path, code).split() == ["False", "tests/test_one.py::test_one"]
+
+
+def test_a_mutant_is_not_noticed_by_a_run_that_could_not_begin(tmp_path: Path) -> None:
+    code = 'tree.root.rename("elsewhere"); tree.run(["tests"], "one.py")'
+    assert "ToolError the tests could not be run (exit status 70)" in run_in_a_small_tree(tmp_path, code)
+
+
+def test_a_run_without_a_mutant_that_finds_no_test_is_an_error(tmp_path: Path) -> None:
+    code = '(tree.root / "tests" / "test_one.py").unlink(); tree.run(["tests"], learn=True)'
+    assert "ToolError the tests could not be run" in run_in_a_small_tree(tmp_path, code)

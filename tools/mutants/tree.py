@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,12 @@ LIBRARIES = ("pytest", "pytest_timeout", "hypothesis", "numpy", "lmdb", "xxhash"
 TEST_SECONDS = 60  # of one test: a mutant that waits for ever is noticed
 SLOW_FACTOR, SLOW_SECONDS = 4.0, 60.0  # a run may take so much longer than its tests did without a bug
 DATA_BYTES_MAX = 8 << 30
+TOOL_FAILED = 70  # the exit status of a test run that ended in this file: it says nothing about the mutant
 PR_SET_CHILD_SUBREAPER = 36
+
+
+class ToolError(RuntimeError):
+    """The tests could not be run."""
 
 
 class Verdict(NamedTuple):
@@ -105,6 +111,7 @@ class Tree:
     """``folder/tree`` is the copy; one process at a time may use it."""
 
     def __init__(self, folder: Path) -> None:
+        folder = folder.resolve()  # a test run changes its directory
         self.root = folder / "tree"
         self._work = folder / "work"
         self._log = folder / "last.json"
@@ -157,23 +164,31 @@ class Tree:
         learn: bool = False,
         limit: float | None = None,
     ) -> Verdict:
-        """Run tests of the copy until one fails. ``learn``: run all of them, and note their seconds and failures."""
+        """Run tests of the copy until one fails. ``learn``: run all of them, and note their seconds and failures.
+
+        Raises ToolError if the tests could not be run.
+        """
         self._log.unlink(missing_ok=True)
         shutil.rmtree(self._work, ignore_errors=True)
         self._work.mkdir(parents=True)
         started = time.monotonic()
         limit = limit or self._limit(tests, seconds_max)
         if (child := os.fork()) == 0:
-            status = 70
+            status = TOOL_FAILED
             try:
                 plugin = Order(module, self.known, seconds_max, skip, self._log)
                 status = self._test(tests, plugin, learn)
+            except BaseException:
+                traceback.print_exc()
             finally:
+                sys.stderr.flush()
                 os._exit(status)
         status = _wait(child, started + (1e9 if learn else limit))
         _end_all()
         took = time.monotonic() - started
         seconds, failed = json.loads(self._log.read_text()) if self._log.exists() else ({}, [])
+        if status == TOOL_FAILED or (learn and not seconds):
+            raise ToolError(f"the tests could not be run (exit status {status}): see {self.output}")
         if learn:
             self.known.seconds |= seconds
             self.known.failing = failed
