@@ -1,8 +1,8 @@
 """kvfs below vLLM: the cost on the scheduler, and a comparison with vLLM's own connectors, on CPUs.
 
 Runs in the engine's environment (``make test-vllm`` creates it):
-``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines|lookups|faults [--rounds N]``. Times are ratios to a
-baseline of the same round, as median [min, max]; lookups are rates.
+``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines|lookups|faults|serve [--rounds N]``. Times are ratios
+to a baseline of the same round, as median [min, max]; lookups are rates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks import vllm_faults, vllm_lookups
+from tools.benchmarks import vllm_faults, vllm_lookups, vllm_serve
 
 TOKENS = 131_072
 PROMPT = 1900
@@ -187,9 +187,13 @@ def _bench_model(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["scheduler", "engines", "lookups", "faults"])
+    parser.add_argument("what", choices=["scheduler", "engines", "lookups", "faults", "serve"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--reports", type=Path, help="of serve: a directory for the pages with plots")
     arguments = parser.parse_args()
+    if arguments.what == "serve":
+        vllm_serve.run(arguments.rounds, CONNECTORS, arguments.reports)
+        return
     {"scheduler": scheduler, "engines": engines, "lookups": lookups, "faults": faults}[arguments.what](arguments.rounds)
 
 

@@ -1,0 +1,118 @@
+"""``kvfs bench serve`` against vLLM's API server on a CPU, with and without kvfs, before and after a restart.
+
+Both servers keep vLLM's own prefix cache. Each is asked the same conversations before and after a restart; what differs
+after it is what kvfs restores. In each round both are run, one after the other; ratios are within a round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SHAPE = {"sessions": 6, "turns": 3, "shared": 256, "first": 768, "turn": 64, "output": 8, "concurrency": 2}
+START_SECONDS = 300.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(rounds: int, connectors: dict[str, Callable[[Path], dict[str, Any] | None]], reports: Path | None) -> None:
+    """Rows of Markdown: of each server before and after its restart. ``reports``: where the pages with plots go."""
+    folder = Path(tempfile.mkdtemp(prefix="kvfs-bench-"))
+    seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    try:
+        model = _model(folder / "model")
+        for n in range(rounds):
+            for name in ("none", "kvfs"):
+                store = folder / f"store-{n}"
+                for when in ("first start", "after a restart"):
+                    with _serving(model, connectors[name](store), folder / "log") as url:
+                        _ask(url, 1000 + n, {"sessions": 1, "turns": 1}, None)  # warms up
+                        page = reports / f"{name}-{when.replace(' ', '-')}-{n}.html" if reports is not None else None
+                        seen.setdefault((name, when), []).append(_ask(url, n, SHAPE, page))
+            shutil.rmtree(store, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print("| server | | requests, failed | hits | TTFT p50 | TTFT mean, of that without kvfs |")
+    for (name, when), found in seen.items():
+        ratios = [f["ttft"]["mean"] / b["ttft"]["mean"] for f, b in zip(found, seen["none", when], strict=True)]
+        print(
+            f"| {name} | {when} | {sum(f['requests'] for f in found)}, {sum(f['failed'] for f in found)} "
+            f"| {_spread([f['hit_ratio'] for f in found])} | {_spread([f['ttft']['p50'] for f in found])} s "
+            f"| {_spread(ratios)} |"
+        )
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+
+
+def _ask(url: str, seed: int, shape: dict[str, int], page: Path | None) -> dict[str, Any]:
+    sizes = [word for name, n in {**SHAPE, **shape}.items() for word in (f"--{name}", str(n))]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvfs.cli.main", "bench", "serve", "--json", "--target", f"{url}/v1", "--seed",
+         str(seed), *sizes, *(["--report", str(page)] if page is not None else [])],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(_ROOT)},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"kvfs bench serve failed: {done.stderr}{done.stdout[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@contextmanager
+def _serving(model: Path, transfer: dict[str, Any] | None, log: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = ["--kv-transfer-config", json.dumps(transfer)] if transfer is not None else []
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
+             "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "2048", "--dtype", "bfloat16",
+             "--kv-cache-memory-bytes", str(256 << 20), "--enable-prompt-tokens-details", *more],
+            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(_ROOT)},
+        )  # fmt: skip
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, ConnectionError):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"vLLM did not start: {log.read_text()[-4000:]}") from None
+                time.sleep(0.5)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _model(path: Path) -> Path:
+    """Weights are random; the vocabulary is that of usual models, which the workloads draw from."""
+    from transformers import LlamaConfig
+
+    from tests.vllm import models
+
+    shape = {**models._BASE, "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048,
+             "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    models.CONFIGS["serve"] = lambda: LlamaConfig(num_hidden_layers=8, **shape)
+    return models.build("serve", path)
