@@ -1,11 +1,12 @@
 # make help: what there is. Variables: PYTHON (the interpreter the environment is made from), VENV,
 # TEST_EXTRAS, TEST_WORKERS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS, VLLM_VENV, VLLM_NEXT (a version; default: the newest),
-# ENGINES_VENV, MUTANTS, MUTANTS_SIZE, MUTANTS_SEED, MUTANTS_SECONDS.
+# ENGINES_VENV, CEPH, MUTANTS, MUTANTS_SIZE, MUTANTS_SEED, MUTANTS_SECONDS.
 
 PYTHON      ?= python3
 VENV        ?= .venv
 VLLM_VENV   ?= .venv-vllm
 ENGINES_VENV ?= .venv-engines
+CEPH        ?= .ceph
 VLLM_NEXT   ?=
 TEST_EXTRAS ?= test,transformers,gpu
 TEST_WORKERS ?= auto
@@ -37,7 +38,7 @@ DEV_STAMP  := $(VENV)/.stamp-dev
 DOCS_STAMP := $(VENV)/.stamp-docs
 MUTANTS_STAMP := $(VENV)/.stamp-mutants
 
-.PHONY: help demo test test-slow test-vllm test-vllm-next test-engines mutants native native-check lint format docs \
+.PHONY: help demo test test-slow test-vllm test-vllm-next test-engines test-remote mutants native native-check lint format docs \
     bench install clean
 
 help:
@@ -47,6 +48,7 @@ help:
 	echo "make test-vllm  the tests with a real vLLM (CPU build, 3.4 GB, in $(VLLM_VENV))"
 	echo "make test-vllm-next  the connector's tests with the newest vLLM's Python over those kernels, in $(VLLM_VENV)-next"
 	echo "make test-engines  the tests with a real SGLang and LMCache (on a CPU, in $(ENGINES_VENV))"
+	echo "make test-remote  the tests of the bucket with Ceph's S3 gateway (Debian's packages, unpacked in $(CEPH))"
 	echo "make mutants  judge a random sample of mutants for MUTANTS_SECONDS; call it again to go on"
 	echo "make native   compile the native library into kvfs/native (a C compiler is needed)"
 	echo "make native-check  the tests of native/ in C, under sanitizers"
@@ -55,7 +57,7 @@ help:
 	echo "make docs     the documentation as a site in build/site; fails on a link that leads nowhere"
 	echo "make bench    tools/bench.py                  (BENCH_ARGS=...)"
 	echo "make install  the environment for all of these, in $(VENV)"
-	echo "make clean    remove $(VENV), $(VLLM_VENV), its -next, $(ENGINES_VENV), caches and build outputs"
+	echo "make clean    remove $(VENV), $(VLLM_VENV), its -next, $(ENGINES_VENV), $(CEPH), caches and build outputs"
 
 # The build backend is installed from the same pins, so that building the package asks the network for nothing.
 $(BASE_STAMP): $(DEPS)
@@ -149,6 +151,16 @@ test-vllm-next: $(VLLM_STAMP)
 test-engines: $(ENGINES_STAMP) $(NATIVE_LIB)
 	@"$(ENGINES_VENV)/bin/python" -m pytest tests/sglang tests/lmcache tests/golden/test_golden_chain.py --timeout 300 $(PYTEST_ARGS)
 
+# Unpacked, not installed: the system gets no service and no user of Ceph.
+CEPH_STAMP := $(CEPH)/.stamp
+$(CEPH_STAMP): tests/remote/debian.txt | $(TEST_STAMP)
+	@echo "unpacking Ceph into $(CEPH)"
+	$(PY) -m tools.ceph install "$(CEPH)"
+	touch "$@"
+
+test-remote: $(TEST_STAMP) $(NATIVE_LIB) $(CEPH_STAMP)
+	@KVFS_CEPH="$(abspath $(CEPH))" $(PY) -m pytest tests/remote --timeout 300 $(PYTEST_ARGS)
+
 # A long job in pieces: the session in $(MUTANTS) keeps what is done.
 mutants: $(MUTANTS_STAMP) $(NATIVE_LIB)
 	@test -e "$(MUTANTS)/session.sqlite" || $(PY) -m tools.mutants draw "$(MUTANTS)" --size $(MUTANTS_SIZE) --seed $(MUTANTS_SEED)
@@ -175,6 +187,7 @@ bench: $(DEMO_STAMP) $(NATIVE_LIB)
 
 clean:
 	@if [ -e "$(ENGINES_STAMP)" ]; then rm -rf -- "$(ENGINES_VENV)"; fi
+	if [ -e "$(CEPH_STAMP)" ]; then rm -rf -- "$(CEPH)"; fi
 	if [ -e "$(BASE_STAMP)" ] || [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf -- "$(VENV)"; fi
 	if [ -e "$(VLLM_STAMP)" ]; then rm -rf -- "$(VLLM_VENV)" "$(VLLM_VENV)-next"; fi
 	rm -rf -- build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -122,6 +122,8 @@ class ObstoreClient:
 
     def _remedy(self, exc: Exception) -> str:
         text = str(exc)
+        if "RequestTimeTooSkewed" in text:
+            return "the clock of this host and that of the object store differ too much: "
         if isinstance(exc, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError)):
             return "the credentials of the environment are refused: "
         if "CredentialProvider" in text or "InstanceCredentials" in text or "MissingCredentials" in text:

@@ -17,8 +17,12 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-#: What a fault does to a request: nothing (None), or one of these; "404" is a missing bucket.
-FAULTS = ("503", "403", "cut", "flip", "hang", "drop")
+#: What a fault does to a request: nothing (None), or one of these; "404" is a missing bucket, "skew" a wrong clock.
+FAULTS = ("503", "403", "skew", "cut", "flip", "hang", "drop")
+REFUSED = {
+    "503": (503, "SlowDown"), "403": (403, "AccessDenied"), "404": (404, "NoSuchBucket"),
+    "skew": (403, "RequestTimeTooSkewed"),
+}  # fmt: skip
 
 
 class S3Server:
@@ -70,9 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
             fault = "drop"
         if fault == "drop":
             self.close_connection = True
-        elif fault in ("503", "403", "404"):
-            names = {"503": "SlowDown", "403": "AccessDenied", "404": "NoSuchBucket"}
-            self._answer(int(fault), f"<Error><Code>{names[fault]}</Code></Error>".encode())
+        elif fault in REFUSED:
+            status, code = REFUSED[fault]
+            self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
         return key, parse_qs(url.query, keep_blank_values=True), fault, body
 
     def _answer(self, status: int, body: bytes = b"", sent: bytes | None = None, **headers: str) -> None:
@@ -86,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         key, query, fault, _ = self._begin()
-        if fault in ("503", "403", "404", "drop"):
+        if fault in (*REFUSED, "drop"):
             return
         if "list-type" in query:
             self._list(query)
@@ -116,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         key, _, fault, body = self._begin()
-        if fault in ("503", "403", "404", "drop"):
+        if fault in (*REFUSED, "drop"):
             return
         with self.server_.lock:
             if self.headers.get("If-None-Match") == "*" and key in self.server_.objects:
@@ -133,13 +137,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         key, _, fault, _ = self._begin()
-        if fault not in ("503", "403", "404", "drop"):
+        if fault not in (*REFUSED, "drop"):
             self.server_.objects.pop(key, None)
             self._answer(204)
 
     def do_POST(self) -> None:  # DeleteObjects
         _, _, fault, body = self._begin()
-        if fault in ("503", "403", "404", "drop"):
+        if fault in (*REFUSED, "drop"):
             return
         gone = [part.partition("</Key>")[0] for part in body.decode().split("<Key>")[1:]]
         for key in gone:

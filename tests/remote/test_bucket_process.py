@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -127,17 +126,17 @@ def test_without_a_bucket_nothing_is_fetched(tmp_path: Path) -> None:
         assert store._shared._bucket_process is None
 
 
-def test_read_through_can_be_switched_off(tmp_path: Path, bucket_path: Path) -> None:
-    store_at(tmp_path / "off", f"file://{bucket_path}").close()
+def test_read_through_can_be_switched_off(tmp_path: Path, bucket_url: str) -> None:
+    store_at(tmp_path / "off", bucket_url).close()
     config_file.change(str(tmp_path / "off"), "remote.read_through", "off", Files())
     with kvfs.open(tmp_path / "off") as store:
         assert store.fetch(store.namespace("chat", tiny(), "1a"), tokens_of(1, 40)) is None
 
 
 def test_a_bucket_that_fails_is_left_alone_for_a_while(
-    there: kvfs.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    there: kvfs.Store, bucket_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "bucket").write_text("no directory")
+    bucket_path.write_text("no directory")
     ns = there.namespace("chat", tiny(), "1a")
     for seed in range(bucket_process.FAILURES_MAX):
         fetch = fetched(there, ns, tokens_of(seed, 40))
@@ -274,7 +273,7 @@ def test_a_fetch_that_is_cancelled_ends(there: kvfs.Store, pushed: kvfs.Namespac
     assert fetch.wait(SECONDS) and fetch.pages <= CHUNKS
 
 
-def test_close_ends_the_child_and_what_waits(there: kvfs.Store, pushed: kvfs.Namespace, bucket_path: Path) -> None:
+def test_close_ends_the_child_and_what_waits(there: kvfs.Store, pushed: kvfs.Namespace) -> None:
     ns = there.namespace("chat", tiny(), "1a")
     fetched(there, ns, tokens_of(1, CHUNKS))
     pid = process_of(there).pid
@@ -283,7 +282,6 @@ def test_close_ends_the_child_and_what_waits(there: kvfs.Store, pushed: kvfs.Nam
     there.close()
     assert fetch is not None and fetch.wait(SECONDS)
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
-    shutil.rmtree(bucket_path)
 
 
 def test_what_is_no_prompt_is_refused_before_it_is_asked(there: kvfs.Store) -> None:

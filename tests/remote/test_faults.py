@@ -88,9 +88,8 @@ def pushed(here: kvfs.Store) -> bytes:
 
 @pytest.mark.parametrize("fault", ["fail", "cut", "flip", "gone"])
 def test_a_fault_in_an_object_ends_the_prefix_before_it(
-    here: kvfs.Store, there: kvfs.Store, pushed: bytes, faults: list[Callable[[str, str], str]], fault: str,
-    bucket_path: Path,
-) -> None:  # fmt: skip
+    here: kvfs.Store, there: kvfs.Store, pushed: bytes, faults: list[Callable[[str, str], str]], fault: str
+) -> None:
     ns = there.namespace("chat", tiny(), "1a")
     third = f"/{ns.chunk_hashes(tokens_of(1, CHUNKS))[64].hex()}"
     faults.append(lambda call, name: fault if name.endswith(third) else "")
@@ -144,10 +143,10 @@ def test_an_object_under_another_name_is_refused(
 
 
 def test_a_push_replaces_an_object_that_is_not_valid(
-    here: kvfs.Store, there: kvfs.Store, bucket_path: Path, pushed: bytes
+    here: kvfs.Store, there: kvfs.Store, objects: ObjectStore, stored_pages: Callable[[], list[str]], pushed: bytes
 ) -> None:
-    for file in objects_of(bucket_path)[:2]:
-        file.write_bytes(b"not an object of kvfs" * 1000)
+    for name in stored_pages()[:2]:
+        objects.replace(name, b"not an object of kvfs" * 1000)
     done = here.push(["chat"])
     assert done.failed == 0 and done.objects == 2
     ns = there.namespace("chat", tiny(), "1a")
@@ -226,7 +225,7 @@ def test_two_hosts_that_push_the_same_prompt_at_once_store_each_object_once(
 
 
 def test_a_name_that_is_said_to_exist_and_is_never_shown_fails_once(
-    here: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+    here: kvfs.Store, bucket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.namespace("chat", tiny(), "1a").put(tokens_of(1, 5), seeded(1, 5 * TINY_BYTES))
     plain = DirectoryStore.put_new

@@ -48,6 +48,15 @@ class TestS3(ObjectStoreContract):
         return open_object_store(Remote("s3://bucket/some/prefix"))
 
 
+class TestCeph(ObjectStoreContract):
+    @pytest.fixture(autouse=True)
+    def prefix(self, gateway_url: str) -> None:
+        self.url = gateway_url
+
+    def start(self, place: Path) -> ObjectStore:
+        return open_object_store(Remote(self.url))
+
+
 def test_a_directory_follows_no_symlink_and_names_stay_inside(tmp_path: Path) -> None:
     store = DirectoryStore(str(tmp_path / "bucket"))
     store.put_new("a/b", b"1")
@@ -106,7 +115,7 @@ def test_a_fault_that_passes_is_retried(s3: S3Server, fault: str) -> None:
         assert store.get(f"b{i}", 0, 1) is not None
 
 
-@pytest.mark.parametrize("fault", ["503", "drop", "403"])
+@pytest.mark.parametrize("fault", ["503", "drop", "403", "skew"])
 def test_a_fault_that_stays_is_an_error_after_bounded_retries(s3: S3Server, fault: str) -> None:
     store = open_object_store(Remote("s3://bucket/p", timeout_seconds=5.0))
     s3.fault = lambda method, key, number: fault
@@ -117,6 +126,8 @@ def test_a_fault_that_stays_is_an_error_after_bounded_retries(s3: S3Server, faul
     assert len(str(caught.value)) < 600 and "Debug" not in str(caught.value)
     if fault == "403":
         assert "credentials" in str(caught.value)
+    if fault == "skew":
+        assert "clock of this host" in str(caught.value)
 
 
 def test_a_gateway_that_hangs_ends_at_the_deadline(s3: S3Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ def objects_of(bucket: Path) -> list[Path]:
     return sorted(p for p in bucket.rglob("*") if p.is_file() and p.parent.parent.name == "pages")
 
 
-def test_a_prompt_of_one_host_is_restored_on_another(here: kvfs.Store, there: kvfs.Store, bucket_path: Path) -> None:
+def test_a_prompt_of_one_host_is_restored_on_another(
+    here: kvfs.Store, there: kvfs.Store, stored_pages: Callable[[], list[str]]
+) -> None:
     ns = here.namespace("chat", tiny(), "1a")
     for seed in range(3):
         assert ns.put(tokens_of(seed, 70), seeded(seed, 70 * TINY_BYTES)).stored == 70
     done = here.push(["chat"])
     assert (done.pages, done.stored, done.present, done.failed, done.left_out) == (210, 210, 0, 0, 0)
-    assert len(objects_of(bucket_path)) == done.objects == 9, "an object holds up to 32 small pages"
+    assert len(stored_pages()) == done.objects == 9, "an object holds up to 32 small pages"
     other = there.namespace("chat", tiny(), "1a")
     got = there.pull(other, tokens_of(1, 70))
     assert (got.stored, got.skipped, got.refused, got.failed, got.objects) == (70, 0, 0, 0, 3)
@@ -71,7 +74,7 @@ def test_a_prompt_that_grew_is_pushed_from_where_it_grew(here: kvfs.Store, there
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
 @pytest.mark.parametrize("whole", [False, True], ids=["prompts", "namespace"])
 def test_forks_of_two_hosts_are_found(
-    here: kvfs.Store, there: kvfs.Store, tmp_path: Path, bucket_path: Path, order: int, whole: bool
+    here: kvfs.Store, there: kvfs.Store, tmp_path: Path, bucket_url: str, order: int, whole: bool
 ) -> None:
     """Continuations of one head, stored in different orders on two hosts, which both push."""
     trunk = tokens_of(50, 70)
@@ -87,7 +90,7 @@ def test_forks_of_two_hosts_are_found(
     for i in reversed(shuffled[4:]):
         second.put(forks[i], data(i))
     assert here.push(["forks"]).failed == there.push(["forks"]).failed == 0
-    with store_at(tmp_path / "third", f"file://{bucket_path}") as third:
+    with store_at(tmp_path / "third", bucket_url) as third:
         ns = third.namespace("forks", tiny(), "2b")
         if whole:
             third.pull("forks")
@@ -132,9 +135,7 @@ def test_hybrids_parts_and_opaque_pages(here: kvfs.Store, there: kvfs.Store) -> 
 
 
 @pytest.mark.parametrize("codec", ["zstd", "planes"])
-def test_encoded_pages_travel_as_they_are_stored(
-    here: kvfs.Store, there: kvfs.Store, bucket_path: Path, codec: str
-) -> None:
+def test_encoded_pages_travel_as_they_are_stored(here: kvfs.Store, there: kvfs.Store, codec: str) -> None:
     layout = tiny(page_tokens=256, head_dim=64)
     data, tokens = bytes(range(256)) * (4 * layout.page_bytes // 256), tokens_of(3, 4, 256)
     assert here.namespace("chat", layout, "1a", codec=codec).put(tokens, data).stored == 4
@@ -159,11 +160,11 @@ def test_a_prefix_and_a_match_alone(here: kvfs.Store, there: kvfs.Store) -> None
         here.push()
 
 
-def test_pages_with_a_lifetime_stay_here(here: kvfs.Store, bucket_path: Path) -> None:
+def test_pages_with_a_lifetime_stay_here(here: kvfs.Store, stored_pages: Callable[[], list[str]]) -> None:
     ns = here.namespace("chat", tiny(), "1a")
     ns.put(tokens_of(0, 40), seeded(0, 40 * TINY_BYTES), ttl="1h")
     done = here.push(["chat"])
-    assert (done.stored, done.left_out, done.failed) == (0, 40, 0) and not objects_of(bucket_path)
+    assert (done.stored, done.left_out, done.failed) == (0, 40, 0) and not stored_pages()
 
 
 def test_tenants_have_prefixes_of_their_own(here: kvfs.Store, there: kvfs.Store, bucket_path: Path) -> None:
@@ -194,12 +195,12 @@ def test_a_page_that_was_damaged_here_is_not_pushed(here: kvfs.Store, there: kvf
 
 
 def test_a_namespace_that_is_larger_than_the_store_is_refused_before_anything_is_stored(
-    here: kvfs.Store, tmp_path: Path, bucket_path: Path
+    here: kvfs.Store, tmp_path: Path, bucket_url: str
 ) -> None:
     ns = here.namespace("chat", kvfs.PageLayout.opaque(1 << 20, 16), "1a")
     ns.put_keys([b"%d" % i for i in range(20)], seeded(1, 20 << 20))
     here.push(["chat"])
-    with store_at(tmp_path / "small", f"file://{bucket_path}", "16MiB") as small:
+    with store_at(tmp_path / "small", bucket_url, "16MiB") as small:
         with pytest.raises(kvfs.NoSpaceError, match="this store holds"):
             small.pull("chat")
         assert small.catalog.namespaces() == []

@@ -103,8 +103,8 @@ def test_a_bucket_of_another_program_or_format_is_a_warning(
         assert store.settings.remote.url == f"file://{bucket_path}"
 
 
-def test_doctor_says_that_a_bucket_answers_and_nothing_without_one(tmp_path: Path, bucket_path: Path) -> None:
-    store_at(tmp_path / "here", f"file://{bucket_path}").close()
+def test_doctor_says_that_a_bucket_answers_and_nothing_without_one(tmp_path: Path, bucket_url: str) -> None:
+    store_at(tmp_path / "here", bucket_url).close()
     (found,) = diagnose_bucket(str(tmp_path / "here"), Files())
     assert found.status == OK and "answers" in found.detail
     kvfs.open(tmp_path / "alone", capacity="64MiB").close()

@@ -80,7 +80,9 @@ def test_another_process_goes_on_where_one_has_ended(here: kvfs.Store, uploader:
     other.close()
 
 
-def test_pages_that_nobody_has_read_again_stay_here(here: kvfs.Store, uploader: Uploader, bucket_path: Path) -> None:
+def test_pages_that_nobody_has_read_again_stay_here(
+    here: kvfs.Store, uploader: Uploader, stored_pages: Callable[[], list[str]]
+) -> None:
     ns = here.namespace("chat", tiny(), "1a")
     for seed in (1, 2, 3):
         ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
@@ -89,7 +91,7 @@ def test_pages_that_nobody_has_read_again_stay_here(here: kvfs.Store, uploader: 
     here._shared.c.access_times.flush()
     assert run(here, uploader, "reused") == (40, 0)
     assert run(here, uploader, "reused") == (0, 0)
-    assert len(objects_of(bucket_path)) == 2
+    assert len(stored_pages()) == 2
 
 
 def test_a_pass_is_bounded(here: kvfs.Store, uploader: Uploader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +141,7 @@ def test_a_row_that_was_uploaded_in_part_keeps_its_place(
 
 
 def test_what_another_host_has_in_one_object_is_not_sent_again(
-    here: kvfs.Store, there: kvfs.Store, uploader: Uploader, bucket_path: Path
+    here: kvfs.Store, there: kvfs.Store, uploader: Uploader, stored_pages: Callable[[], list[str]]
 ) -> None:
     tokens, data = tokens_of(1, 30), seeded(1, 30 * TINY_BYTES)
     there.namespace("chat", tiny(), "1a").put(tokens, data)
@@ -148,11 +150,11 @@ def test_what_another_host_has_in_one_object_is_not_sent_again(
     for chunks in (10, 20, 30):
         ns.put(tokens[: chunks * 16], data[: chunks * TINY_BYTES])
         assert run(here, uploader)[0] == 0
-    assert len(objects_of(bucket_path)) == 1
+    assert len(stored_pages()) == 1
 
 
 def test_one_object_that_is_refused_holds_up_no_other(
-    here: kvfs.Store, uploader: Uploader, bucket_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: kvfs.Store, uploader: Uploader, stored_pages: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "PAGES_MAX", 30)
     ns = here.namespace("chat", tiny(), "1a")
@@ -171,11 +173,11 @@ def test_one_object_that_is_refused_holds_up_no_other(
         bucket.objects.put_new = put_new  # type: ignore[method-assign]
         for _ in range(16):
             uploader.run(bucket, "all", lambda nbytes: None)
-        assert len(objects_of(bucket_path)) == 9
+        assert len(stored_pages()) == 9
         bucket.objects.put_new = whole  # type: ignore[method-assign]
         for _ in range(4):
             uploader.run(bucket, "all", lambda nbytes: None)
-        assert len(objects_of(bucket_path)) == 10
+        assert len(stored_pages()) == 10
 
 
 def test_another_bucket_gets_everything(here: kvfs.Store, uploader: Uploader, tmp_path: Path) -> None:
@@ -188,23 +190,25 @@ def test_another_bucket_gets_everything(here: kvfs.Store, uploader: Uploader, tm
 
 
 @pytest.mark.timeout(400)  # waits of up to 100 s for processes, on a machine that may be busy
-def test_a_host_uploads_by_itself_and_another_finds_it(tmp_path: Path, bucket_path: Path) -> None:
+def test_a_host_uploads_by_itself_and_another_finds_it(
+    tmp_path: Path, bucket_url: str, stored_pages: Callable[[], list[str]]
+) -> None:
     """Two processes of one host; the one that uploads is killed, and the other one takes over."""
-    url = f"file://{bucket_path}"
+    url = bucket_url
     store_at(tmp_path / "here", url).close()
     config_file.change(str(tmp_path / "here"), "remote.upload", "all", Files())
     with kvfs.open(tmp_path / "here") as here, store_at(tmp_path / "there", url) as there:
         here.start_bucket_process()
         ns = here.namespace("chat", tiny(), "1a")
         ns.put(tokens_of(1, 40), seeded(1, 40 * TINY_BYTES))
-        wait_until(lambda: len(objects_of(bucket_path)) == 2)
+        wait_until(lambda: len(stored_pages()) == 2)
         process = here._shared.bucket_process()
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         ns.put(tokens_of(2, 40), seeded(2, 40 * TINY_BYTES))
         successor = kvfs.remote.bucket_process.BucketProcess(here._shared.c)
         successor.start()
-        wait_until(lambda: len(objects_of(bucket_path)) == 4)
+        wait_until(lambda: len(stored_pages()) == 4)
         successor.close(SECONDS)
         other = there.namespace("chat", tiny(), "1a")
         for seed in (1, 2):
