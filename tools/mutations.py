@@ -523,7 +523,7 @@ MUTATIONS = (
     ),
     Mutation(
         "remove a purge mark while its segment may come back", "kvfs/eviction/reclaimer.py",
-        "                self._c.files.fsync(\n", "                self._c.files.fstat(\n",
+        'self._c.files.fsync(self._c.directory.sub("doomed"))', 'self._c.files.fstat(self._c.directory.sub("doomed"))',
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(
