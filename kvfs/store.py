@@ -28,7 +28,7 @@ from kvfs.index.session import Session
 from kvfs.index.tables import STATE_NAMES
 from kvfs.native import library as native_library
 from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes
-from kvfs.pages.identity import Identity
+from kvfs.pages.identity import Described, Identity
 from kvfs.pages.layout import PageLayout
 from kvfs.runtime import registry
 from kvfs.runtime.open_store import OpenOptions, OpenStore
@@ -460,10 +460,7 @@ class Store:
         """Write the pages of a match as a safetensors file, which replaces the file at ``path``."""
         from kvfs.bundles import safetensors_file
 
-        self._check_open()
-        described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
-        if described is None or not match.tokens:
-            raise ConfigError("nothing to export: this match has no pages")
+        described = self._described(match)
         check_output(path)
         with root.translate_os_errors(path):
             return safetensors_file.write(self._shared.c, described, match, path, token_ids, progress)
@@ -472,11 +469,14 @@ class Store:
         """The safetensors file of a match, which knows its exact size before it is written."""
         from kvfs.bundles import safetensors_file
 
-        self._check_open()
+        return safetensors_file.TensorFile(self._shared.c, self._described(match), match)
+
+    def _described(self, match: PrefixMatch) -> Described:
+        """The namespace of a match that has pages. ConfigError."""
         described = next((d for d in self.catalog.described() if d.digest == match.namespace), None)
         if described is None or not match.tokens:
             raise ConfigError("nothing to export: this match has no pages")
-        return safetensors_file.TensorFile(self._shared.c, described, match)
+        return described
 
     def import_bundle(
         self, path: str, *, namespaces: Sequence[str] = (), partial: bool = False, digest: str | None = None,

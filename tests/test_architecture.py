@@ -1,4 +1,4 @@
-"""The shape of the code, read from the source: which package may import which, and what nobody may.
+"""The shape of the code, read from the source: which package may import which, and what none may.
 
 ``ALLOWED`` is the table of ``docs/architecture.md``. A new package gets its row in both. Imports inside functions and
 imports for types count like all others. ``python -m tools.structure`` prints what the source says today.

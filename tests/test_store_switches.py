@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvfs
-from kvfs.doctor.checks import BAD, diagnose
+from kvfs.doctor.checks import diagnose
+from kvfs.doctor.findings import BAD
 from kvfs.errors import ConfigError, StoreNotFoundError, StoreReadOnlyError
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, run_child, seeded, tiny, tokens_of

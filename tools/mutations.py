@@ -364,7 +364,7 @@ MUTATIONS = (
         ("tests/security",),
     ),
     Mutation(
-        "free a segment that somebody holds", "kvfs/eviction/reclaimer.py",
+        "free a segment that a reader holds", "kvfs/eviction/reclaimer.py",
         "if not files.flock(fd, fcntl.LOCK_EX):", "if not files.flock(fd, fcntl.LOCK_EX) and fd < 0:",
         ("tests/test_namespace.py::test_a_match_holds_its_pages_after_the_segment_is_unlinked",
          "tests/crash/test_order_of_writes.py"),
@@ -523,7 +523,7 @@ MUTATIONS = (
     ),
     Mutation(
         "remove a purge mark while its segment may come back", "kvfs/eviction/reclaimer.py",
-        "                self._c.files.fsync(\n", "                self._c.files.fstat(\n",
+        'self._c.files.fsync(self._c.directory.sub("doomed"))', 'self._c.files.fstat(self._c.directory.sub("doomed"))',
         ("tests/crash/test_order_of_writes.py",),
     ),
     Mutation(

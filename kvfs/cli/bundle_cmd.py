@@ -12,7 +12,6 @@ from kvfs.cli.app import EXIT_PROBLEMS, FILE, App, Command, common, complete_nam
 from kvfs.cli.output import shown
 from kvfs.cli.prompts import FORMATS, need_prompt, read_prompt, tokenizer_option
 
-PROBLEMS_SHOWN = 20  # lines; --json has all
 KINDS = ("bundle", "safetensors")  # of the file that export writes
 
 
@@ -128,7 +127,7 @@ def _export_bundle(
         try:
             if match is not None and not match.tokens:
                 raise ConfigError(f"nothing of {prompt} is stored: kvfs match shows what is")
-            progress = shown(app.out, "exporting", _pages)
+            progress = shown(app.out, "exporting", text.pages)
             spaces, prefixes = store.catalog.sort_out(targets)
             done = store.export(bundle, spaces, prefixes=prefixes, match=match, key_file=key_file, progress=progress)
         finally:
@@ -180,12 +179,12 @@ def import_command(app: App, bundle: str, namespaces: tuple[str, ...], digest: s
     }  # fmt: skip
 
     def lines() -> Iterable[str]:
-        yield from done.problems[:PROBLEMS_SHOWN]
+        yield from done.problems[: text.PROBLEMS_SHOWN]
         yield (
             f"imported {text.count(done.stored)} of {text.count(done.pages)} pages ({text.size(done.nbytes)}), "
             f"{text.count(done.skipped)} were already stored"
         )
-        for name, pages in list(done.namespaces.items())[:PROBLEMS_SHOWN]:
+        for name, pages in list(done.namespaces.items())[: text.PROBLEMS_SHOWN]:
             yield f"in {name} {text.count(pages)} pages"
         if done.left_out:
             yield f"left out {text.count(done.left_out)} of other namespaces"
@@ -194,7 +193,3 @@ def import_command(app: App, bundle: str, namespaces: tuple[str, ...], digest: s
 
     app.out.result(data, lines, [str(done.stored)])
     return EXIT_PROBLEMS if done.bad else 0
-
-
-def _pages(n: float) -> str:
-    return f"{text.count(round(n))} pages"

@@ -21,8 +21,6 @@ from kvfs.cli.app import (
 from kvfs.cli.output import shown
 from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
 
-PROBLEMS_SHOWN = 20  # lines; --json has all
-
 
 @click.command(
     "push",
@@ -52,7 +50,7 @@ def push_command(
         spaces, prefixes = store.catalog.sort_out(targets)
         match = app.namespace(store, ref).match(ids) if ids is not None else None
         try:
-            progress = shown(app.out, "pushing", _pages)
+            progress = shown(app.out, "pushing", text.pages)
             done = store.push(spaces, prefixes=prefixes, match=match, progress=progress)
         finally:
             if match is not None:
@@ -64,7 +62,7 @@ def push_command(
     }  # fmt: skip
 
     def lines() -> Iterable[str]:
-        yield from done.problems[:PROBLEMS_SHOWN]
+        yield from done.problems[: text.PROBLEMS_SHOWN]
         yield (
             f"pushed {text.count(done.stored)} of {text.count(done.pages)} pages ({text.size(done.nbytes)}) as "
             f"{text.count(done.objects)} objects to {url}, {text.count(done.present)} were there"
@@ -119,7 +117,7 @@ def pull_command(
     }  # fmt: skip
 
     def lines() -> Iterable[str]:
-        yield from done.problems[:PROBLEMS_SHOWN]
+        yield from done.problems[: text.PROBLEMS_SHOWN]
         yield (
             f"pulled {text.count(done.stored)} pages ({text.size(done.nbytes)}) in {text.count(done.objects)} objects "
             f"from {url}, {text.count(done.skipped)} were already stored"
@@ -198,7 +196,7 @@ def verify_command(app: App, repair: bool) -> int:
     }  # fmt: skip
 
     def lines() -> Iterable[str]:
-        yield from done.problems[:PROBLEMS_SHOWN]
+        yield from done.problems[: text.PROBLEMS_SHOWN]
         yield (
             f"{text.count(done.pages)} pages verify in {text.count(done.objects)} objects ({text.size(done.nbytes)}); "
             f"{text.count(done.bad)} objects do not verify"
@@ -274,7 +272,3 @@ def _check_writable(app: App) -> None:
 
     if app.read_only:
         raise StoreReadOnlyError("this changes the bucket, and KVFS_READONLY or --read-only is set: run it without")
-
-
-def _pages(n: float) -> str:
-    return f"{text.count(round(n))} pages"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvfs.directory.sizes import size as size
 
+PROBLEMS_SHOWN = 20  # lines of a report's problems; --json has all
 COLUMN_MIN = 12  # characters that a shortened column keeps: an id is still recognized
 _DOTS = "..."
 _AGES = ((604_800, "w"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
@@ -30,6 +31,10 @@ class Marked(str):
 def count(n: int) -> str:
     """``53,000``."""
     return f"{n:,}"
+
+
+def pages(n: float) -> str:
+    return f"{count(round(n))} pages"
 
 
 def seconds(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvfs.directory import config_file
 from kvfs.directory.root import Directory
-from kvfs.doctor.checks import OK, WARN, Finding
+from kvfs.doctor.findings import OK, WARN, Finding
 from kvfs.errors import KvfsError
 from kvfs.remote.reachable import problem
 from kvfs.system.files import Files

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -16,14 +15,16 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfs.bundles.drop_folder import waiting
 from kvfs.directory import config, io_mode
-from kvfs.directory.liveness import FOREIGN_FRESH_SECONDS, census
+from kvfs.directory.liveness import census
 from kvfs.directory.root import GOOD_FILESYSTEMS, Directory, filesystem_of
 from kvfs.directory.sizes import size
 from kvfs.directory.watch import probe
+from kvfs.doctor.findings import BAD, OK, WARN, Finding
+from kvfs.doctor.locks import locks, processes
 from kvfs.errors import ConfigError, CorruptError, KvfsError
 from kvfs.native import library
 from kvfs.native.payloads import CachedRead, Stretch
@@ -33,22 +34,10 @@ from kvfs.system.files import Files, boot_id
 from kvfs.system.memory_limits import cgroup_limit, memory_available
 from kvfs.system.memory_views import address_of
 
-OK, WARN, BAD = "ok", "warn", "bad"
 CHECKS_SECONDS, DISK_SECONDS = 1.0, 4.0  # all checks together before the disk is asked; the read of one block
-LOCK_SECONDS = 1.0  # a lock that is held for longer is reported: its owners need milliseconds
 SEGMENTS_MAX = 8192  # segments whose share in the page cache is read
 HEADROOM_FILES = 256  # descriptors that a process needs in addition to one per segment
 _MIB = 1 << 20
-
-
-class Finding(NamedTuple):
-    """One check: its name, ok / warn / bad, what was seen, what to do ("" if nothing)."""
-
-    check: str
-    status: str
-    detail: str
-    remedy: str = ""
-    data: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 def diagnose(path: str, files: Files, more: Callable[[], list[Finding]] = list) -> list[Finding]:
@@ -81,7 +70,7 @@ def _diagnose(path: str, files: Files, found: list[Finding], more: Callable[[], 
             remedy = "use the kvfs that wrote it, or start with an empty directory"
             found.append(Finding("format", BAD, str(exc), "" if isinstance(exc, CorruptError) else remedy))
         for check in (
-            _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _native, _processes, _locks,
+            _settings, _file_system, _space, _permissions, _limits, _memory, _kernel, _native, processes, locks,
             _index, _leftovers, _drop_folder, _watch, _page_cache,
         ):  # fmt: skip
             try:
@@ -304,92 +293,6 @@ def _native(directory: Directory) -> Iterator[Finding]:
         return
     sha = "with" if native.has_sha else "without"
     yield Finding("native library", OK, f"{state}, {sha} SHA-256 instructions", "", {"state": state})
-
-
-def lock_holders(directory: Directory) -> dict[tuple[int, int], list[tuple[int, str]]]:
-    """(device, inode) -> [(pid, READ or WRITE)] of all flocks that /proc/locks shows to this process."""
-    found: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
-        for line in lines:
-            fields = line.split()
-            with contextlib.suppress(ValueError, IndexError):
-                if fields[1] != "FLOCK":  # also skips processes that wait for a lock
-                    continue
-                major, minor, inode = fields[5].split(":")
-                device = os.makedev(int(major, 16), int(minor, 16))
-                found.setdefault((device, int(inode)), []).append((int(fields[4]), fields[3]))
-    return found
-
-
-def _holder(directory: Directory, name: str, sub: str, holders: dict[tuple[int, int], list[tuple[int, str]]]) -> str:
-    try:
-        st = directory.files.stat(name, dir_fd=directory.sub(sub) if sub else directory.root)
-    except OSError:
-        return ""
-    # 0: a process of another PID namespace
-    return ", ".join(
-        f"pid {pid}" if pid else "a process of another container" for pid, _ in holders.get((st.st_dev, st.st_ino), [])
-    )
-
-
-def _processes(directory: Directory) -> Iterator[Finding]:
-    holders = lock_holders(directory)
-    owners = census(directory)
-    alive = [owner for owner, lives in owners if lives]
-    dead = len(owners) - len(alive)
-    named = [_holder(directory, f"{owner}.live", "run", holders) or "unknown" for owner in alive]
-    detail = f"{len(alive)} open the store" + (f" ({', '.join(named[:16])})" if named else "")
-    data = {"alive": len(alive), "dead": dead, "holders": named}
-    yield Finding(
-        "processes", OK, detail + (f"; {dead} died and are cleaned up after by the next user" if dead else ""), "", data
-    )
-    now, boot = directory.files.now_us(), boot_id(directory.files)
-    for owner, _ in owners:
-        body = directory.read_small(f"{owner}.live", 4096, sub="run") or b""
-        with contextlib.suppress(ValueError):
-            other, stamp = body.decode("ascii").split()
-            age = (now - int(stamp)) / 1e6
-            if other != boot and 0 <= age < FOREIGN_FRESH_SECONDS:
-                yield Finding(
-                    "hosts", BAD, f"a process under another kernel used the store {age:.0f} s ago",
-                    "one host at a time: stop the other one",
-                )  # fmt: skip
-
-
-def _locks(directory: Directory) -> Iterator[Finding]:
-    holders = lock_holders(directory)
-    stuck: list[str] = []
-    busy: list[str] = []
-    for name, sub in (("gate", ""), ("main", ""), ("gc", "run"), ("rebuild", "run")):
-        free = _is_free(directory, name, sub)
-        if free is False:
-            who = _holder(directory, name, sub, holders) or "an unknown process"
-            (busy if name == "rebuild" else stuck).append(f"{name} by {who}")
-    if stuck:
-        yield Finding(
-            "locks", BAD, f"held for more than {LOCK_SECONDS:.0f} s: {'; '.join(stuck)}",
-            "it is stopped, swapping or waits for a disk: resume it (kill -CONT) or end it, which releases its locks",
-        )  # fmt: skip
-    else:
-        yield Finding("locks", OK, "free" if not busy else f"free; {'; '.join(busy)} (an index is being built)")
-
-
-def _is_free(directory: Directory, name: str, sub: str) -> bool | None:
-    """Whether a lock can be acquired within LOCK_SECONDS; None if there is no such file."""
-    files = directory.files
-    try:
-        fd = files.open(name, os.O_RDONLY, dir_fd=directory.sub(sub) if sub else directory.root)
-    except OSError:
-        return None
-    try:
-        deadline = files.monotonic() + LOCK_SECONDS
-        while not files.flock(fd, fcntl.LOCK_SH):
-            if files.monotonic() >= deadline:
-                return False
-            files.sleep(0.001)
-        return True
-    finally:
-        files.close(fd)
 
 
 def _index(directory: Directory) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvfs.directory.root import Directory
 from kvfs.doctor import gpu_probe
-from kvfs.doctor.checks import BAD, OK, WARN, Finding
+from kvfs.doctor.findings import BAD, OK, WARN, Finding
 from kvfs.format import segment as fmt
 from kvfs.segments.scan import scan_segment
 from kvfs.system.descriptors import Descriptor

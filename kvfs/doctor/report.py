@@ -16,7 +16,7 @@ from typing import Any
 from kvfs.directory import config
 from kvfs.directory.root import Directory, translate_os_errors
 from kvfs.directory.shared_counters import SharedCounters
-from kvfs.doctor.checks import Finding
+from kvfs.doctor.findings import Finding
 from kvfs.errors import ConfigError
 from kvfs.system.files import Files, check_output
 

@@ -107,9 +107,8 @@ class Reclaimer:
         marked = {row.segment_id for _, row in free if self._c.marks.has(row.segment_id)}
         if marked:
             try:
-                self._c.files.fsync(
-                    self._c.directory.sub("doomed")
-                )  # a file that a power cut brings back finds its mark
+                # a file that a power cut brings back finds its mark
+                self._c.files.fsync(self._c.directory.sub("doomed"))
             except OSError as exc:
                 failed, free = failed or exc, [item for item in free if item[1].segment_id not in marked]
             else:

@@ -455,8 +455,7 @@ class Index:
             resume.wait(timeout)
             self._paused = False
 
-        thread = threading.Thread(target=lambda: self._try_call(pause, timeout), daemon=True)
-        thread.start()
+        threading.Thread(target=self._try_call, args=(pause, timeout), name="kvfs-quiesce", daemon=True).start()
         reached.wait(timeout)
         return resume.set
 

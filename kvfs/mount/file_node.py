@@ -31,8 +31,8 @@ TOUCH_SECONDS = 30.0  # a copy that is opened again marks its pages as used this
 class FileNode(NamedNode):
     """A file with one content. ``check`` is None until it has one.
 
-    Of the files open at it, some are served by the kernel from the copy (``passed``), the others by this process: the
-    kernel allows only one kind at a time. A writer that finds the first kind gets a node of its own.
+    Some of its open files are served by the kernel from the copy (``passed``), the others by this process: the kernel
+    allows only one kind at a time. A writer that finds the first kind gets a node of its own.
     """
 
     def __init__(self, tree: FileTree, ino: int, check: int | None, manifest: Manifest | None) -> None:

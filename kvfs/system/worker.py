@@ -123,9 +123,8 @@ class WatchedCalls:
         """``hung_seconds``: instead of HUNG_SECONDS."""
         self._path = path  # of the store, for messages
         self._hung_seconds = hung_seconds
-        self._threads: list[
-            _WatchedThread
-        ] = []  # that run, or hang; without a lock, which an interrupt could leave held
+        #: That run, or hang; without a lock, which an interrupt could leave held.
+        self._threads: list[_WatchedThread] = []
         self._hung: list[_WatchedThread] = []
 
     def run(self, function: Callable[[], T]) -> T:

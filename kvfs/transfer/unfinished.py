@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from kvfs.transfer.control import TransferControl
 from kvfs.types import TransferState
 
-_SLEEP_SECONDS_MAX = 3600.0  # a queue refuses to wait for ever longer times
+_SLEEP_SECONDS_MAX = 3600.0  # a queue refuses a timeout that is too long
 
 
 class Unfinished:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import kvfs
-from kvfs.doctor import checks
-from kvfs.doctor.checks import BAD, OK, WARN, Finding
+from kvfs.doctor import checks, locks
+from kvfs.doctor.findings import BAD, OK, WARN, Finding
 from kvfs.native import library
 from kvfs.native.payloads import CachedRead
 from kvfs.system.files import Files
@@ -73,7 +73,7 @@ def test_users_are_named_by_pid(path: Path) -> None:
 
 
 def test_a_stopped_process_that_holds_a_lock_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "LOCK_SECONDS", 0.05)
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -15,7 +15,7 @@ import pytest
 
 import kvfs
 from kvfs.directory.root import Directory
-from kvfs.doctor.checks import BAD, OK, WARN, Finding
+from kvfs.doctor.findings import BAD, OK, WARN, Finding
 from kvfs.doctor.gpu_checks import _sample, diagnose_gpu
 from kvfs.system.files import Files
 from tests.stores import seeded, tiny, tokens_of

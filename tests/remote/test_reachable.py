@@ -13,7 +13,7 @@ import pytest
 import kvfs
 from kvfs.directory.config import Remote
 from kvfs.doctor.bucket_check import diagnose_bucket
-from kvfs.doctor.checks import OK, WARN
+from kvfs.doctor.findings import OK, WARN
 from kvfs.remote import reachable
 from kvfs.remote.directory_store import STALE_SECONDS, TEMPORARY, DirectoryStore
 from kvfs.remote.names import MARKER

@@ -31,7 +31,7 @@ touch = xxhash.xxh3_64_intdigest
 
 
 class Extent(NamedTuple):
-    """Where a piece of a prompt lies."""
+    """Where a piece of a prompt is stored."""
 
     file: int
     offset: int

@@ -1,9 +1,9 @@
 """cli: what the commands that people look with cost in a large store, and whether warming is as fast as the disk.
 
 Part 1: ``kvfs inspect``, ``ls`` and ``stats`` as processes of their own, on a store of ``--index-pages`` pages of
-4 KiB, round by round first while nobody else uses the store, then while ``--writers`` processes put prompts of 64 pages
-without a pause. ``kvfs config`` opens no index: it shows what Python and the imports cost at that moment. On a machine
-with fewer cores than writers that grows, too; each ratio is taken within one round.
+4 KiB, round by round first while no other process uses the store, then while ``--writers`` processes put prompts of 64
+pages without a pause. ``kvfs config`` opens no index: it shows what Python and the imports cost at that moment. On a
+machine with fewer cores than writers that grows, too; each ratio is taken within one round.
 
 Part 2: ``store.warm`` of a store whose pages are in no page cache, in turns with bare ways to read equal files cold,
 and with bare ways to fill the page cache from the store's own segments (``tools.benchmarks.fills``; not from others, as

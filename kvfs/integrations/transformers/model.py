@@ -195,7 +195,7 @@ def weights_digest(model: Any) -> str:
     seen = fingerprint(model)
     known = _digests.get(model)
     if known is None or known[0] != seen:
-        with ThreadPoolExecutor(min(DIGEST_THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(DIGEST_THREADS, os.cpu_count() or 1), "kvfs-digest") as pool:
             parts = list(pool.map(_tensor_digest, sorted(_tensors(model), key=lambda item: item[0])))
         known = (seen, hashlib.blake2b(b"".join(parts), digest_size=32).hexdigest())
         _digests[model] = known
