@@ -22,6 +22,8 @@ FILE_BYTES = 16 * 1024  # of a small store, about 100 events; ``Settings.event_f
 FILE_BYTES_MAX = 1 << 20  # that are read
 LINE_BYTES_MAX = 2048
 WAIT_SECONDS = 0.2  # for the lock: an append takes a fraction of a millisecond
+TRIES = 4  # of one append, while other processes replace the file
+AT_US_MAX, NUMBER_MAX = 1 << 57, 1 << 63  # a time in the year 6537; a detail or a process id
 _TEXT_MAX = 256  # characters of one detail
 
 
@@ -74,24 +76,32 @@ class EventLog:
                 self._append(line)
 
     def _append(self, line: bytes) -> None:
-        """Append, unless the line would not fit. The lock is released with the descriptor, also by a death."""
+        """Append. The lock is released with the descriptor, also by a death."""
         run = self._directory.sub("run")
-        with contextlib.suppress(FileExistsError):
-            Descriptor.create(self._files, EVENTS, self._directory.file_mode, dir_fd=run).close()
-        file = Descriptor.open(self._files, EVENTS, os.O_RDWR, dir_fd=run)
-        try:
-            if not self._locked(file.fd):
+        for _ in range(TRIES):
+            with contextlib.suppress(FileExistsError):
+                Descriptor.create(self._files, EVENTS, self._directory.file_mode, dir_fd=run).close()
+            file = Descriptor.open(self._files, EVENTS, os.O_RDWR, dir_fd=run)
+            try:
+                if not self._locked(file.fd):
+                    return
+                if not self._has_name(file.fd, run):
+                    continue  # it was full, and another process has replaced it
+                size = self._files.fstat(file.fd).st_size
+                if size and size + len(line) > self._file_bytes:
+                    self._files.rename(EVENTS, OLDER, src_dir_fd=run, dst_dir_fd=run)
+                    continue
+                torn = size and self._files.read(file.fd, 1, size - 1) != b"\n"  # by a death, or a full disk
+                self._files.write_all(file.fd, [b"\n" + line if torn else line], size)
                 return
-            size = self._files.fstat(file.fd).st_size
-            if size + len(line) > self._file_bytes:
-                self._files.rename(EVENTS, OLDER, src_dir_fd=run, dst_dir_fd=run)
+            finally:
                 file.close()
-                file = Descriptor.create(self._files, EVENTS, self._directory.file_mode, dir_fd=run)
-                size = 0
-            torn = size and self._files.read(file.fd, 1, size - 1) != b"\n"  # by a death, or a full disk
-            self._files.write_all(file.fd, [b"\n" + line if torn else line], size)
-        finally:
-            file.close()
+
+    def _has_name(self, fd: int, run: int) -> bool:
+        """Whether a file is still the one that events are appended to."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(self._files.fstat(fd), self._files.stat(EVENTS, dir_fd=run))
+        return False
 
     def _locked(self, fd: int) -> bool:
         """False if another process keeps the lock: it was stopped while it appended."""
@@ -120,4 +130,8 @@ def _parse(line: bytes) -> Event | None:
     kinds = (int, str, int, str, dict)
     if not all(type(value) is kind for value, kind in zip(event, kinds, strict=True)):
         return None
-    return event if all(type(value) in (str, int) for value in event.details.values()) else None
+    details = event.details.values()
+    if not all(type(value) in (str, int) for value in details) or not 0 <= event.at_us < AT_US_MAX:
+        return None
+    numbers = (value for value in (event.pid, *details) if type(value) is int)
+    return event if all(abs(value) < NUMBER_MAX for value in numbers) else None

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def test_a_torn_line_costs_only_itself(path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [b"\xff" * 40, b"{}", b"[1]", b'{"at_us": 1, "what": 2, "pid": 3, "command": "", "details": {}}', b"[" * 100_000,
-     b'{"at_us": 1, "what": "x", "pid": 3, "command": "", "details": {"a": []}}'],
+     b'{"at_us": 1, "what": "x", "pid": 3, "command": "", "details": {"a": []}}',
+     b'{"at_us": 1' + b"0" * 20 + b', "what": "x", "pid": 3, "command": "", "details": {}}',
+     b'{"at_us": -1, "what": "x", "pid": 3, "command": "", "details": {}}',
+     b'{"at_us": 1, "what": "x", "pid": 3, "command": "", "details": {"a": 1' + b"0" * 400 + b"}}"],
 )  # fmt: skip
 def test_garbage_is_no_event(path: Path, line: bytes) -> None:
     (path / "run" / "events").write_bytes(line + b"\n")
@@ -120,6 +124,30 @@ def test_processes_that_add_at_once_tear_no_line(path: Path) -> None:
     data = [file.read_bytes() for file in files if file.exists()]
     assert all(each.endswith(b"\n") for each in data)
     assert len(seen(path)) == sum(each.count(b"\n") for each in data) > 50
+
+
+class RotatedMeanwhile(Files):
+    """Another process rotates the log between this one's open and its lock."""
+
+    def __init__(self, rotate: Callable[[], None]) -> None:
+        self._rotate: Callable[[], None] | None = rotate
+
+    def flock(self, fd: int, kind: int) -> bool:
+        rotate, self._rotate = self._rotate, None
+        if rotate is not None:
+            rotate()
+        return super().flock(fd, kind)
+
+
+def test_a_log_that_another_process_rotates_meanwhile_loses_nothing(path: Path) -> None:
+    directory = Directory(str(path), Files(), read_only=False)
+    other = EventLog(directory, 1000)
+    while (path / "run" / "events").stat().st_size < 900 if (path / "run" / "events").exists() else True:
+        other.add("gc", count=1)
+    before = len(seen(path))
+    files = RotatedMeanwhile(lambda: other.add("by the other", text="x" * 80))
+    EventLog(Directory(str(path), files, read_only=False), 1000).add("mine")
+    assert [what for what, _ in seen(path)] == ["gc"] * before + ["by the other", "mine"]
 
 
 def test_a_reader_writes_nothing(path: Path) -> None:
