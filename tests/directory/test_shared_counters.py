@@ -358,7 +358,9 @@ def written(path: Path, body: dict[str, Any], turn: int = 3) -> None:
     (path / "run" / "namespaces").write_bytes(slot * 2)
 
 
-@pytest.mark.parametrize("value", ["x" * 16_150, [1] * 5000, {"a": 1}, 10**400, -5, 1.5, None], ids=lambda v: repr(v)[:9])
+@pytest.mark.parametrize(
+    "value", ["x" * 16_150, [1] * 5000, {"a": 1}, 10**400, -5, 1.5, None], ids=lambda value: repr(value)[:9]
+)
 @pytest.mark.parametrize("name", ["lookups", "at"])
 def test_what_is_no_count_is_not_carried_on(path: Path, name: str, value: object) -> None:
     written(path, {"namespaces": {"ab" * 32: {name: value, "puts": 1, "pages_stored": 7}}})
