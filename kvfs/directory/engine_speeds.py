@@ -40,8 +40,10 @@ class EngineSpeeds:
         now_us, speed = self._directory.files.now_us(), min(max(1, round(tokens_per_second)), TOKENS_PER_SECOND_MAX)
 
         def change(body: dict[str, Any], _: int) -> dict[str, Any]:
-            entries = {**_entries(body), digest.hex(): (speed, now_us)}
-            latest = sorted(entries, key=lambda name: entries[name][1], reverse=True)[:ENGINES_MAX]
+            mine, others = digest.hex(), _entries(body)
+            entries = {mine: (speed, now_us), **{name: value for name, value in others.items() if name != mine}}
+            # of equal times the first stays: those of a clock that was ahead do not keep this one out
+            latest = sorted(entries, key=lambda name: min(entries[name][1], now_us), reverse=True)[:ENGINES_MAX]
             return {"engines": {name: entries[name] for name in latest}}
 
         with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ FILE_BYTES_MAX = 1 << 20  # that are read
 LINE_BYTES_MAX = 2048
 WAIT_SECONDS = 0.2  # for the lock: an append takes a fraction of a millisecond
 TRIES_MAX = 8  # of one append, while others replace the file
+AT_US_MAX, NUMBER_MAX = 1 << 57, 1 << 63  # a time in the year 6537; a detail or a process id
 _TEXT_MAX = 256  # characters of one detail
 
 #: Counts that are noted as one event per minute and process, if they grew: name of the count -> what happened.
@@ -140,4 +141,8 @@ def _parse(line: bytes) -> Event | None:
     kinds = (int, str, int, str, dict)
     if not all(type(value) is kind for value, kind in zip(event, kinds, strict=True)):
         return None
-    return event if all(type(value) in (str, int) for value in event.details.values()) else None
+    details = event.details.values()
+    if not all(type(value) in (str, int) for value in details) or not 0 <= event.at_us < AT_US_MAX:
+        return None
+    numbers = (value for value in (event.pid, *details) if type(value) is int)
+    return event if all(abs(value) < NUMBER_MAX for value in numbers) else None

@@ -114,13 +114,15 @@ class SharedCounters:
         now_us = self._files.now_us()
 
         def change(body: dict[str, Any], room: int) -> dict[str, Any]:
-            entries = _entries(body)
+            known, entries = _entries(body), dict[bytes, dict[str, int]]()
             for digest, gain in gained.items():
-                sums = Counter(_counts(entries.get(digest)))
+                sums = Counter(_counts(known.pop(digest, None)))
                 sums.update({name: n for name, n in gain.items() if name in NAMESPACE_COUNTS})
                 entries[digest] = {**sums, "at": now_us}
+            entries |= known
             most = min(NAMESPACES_MAX, room // NAMESPACE_BYTES_MAX)
-            kept = sorted(entries, key=lambda digest: _time(entries[digest]), reverse=True)[:most]
+            # of equal times the first stay: those of a clock that was ahead do not keep new ones out
+            kept = sorted(entries, key=lambda digest: min(_time(entries[digest]), now_us), reverse=True)[:most]
             return {"namespaces": {digest.hex(): entries[digest] for digest in kept}}
 
         if self._namespaces.update(change):
@@ -148,13 +150,14 @@ def _counts(found: Any) -> dict[str, int]:
     return {k: n for k, n in found.items() if _NAME.match(k) and k != "at" and type(n) is int and 0 <= n < _COUNT_MAX}
 
 
-def _entries(body: dict[str, Any]) -> dict[bytes, dict[str, Any]]:
+def _entries(body: dict[str, Any]) -> dict[bytes, dict[str, int]]:
+    """Counts by namespace digest, and ``at``; whatever else a damaged file holds is left out."""
     found = body.get("namespaces")
     if not isinstance(found, dict):
         return {}
     items = list(found.items())[:NAMESPACES_MAX]
     return {
-        bytes.fromhex(digest): {name: entry[name] for name in (*NAMESPACE_COUNTS, "at") if name in entry}
+        bytes.fromhex(digest): {k: n for k, n in _counts(entry).items() if k in NAMESPACE_COUNTS} | {"at": _time(entry)}
         for digest, entry in items
         if _DIGEST.match(digest) and isinstance(entry, dict)
     }
@@ -162,4 +165,4 @@ def _entries(body: dict[str, Any]) -> dict[bytes, dict[str, Any]]:
 
 def _time(entry: Mapping[str, Any]) -> int:
     at = entry.get("at")
-    return at if type(at) is int else 0
+    return at if type(at) is int and 0 <= at < _COUNT_MAX else 0

@@ -85,6 +85,7 @@ class SlotFile:
         size = self._size(file)
         if not size:
             size = self._slot_bytes
+            self._files.truncate(file.fd, 0)  # one that is too large would never be read
             self._files.write_all(file.fd, [bytes(2 * size)], 0)
         return size
 

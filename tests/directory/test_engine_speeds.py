@@ -75,3 +75,14 @@ def test_a_disk_that_fails_says_nothing(path: Path, kind: str) -> None:
     assert mine.read(digest(1)) in (None, 10)
     files.arm()
     assert mine.read(digest(1)) == 10
+
+
+def test_measurements_from_a_future_do_not_keep_others_out(path: Path) -> None:
+    """The clock was years ahead once, and has been set right."""
+    ahead = {digest(n).hex(): [5, 1 << 60] for n in range(1, ENGINES_MAX + 1)}
+    SlotFile(Directory(str(path), Files(), read_only=False), "engines", SLOT_BYTES_MIN).update(
+        lambda body, room: {"engines": ahead}
+    )
+    mine = speeds(path)
+    mine.note(digest(0), 700)
+    assert mine.read(digest(0)) == 700

@@ -71,7 +71,10 @@ def test_a_torn_line_costs_only_itself(path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [b"\xff" * 40, b"{}", b"[1]", b'{"at_us": 1, "what": 2, "pid": 3, "command": "", "details": {}}', b"[" * 100_000,
-     b'{"at_us": 1, "what": "x", "pid": 3, "command": "", "details": {"a": []}}'],
+     b'{"at_us": 1, "what": "x", "pid": 3, "command": "", "details": {"a": []}}',
+     b'{"at_us": 1' + b"0" * 20 + b', "what": "x", "pid": 3, "command": "", "details": {}}',
+     b'{"at_us": -1, "what": "x", "pid": 3, "command": "", "details": {}}',
+     b'{"at_us": 1, "what": "x", "pid": 3, "command": "", "details": {"a": 1' + b"0" * 400 + b"}}"],
 )  # fmt: skip
 def test_garbage_is_no_event(path: Path, line: bytes) -> None:
     (path / "run" / "events").write_bytes(line + b"\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import threading
@@ -355,3 +356,51 @@ def test_a_store_counts_by_namespace_and_by_the_tier_that_loads_came_from(path: 
     assert mine["tokens_loaded_host"] + mine.get("tokens_loaded_disk", 0) == tokens == total(path)["tokens_loaded"]
     assert mine["pages_stored"] == 4 and mine["bytes_written"] == mine["bytes_loaded"] == 4 * TINY_BYTES
     assert found[other.identity.digest] == {"lookups": 1, "tokens_queried": tokens}
+
+
+def written(path: Path, body: dict[str, Any], turn: int = 3) -> None:
+    """A file ``run/namespaces`` with a valid checksum, whatever it says."""
+    data, size = json.dumps(body).encode(), shared_counters.NAMESPACE_SLOT_BYTES
+    head = slot_file._HEAD.pack(0, turn, len(data))[8:]
+    slot = (checksum(head + data).to_bytes(8, "little") + head + data).ljust(size, b"\0")
+    (path / "run" / "namespaces").write_bytes(slot * 2)
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 16_150, [1] * 5000, {"a": 1}, 10**400, -5, 1.5, None], ids=lambda value: repr(value)[:9]
+)
+@pytest.mark.parametrize("name", ["lookups", "at"])
+def test_what_is_no_count_is_not_carried_on(path: Path, name: str, value: object) -> None:
+    written(path, {"namespaces": {"ab" * 32: {name: value, "puts": 1, "pages_stored": 7}}})
+    mine = process(path)
+    assert mine.by_namespace() == {b"\xab" * 32: shared_counters.NamespaceSums(0, {"pages_stored": 7})}
+    mine.add({}, {bytes(32): {"lookups": 2}})
+    sums = mine.by_namespace()
+    assert sums[bytes(32)].counts == {"lookups": 2} and sums[b"\xab" * 32].counts == {"pages_stored": 7}
+
+
+@pytest.mark.parametrize("turn", [2**64 - 1, 2**64 - 2, 2**63])
+def test_a_turn_that_no_process_can_have_reached_is_damage(path: Path, turn: int) -> None:
+    written(path, {"namespaces": {}}, turn)
+    mine = process(path)
+    for n in (2, 4):
+        mine.add({}, {bytes(32): {"lookups": n}})
+        assert mine.by_namespace()[bytes(32)].counts == {"lookups": n}
+
+
+def test_a_file_that_is_too_large_is_made_again(path: Path) -> None:
+    mine = process(path)
+    (path / "run" / "totals").write_bytes(bytes(2 * slot_file.SLOT_BYTES_MAX + 2))
+    mine.add({"lookups": 3})
+    assert total(path) == {"lookups": 3}
+    assert (path / "run" / "totals").stat().st_size == 2 * shared_counters.SLOT_BYTES
+
+
+def test_namespaces_from_a_future_do_not_keep_others_out(path: Path) -> None:
+    """The clock was years ahead once, and has been set right."""
+    most = shared_counters.NAMESPACE_SLOT_BYTES // shared_counters.NAMESPACE_BYTES_MAX
+    ahead = {f"{n:064x}": {"lookups": 1, "at": 1 << 60} for n in range(1, most + 1)}
+    written(path, {"namespaces": ahead})
+    mine = process(path)
+    mine.add({}, {bytes(32): {"lookups": 2}})
+    assert mine.by_namespace()[bytes(32)].counts == {"lookups": 2}
