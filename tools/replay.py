@@ -142,7 +142,7 @@ def replay(
             if missing:
                 declined += ns.put(ids, page * missing, start=loaded).declined
             if number % SAMPLE == 0:
-                used = max(used, store.stats()["used_bytes"])
+                used = max(used, store.stats().get("used_bytes", 0))  # missing while the index does not answer
                 held = max(held, sum(c.records for c in store.catalog.contents()))
         counters = store.stats()["counters"]
     seconds = time.perf_counter() - begin

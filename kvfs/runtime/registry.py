@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -11,8 +12,12 @@ from functools import partial
 from kvfs.directory import root
 from kvfs.errors import ConfigError, StoreLockedError, StoreNotFoundError
 from kvfs.runtime.open_store import CLOSE_SECONDS, OpenOptions, OpenStore
+from kvfs.system.worker import WatchedCalls
 
+log = logging.getLogger("kvfs")
 WAIT_SECONDS = 30.0  # how long an open waits for the same directory to be closed in this process
+#: How long a forked child waits in ``os.fork`` for a disk that does not answer, where nothing else of it can run.
+RESTART_SECONDS = 5.0
 Key = tuple[int, int]  # device and inode of the directory
 
 _LOCK = threading.RLock()
@@ -153,7 +158,9 @@ def _after_in_child() -> None:
     _CLOSING.clear()
     for key, store in list(_STORES.items()):
         try:
-            store.restart_in_child()
+            WatchedCalls(store.path, RESTART_SECONDS).run(store.restart_in_child)
+        except StoreLockedError:  # until the disk answers, and the store has been started, its calls miss and decline
+            log.warning("%s: the disk hangs: a forked child begins without this store", store.path)
         except BaseException as exc:  # a signal handler may raise one: a store that is half started is not used again
             del _STORES[key]
             if not isinstance(exc, Exception):

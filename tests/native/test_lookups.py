@@ -573,3 +573,34 @@ def test_beside_a_writer_each_answer_lies_between_two_of_python(
         stop.set()
         writer.join()
         assert looked > 20 and grew
+
+
+def test_a_native_lookup_leaves_the_access_time_of_the_index_alone(native: library.Library, tmp_path: Path) -> None:
+    """To write one a read waits for the journal of a file system that hangs, with the interpreter held."""
+    with kvfs.open(tmp_path / "store", capacity="64MiB") as store:  # on a disk: tmpfs has no journal
+        ns = store.namespace("m", tiny(), "1")
+        assert ns.put(tokens_of(1, 4), seeded(1, 4 * tiny().page_bytes)).stored == 4
+        walker = fresh(index_of(store)).walker
+        (data,) = (tmp_path / "store" / "index").glob("*/data.mdb")
+        os.utime(data, ns=(0, data.stat().st_mtime_ns))  # so old that the next read would write it
+        for tokens in (tokens_of(1, 4), tokens_of(2, 4)):
+            ns.match(tokens).close()
+        assert walker.last_commit() > 0 and not counters(store).get("native_handed_over", 0)
+        assert data.stat().st_atime_ns == 0
+
+
+def test_a_member_of_the_group_who_does_not_own_the_index_looks_up_natively(
+    native: library.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = Files.open, []
+
+    def not_the_owner(self: Files, name: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_NOATIME:
+            refused.append(name)
+            raise PermissionError(1, "Operation not permitted", name)
+        return real(self, name, flags, *args, **options)
+
+    monkeypatch.setattr(Files, "open", not_the_owner)
+    with kvfs.open(tmp_path / "store", capacity="64MiB") as store:
+        store.namespace("m", tiny(), "1").match(tokens_of(1, 4)).close()
+        assert refused and fresh(index_of(store)).walker.last_commit() > 0

@@ -16,6 +16,7 @@ import pytest
 
 import kvfs
 from kvfs.directory.liveness import Liveness
+from kvfs.runtime import registry
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, load, restored, run_child, seeded, tiny, tokens_of
 
@@ -333,3 +334,27 @@ def test_a_child_goes_on_with_the_store_that_was_moved(store: kvfs.Store, ns: kv
             assert not other.catalog.namespaces()
         shutil.rmtree(old)
     new.rename(old)
+
+
+def test_a_child_does_not_wait_for_a_disk_that_hangs(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never left ``os.fork``. Now it misses and declines, and serves when the disk answers."""
+    monkeypatch.setattr(registry, "RESTART_SECONDS", 0.3)
+    parent, answers = os.getpid(), threading.Event()
+
+    class HangingFiles(Files):
+        def preadv(self, *args: Any, **options: Any) -> int:
+            if os.getpid() != parent and not answers.wait(60):
+                os._exit(5)
+            return super().preadv(*args, **options)
+
+    def child() -> tuple[int, int, bool]:
+        hung = ns.match(tokens_of(1, CHUNKS)).tokens, save(ns, 2)
+        store.stats()
+        answers.set()
+        return *hung, store.wait_ready(30) and serves(ns, 1) and save(ns, 3) == CHUNKS
+
+    with kvfs.open(memory_path / "hangs", capacity="32MiB", files=HangingFiles()) as store:
+        ns = store.namespace("m", tiny(), revision="r1")
+        assert save(ns, 1) == CHUNKS
+        assert run_child(child) == (0, 0, True)
+        assert serves(ns, 1, 3)
