@@ -69,7 +69,7 @@ class OpenAITarget:
                 listed = [m["id"] for m in (await answer.json(content_type=None))["data"]]
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as exc:
             await session.close()
-            reason = str(exc) or type(exc).__name__
+            reason = _reason(exc)
             raise ConfigError(f"{url}/models does not answer ({reason}): is --target right, up to /v1?") from None
         if model is None and len(listed) == 1:
             model = listed[0]
@@ -116,6 +116,16 @@ class OpenAITarget:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _reason(exc: Exception) -> str:
+    """Why nothing answers, in the words of the system where it has some."""
+    if isinstance(exc, asyncio.TimeoutError):
+        return f"no answer within {CONNECT_SECONDS:.0f} s"
+    cause = getattr(exc, "os_error", exc)  # of an error of aiohttp, whose text has more than the reason
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno)
+    return str(getattr(cause, "strerror", None) or exc) or type(exc).__name__
 
 
 async def _events(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ seeded, so that two runs ask the same and no text has to be tokenized.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from kvfs.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512  # of a hash id in a trace of the Mooncake format
 LINE_BYTES_MAX = 1 << 20  # of a trace
-VOCABULARY = 30_000  # token ids are drawn below this: models of any vocabulary take them
+VOCABULARY = 30_000  # token ids are drawn below this: the vocabularies of usual models have more
 
 
 class Turn(NamedTuple):
@@ -80,13 +81,14 @@ def trace(path: str, seed: int, *, speed: float, limit: int | None) -> Iterator[
     """Requests of a trace of the Mooncake format at their times divided by ``speed``; at most ``limit``.
 
     One JSON object per line: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (of blocks of 512
-    tokens; equal ids: equal prefixes). ConfigError names a line that cannot be used.
+    tokens; equal ids: equal prefixes). ConfigError names a line that cannot be used, or a file without any.
     """
     try:
         lines = open(path, "rb")  # noqa: SIM115  the block below closes it
     except OSError as exc:
         raise ConfigError(f"cannot read {path} ({exc.strerror}): name a trace that is a readable file") from None
     with lines:
+        number = 0
         for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES_MAX), b""), 1):
             if limit is not None and number > limit:
                 return
@@ -94,7 +96,7 @@ def trace(path: str, seed: int, *, speed: float, limit: int | None) -> Iterator[
                 body = json.loads(line)
                 at, length, output = (body[name] for name in ("timestamp", "input_length", "output_length"))
                 blocks = body["hash_ids"]
-                right = all(type(n) is int and n >= 0 for n in (length, output, *blocks)) and at >= 0
+                right = all(type(n) is int and n >= 0 for n in (length, output, *blocks)) and 0 <= at < math.inf
             except (ValueError, KeyError, TypeError, RecursionError):
                 right = False
             if not right or not 0 < length <= len(blocks) * TRACE_BLOCK_TOKENS:
@@ -104,6 +106,8 @@ def trace(path: str, seed: int, *, speed: float, limit: int | None) -> Iterator[
                 )
             tokens = [t for block in blocks for t in _tokens(random.Random(f"{seed} {block}"), TRACE_BLOCK_TOKENS)]
             yield Session([Turn(tokens[:length], max(1, output))], at / 1000 / speed)
+        if not number:
+            raise ConfigError(f"{path} is empty: name a trace with one JSON object per line")
 
 
 def _tokens(draw: random.Random, count: int) -> list[int]:

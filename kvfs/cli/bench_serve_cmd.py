@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import tempfile
@@ -70,6 +71,8 @@ def serve_command(
         raise click.UsageError("--rate and --concurrency are both given: choose one")
     if report is not None and not report.endswith((".html", ".json")):
         raise click.UsageError(f"--report is {report!r}: name a file that ends with .html or .json")
+    if report is not None:
+        _check_writable(report)  # before the run, which may take hours
     seconds = parse_duration(options["timeout"], "--timeout")
     sessions = partial(_sessions, trace_file, limit, options)
     if trace_file is not None:
@@ -136,6 +139,16 @@ async def _target(url: str, folder: str, options: dict[str, Any], seconds: float
     return StoreTarget.open(os.path.join(folder, "store"), layout)
 
 
+def _check_writable(path: str) -> None:
+    from kvfs.errors import ConfigError
+
+    if os.path.isdir(path):
+        raise ConfigError(f"--report is {path}, a directory: name a file")
+    folder = os.path.dirname(path) or "."
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write {path}: name a file in a directory that exists and is writable")
+
+
 def _write(path: str, body: str) -> None:
     from kvfs.errors import ConfigError
 
@@ -145,6 +158,8 @@ def _write(path: str, body: str) -> None:
             file.write(body)
         os.replace(part, path)
     except OSError as exc:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
         raise ConfigError(f"cannot write {path} ({exc.strerror}): name a directory that is writable") from None
 
 
@@ -153,10 +168,10 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         f"{text.count(data['requests'])} requests in {data['seconds']:.1f} s, {text.count(data['failed'])} failed   "
         f"prompts {text.count(data['prompt_tokens'])} tokens, generated {text.count(data['output_tokens'])}"
     )
-    hit = (
-        "the server does not say (see docs/cli.md)" if data["hit_ratio"] is None else f"{100 * data['hit_ratio']:.1f} %"
-    )
-    yield f"cached    {hit} of the prompts' tokens"
+    if data["hit_ratio"] is not None:
+        yield f"cached    {100 * data['hit_ratio']:.1f} % of the prompts' tokens"
+    elif data["failed"] < data["requests"]:
+        yield "cached    the server does not say; vLLM does with --enable-prompt-tokens-details"
     rows = [
         [name, *(f"{1e3 * data[key][p]:,.1f}" for p in ("p50", "p90", "p99", "mean", "max"))]
         for name, key in (("first token", "ttft"), ("between tokens", "itl"), ("whole request", "e2e"))

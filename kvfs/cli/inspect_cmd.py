@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 KINDS = ("namespace", "segment", "page")
 # f: the id keeps its digits
-NAMESPACE_HEADS = (
-    ("NAMESPACE", "CELL", "CHUNK", "PAGES", "SIZE", "LAST USED", "ID"),
-    "llrrrlf",
-)  # the id keeps its digits
+NAMESPACE_HEADS = (("NAMESPACE", "CELL", "CHUNK", "PAGES", "SIZE", "LAST USED", "ID"), "llrrrlf")
 
 
 @click.command("inspect", cls=Command, examples=("kvfs inspect", "kvfs inspect chat", "kvfs inspect page:46dddbe18fda"))
@@ -136,8 +133,9 @@ def _store(app: App, store: Store) -> None:
 
     def lines() -> Iterable[str]:
         limit = stats["capacity_bytes"]
+        yield f"store    {store.path}"
         yield (
-            f"store    {store.path}   format {stats['format']}   id {stats['store_id'][:8]}   mode {stats['mode']}   "
+            f"format   {stats['format']}   id {stats['store_id'][:8]}   mode {stats['mode']}   "
             f"open by {users} {'process' if users == 1 else 'processes'}"
         )
         share = f"{text.bar(used, limit)}  {text.percent(used, limit)}"

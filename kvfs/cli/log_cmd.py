@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from kvfs.cli.app import App, Command, common
 
 if TYPE_CHECKING:
     from kvfs.directory.event_log import Event
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")  # 12 digits of it are shown, as in other commands; --json has all
 
 
 @click.command("log", cls=Command, examples=("kvfs log --since 1d", "kvfs log --json -n 100"))
@@ -37,7 +41,14 @@ def log_command(app: App, since: str | None, last: int | None) -> None:
     app.out.result(data, lambda: map(_line, events), (event.what for event in events))
 
 
+def _detail(value: object) -> str:
+    if isinstance(value, int):
+        return text.count(value)
+    shown = str(value)
+    return shown[:12] if _DIGEST.match(shown) else shown
+
+
 def _line(event: Event) -> str:
     when = datetime.datetime.fromtimestamp(event.at_us / 1e6).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    details = ", ".join(f"{name} {text.count(n) if isinstance(n, int) else n}" for name, n in event.details.items())
+    details = ", ".join(f"{name} {_detail(value)}" for name, value in event.details.items())
     return f"{when}  {event.what:<18}{details}   by {event.command or 'pid'} ({event.pid})"

@@ -73,7 +73,7 @@ def _complete_sort(_: click.Context, __: click.Parameter, incomplete: str) -> li
     "filters",
     multiple=True,
     metavar="EXPR",
-    help="accessed>30d, size>1MiB, pages>=4, name=x; an item must pass all of them.",
+    help="accessed>30d, size>1MiB, pages>=4, name=org/*; an item must pass all of them.",
 )
 @click.option(
     "--sort",
@@ -192,7 +192,11 @@ def _test(expression: str) -> Callable[[dict[str, Callable[[Any], Any]], Any], b
     key, compare, value = match[1], _OPERATORS[match[2]], match[3]
     if key == "name":
         if match[2] != "=":
-            raise ConfigError(f"filter is {expression!r}: names are compared with =, as in name=chat")
+            raise ConfigError(f"filter is {expression!r}: names are compared with =, as in name=chat or name=org/*")
+        if any(sign in value for sign in "*?["):
+            from fnmatch import fnmatchcase
+
+            return lambda values, item: fnmatchcase(values[key](item), value)
         return lambda values, item: bool(values[key](item) == value)
     if key == "accessed":
         wanted: float = parse_duration(value, "accessed")

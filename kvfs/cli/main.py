@@ -65,6 +65,11 @@ class Commands(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "help" and len(args) > 1:  # `kvfs help ls` is `kvfs ls --help`
+            args = [*args[1:], "--help"]
+        elif args[0] == "help":
+            click.echo(ctx.get_help())
+            ctx.exit()
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             from difflib import get_close_matches

@@ -171,8 +171,8 @@ def _lines(data: Mapping[str, Any]) -> Iterable[str]:
         f"write errors {text.count(data['write_errors'])}"
     )
     yield (
-        f"changes   noticed by {text.count(data['processes_inotify'])} processes at once (inotify), by "
-        f"{text.count(data['processes_polling'])} polling   settings applied {text.count(data['settings_taken_up'])}, "
+        f"changes   {text.count(data['processes_inotify'])} processes use inotify, "
+        f"{text.count(data['processes_polling'])} poll   settings applied {text.count(data['settings_taken_up'])}, "
         f"refused {text.count(data['settings_refused'])}"
     )
     adopted, refused = data["bundles_adopted"], data["bundles_refused"]

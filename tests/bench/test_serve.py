@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.bench import report, workload
+from kvfs.bench import report, target, workload
 from kvfs.bench.driver import Run
 from kvfs.bench.target import Answer, OpenAITarget, StoreTarget
 from kvfs.bench.workload import Session, Shape, Turn
@@ -29,10 +31,14 @@ SMALL = Shape(sessions=6, turns=3, shared=32, first=64, turn=16, output=4)
 
 
 class FakeServer:
-    """Streams ``tokens`` events of one token each, ``first`` and then ``each`` seconds apart; hits in whole blocks."""
+    """Streams ``tokens`` events of one token each, ``first`` and then ``each`` seconds apart; hits in whole blocks.
 
-    def __init__(self, first: float = 0.0, each: float = 0.0, broken: str = "") -> None:
-        self.first, self.each, self.broken = first, each, broken
+    The first one takes up to ``varied`` times longer or shorter.
+    """
+
+    def __init__(self, first: float = 0.0, each: float = 0.0, broken: str = "", varied: float = 0.0) -> None:
+        self.first, self.each, self.broken, self.varied = first, each, broken, varied
+        self._draw = random.Random(1)
         self.prompts: list[list[int]] = []
         self.cached: list[int] = []
         self.times: list[list[float]] = []  # of each request: when it came, when each token was sent; time.monotonic
@@ -60,7 +66,8 @@ class FakeServer:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         for n in range(body["max_tokens"]):
-            await asyncio.sleep(self.each if n else self.first)
+            delay = self.each if n else self.first * (1 + self.varied * self._draw.uniform(-1, 1))
+            await asyncio.sleep(delay)
             if self.broken == "event" and n == 1:
                 await answer.write(b"data: {not json\n\n")
                 break
@@ -174,7 +181,8 @@ def test_blocks_of_a_trace_with_equal_ids_have_equal_tokens(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "line", ["{", "[]", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": "x"}',
-             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "[" * 100_000],
+             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "[" * 100_000,
+             '{"timestamp": 1e400, "input_length": 5, "output_length": 1, "hash_ids": [1]}'],
 )  # fmt: skip
 def test_a_broken_line_of_a_trace_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "trace.jsonl"
@@ -182,6 +190,12 @@ def test_a_broken_line_of_a_trace_is_named(tmp_path: Path, line: str) -> None:
     file.write_text(f"{good}\n{line}\n")
     with pytest.raises(ConfigError, match=r"line 2: .*correct or remove it"):
         list(workload.trace(str(file), 1, speed=1.0, limit=None))
+
+
+def test_a_trace_without_a_request_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").touch()
+    with pytest.raises(ConfigError, match="is empty: name a trace"):
+        list(workload.trace(str(tmp_path / "trace.jsonl"), 1, speed=1.0, limit=None))
 
 
 # -- what is counted ----------------------------------------------------------------------------------
@@ -314,10 +328,31 @@ def test_the_command_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.html", "run.json"]
 
 
+def test_a_server_that_hangs_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(target, "CONNECT_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        assert run_command(App(), ["bench", "serve", "--target", url]) == 2
+    error = capsys.readouterr().err
+    assert "does not answer (no answer within 0 s)" in error and error.count("\n") == 1
+
+
+def test_a_server_that_fails_each_request_is_an_error_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(broken="status").url() as url:
+        assert run_command(App(), ["bench", "serve", "--target", url, "--sessions", "2"]) == 1
+    seen = capsys.readouterr()
+    assert "error     2: HTTP 503: overloaded" in seen.out and "cached" not in seen.out
+    assert seen.err == "kvfs: no request succeeded: see the errors above\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "http://127.0.0.1:9/v1"], "does not answer"),
+        (["--target", "http://127.0.0.1:9/v1"], "does not answer (Connection refused): is --target right"),
+        (["--target", "store", "--report", "missing/x.html"], "in a directory that exists and is writable"),
+        (["--target", "store", "--report", "folder.html"], "name a file"),
         (["--target", "localhost:8000"], "pass http://HOST:PORT/v1, or store"),
         (["--target", "store", "--rate", "1", "--concurrency", "1"], "choose one"),
         (["--target", "store", "--workload", "trace"], "belong together"),
@@ -329,7 +364,16 @@ def test_the_command_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFi
         (["--target", "store", "--timeout", "soon"], "--timeout"),
     ],
 )
-def test_a_wrong_argument_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_is_one_line(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.html").mkdir()
+    monkeypatch.setattr(StoreTarget, "open", lambda *_: pytest.fail("it was found after the run had begun"))
     assert run_command(App(), ["bench", "serve", *arguments]) != 0
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

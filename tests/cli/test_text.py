@@ -56,3 +56,37 @@ def test_labels_show_the_digest_of_weights_behind_its_word(store: Path) -> None:
     assert "llama@weights-8b156518 " in seen and "llama@weights-77fe01b2 " in seen
     assert called("-C", str(store), "ls", "llama@weights-8b156518").returncode == 0
     assert "name a namespace" not in called("-C", str(store), "inspect", "llama@weights-77fe01b2").stderr
+
+
+def test_lines_of_usual_stores_fit_eighty_columns(store: Path) -> None:
+    for arguments in (["stats"], ["inspect"], ["verify", "--all"], ["gc", "--target", "0"]):
+        code, seen = on_a_terminal(["-C", str(store), *arguments], columns=80, NO_COLOR="1")
+        lines = [line for line in seen.splitlines() if str(store) not in line]  # a path is as long as it is
+        assert code == 0 and lines and max(map(len, lines)) <= 80, seen
+
+
+def test_the_log_shows_ids_as_other_commands_do(store: Path) -> None:
+    with kvfs.open(store) as s:
+        ns = s.namespace("alpha", tiny(), "9213176")
+        s.purge(ns)
+        digest = ns.identity.digest.hex()
+    seen = called("-C", str(store), "log").stdout
+    assert f"namespace {digest[:12]}," in seen and digest not in seen
+    assert digest in called("-C", str(store), "log", "--json").stdout
+
+
+def test_names_are_filtered_by_a_pattern(store: Path) -> None:
+    with kvfs.open(store) as s:
+        s.namespace("org/chat", tiny(), "9213176").put(tokens_of(2, 4), seeded(2, 4 * TINY_BYTES))
+    assert "org/chat" in called("-C", str(store), "ls", "--filter", "name=org/*").stdout
+    assert "alpha" not in called("-C", str(store), "ls", "--filter", "name=org/*").stdout
+    assert "alpha" in called("-C", str(store), "ls", "--filter", "name=alph?").stdout
+
+
+def test_help_is_also_a_word() -> None:
+    assert called("help", "ls").stdout == called("ls", "--help").stdout
+    assert called("help", "config", "set").stdout == called("config", "set", "--help").stdout
+    done = called("help")
+    assert (done.returncode, done.stdout) == (0, called("--help").stdout)
+    done = called("help", "lss")
+    assert done.returncode == 2 and "did you mean 'ls'" in done.stderr

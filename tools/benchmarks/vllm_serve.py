@@ -1,7 +1,7 @@
 """``kvfs bench serve`` against vLLM's API server on a CPU, with and without kvfs, before and after a restart.
 
-Both servers keep vLLM's own prefix cache. Each is asked the same conversations before and after a restart; what differs
-after it is what kvfs restores. In each round both are run, one after the other; ratios are within a round.
+Both servers keep vLLM's own prefix cache, and run beside each other. They are asked the same conversations in turns,
+then both are restarted and asked them again: what differs then is what kvfs restores. Ratios are within one turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,28 @@ def run(rounds: int, connectors: dict[str, Callable[[Path], dict[str, Any] | Non
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     try:
         model = _model(folder / "model")
-        for n in range(rounds):
-            for name in ("none", "kvfs"):
-                store = folder / f"store-{n}"
-                for when in ("first start", "after a restart"):
-                    with _serving(model, connectors[name](store), folder / "log") as url:
-                        _ask(url, 1000 + n, {"sessions": 1, "turns": 1}, None)  # warms up
+        for when in ("first start", "after a restart"):
+            with ExitStack() as stack:
+                servers = {
+                    name: stack.enter_context(
+                        _serving(model, connectors[name](folder / "store"), folder / f"{name}.log")
+                    )
+                    for name in ("none", "kvfs")
+                }
+                for n in range(rounds + 1):
+                    for name, url in servers.items():
                         page = reports / f"{name}-{when.replace(' ', '-')}-{n}.html" if reports is not None else None
-                        seen.setdefault((name, when), []).append(_ask(url, n, SHAPE, page))
-            shutil.rmtree(store, ignore_errors=True)
+                        found = _ask(url, n, page)
+                        if n:  # the first turn warms up
+                            seen.setdefault((name, when), []).append(found)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print("| server | | requests, failed | hits | TTFT p50 | TTFT mean, of that without kvfs |")
-    for (name, when), found in seen.items():
-        ratios = [f["ttft"]["mean"] / b["ttft"]["mean"] for f, b in zip(found, seen["none", when], strict=True)]
+    print("| server | | requests, failed | hits | TTFT p50, s | TTFT mean, of that without kvfs |")
+    for (name, when), runs in seen.items():
+        ratios = [f["ttft"]["mean"] / b["ttft"]["mean"] for f, b in zip(runs, seen["none", when], strict=True)]
         print(
-            f"| {name} | {when} | {sum(f['requests'] for f in found)}, {sum(f['failed'] for f in found)} "
-            f"| {_spread([f['hit_ratio'] for f in found])} | {_spread([f['ttft']['p50'] for f in found])} s "
+            f"| {name} | {when} | {sum(f['requests'] for f in runs)}, {sum(f['failed'] for f in runs)} "
+            f"| {_spread([f['hit_ratio'] for f in runs])} | {_spread([f['ttft']['p50'] for f in runs])} "
             f"| {_spread(ratios)} |"
         )
 
@@ -59,8 +64,8 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
 
 
-def _ask(url: str, seed: int, shape: dict[str, int], page: Path | None) -> dict[str, Any]:
-    sizes = [word for name, n in {**SHAPE, **shape}.items() for word in (f"--{name}", str(n))]
+def _ask(url: str, seed: int, page: Path | None) -> dict[str, Any]:
+    sizes = [word for name, n in SHAPE.items() for word in (f"--{name}", str(n))]
     done = subprocess.run(
         [sys.executable, "-m", "kvfs.cli.main", "bench", "serve", "--json", "--target", f"{url}/v1", "--seed",
          str(seed), *sizes, *(["--report", str(page)] if page is not None else [])],
@@ -112,7 +117,7 @@ def _model(path: Path) -> Path:
 
     from tests.vllm import models
 
-    shape = {**models._BASE, "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048,
-             "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
-    models.CONFIGS["serve"] = lambda: LlamaConfig(num_hidden_layers=8, **shape)
+    shape = {**models._BASE, "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816,
+             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    models.CONFIGS["serve"] = lambda: LlamaConfig(num_hidden_layers=12, **shape)
     return models.build("serve", path)
