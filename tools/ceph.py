@@ -82,8 +82,8 @@ class Ceph:
         self._folder = Path(tempfile.mkdtemp(prefix="kvfs-ceph-"))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.faketime = self._lib / "faketime" / "libfaketime.so.1"
-        self._port = _free_port()
-        self.endpoint = f"http://{host}:{self._port}"
+        self.port = _free_port()
+        self.endpoint = f"http://{host}:{self.port}"
         try:
             self._start()
         except BaseException:
@@ -99,7 +99,7 @@ class Ceph:
 
     def start_gateway(self) -> None:
         """Start the gateway, if it does not run, and wait until it answers. CephError."""
-        frontend = f"--rgw_frontends=beast endpoint=0.0.0.0:{self._port}"
+        frontend = f"--rgw_frontends=beast endpoint=0.0.0.0:{self.port}"
         self._spawn("radosgw", "-f", "-n", "client.admin", frontend)
         end = time.monotonic() + START_SECONDS
         while not self._asked("GET", self.endpoint):

@@ -108,8 +108,10 @@ def export(
     return _Exporter(context, path, key).run(chosen, progress)
 
 
-def verified_record(records: Records, segment_id: bytes, seq: int, group: Group) -> Record | None:
-    """A record with its payload and its leaf table, if it verifies."""
+def verified_record(
+    records: Records, segment_id: bytes, seq: int, group: Group, into: memoryview | None = None
+) -> Record | None:
+    """A record with its payload and its leaf table, if it verifies. ``into``: memory for the payload, if it fits."""
     entry = records.entry(segment_id, seq)
     if (
         entry is None
@@ -117,7 +119,7 @@ def verified_record(records: Records, segment_id: bytes, seq: int, group: Group)
         or not fits(entry.codec, entry.stored_bytes, group.part_bytes(part := Part.unpack(entry.part)))
     ):
         return None
-    payload = records.payload(segment_id, entry)
+    payload = records.payload(segment_id, entry, into)
     try:
         raw = decoded(payload, entry.codec, group.part_bytes(part)) if payload is not None else b""
     except CodecError:

@@ -39,7 +39,7 @@ class Page(NamedTuple):
     """A verified record."""
 
     entry: Entry
-    payload: bytes  # as it is stored
+    payload: memoryview  # as it is stored
     table: bytes  # leaf table of what it decodes to
     described: Described
     descriptor: bytes
@@ -76,7 +76,7 @@ def read_pages(
             if group.part_bytes(part) > page_limit:
                 yield entry, f"a page of {group.part_bytes(part)} bytes is more than this store's capacity allows"
                 continue
-            payload = files.read(fd, entry.stored_bytes, entry.payload)
+            payload = files.read_view(fd, entry.stored_bytes, entry.payload)
             raw = decoded(payload, entry.codec, group.part_bytes(part))
             table = files.read(fd, LEAF_BYTES * group.leaves(part), entry.leaves)
         except (ConfigError, CodecError, OSError) as exc:

@@ -90,19 +90,24 @@ class Records:
             return None
         return parse_descriptor(data) if data is not None else None
 
-    def payload(self, segment_id: bytes, entry: Entry) -> bytes | None:
-        """The stored bytes of a part, not verified; None if they cannot be read."""
+    def payload(self, segment_id: bytes, entry: Entry, into: memoryview | None = None) -> memoryview | None:
+        """The stored bytes of a part, not verified; None if they cannot be read. ``into``: memory for them, if it has
+        room; fresh memory costs more than the read."""
         segment = self._segment(segment_id)
         if segment is None:
             return None
         try:
+            fits = into is not None and len(into) >= entry.stored_bytes
+            data = (
+                into[: entry.stored_bytes] if into is not None and fits else memoryview(bytearray(entry.stored_bytes))
+            )
             if not self._mode.direct:
-                return self._files.read(segment.fd, entry.stored_bytes, entry.payload)
-            data = bytearray(entry.stored_bytes)
+                self._files.read_into(segment.fd, data, entry.payload)
+                return data
             direct = Descriptor.reopen(self._files, segment.fd, os.O_RDONLY | os.O_DIRECT)
             with contextlib.closing(direct):
-                direct_io.read(self._files, direct.fd, memoryview(data), entry.payload)
-            return bytes(data)
+                direct_io.read(self._files, direct.fd, data, entry.payload)
+            return data
         except OSError:
             return None
 

@@ -21,7 +21,6 @@ from kvfs.system.descriptors import Descriptor
 from kvfs.system.files import Files
 
 HEAD_BYTES = fmt.FIRST_PAYLOAD  # of an object: its header and its only record table
-_ZEROS = bytes(1 << 20)
 
 
 class _Size(NamedTuple):
@@ -29,10 +28,14 @@ class _Size(NamedTuple):
 
 
 class MemoryFile(Files):
-    """One file in a piece of memory of a fixed size, whatever the descriptor says."""
+    """One file in a piece of memory of a fixed size, whatever the descriptor says.
 
-    def __init__(self, data: memoryview) -> None:
+    Of a file that is written, ``end`` is where its bytes end so far; what is behind is of no file, and becomes zeros.
+    """
+
+    def __init__(self, data: memoryview, end: int | None = None) -> None:
         self.data = data
+        self.end = len(data) if end is None else end
 
     def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
         done = 0
@@ -47,19 +50,32 @@ class MemoryFile(Files):
             raise OSError(errno.EIO, "the object ends before")
         return bytes(self.data[offset : offset + nbytes])  # one copy; the base class makes two
 
+    def read_view(self, fd: int, nbytes: int, offset: int) -> memoryview:
+        if offset + nbytes > len(self.data):
+            raise OSError(errno.EIO, "the object ends before")
+        return self.data[offset : offset + nbytes]
+
     def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        self._zero_until(offset)
         done = 0
         for buffer in buffers:
             piece = memoryview(buffer).cast("B")
             self.data[offset + done : offset + done + len(piece)] = piece
             done += len(piece)
+        self.end = max(self.end, offset + done)
         return done
 
     def fstat(self, fd: int) -> Any:
         return _Size(len(self.data))
 
     def truncate(self, fd: int, nbytes: int) -> None:
+        self._zero_until(nbytes)
         self.data = self.data[:nbytes]
+
+    def _zero_until(self, offset: int) -> None:
+        if offset > self.end:
+            self.data[self.end : offset] = bytes(offset - self.end)
+            self.end = offset
 
 
 def encode(
@@ -69,10 +85,7 @@ def encode(
 
     It begins ``buffer``, which has ``shape.object_bytes_max`` bytes or more and may have held another object.
     """
-    buffer = buffer[: shape.object_bytes_max]
-    for start in range(0, len(buffer), len(_ZEROS)):  # what stands between the pages is of this object, too
-        buffer[start : start + len(_ZEROS)] = _ZEROS[: len(buffer) - start]
-    file = MemoryFile(buffer)
+    file = MemoryFile(buffer[: shape.object_bytes_max], end=0)
     segment_id = shape.segment_id(records[0].chunk_hash)
     file.write_all(-1, [fmt.pack_header(Header(segment_id, context.store_id, context.files.now_us()))], 0)
     writer = SegmentWriter(

@@ -18,6 +18,7 @@ from kvfs.catalog.catalog import Catalog
 from kvfs.catalog.records import Records
 from kvfs.catalog.walk import HASH_BYTES, Stretch, Walk
 from kvfs.context import Context
+from kvfs.format.segment import align
 from kvfs.index.rows import RUN
 from kvfs.index.session import Session
 from kvfs.lookup.prefix_match import PrefixMatch
@@ -26,6 +27,7 @@ from kvfs.remote.bucket import Bucket
 from kvfs.remote.names import Shape, at_once
 from kvfs.remote.object_store import RemoteError
 from kvfs.remote.page_object import HEAD_BYTES, covered, encode
+from kvfs.segments.writer import Record
 
 FAILURES_MAX = 8  # requests that fail, after their retries, before a push ends: the object store is away
 PROBLEMS_MAX = 20  # lines of a report
@@ -83,6 +85,7 @@ class Pusher:
         self._failures = 0
         self._raced: set[str] = set()  # names that were taken between the question and the upload
         self._buffers: list[bytearray] = []  # one for each object of a batch; fresh memory costs more than the rest
+        self._payloads = bytearray()  # of the object that is made
         self.done = Pushed()
         self.unsent: list[Source] = []  # what the object store did not take, and what may be among it
 
@@ -198,12 +201,16 @@ class Pusher:
         self, piece: Piece, descriptors: dict[bytes, bytes], records: Records, buffer: memoryview
     ) -> tuple[memoryview, int, tuple[Source, ...]]:
         """(an object of the leading pages that verify and have no lifetime, how many, the sources behind the gap)."""
-        good = []
+        good: list[Record] = []
+        if len(self._payloads) < piece.shape.object_bytes_max:
+            self._payloads = bytearray(piece.shape.object_bytes_max)
+        room = memoryview(self._payloads)
         for source in piece.sources:
-            record = verified_record(records, source.segment_id, source.seq, piece.shape.group)
+            record = verified_record(records, source.segment_id, source.seq, piece.shape.group, room)
             if record is None or record.expires or record.chunk_hash != source.chunk_hash:
                 self.done.left_out += 1
                 break
+            room = room[align(len(record.payload)) :]
             good.append(record._replace(run_hash=piece.head or record.chunk_hash))
         rest = piece.sources[len(good) + 1 :]
         descriptor = descriptors.get(piece.shape.described.digest)

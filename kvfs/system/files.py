@@ -194,6 +194,12 @@ class Files:
         self.read_into(fd, memoryview(buffer), offset)
         return bytes(buffer)
 
+    def read_view(self, fd: int, nbytes: int, offset: int) -> memoryview:
+        """As ``read``, without the copy that makes the bytes immutable."""
+        buffer = memoryview(bytearray(nbytes))
+        self.read_into(fd, buffer, offset)
+        return buffer
+
     def write_all(self, fd: int, buffers: Sequence[Any], offset: int, block: int = 1) -> int:
         """Write all buffers one after the other; returns the bytes written. ``block`` as in ``read_into``."""
         start = offset

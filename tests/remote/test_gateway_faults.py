@@ -5,6 +5,7 @@ No byte is wrong, no local page is lost, and what failed goes on later. ``make t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -118,20 +119,23 @@ def test_a_gateway_that_is_killed_during_downloads_gives_shorter_prefixes(
 def test_faults_in_each_twentieth_request_lose_nothing(
     proxy: FaultyProxy, filled: kvfs.Store, there: kvfs.Store
 ) -> None:
-    draw, hit = random.Random(11), []
+    hit = []
 
-    def fault(method: str, key: str, _: int) -> str:
+    def fault(method: str, key: str, number: int) -> str:
+        draw = random.Random(f"{method} {key.partition('/')[2]} {number}")  # whichever thread comes first
         which = draw.choice(("503", "drop", "lost", "cut", "flip")) if draw.random() < 0.05 else ""
         hit.extend([which] if which else [])
         return which
 
     proxy.fault = fault
     for _ in range(20):
-        if not filled.push(["chat"]).failed:
-            break
+        with contextlib.suppress(kvfs.KvfsError):  # the marker came changed: it has no sum, and the push is refused
+            if not filled.push(["chat"]).failed:
+                break
     for _ in range(20):
-        if pulled(there) == PAGES:
-            break
+        with contextlib.suppress(kvfs.KvfsError):
+            if pulled(there) == PAGES:
+                break
     proxy.fault = lambda *_: ""
     assert hit and pulled(there) == PAGES and there.verify().ok
     with filled.bucket() as bucket:
