@@ -4,12 +4,15 @@
 
 Prints median [min, max] of ratios; above 1, the mount is faster. ``write`` compares with ext4 plus the chunking alone:
 hashing and storing the same number of bytes by a call, without a mount. Cold: the segments, or the file, are dropped
-from the page cache first. Every turn writes new random bytes.
+from the page cache first. Every turn writes new random bytes. Then names: files of one byte are saved, looked up with
+``stat`` by a process that has not seen them, renamed and removed; against ext4, and with ``pip install mfusepy`` and
+libfuse3 also against ext4 shown by a FUSE process that passes calls on.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,12 +91,99 @@ def turn(plain: Path, files: Path, store: kvfs.Store, chunks: Chunks, spool: Spo
     }
 
 
+NAMES = 200  # of one turn
+NAME_SECONDS = 1.2  # after which the kernel has forgotten what it knows of names
+
+
+def names(folder: Path) -> dict[str, float]:
+    """Seconds for each kind of call on NAMES files."""
+    took = {}
+    paths = [folder / f"{n}" for n in range(NAMES)]
+
+    def timed(kind: str, call: Callable[[Path], object]) -> None:
+        began = time.monotonic()
+        for path in paths:
+            call(path)
+        took[kind] = time.monotonic() - began
+
+    timed("save", lambda path: path.write_bytes(b"x"))
+    time.sleep(NAME_SECONDS)
+    timed("stat", lambda path: path.stat())
+    timed("rename", lambda path: path.rename(path.with_suffix(".new")))
+    paths = [path.with_suffix(".new") for path in paths]
+    timed("unlink", lambda path: path.unlink())
+    return took
+
+
+def serve_passed(source: str, where: str) -> None:
+    """Show ``source`` at ``where`` and pass each call on, until it is unmounted."""
+    import mfusepy
+
+    class Passed(mfusepy.Operations):  # type: ignore[misc]
+        use_ns = True
+
+        def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
+            st = os.lstat(source + path)
+            return {
+                n: getattr(st, n) for n in ("st_mode", "st_nlink", "st_size", "st_mtime_ns", "st_uid", "st_gid")
+            } | {"st_mtime": st.st_mtime_ns}
+
+        def create(self, path: str, mode: int, fi: object = None) -> int:
+            return os.open(source + path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
+
+        def open(self, path: str, flags: int) -> int:
+            return os.open(source + path, flags)
+
+        def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+            return os.pwrite(fh, data, offset)
+
+        def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+            os.truncate(source + path, length)
+            return 0
+
+        def rename(self, old: str, new: str) -> int:
+            os.rename(source + old, source + new)
+            return 0
+
+        def unlink(self, path: str) -> int:
+            os.unlink(source + path)
+            return 0
+
+        def release(self, path: str, fh: int) -> int:
+            os.close(fh)
+            return 0
+
+    mfusepy.FUSE(Passed(), where, foreground=True)
+
+
+@contextmanager
+def passed(base: Path) -> Iterator[Path | None]:
+    """A directory of ext4 shown by a FUSE process; None if mfusepy is not installed."""
+    if importlib.util.find_spec("mfusepy") is None:
+        yield None
+        return
+    (base / "source").mkdir()
+    (base / "passed").mkdir()
+    command = [sys.executable, "-m", "tools.bench_mount", "--serve-passed", str(base / "source"), str(base / "passed")]
+    with subprocess.Popen(command) as process:
+        while process.poll() is None and not os.path.ismount(base / "passed"):
+            time.sleep(0.1)
+        try:
+            yield base / "passed" if process.poll() is None else None
+        finally:
+            subprocess.run(["umount", "-l", str(base / "passed")], check=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--mib", type=int, default=96)
     parser.add_argument("--dir", help="where to make the store and the plain file; default: the temporary directory")
+    parser.add_argument("--serve-passed", nargs=2, metavar=("SOURCE", "DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.serve_passed:
+        serve_passed(*arguments.serve_passed)
+        return
     found: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         base = Path(folder)
@@ -106,6 +196,16 @@ def main() -> None:
                         base / "plain", files, store, Chunks(store, spool), spool, arguments.mib
                     ).items():
                         found[what].append(ratio)
+                (base / "names").mkdir()
+                with passed(base) as peer:
+                    for _ in range(arguments.turns):
+                        mount, ext4 = names(files), names(base / "names")
+                        fuse = names(peer) if peer is not None else {}
+                        for kind, seconds in mount.items():
+                            found[f"{kind}: per second"].append(NAMES / seconds)
+                            found[f"{kind}: ext4 / mount"].append(ext4[kind] / seconds)
+                            if peer is not None:
+                                found[f"{kind}: passed on / mount"].append(fuse[kind] / seconds)
     for what, ratios in found.items():
         print(f"{what:<34} {statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

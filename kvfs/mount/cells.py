@@ -29,6 +29,7 @@ TOKENS_MAX = 1 << 24
 SEARCH_BYTES = 1 << 20  # how far after the tokens the rows of a llama.cpp file may begin, besides 64 bytes per token
 CANDIDATES_MAX = 1024  # places that are tried
 _LAYERS_MAX, _TYPES_MAX, _ROW_BYTES_MAX = 1024, 64, 1 << 24
+_HEAD_WORDS = (2, 4)  # before the first layer: of versions up to 2025, and later
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,9 @@ def _tensors(size: int, read: Read) -> list[int]:
 #
 # llama_state_save_file and llama_state_seq_save_file: magic, version, number of tokens (u32 each), tokens (i32), then
 # state that differs from version to version, and the rows of each cache as llama_kv_cache::state_write_data has them:
-# u32 v_trans, u32 layers; per layer i32 type, u64 bytes of a row, the rows of K; then the same of V, or, if V is stored
-# transposed, per layer i32 type, u32 bytes of a number, u32 rows, and the rows, each with a number per token.
+# u32 v_trans, u32 layers, since 2026 two words more (rotations of K and V); per layer i32 type, u64 bytes of a row, the
+# rows of K; then the same of V, or, if V is stored transposed, per layer i32 type, u32 bytes of a number, u32 rows, and
+# the rows, each with a number per token.
 # What precedes the rows is not parsed but searched: only a table that accounts for every byte of the file is believed.
 
 
@@ -135,33 +137,32 @@ def _find_cache(size: int, read: Read, first: int, tokens: int) -> tuple[int, li
     window = read(first, min(size - first, SEARCH_BYTES + 64 * tokens + 20))
     # the number of cells is that of the tokens, or one of the two words before the cells (streams, cells)
     counts = dict.fromkeys([tokens, *struct.unpack_from("<II", window.ljust(8, b"\0"))])
-    for offset in itertools.islice(_candidates(window), CANDIDATES_MAX):
+    for offset, head in itertools.islice(_candidates(window), CANDIDATES_MAX):
         v_trans, layers = struct.unpack_from("<II", window, offset)
         for cells in counts:
-            found = _parse_runs(size, read, first + offset + 8, v_trans, layers, cells)
+            found = _parse_runs(size, read, first + offset + head, v_trans, layers, cells)
             if found is not None:
                 return found
     return None
 
 
-def _candidates(window: bytes) -> Iterator[int]:
-    """Offsets where v_trans, layers, a type and the bytes of a row may be."""
+def _candidates(window: bytes) -> Iterator[tuple[int, int]]:
+    """(offset, bytes up to the first layer) where v_trans, layers, then a type and the bytes of a row may be."""
     words = memoryview(window)[: len(window) // 4 * 4].cast("I")
     for n in range(len(words) - 4):
-        if (
-            words[n] <= 1
-            and 0 < words[n + 1] <= _LAYERS_MAX
-            and words[n + 2] < _TYPES_MAX
-            and 0 < words[n + 3] <= _ROW_BYTES_MAX
-            and words[n + 4] == 0
-        ):
-            yield n * 4
+        if words[n] <= 1 and 0 < words[n + 1] <= _LAYERS_MAX:
+            for head in _HEAD_WORDS:
+                layer = words[n + head : n + head + 3]  # type, bytes of a row in two words
+                if len(layer) == 3 and layer[0] < _TYPES_MAX and 0 < layer[1] <= _ROW_BYTES_MAX and not layer[2]:
+                    yield n * 4, head * 4
 
 
 def _parse_runs(size: int, read: Read, at: int, v_trans: int, layers: int, cells: int) -> tuple[int, list[int]] | None:
     """(end, starts) if ``layers`` layers of K and V of so many cells are there."""
     starts: list[int] = []
     for n in range(2 * layers):
+        if n == layers and at == size:  # models whose V is computed from K store none
+            break
         if v_trans and n >= layers:
             kind, number, rows = struct.unpack("<iII", read(at, 12).ljust(12, b"\xff"))
             row, count, at = number * cells, rows, at + 12

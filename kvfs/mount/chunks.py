@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ FILES = "files"  # name of the namespaces
 REVISION = "format-1"
 BATCH_PAGES = 128  # of one put or get: 8 MiB
 BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
-LOADERS = 4  # batches that are loaded at once, of all files
+LOADERS = 2  # batches that are loaded at once, of all files; each reads with several threads, and more cost only CPU
 SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
 IN_FLIGHT_SECONDS = 10.0  # longest wait for pages that another process is writing; its claims end after five
 POLL_SECONDS = 0.05
@@ -163,10 +164,10 @@ class Chunks:
             self._spool.write(file, buffer[begin:end], offset)
 
     def _buffer(self) -> memoryview:
-        """Memory for a batch, of the calling thread."""
+        """Memory for a batch, of the calling thread. Aligned to pages, as reads past the page cache need it."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(BATCH_BYTES))
+            buffer = self._local.buffer = memoryview(mmap.mmap(-1, BATCH_BYTES))
         return buffer
 
     def find(self, manifest: Manifest, *, touch: bool = False) -> frozenset[bytes] | None:

@@ -25,18 +25,22 @@ def rows(layer: int, seed: int, tokens: int, row: int = ROW) -> bytes:
     return seeded(layer, SHARED * row) + seeded(1_000 * seed + layer, (tokens - SHARED) * row)
 
 
-def llama(seed: int, tokens: int, *, layers: int = 3, v_trans: bool = False, session: bool = False) -> bytes:
-    """A saved slot as llama.cpp writes it (tools of version 6,000 and later); with ``session``, other state before."""
+def llama(
+    seed: int, tokens: int, *, layers: int = 3, v_trans: bool = False, session: bool = False, rotations: bool = False,
+    values: bool = True,
+) -> bytes:  # fmt: skip
+    """A saved slot as llama.cpp writes it (tools of version 6,000 and later); with ``session``, other state before;
+    ``rotations``: with the two words that versions of 2026 write."""
     head = struct.pack("<III", 0x6767736E if session else 0x67677371, 9 if session else 2, tokens)
     out = [head, seeded(seed, 4 * tokens)]
     if session:
         out.append(struct.pack("<I", 5) + b"llama" + bytes(3) + seeded(seed, 400))
     out.append(struct.pack("<II", 1, tokens))  # streams, cells
     out += [struct.pack("<iIi", n, 1, 0) for n in range(tokens)]
-    out.append(struct.pack("<II", v_trans, layers))
+    out.append(struct.pack("<II", v_trans, layers) + struct.pack("<II", 64, 128) * rotations)
     for layer in range(layers):
         out += [struct.pack("<iQ", 1, ROW), rows(layer, seed, tokens)]
-    for layer in range(layers):
+    for layer in range(layers if values else 0):
         if v_trans:
             numbers = [seeded(layer * 999 + n, 2 * SHARED) + seeded(seed + n, 2 * (tokens - SHARED)) for n in range(64)]
             out += [struct.pack("<iII", 1, 2, 64), *numbers]
@@ -78,10 +82,12 @@ def test_an_unknown_format_is_one_piece() -> None:
     assert plan_of(b"").pieces == ()
 
 
-@pytest.mark.parametrize("kind", ["slot", "session", "safetensors"])
+@pytest.mark.parametrize("kind", ["slot", "slot of 2026", "session", "safetensors"])
 def test_conversations_with_one_beginning_share_its_pages(kernel: Kernel, store: kvfs.Store, kind: str) -> None:
     def file(seed: int, tokens: int) -> bytes:
-        return tensors(seed, tokens) if kind == "safetensors" else llama(seed, tokens, session=kind == "session")
+        if kind == "safetensors":
+            return tensors(seed, tokens)
+        return llama(seed, tokens, session=kind == "session", rotations=kind == "slot of 2026")
 
     first, second = file(1, 1_300), file(2, 1_777)
     kernel.save("files/1", first)
@@ -105,6 +111,12 @@ def test_keys_are_shared_where_values_are_stored_transposed() -> None:
     starts = cells._starts(len(data), lambda at, nbytes: data[at : at + nbytes])
     assert len(starts) == 6
     assert data[starts[1] :].startswith(rows(1, 1, 1_300))
+
+
+def test_a_cache_without_values_is_cut_at_its_keys() -> None:
+    data = llama(1, 1_300, rotations=True, values=False)
+    starts = cells._starts(len(data), lambda at, nbytes: data[at : at + nbytes])
+    assert [data[at : at + SHARED * ROW] for at in starts] == [rows(n, 1, SHARED) for n in range(3)]
 
 
 @settings(max_examples=30)

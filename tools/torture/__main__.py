@@ -23,7 +23,7 @@ from tools.torture import full as full_runs
 from tools.torture import fuzz as fuzz_runs
 from tools.torture import kill as kill_runs
 from tools.torture import model as model_runs
-from tools.torture import mounts
+from tools.torture import mounter, mounts
 from tools.torture import moves as move_runs
 from tools.torture import power as power_runs
 from tools.torture import stall as stall_runs
@@ -71,12 +71,19 @@ def main() -> None:
 
 @main.command(help=kill_runs.__doc__)
 @MODE
+@click.option("--mounts", is_flag=True, help="Two more processes use files through mounts of the store. Root only.")
 @common
-def kill(mode: str, seed: int, seconds: float, path: Path) -> None:
+def kill(mode: str, mounts: bool, seed: int, seconds: float, path: Path) -> None:
     judge = Judge()
+    if mounts and (why := mounter.missing()):
+        raise click.ClickException(why)
     with workspace(path, ROOM_BYTES) as folder:
-        kill_runs.run(folder, seed, seconds, judge, mode=mode)
-    counts = ("rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged", "pinned", "purged")
+        kill_runs.run(folder, seed, seconds, judge, mode=mode, mounts=mounts)
+    counts: tuple[str, ...] = (
+        "rounds", "freezes", "boots", "forks", "stored", "chunks_served", "acknowledged", "pinned", "purged",
+    )  # fmt: skip
+    if mounts:
+        counts += ("mounts", "files_saved", "files_read", "files_refused")
     more = {name: judge.counts[name] for name in counts}
     judge.finish(**more, hot_percent=100 * judge.counts["hot_served"] // max(1, judge.counts["hot_chunks"]))
 

@@ -30,6 +30,7 @@ from tools.torture.case import (
     put,
 )
 from tools.torture.judge import Judge
+from tools.torture.mounter import mounter
 
 CHUNKS_MAX = 20
 HELD_MAX = 6  # views at a time: the segments of held views cannot be reclaimed
@@ -418,6 +419,7 @@ ROLES = {
     f.__name__: f
     for f in (
         writer, reader, mixed, collector, forker, filler, holder, user, exporter, manager, witness, closer, checker,
+        mounter,
     )
 }  # fmt: skip
 

@@ -3,7 +3,9 @@
 After each round a new process opens the store: every acknowledged prompt must be served, with the correct bytes.
 Between some rounds the boot id in ``state`` is replaced, as if the machine had been reset. Stores take turns: with
 pages of one size; with tiny, odd and huge ones; with the wall clocks of all processes, or of each by itself, jumping by
-up to 400 days; smaller than what is written: eviction, relocation, imports, pins and purges are under way.
+up to 400 days; smaller than what is written: eviction, relocation, imports, pins and purges are under way. With
+--mounts two more processes mount the store and use files in it: each is the version that its first bytes name, and no
+file is lost where nothing is evicted.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.torture import mounter
 from tools.torture.case import CLOCK_SECONDS_MAX
 from tools.torture.crew import Crew
 from tools.torture.judge import Judge
 
 ROLES = ("writer", "writer", "mixed", "reader", "forker", "collector")
 EVICTING = ("filler", "user", "user", "manager", "forker", "reader")
+MOUNTING, SAVES_MIN = ("mounter", "mounter"), 20  # besides, with --mounts; files that a round saves, as time allows
 ROUND_SECONDS = 3.0
 ROUND_SECONDS_MAX, ACKS_MIN = 30.0, 25  # on a slow machine a round goes on until so many prompts were acknowledged
 ROUNDS_PER_STORE = 6
@@ -38,8 +42,9 @@ STARTING_SHARE = 0.3  # of kills that would hit a process before its first repor
 
 
 def run(
-    folder: Path, seed: int, seconds: float, judge: Judge, roles: tuple[str, ...] = ROLES, mode: str = "cache"
-) -> None:
+    folder: Path, seed: int, seconds: float, judge: Judge, roles: tuple[str, ...] = ROLES, mode: str = "cache",
+    mounts: bool = False,
+) -> None:  # fmt: skip
     """Run rounds until the time is up."""
     chance = random.Random(seed)
     end, number = time.monotonic() + seconds, 0
@@ -47,7 +52,10 @@ def run(
         if number % ROUNDS_PER_STORE == 0:
             forget(folder)
             (folder / "bundle").unlink(missing_ok=True)
-        _round(folder, seed * 100 + number, chance, judge, roles, number, mode)
+        try:
+            _round(folder, seed * 100 + number, chance, judge, roles, number, mode, MOUNTING if mounts else ())
+        finally:
+            mounter.unmount_all(folder)
         judge.counts["rounds"] += 1
         number += 1
         if judge.counts["lost"] or judge.counts["wrong"] or judge.counts["unopenable"]:
@@ -56,8 +64,9 @@ def run(
 
 
 def _round(
-    folder: Path, seed: int, chance: random.Random, judge: Judge, roles: tuple[str, ...], number: int, mode: str
-) -> None:
+    folder: Path, seed: int, chance: random.Random, judge: Judge, roles: tuple[str, ...], number: int, mode: str,
+    more: tuple[str, ...],
+) -> None:  # fmt: skip
     options: dict[str, Any] = {"first": number % ROUNDS_PER_STORE * 40, "families": 60, "mode": mode}
     options |= STORES[number // ROUNDS_PER_STORE % len(STORES)]
     roles = options.pop("roles", roles)
@@ -65,11 +74,12 @@ def _round(
         with Crew(folder, seed, options) as crew:
             crew.run("exporter", judge)
     with Crew(folder, seed, options) as crew:
-        for role in roles:
+        for role in (*roles, *more):
             crew.start(role)
         started = time.monotonic()
         while (lasted := time.monotonic() - started) < ROUND_SECONDS_MAX:
-            if lasted >= ROUND_SECONDS and (roles is EVICTING or _acks(folder) >= ACKS_MIN):
+            saved = not more or crew.sum("files_saved") >= SAVES_MIN
+            if lasted >= ROUND_SECONDS and saved and (roles is EVICTING or _acks(folder) >= ACKS_MIN):
                 break
             time.sleep(chance.uniform(0.02, 0.25))
             if options.get("clock") == "shared" and chance.random() < 0.2:
@@ -98,7 +108,7 @@ def forget(folder: Path) -> None:
     """Remove the store and what was promised of it."""
     shutil.rmtree(folder / "store", ignore_errors=True)
     shutil.rmtree(folder / "source", ignore_errors=True)
-    for name in ("acks", "pinned", "unpinned", "purged", "clock"):
+    for name in ("acks", "pinned", "unpinned", "purged", "clock", "saved"):
         (folder / name).unlink(missing_ok=True)
 
 
