@@ -424,6 +424,7 @@ def test_pages_that_were_not_waited_for_are_read_in_the_background(
         assert go_on.wait(60)
         return Warmed(read_bytes=costs.READ_BYTES_MIN, seconds=0.5)
 
+    manager._prefetcher.stop()  # its first read, of a sample, has ended
     prefetcher = Prefetcher(manager._store, manager._ns, manager.costs)
     monkeypatch.setattr(manager._store, "warm", slow)
     publish(connector, arrive(connector, "stored"))
@@ -440,6 +441,45 @@ def test_pages_that_were_not_waited_for_are_read_in_the_background(
     assert read == [matches[0], *matches[3:]]
     assert not any(match.hold is not None and match.hold.acquire() for match in matches), "they are closed"
     assert manager.costs.bytes_per_second == pytest.approx(2 * costs.READ_BYTES_MIN)
+
+
+def test_reading_ahead_goes_on_after_an_error_of_any_kind(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = connector._manager
+    manager._prefetcher.stop()
+    prefetcher, read = Prefetcher(manager._store, manager._ns, manager.costs), threading.Event()
+
+    def failing(**what: Any) -> Warmed:
+        if "sample" in what:
+            raise ZeroDivisionError
+        read.set()
+        return Warmed()
+
+    monkeypatch.setattr(manager._store, "warm", failing)
+    prefetcher.begin(manager._ns)
+    prefetcher.ask(manager._ns.match([1] * TOKENS))
+    assert read.wait(60)
+
+
+def test_a_process_without_threads_reads_nothing_ahead(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread goes on, and what waits is not held after the engine has ended."""
+    manager = connector._manager
+    publish(connector, arrive(connector, "stored"))
+    pages = manager._ns.prompt(arrive(connector, "stored").prompt_token_ids or [])
+    match = pages.select({"full0": 0}, 2)
+    prefetcher = Prefetcher(manager._store, manager._ns, manager.costs)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        prefetcher.ask(match)
+    prefetcher.stop()
+    assert match.hold is None or not match.hold.acquire(), "it is closed"
 
 
 def test_a_prefetch_ends_with_the_engine(connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch) -> None:
