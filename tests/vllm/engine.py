@@ -170,6 +170,34 @@ def _time(llm: Any, prompt: list[int], tokens: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _batch(llm: Any, prompts: list[list[int]], tokens: int = 1) -> dict[str, Any]:
+    """Prompts at once, which the engine's own cache does not hold: seconds until the last token of all, and until the
+    first one of each; CPU seconds of the process; steps that computed something."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    executor, steps = llm.llm_engine.engine_core.engine_core.model_executor, []
+    execute = executor.execute_model
+
+    def counted(scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        if scheduled.total_num_scheduled_tokens:
+            steps.append(len(scheduled.num_scheduled_tokens))
+        return execute(scheduled, *arguments, **options)
+
+    executor.execute_model = counted
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    began, busy = time.perf_counter(), time.process_time()
+    try:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    finally:
+        executor.execute_model = execute
+    return {
+        "seconds": time.perf_counter() - began, "cpu": time.process_time() - busy, "steps": len(steps),
+        "firsts": [output.metrics.first_token_latency for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+    }  # fmt: skip
+
+
 def _metrics(llm: Any) -> dict[str, float]:
     return {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
 
@@ -230,8 +258,8 @@ def _cache_of_rank(worker: Any) -> list[str]:
 
 
 _OPERATIONS = {
-    "generate": _generate, "metrics": _metrics, "time": _time, "usage": _usage, "reset": _reset, "fault": _fault,
-    "abort": _abort, "cache": _cache,
+    "generate": _generate, "metrics": _metrics, "time": _time, "batch": _batch, "usage": _usage, "reset": _reset,
+    "fault": _fault, "abort": _abort, "cache": _cache,
 }  # fmt: skip
 
 if __name__ == "__main__":

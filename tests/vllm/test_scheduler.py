@@ -17,6 +17,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -32,7 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvfs.integrations.vllm import costs, manager, prefetch
+from kvfs.integrations.vllm import adapters, costs, manager, prefetch
 from kvfs.integrations.vllm.connector import KvfsConnector
 from kvfs.integrations.vllm.prefetch import Prefetcher
 from kvfs.lookup.prefix_match import PageRef, PrefixMatch
@@ -71,10 +72,10 @@ def connector(engine_config: VllmConfig, tmp_path: Path) -> Iterator[KvfsConnect
     made.shutdown()
 
 
-def arrive(connector: KvfsConnector, name: str) -> Request:
+def arrive(connector: KvfsConnector, name: str, lora: LoRARequest | None = None) -> Request:
     tokens = [random.Random(f"{name} {i}").randrange(5, 1000) for i in range(TOKENS)]
     hasher = get_request_block_hasher(BLOCK, sha256)
-    request = Request(name, tokens, SamplingParams(max_tokens=4), None, block_hasher=hasher)
+    request = Request(name, tokens, SamplingParams(max_tokens=4), None, block_hasher=hasher, lora_request=lora)
     connector.on_new_request(request)
     return request
 
@@ -309,6 +310,96 @@ def test_a_token_that_was_computed_from_a_failed_load_proves_nothing(connector: 
     assert not step(connector, (sharing, again)).store_jobs, "it finds its own blocks again"
 
 
+def begin_load(connector: KvfsConnector, ids: Iterable[int], shared: int = 0) -> tuple[Request, int]:
+    """A request whose stored pages are being loaded, and the job."""
+    publish(connector, arrive(connector, "stored"))
+    request = arrive(connector, "stored")
+    found = connector.get_num_new_matched_tokens(request, shared * BLOCK)
+    assert found == (HIT - shared * BLOCK, True)
+    allocate(connector, request, ids, external=HIT - shared * BLOCK, shared=shared)
+    (job,) = step(connector).load_jobs
+    return request, job
+
+
+def test_a_block_that_another_connector_lost_is_not_taken_for_one_of_a_load(connector: KvfsConnector) -> None:
+    """The request that kvfs loads has it from the engine's prefix cache, where others find it, too."""
+    admit(connector, "b", range(10, 19), loads=True)
+    request, _ = begin_load(connector, [*range(10, 14), *range(19, 24)], shared=4)
+    connector.update_connector_output(KVConnectorOutput(invalid_block_ids={10}))
+    assert connector._manager.tainted and connector._manager.is_loading(request.request_id)
+
+
+def test_the_lost_blocks_of_an_aborted_request_are_no_failure_of_another_connector(connector: KvfsConnector) -> None:
+    """They are never shared."""
+    admit(connector, "b", range(10, 19), loads=True)
+    request, job = begin_load(connector, FIRST)
+    end(connector, request, status=RequestStatus.FINISHED_ABORTED)
+    report(connector, job, invalid_block_ids={5, 6, 7, 8})
+    assert not connector._manager.tainted and not connector._manager._loading
+
+
+@pytest.fixture
+def lora(connector: KvfsConnector, tmp_path: Path) -> LoRARequest:
+    (tmp_path / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "adapter" / name).write_text("{}")
+    connector._manager._adapters = adapters.Adapters("bfloat16")
+    connector._manager._adapters._began_ns = time.time_ns() + 10**12
+    return LoRARequest("one", 1, str(tmp_path / "adapter"))
+
+
+def test_the_engine_goes_on_while_an_adapter_is_read(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch, lora: LoRARequest
+) -> None:
+    """Its request waits in the queue."""
+    go_on, bypassed, digest = threading.Event(), connector._manager.metrics._counts, adapters._digest
+
+    def slow(files: list[Path]) -> bytes:
+        assert go_on.wait(60)
+        return digest(files)
+
+    monkeypatch.setattr(adapters, "_digest", slow)
+    monkeypatch.setattr(adapters, "DIGEST_SECONDS", 600.0)
+    request, other = arrive(connector, "a", lora), arrive(connector, "b", lora)
+    assert connector.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert end(connector, other, status=RequestStatus.FINISHED_ABORTED) == {}
+    go_on.set()
+    assert connector._manager._unread["a"].reading.ended.wait(60)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    allocate(connector, request, FIRST)
+    assert len(step(connector, (request, FIRST)).store_jobs) == 1
+    assert not connector._manager._unread and "requests_bypassed" not in bypassed
+    assert computed(connector, "c", FIRST), "a request without an adapter"
+
+
+def test_an_adapter_on_a_disk_that_hangs_is_not_waited_for(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch, lora: LoRARequest
+) -> None:
+    go_on, bypassed = threading.Event(), connector._manager.metrics._counts
+
+    def hangs(files: list[Path]) -> bytes:
+        go_on.wait(60)
+        return bytes(32)
+
+    monkeypatch.setattr(adapters, "_digest", hangs)
+    monkeypatch.setattr(adapters, "DIGEST_SECONDS", 0.0)
+    for n, name in enumerate(("first", "behind it"), start=1):
+        assert connector.get_num_new_matched_tokens(arrive(connector, name, lora), 0) == (0, False)
+        assert bypassed["requests_bypassed"] == n
+    go_on.set()
+
+
+def test_a_process_without_threads_serves_requests_without_adapters(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch, lora: LoRARequest
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert connector.get_num_new_matched_tokens(arrive(connector, "a", lora), 0) == (0, False)
+    assert connector._manager.metrics._counts["requests_bypassed"] == 1
+
+
 def test_the_failure_of_an_asynchronous_load_does_not_stop_saves(connector: KvfsConnector) -> None:
     """A request that waits for an asynchronous load shares its blocks with no other, and is computed after that."""
     fail_others(connector)
@@ -424,6 +515,7 @@ def test_pages_that_were_not_waited_for_are_read_in_the_background(
         assert go_on.wait(60)
         return Warmed(read_bytes=costs.READ_BYTES_MIN, seconds=0.5)
 
+    manager._prefetcher.stop()  # its first read, of a sample, has ended
     prefetcher = Prefetcher(manager._store, manager._ns, manager.costs)
     monkeypatch.setattr(manager._store, "warm", slow)
     publish(connector, arrive(connector, "stored"))
@@ -440,6 +532,45 @@ def test_pages_that_were_not_waited_for_are_read_in_the_background(
     assert read == [matches[0], *matches[3:]]
     assert not any(match.hold is not None and match.hold.acquire() for match in matches), "they are closed"
     assert manager.costs.bytes_per_second == pytest.approx(2 * costs.READ_BYTES_MIN)
+
+
+def test_reading_ahead_goes_on_after_an_error_of_any_kind(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = connector._manager
+    manager._prefetcher.stop()
+    prefetcher, read = Prefetcher(manager._store, manager._ns, manager.costs), threading.Event()
+
+    def failing(**what: Any) -> Warmed:
+        if "sample" in what:
+            raise ZeroDivisionError
+        read.set()
+        return Warmed()
+
+    monkeypatch.setattr(manager._store, "warm", failing)
+    prefetcher.begin(manager._ns)
+    prefetcher.ask(manager._ns.match([1] * TOKENS))
+    assert read.wait(60)
+
+
+def test_a_process_without_threads_reads_nothing_ahead(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread goes on, and what waits is not held after the engine has ended."""
+    manager = connector._manager
+    publish(connector, arrive(connector, "stored"))
+    pages = manager._ns.prompt(arrive(connector, "stored").prompt_token_ids or [])
+    match = pages.select({"full0": 0}, 2)
+    prefetcher = Prefetcher(manager._store, manager._ns, manager.costs)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        prefetcher.ask(match)
+    prefetcher.stop()
+    assert match.hold is None or not match.hold.acquire(), "it is closed"
 
 
 def test_a_prefetch_ends_with_the_engine(connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,7 +344,7 @@ class KvfsConnector(ConnectorShell):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         has_jobs = self._half.has_jobs(request.request_id)  # then vLLM ignores this answer, which would be stale later
         if not has_jobs and self._manager.refresh(request.request_id, num_computed_tokens):
-            return None, False  # it waits for the bucket
+            return None, False  # it waits for the bucket, or for its adapter
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
@@ -355,7 +355,9 @@ class KvfsConnector(ConnectorShell):
             # still copy from them. Hashed blocks are shared, and only read
             self._half.will_be_filled(blocks)
         elif len(blocks.blocks) == 1:
-            self._manager.loads_into(request.request_id, (block.block_id for block in blocks.blocks[0]))
+            # the blocks before these come from the engine's prefix cache: another connector may lose one of them
+            (filled,) = blocks.get_unhashed_block_ids_all_groups()
+            self._manager.loads_into(request.request_id, filled)
         self._manager.admitted(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

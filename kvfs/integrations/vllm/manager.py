@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvfs.integrations.vllm.adapters import Adapters
+from kvfs.integrations.vllm.adapters import CALL_SECONDS, Adapters, Reading
 from kvfs.integrations.vllm.costs import READ_BYTES_MIN, Costs
 from kvfs.integrations.vllm.fetches import Fetches
 from kvfs.integrations.vllm.metrics import Metrics
@@ -66,6 +66,14 @@ class SaveSpec(LoadStoreSpec):
     attempt: bytes
 
 
+class _Unread(NamedTuple):
+    """A request whose adapter is being read."""
+
+    request: Any
+    reading: Reading
+    context: list[ReqContext]  # of the request, once ``on_new_request`` was called
+
+
 class KvfsManager(OffloadingManager):
     """Owns the state of requests (``RequestPages``); delegates lookups and plans to the namespace.
 
@@ -78,6 +86,7 @@ class KvfsManager(OffloadingManager):
         self._groups = {group.index: group for group in model.groups}
         self._adapters = Adapters(model.adapters)
         self._requests: dict[str, RequestPages] = {}
+        self._unread: dict[str, _Unread] = {}
         self._epoch = 0  # of this engine; part of the chain of every prompt
         #: nothing is stored: the engine's blocks hold KV of weights before a reset, or of a failed load of another
         #: connector
@@ -85,6 +94,7 @@ class KvfsManager(OffloadingManager):
         self.metrics = Metrics()
         self.costs = Costs()
         self._live: set[str] = set()  # requests, also those that kvfs does not serve
+        self._loading: dict[str, RequestPages] = {}  # in engines with one cache group; also requests that were aborted
         self._prefetcher = Prefetcher(store, namespace, self.costs)
         self._prefetcher.begin(namespace)
         self._holds = False  # whether a request waits for the bucket in this step
@@ -103,7 +113,14 @@ class KvfsManager(OffloadingManager):
         """A new request. ``on_new_request`` follows, and sees only its id."""
         self._live.add(request.request_id)
         lora = request.lora_request
-        adapter = b"" if lora is None else self._adapters.digest(lora)
+        reading = self._adapters.begin(lora) if lora is not None else None
+        if reading is not None and not reading.ended.wait(CALL_SECONDS):
+            self._unread[request.request_id] = _Unread(request, reading, [])
+            return
+        self._begin(request, b"" if lora is None else self._adapters.digest(lora, reading) if reading else None)
+
+    def _begin(self, request: Any, adapter: bytes | None) -> None:
+        """Keep the state of a request, if kvfs serves it. ``adapter``: its digest; None if that is unknown."""
         if not cacheable(request, items_hashed=self._model.items_hashed, adapter=adapter):
             self.metrics.add("requests_bypassed")
             return
@@ -119,8 +136,11 @@ class KvfsManager(OffloadingManager):
     def refresh(self, req_id: str, computed: int = 0) -> bool:
         """The scheduler is about to look up the keys of this request, of which it has ``computed`` tokens.
 
-        Whether the request waits for the bucket: then it is asked again with the next step.
+        Whether the request waits for the bucket, or for its adapter: then it is asked again with the next step.
         """
+        if req_id in self._unread and self._waits_for_adapter(req_id):
+            self._holds = True
+            return True
         state = self._requests.get(req_id)
         if state is None or state.failed:
             return False
@@ -131,6 +151,17 @@ class KvfsManager(OffloadingManager):
             self._stop_waiting(state)
         if self._look(state):
             self._compare(state, computed)
+        return False
+
+    def _waits_for_adapter(self, req_id: str) -> bool:
+        """Whether the adapter of a request is still being read. If not, the request has its state or bypasses kvfs."""
+        request, reading, context = self._unread[req_id]
+        if not reading.ended.is_set() and not reading.late:
+            return True
+        del self._unread[req_id]
+        self._begin(request, self._adapters.digest(request.lora_request, reading))
+        if context and (state := self._requests.get(req_id)) is not None:
+            context[0].set_state(state)
         return False
 
     def note_step(self, tokens: int) -> None:
@@ -151,15 +182,16 @@ class KvfsManager(OffloadingManager):
         return state is not None and state.match is not None
 
     def loads_into(self, req_id: str, blocks: Iterable[int]) -> None:
-        """The blocks of a request that is being loaded, in an engine with one cache group."""
+        """The blocks that the load of a request fills, in an engine with one cache group."""
         state = self._requests.get(req_id)
         if state is not None and state.match is not None:
             state.blocks = frozenset(blocks)
+            self._loading[req_id] = state
 
     def shortened(self, lost: set[int]) -> dict[str, frozenset[int]]:
         """Requests whose load has not filled some of the blocks ``lost``, and their blocks. What they compute may be
         stored again."""
-        found = {req_id: state for req_id, state in self._requests.items() if state.blocks & lost}
+        found = {req_id: state for req_id, state in self._loading.items() if state.blocks & lost}
         for state in found.values():
             self.metrics.add("loads_shortened", not state.failed)
             state.failed = True
@@ -181,6 +213,8 @@ class KvfsManager(OffloadingManager):
         state = self._requests.get(req_context.req_id)
         if state is not None:
             req_context.set_state(state)
+        elif (unread := self._unread.get(req_context.req_id)) is not None:
+            unread.context.append(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -285,6 +319,7 @@ class KvfsManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         state = req_context.get_state(RequestPages)
+        self._loading.pop(req_context.req_id, None)
         if state is not None:
             state.release()
 
@@ -358,6 +393,7 @@ class KvfsManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         state = self._requests.pop(req_context.req_id, None)
+        self._unread.pop(req_context.req_id, None)
         self._live.discard(req_context.req_id)
         if not self._live:
             self.costs.note_idle()
@@ -374,6 +410,7 @@ class KvfsManager(OffloadingManager):
         The pages stay in the store for engines that start with the previous weights.
         """
         self._epoch = random_epoch()
+        self._loading.clear()  # their ends are not reported any more
         for state in self._requests.values():
             self._stop_waiting(state)
             state.restart(self._ns, self._epoch)
@@ -382,9 +419,10 @@ class KvfsManager(OffloadingManager):
         return self.metrics.take()
 
     def shutdown(self) -> None:
-        for state in self._requests.values():
+        for state in (*self._requests.values(), *self._loading.values()):
             self._stop_waiting(state)
             state.release()
         self._requests.clear()
+        self._loading.clear()
         self._prefetcher.stop()
         self._store.close()

@@ -61,9 +61,13 @@ class Prefetcher:
         self._stopping = True
         if (thread := self._thread) is not None:
             thread.join(STOP_SECONDS)
+        with self._lock:
+            left, self._waiting = self._waiting, deque()
+        for task in left:
+            _close(task)
 
     def _add(self, task: Callable[[], None] | PrefixMatch) -> None:
-        dropped: object = None
+        dropped: Callable[[], None] | PrefixMatch | None = None
         with self._lock:
             if self._stopping:
                 dropped = task
@@ -71,10 +75,18 @@ class Prefetcher:
                 self._waiting.append(task)
                 dropped = self._waiting.popleft() if len(self._waiting) > WAITING_MAX else None
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="kvfs-prefetch", daemon=True)
-                    self._thread.start()
-        if isinstance(dropped, PrefixMatch):
-            dropped.close()
+                    self._start()
+        _close(dropped)
+
+    def _start(self) -> None:
+        """With the lock held. Without a thread the tasks wait for the next one that is added."""
+        thread = threading.Thread(target=self._run, name="kvfs-prefetch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:  # the process may have no more threads; the engine goes on
+            logger.warning_once("kvfs: nothing is read ahead: %s", exc)
+        else:
+            self._thread = thread
 
     def _run(self) -> None:
         while True:
@@ -93,6 +105,8 @@ class Prefetcher:
                 pass
             except (KvfsError, OSError) as exc:  # the disk fails, or the store is being closed
                 logger.debug("kvfs: not prefetched, or not measured: %s", exc)
+            except Exception:  # of any kind: a thread that ends here would leave matches, and their segments, held
+                logger.exception("kvfs: not prefetched, or not measured")
 
     def _measure(self) -> None:
         speed = self._ns.compute_speed()
@@ -108,3 +122,9 @@ class Prefetcher:
     def _go_on(self, done: int, total: int) -> None:
         if self._stopping:
             raise _StoppedError
+
+
+def _close(task: Callable[[], None] | PrefixMatch | None) -> None:
+    """Release what a task that will not run holds."""
+    if isinstance(task, PrefixMatch):
+        task.close()

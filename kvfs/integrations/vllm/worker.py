@@ -24,6 +24,8 @@ from kvfs.types import SavePlan, TransferState
 
 logger = init_logger(f"vllm.{__name__}")
 IDLE_SECONDS = 0.002  # longest wait of a step without a forward pass: a loop that spins starves the transfer threads
+GATHER_SECONDS = 0.01  # longest wait of such a step for further loads, after one has ended: about one step
+NEXT_SECONDS = 0.002  # between two of these loads
 LATE_SECONDS = 1.0  # time after its deadline in which a load may still end by itself
 FLUSH_SECONDS = 1.0  # longest wait of a flush; pages that are not copied by then are not stored
 
@@ -191,10 +193,22 @@ class KvfsWorker(OffloadingWorker):
             logger.warning(message, *args)
 
     def wait_idle(self) -> None:
-        """In a step that computes nothing: leave the GIL to the transfers."""
-        if self._jobs and not any(_is_over(job) for job in self._jobs.values()):
+        """In a step that computes nothing: leave the GIL to the transfers, until some have ended.
+
+        Loads that end shortly after one another are reported together, so that one step computes all of their requests.
+        """
+        if self._jobs and not self._over():
             self._ended.wait(IDLE_SECONDS)
         self._ended.clear()
+        end = time.monotonic() + GATHER_SECONDS
+        while self._over() and any(job.load and not _is_over(job) for job in self._jobs.values()):
+            left = end - time.monotonic()
+            if left <= 0 or not self._ended.wait(min(left, NEXT_SECONDS)):
+                break
+            self._ended.clear()
+
+    def _over(self) -> bool:
+        return any(_is_over(job) for job in self._jobs.values())
 
     def get_finished(self) -> list[TransferResult]:
         self._count_published()

@@ -1,0 +1,57 @@
+"""When the worker's half reports: loads that end together are reported together."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvfs.integrations.vllm import worker
+from kvfs.integrations.vllm.worker import KvfsWorker, _TransferJob
+
+
+class Ends:
+    """In place of the event that the end of a load sets: each wait ends the next load, ``most`` of them in all."""
+
+    def __init__(self, transfers: list[Any], most: int) -> None:
+        self.left = transfers[:most]
+        self.waits = 0
+
+    def wait(self, seconds: float) -> bool:
+        self.waits += 1
+        assert 0 < seconds <= worker.IDLE_SECONDS
+        if self.left:
+            self.left.pop(0).done.set()
+            return True
+        return False
+
+    def clear(self) -> None:
+        pass
+
+
+def _idle_step(monkeypatch: pytest.MonkeyPatch, loads: int, ending: int, seconds: float = 60.0) -> tuple[int, int]:
+    """(loads that have ended, waits) after a step that computes nothing."""
+    monkeypatch.setattr(worker, "GATHER_SECONDS", seconds)
+    half = KvfsWorker.__new__(KvfsWorker)
+    transfers: list[Any] = [SimpleNamespace(done=threading.Event()) for _ in range(loads)]
+    half._jobs = {n: _TransferJob(transfer, True, 0, 0.0) for n, transfer in enumerate(transfers)}
+    ends = Ends(transfers, ending)
+    half._ended = ends  # type: ignore[assignment]
+    half.wait_idle()
+    return sum(transfer.done.is_set() for transfer in transfers), ends.waits
+
+
+@pytest.mark.parametrize(
+    ("loads", "ending", "waits"), [(1, 1, 1), (4, 4, 4), (4, 2, 3), (4, 0, 1), (0, 0, 0)], ids=str
+)  # fmt: skip
+def test_an_idle_step_waits_for_loads_that_end_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, loads: int, ending: int, waits: int
+) -> None:
+    """So that the next step computes all of their requests at once. It does not wait for one that is far away."""
+    assert _idle_step(monkeypatch, loads, ending) == (ending, waits)
+
+
+def test_an_idle_step_does_not_wait_for_an_endless_row_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _idle_step(monkeypatch, 100, 100, seconds=-1.0) == (1, 1)
