@@ -12,6 +12,9 @@ import torch
 import kvfs
 from kvfs.integrations.transformers import namespace_for
 from kvfs.integrations.weights import model_revision
+from tests.integrations.lightllm_cache import FakeEngine as FakeWorker
+from tests.integrations.lightllm_cache import canonical, set_canonical
+from tests.integrations.lightllm_cache import start as start_lightllm
 from tests.integrations.sglang_pools import FakeEngine, MHATokenToKVPoolHost
 
 PAGE = 64
@@ -97,3 +100,39 @@ class SGLang:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class LightLLM:
+    """The service of the disk worker over a CPU cache; the worker tells prompts, as with the patch."""
+
+    def __init__(self, path: Path, folder: Path, *, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._shape: Any = {"layers": layers, "heads": heads, "dim": dim, "dtype": dtype}
+        self._tensor = torch.empty((16, PAGE * layers * 2 * heads * dim * dtype.itemsize), dtype=torch.uint8)
+        server = {
+            "model_dir": str(folder), "data_type": str(dtype).removeprefix("torch."), "quant_type": "none",
+            "llm_kv_type": "None", "cpu_cache_token_page_size": PAGE,
+        }  # fmt: skip
+        service = start_lightllm(path, self._tensor, server=server, prompts=True, weights_id="", share="engines")
+        self._engine = FakeWorker(self._tensor, service, PAGE, prompts=True)
+
+    @property
+    def identity(self) -> bytes:
+        return self._engine.service.identity
+
+    def put(self, tokens: Sequence[int], pages: Sequence[bytes]) -> int:
+        return self._engine.put(tokens, [self._of(page) for page in pages])
+
+    def get(self, tokens: Sequence[int]) -> list[bytes]:
+        found = self._engine.get(tokens, self._engine.lookup(tokens))
+        return [self._canonical(page) for page in found if page is not None]
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _of(self, page: bytes) -> bytes:
+        one = torch.empty_like(self._tensor[:1])
+        set_canonical(one, 0, page, **self._shape)
+        return one.numpy().tobytes()
+
+    def _canonical(self, page: bytes) -> bytes:
+        return canonical(torch.frombuffer(bytearray(page), dtype=torch.uint8)[None], 0, **self._shape)

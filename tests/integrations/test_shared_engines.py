@@ -1,4 +1,4 @@
-"""One prefix for transformers and SGLang's adapter; tests/vllm/test_shared.py adds vLLM."""
+"""One prefix for transformers and the adapters of SGLang and LightLLM; tests/vllm/test_shared.py adds vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import kvfs  # noqa: E402
 from kvfs.errors import ConfigError  # noqa: E402
 from kvfs.integrations.transformers import namespace_for  # noqa: E402
 from kvfs.integrations.weights import model_revision  # noqa: E402
-from tests.integrations.shared_engines import PAGE, SGLang, Transformers  # noqa: E402
+from tests.integrations.shared_engines import PAGE, LightLLM, SGLang, Transformers  # noqa: E402
 
 SHAPE = {"layers": 3, "heads": 2, "dim": 8, "dtype": torch.float32}
 PAGES = 3
@@ -45,10 +45,11 @@ def starters(path: Path, model: tuple[Any, Path]) -> list[Callable[[], Any]]:
         lambda: Transformers(path, *model),
         lambda: SGLang(path, model[1], "page_first", **SHAPE),
         lambda: SGLang(path, model[1], "page_head", **SHAPE),
+        lambda: LightLLM(path, model[1], **SHAPE),
     ]
 
 
-@pytest.mark.parametrize("writer", range(3))
+@pytest.mark.parametrize("writer", range(4))
 def test_each_engine_reads_what_another_one_stored(memory_path: Path, model: tuple[Any, Path], writer: int) -> None:
     start = starters(memory_path / "store", model)
     tokens = random.Random(writer).choices(range(96), k=PAGES * PAGE)
@@ -69,7 +70,7 @@ def test_each_engine_reads_what_another_one_stored(memory_path: Path, model: tup
 def test_tokens_are_those_without_a_store_after_pages_went_through_another_engine(
     memory_path: Path, model: tuple[Any, Path]
 ) -> None:
-    """KV that transformers computed, SGLang's pool read and stored in another store, and transformers continued."""
+    """KV of transformers, through SGLang's pool and LightLLM's CPU cache into two more stores, and continued from."""
     ids = random.Random(3).choices(range(96), k=PAGES * PAGE + 7)
     inputs = torch.tensor([ids])
     plain = model[0].generate(inputs, max_new_tokens=12, do_sample=False)
@@ -85,7 +86,13 @@ def test_tokens_are_those_without_a_store_after_pages_went_through_another_engin
     writer = SGLang(memory_path / "second", model[1], "page_head", **SHAPE)
     assert len(pages) == writer.put(ids, pages) == PAGES
     writer.close()
-    last = Transformers(memory_path / "second", load(model[1]), model[1])
+    relay = LightLLM(memory_path / "second", model[1], **SHAPE)
+    pages = relay.get(ids)
+    relay.close()
+    relay = LightLLM(memory_path / "third", model[1], **SHAPE)
+    assert len(pages) == relay.put(ids, pages) == PAGES
+    relay.close()
+    last = Transformers(memory_path / "third", load(model[1]), model[1])
     past, found = last.cache.load(inputs)
     assert found == PAGES * PAGE
     again = last.model.generate(inputs, past_key_values=past, max_new_tokens=12, do_sample=False)

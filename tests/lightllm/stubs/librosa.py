@@ -1,0 +1,1 @@
+"""Stands for librosa, which LightLLM imports for audio: these tests have none."""
