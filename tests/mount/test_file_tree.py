@@ -546,7 +546,9 @@ def test_a_sweep_leaves_a_file_that_is_being_written_its_name(mounted: Mounted, 
         kernel.set_xattr("files/a", "user.kvfs.ttl", b"1s")
         mounted.names._clock.now_us = lambda: time.time_ns() // 1000 + 10_000_000  # type: ignore[method-assign]
     else:
+        mounted.store._shared.services().active.finish_all()
         evict_all(mounted)
+        assert not pages(mounted.store)
     for _ in range(2):
         mounted.sweep()
     if expired:
