@@ -19,7 +19,6 @@ from kvfs.directory.liveness import Liveness
 from kvfs.directory.root import Directory
 from kvfs.directory.shared_counters import SharedCounters
 from kvfs.directory.slot_file import SlotFile
-from kvfs.format.checksums import checksum
 from kvfs.system.files import Files
 from kvfs.testing import Fault, FaultyFiles
 from tests.stores import TINY_BYTES, run_child, seeded, tiny, tokens_of
@@ -170,14 +169,6 @@ def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: P
         assert total(path) == {}
         mine.add({"lookups": mine._added["lookups"] + 1})
         assert total(path) == {"lookups": 1}
-
-
-def test_a_turn_that_no_other_can_follow_counts_as_damage(path: Path) -> None:
-    head = slot_file._HEAD.pack(0, (1 << 64) - 1, 2)[8:] + b"{}"
-    slot = checksum(head).to_bytes(8, "little") + head
-    (path / "run" / "totals").write_bytes(slot.ljust(2 * shared_counters.SLOT_BYTES, b"\0"))
-    process(path).add({"lookups": 1})
-    assert total(path) == {"lookups": 1}
 
 
 def test_files_of_earlier_versions_are_ignored_and_removed(path: Path) -> None:
