@@ -573,3 +573,18 @@ def test_a_writer_that_comes_while_the_sweep_removes_the_name_makes_it_again(
     monkeypatch.setattr(fcntl, "flock", late)
     kernel.save("files/a", b"new")
     assert kernel.load("files/a") == b"new"
+
+
+def test_an_open_that_finds_too_many_files_open_changes_nothing(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel.save("files/a", b"old")
+    fd = kernel.open("files/a")
+    monkeypatch.setattr("kvfs.mount.node.HANDLES_MAX", 1)
+    for name in ("files/a", "files/b"):
+        with refused(errno.ENFILE):
+            kernel.save(name, b"new")
+    kernel.close(fd)
+    assert kernel.load("files/a") == b"old"
+    with refused(errno.ENOENT):
+        kernel.load("files/b")
