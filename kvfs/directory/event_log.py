@@ -22,9 +22,10 @@ FILE_BYTES = 16 * 1024  # of a small store, about 100 events; ``Settings.event_f
 FILE_BYTES_MAX = 1 << 20  # that are read
 LINE_BYTES_MAX = 2048
 WAIT_SECONDS = 0.2  # for the lock: an append takes a fraction of a millisecond
-TRIES_MAX = 8  # of one append, while others replace the file
+TRIES = 4  # of one append, while other processes replace the file
 AT_US_MAX, NUMBER_MAX = 1 << 57, 1 << 63  # a time in the year 6537; a detail or a process id
 _TEXT_MAX = 256  # characters of one detail
+
 
 #: Counts that are noted as one event per minute and process, if they grew: name of the count -> what happened.
 NOTED_COUNTS = {
@@ -62,6 +63,12 @@ class EventLog:
         self._file_bytes = file_bytes
         self._files = directory.files
 
+    def add_once(self, what: str, seconds: float, **details: str | int) -> None:
+        """``add``, unless a process has noted the same within the last ``seconds``."""
+        since, cut = self._files.now_us() - int(seconds * 1e6), _cut(details)
+        if not any(e.what == what and e.at_us > since and e.details == cut for e in self.read()):
+            self.add(what, **details)
+
     def add(self, what: str, **details: str | int) -> None:
         """Note an event with its details; values are cut to 256 characters."""
         if self._directory.read_only:
@@ -73,42 +80,33 @@ class EventLog:
             with contextlib.suppress(OSError):
                 self._append(line)
 
-    def add_once(self, what: str, seconds: float, **details: str | int) -> None:
-        """``add``, unless a process has noted the same within the last ``seconds``."""
-        since, cut = self._files.now_us() - int(seconds * 1e6), _cut(details)
-        if not any(e.what == what and e.at_us > since and e.details == cut for e in self.read()):
-            self.add(what, **details)
-
     def _append(self, line: bytes) -> None:
-        for _ in range(TRIES_MAX):
-            with contextlib.suppress(FileNotFoundError):  # another process has just replaced it
-                if self._append_here(line):
-                    return
-
-    def _append_here(self, line: bytes) -> bool:
-        """Append to the present file, unless its lock is not to be had; False if it was full, or replaced meanwhile.
-
-        The lock is released with the descriptor, also by a death.
-        """
+        """Append. The lock is released with the descriptor, also by a death."""
         run = self._directory.sub("run")
-        with contextlib.suppress(FileExistsError):
-            Descriptor.create(self._files, EVENTS, self._directory.file_mode, dir_fd=run).close()
-        file = Descriptor.open(self._files, EVENTS, os.O_RDWR, dir_fd=run)
-        try:
-            if not self._locked(file.fd):
-                return True
-            mine, present = self._files.fstat(file.fd), self._files.stat(EVENTS, dir_fd=run)
-            if mine.st_ino != present.st_ino:  # it is the older one by now: what is there must not be replaced
-                return False
-            size = mine.st_size
-            if size and size + len(line) > self._file_bytes:
-                self._files.rename(EVENTS, OLDER, src_dir_fd=run, dst_dir_fd=run)
-                return False
-            torn = size and self._files.read(file.fd, 1, size - 1) != b"\n"  # by a death, or a full disk
-            self._files.write_all(file.fd, [b"\n" + line if torn else line], size)
-            return True
-        finally:
-            file.close()
+        for _ in range(TRIES):
+            with contextlib.suppress(FileExistsError):
+                Descriptor.create(self._files, EVENTS, self._directory.file_mode, dir_fd=run).close()
+            file = Descriptor.open(self._files, EVENTS, os.O_RDWR, dir_fd=run)
+            try:
+                if not self._locked(file.fd):
+                    return
+                if not self._has_name(file.fd, run):
+                    continue  # it was full, and another process has replaced it
+                size = self._files.fstat(file.fd).st_size
+                if size and size + len(line) > self._file_bytes:
+                    self._files.rename(EVENTS, OLDER, src_dir_fd=run, dst_dir_fd=run)
+                    continue
+                torn = size and self._files.read(file.fd, 1, size - 1) != b"\n"  # by a death, or a full disk
+                self._files.write_all(file.fd, [b"\n" + line if torn else line], size)
+                return
+            finally:
+                file.close()
+
+    def _has_name(self, fd: int, run: int) -> bool:
+        """Whether a file is still the one that events are appended to."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(self._files.fstat(fd), self._files.stat(EVENTS, dir_fd=run))
+        return False
 
     def _locked(self, fd: int) -> bool:
         """False if another process keeps the lock: it was stopped while it appended."""

@@ -21,7 +21,7 @@ from kvfs.system.descriptors import Descriptor
 
 SLOT_BYTES_MIN, SLOT_BYTES_MAX = 4096, 1 << 20
 WAIT_SECONDS = 0.2  # for the lock: an update takes a fraction of a millisecond, unless its process is stopped
-TURN_MAX = 1 << 62  # a slot with a higher turn is damaged: there were never so many updates
+TURNS_MAX = 1 << 62  # of a valid slot
 READS_MAX = 3  # of the slots, until one of them is not in the middle of an update
 _HEAD = struct.Struct("<QQI")  # check, turn, length of the JSON that follows
 
@@ -121,7 +121,7 @@ def _parse(data: bytes) -> _Slot:
         return _EMPTY
     check, turn, length = _HEAD.unpack_from(data)
     end = _HEAD.size + length
-    if end > len(data) or turn >= TURN_MAX or checksum(data[8:end]) != check:
+    if end > len(data) or turn >= TURNS_MAX or checksum(data[8:end]) != check:
         return _EMPTY
     try:
         body = json.loads(data[_HEAD.size : end])

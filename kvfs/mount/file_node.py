@@ -206,9 +206,13 @@ class FileNode(NamedNode):
     def _draft(self, flags: int) -> Draft:
         """A draft that begins with the content of the file, or empty."""
         with self.named(os.O_RDWR) as fd:
-            name_fd = os.dup(fd)
+            name_fd, locked = os.dup(fd), False
         try:
-            fcntl.flock(name_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with contextlib.suppress(BlockingIOError):  # the sweep is about to remove it
+                fcntl.flock(name_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                locked = bool(os.fstat(name_fd).st_nlink)
+            if not locked:
+                fail(errno.ESTALE)
             if flags & os.O_TRUNC:
                 return Draft(self.tree.spool.create(), name_fd)
             self._load()

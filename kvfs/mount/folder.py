@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from kvfs.mount.file_node import FileNode
 from kvfs.mount.file_tree import Draft, FileTree, NamedNode, Place, attr_of
 from kvfs.mount.manifest import Manifest
-from kvfs.mount.names import FILES_MAX
+from kvfs.mount.names import FILES_MAX, is_named
 from kvfs.mount.node import Created, Node, OpenFile
 from kvfs.mount.operations import fail
 from kvfs.mount.wire import Attr, Caller, DirectoryItem, SetAttr
 
+TRIES = 4  # to make a name, while sweeps take it
 NO_REPLACE = 1  # RENAME_NOREPLACE of renameat2(2)
 
 
@@ -137,22 +138,45 @@ class Folder(NamedNode, Place):
         tree = self.tree
         if tree.names.count >= FILES_MAX * 11 // 10:
             fail(errno.ENOSPC)
-        made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        name_fd = os.open(name, made, mode & 0o777 | 0o600, dir_fd=dir_fd)
+        name_fd = self._locked(name, dir_fd, mode, caller)
         try:
-            os.fchmod(name_fd, mode & 0o777 | 0o600)
-            _give(name_fd, caller)
-            fcntl.flock(name_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             file = tree.spool.create()
         except OSError:
-            os.close(name_fd)
-            os.unlink(name, dir_fd=dir_fd)
+            self._unmake(name, name_fd, dir_fd)
             raise
         tree.names.count += 1
         ino = os.fstat(name_fd).st_ino
         fresh = FileNode(tree, ino, None, None)
         fresh.spot = tree.seen(ino, self, name)
         return Created(fresh, fresh.begin(Draft(file, name_fd), dirty=True))
+
+    def _locked(self, name: bytes, dir_fd: int, mode: int, caller: Caller) -> int:
+        """Descriptor of a new name, under the lock that shows that its writer lives.
+
+        A sweep that comes before the lock takes the name for one whose writer is gone: then it is made again.
+        """
+        made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        for _ in range(TRIES):
+            fd, is_ours = os.open(name, made, mode & 0o777 | 0o600, dir_fd=dir_fd), False
+            try:
+                os.fchmod(fd, mode & 0o777 | 0o600)
+                _give(fd, caller)
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    is_ours = is_named(fd, name, dir_fd)
+                if is_ours:
+                    return fd
+            finally:
+                if not is_ours:
+                    self._unmake(name, fd, dir_fd)
+        raise OSError(errno.EAGAIN, "the name was taken again and again")
+
+    def _unmake(self, name: bytes, fd: int, dir_fd: int) -> None:
+        """Close a new file, and remove its name if that still stands for it."""
+        if is_named(fd, name, dir_fd):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=dir_fd)
+        os.close(fd)
 
     def _clear(self, name: bytes, dir_fd: int) -> None:
         """Remove what is no file and has the name of one. EEXIST if it is not ours to remove."""

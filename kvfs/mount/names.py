@@ -4,7 +4,8 @@ So the host's file system makes renames atomic, lists, and refuses names that ar
 share the tree. Nothing in it is trusted: no symlink is followed, and what is no manifest is no file.
 
 A name whose pages were evicted is *gone*: lookups do not find it, and the sweep removes it. A name without a manifest
-is *unfinished*: its writer holds a shared flock on it until it is finished or given up.
+is *unfinished*. A writer holds a shared flock on a name, new or not, until it has finished or given up: the sweep
+leaves such names alone.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Names:
                 if self.is_complete(found, fd, lambda fd=fd: self.manifest(fd)):  # type: ignore[misc]
                     used.append((os.fstat(fd).st_atime_ns, folder, name))
                 elif found in suspects or self._has_expired(fd):
-                    os.unlink(name, dir_fd=dir_fd)
+                    _remove(name, fd, dir_fd)
                 elif self._chunks.is_ready():
                     gone.add(found)
         self.count = len(used) + len(gone)
@@ -237,8 +238,8 @@ class Names:
         """Remove a name whose writer is gone."""
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self.manifest(fd) is None and _is_named(fd, name, dir_fd):
-                os.unlink(name, dir_fd=dir_fd)
+            if self.manifest(fd) is None:
+                _remove(name, fd, dir_fd)
 
     def _remove_oldest(self, used: list[tuple[int, str, bytes]]) -> None:
         used.sort()
@@ -246,7 +247,11 @@ class Names:
             with contextlib.suppress(OSError):
                 dir_fd = _open_dir(os.fsencode(folder), self.root)
                 try:
-                    os.unlink(name, dir_fd=dir_fd)
+                    fd = self.open(name, dir_fd, os.O_RDWR)
+                    try:
+                        _remove(name, fd, dir_fd)
+                    finally:
+                        os.close(fd)
                     self.count -= 1
                 finally:
                     os.close(dir_fd)
@@ -262,7 +267,15 @@ def _open_dir(path: bytes, dir_fd: int | None) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
 
-def _is_named(fd: int, name: bytes, dir_fd: int) -> bool:
+def _remove(name: bytes, fd: int, dir_fd: int) -> None:
+    """Remove a name, if it still stands for the file. BlockingIOError if a writer has it: its file would be lost."""
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if is_named(fd, name, dir_fd):
+        os.unlink(name, dir_fd=dir_fd)
+
+
+def is_named(fd: int, name: bytes, dir_fd: int) -> bool:
+    """Whether a name still stands for an open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=dir_fd, follow_symlinks=False))
     except OSError:

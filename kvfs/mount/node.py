@@ -21,7 +21,7 @@ from kvfs.mount.wire import (
 )
 
 NAME_SECONDS = 1.0  # how long the kernel trusts names and attributes: other processes change them, and evict
-HANDLES_MAX = 4096  # files that are open at once
+HANDLES_MAX = 4096  # files that are open at once, and as many more as requests are in progress
 _VIEW_INO = 1 << 48  # numbers of nodes without an inode of their own begin here
 
 
@@ -211,9 +211,11 @@ class NodeTable(Operations):
 
     def open(self, node: int, flags: int) -> Opened:
         found = self._node(node)
+        self._check_room()
         return self._opened(found, found.open(flags))
 
     def create(self, parent: int, name: bytes, flags: int, mode: int, caller: Caller) -> tuple[Entry, Opened]:
+        self._check_room()
         made = self._node(parent).create(name, flags, mode, caller)
         try:
             entry = self._entry(made.node)
@@ -222,15 +224,15 @@ class NodeTable(Operations):
             raise
         return entry, self._opened(made.node, made.file)
 
+    def _check_room(self) -> None:
+        """ENFILE before a file is opened: an open may truncate or make it, which none that fails must do."""
+        if len(self._files) >= HANDLES_MAX:
+            fail(errno.ENFILE)
+
     def _opened(self, node: Node, file: OpenFile) -> Opened:
         with self._lock:
-            full = len(self._files) >= HANDLES_MAX
-            if not full:
-                handle, self._next_file = self._next_file, self._next_file + 1
-                self._files[handle] = file, node
-        if full:
-            file.close()
-            fail(errno.ENFILE)
+            handle, self._next_file = self._next_file, self._next_file + 1
+            self._files[handle] = file, node
         return Opened(handle, file.flags, file.backing)
 
     def _file(self, handle: int) -> OpenFile:

@@ -27,6 +27,7 @@ from kvfs.pages.identity import Described
 from kvfs.store import Store
 
 FRESH_SECONDS = 1.0  # how long a listing or a text is shown again without asking the store
+FRESH_MAX = 256  # listings and texts that are kept for that: namespaces and pins come and go
 LISTED_MAX = 10_000  # prefixes of one listing; every prefix can be opened by its id
 LIST_SECONDS = 5.0  # longest walk of the index for a listing
 ID_DIGITS = 16  # of a prefix in a listing
@@ -65,6 +66,8 @@ class View:
                     value = make()
                 except IndexUnavailableError:
                     fail(errno.EIO)
+                if len(self._fresh) >= FRESH_MAX:
+                    self._fresh.clear()
                 self._fresh[what] = time.monotonic(), value
             return value
 

@@ -20,7 +20,7 @@ def start(module: str, setup: Mapping[str, Any], fds: Sequence[int]) -> subproce
     ``setup``, as JSON, is the second argument of its command line. The child is in a session of its own: an interrupt
     at a terminal reaches the engine alone.
     """
-    path = [str(entry) for entry in sys.path]  # programs put Path objects there
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others
     return subprocess.Popen(
         [sys.executable, "-I", "-c", _BOOT, json.dumps(path), json.dumps(setup), module], pass_fds=fds,
         stdin=subprocess.DEVNULL, start_new_session=True,

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,31 +126,28 @@ def test_processes_that_add_at_once_tear_no_line(path: Path) -> None:
     assert len(seen(path)) == sum(each.count(b"\n") for each in data) > 50
 
 
-def test_a_process_that_waited_for_a_file_that_was_replaced_meanwhile_replaces_no_other(path: Path) -> None:
-    class ReplacedMeanwhile(Files):
-        def flock(self, fd: int, operation: int) -> bool:
-            if not replaced:
-                replaced.append(True)
-                log.add("gc", count=2)
-            return super().flock(fd, operation)
+class RotatedMeanwhile(Files):
+    """Another process rotates the log between this one's open and its lock."""
 
-    replaced: list[bool] = []
-    log_of(path).add("gc", count=0)
-    two_lines = (path / "run" / "events").stat().st_size * 5 // 2
-    log = EventLog(Directory(str(path), Files(), read_only=False), two_lines)
-    log.add("gc", count=1)
-    EventLog(Directory(str(path), ReplacedMeanwhile(), read_only=False), two_lines).add("gc", count=3)
-    assert [details["count"] for _, details in seen(path)] == [0, 1, 2, 3]
+    def __init__(self, rotate: Callable[[], None]) -> None:
+        self._rotate: Callable[[], None] | None = rotate
+
+    def flock(self, fd: int, kind: int) -> bool:
+        rotate, self._rotate = self._rotate, None
+        if rotate is not None:
+            rotate()
+        return super().flock(fd, kind)
 
 
-def test_a_long_event_is_noted_once(path: Path) -> None:
-    log = log_of(path)
-    for _ in range(2):
-        log.add_once("settings changed", 60.0, quotas="x" * 300)
-    assert [details for _, details in seen(path)] == [{"quotas": "x" * 256}]
-    log.add_once("settings changed", 0.0, quotas="x" * 300)
-    log.add_once("settings changed", 60.0, quotas="y" * 300)
-    assert len(seen(path)) == 3
+def test_a_log_that_another_process_rotates_meanwhile_loses_nothing(path: Path) -> None:
+    directory = Directory(str(path), Files(), read_only=False)
+    other = EventLog(directory, 1000)
+    while (path / "run" / "events").stat().st_size < 900 if (path / "run" / "events").exists() else True:
+        other.add("gc", count=1)
+    before = len(seen(path))
+    files = RotatedMeanwhile(lambda: other.add("by the other", text="x" * 80))
+    EventLog(Directory(str(path), files, read_only=False), 1000).add("mine")
+    assert [what for what, _ in seen(path)] == ["gc"] * before + ["by the other", "mine"]
 
 
 def test_a_reader_writes_nothing(path: Path) -> None:
@@ -196,3 +194,13 @@ def test_a_change_of_settings_is_noted_by_one_process(store_path: Path) -> None:
         shared._note_settings(before, before)
     changed = [details for what, details in seen(store_path) if what == "settings changed"]
     assert changed == [{"capacity_bytes": f"{64 << 20} -> {128 << 20}"}]
+
+
+def test_a_long_event_is_noted_once(path: Path) -> None:
+    log = log_of(path)
+    for _ in range(2):
+        log.add_once("settings changed", 60.0, quotas="x" * 300)
+    assert [details for _, details in seen(path)] == [{"quotas": "x" * 256}]
+    log.add_once("settings changed", 0.0, quotas="x" * 300)
+    log.add_once("settings changed", 60.0, quotas="y" * 300)
+    assert len(seen(path)) == 3

@@ -173,14 +173,6 @@ def test_a_torn_slot_leaves_the_one_before_and_garbage_counts_as_nothing(path: P
         assert total(path) == {"lookups": 1}
 
 
-def test_a_turn_that_no_other_can_follow_counts_as_damage(path: Path) -> None:
-    head = slot_file._HEAD.pack(0, (1 << 64) - 1, 2)[8:] + b"{}"
-    slot = checksum(head).to_bytes(8, "little") + head
-    (path / "run" / "totals").write_bytes(slot.ljust(2 * shared_counters.SLOT_BYTES, b"\0"))
-    process(path).add({"lookups": 1})
-    assert total(path) == {"lookups": 1}
-
-
 def test_files_of_earlier_versions_are_ignored_and_removed(path: Path) -> None:
     old = path / "run" / f"{7:032x}.count"
     old.write_bytes(bytes(32 * 1024))

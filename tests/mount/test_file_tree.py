@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -502,3 +504,87 @@ def test_a_writer_next_to_readers_gets_a_node_of_its_own(kernel: Kernel) -> None
     assert kernel.read(reader) == b"one"
     assert kernel.load("files/a") == b"two"
     kernel.close(reader)
+
+
+def test_a_sweep_just_after_a_file_was_made_does_not_take_its_name(
+    mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer has made the name, and does not hold the lock yet that shows that it lives."""
+    lock, sweeps = fcntl.flock, iter([mounted.sweep])
+
+    def late(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_SH and (sweep := next(sweeps, None)) is not None:
+            sweep()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    mounted.kernel.save("files/a", b"content")
+    assert mounted.kernel.load("files/a") == b"content"
+
+
+def test_a_file_is_made_while_a_sweep_looks_at_its_name(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, refusals = fcntl.flock, iter([BlockingIOError(errno.EAGAIN, "the sweep has it")])
+
+    def late(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_SH and (refusal := next(refusals, None)) is not None:
+            raise refusal
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    mounted.kernel.save("files/a", b"content")
+    assert mounted.kernel.load("files/a") == b"content" and mounted.names.count == 1
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_a_sweep_leaves_a_file_that_is_being_written_its_name(mounted: Mounted, expired: bool) -> None:
+    """Its old content is evicted, or its lifetime is over, before the new one is stored."""
+    kernel = mounted.kernel
+    kernel.save("files/a", seeded(1, 3 * PAGE_BYTES))
+    fd = kernel.open("files/a", os.O_RDWR)
+    kernel.write(fd, b"new", 0)
+    if expired:
+        kernel.set_xattr("files/a", "user.kvfs.ttl", b"1s")
+        mounted.names._clock.now_us = lambda: time.time_ns() // 1000 + 10_000_000  # type: ignore[method-assign]
+    else:
+        mounted.store._shared.services().active.finish_all()
+        evict_all(mounted)
+        assert not pages(mounted.store)
+    for _ in range(2):
+        mounted.sweep()
+    if expired:
+        kernel.set_xattr("files/a", "user.kvfs.ttl", b"1h")
+    kernel.close(fd)
+    assert mounted.names_on_disk() == ["a"]
+    assert kernel.load("files/a") == b"new" + seeded(1, 3 * PAGE_BYTES)[3:]
+
+
+def test_a_writer_that_comes_while_the_sweep_removes_the_name_makes_it_again(
+    mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, lock = mounted.kernel, fcntl.flock
+    kernel.save("files/a", b"old")
+    removals = iter([lambda: os.unlink("a", dir_fd=mounted.names.root)])
+
+    def late(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_SH and (remove := next(removals, None)) is not None:
+            remove()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    kernel.save("files/a", b"new")
+    assert kernel.load("files/a") == b"new"
+
+
+def test_an_open_that_finds_too_many_files_open_changes_nothing(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel.save("files/a", b"old")
+    fd = kernel.open("files/a")
+    monkeypatch.setattr("kvfs.mount.node.HANDLES_MAX", 1)
+    for name in ("files/a", "files/b"):
+        with refused(errno.ENFILE):
+            kernel.save(name, b"new")
+    kernel.close(fd)
+    assert kernel.load("files/a") == b"old"
+    with refused(errno.ENOENT):
+        kernel.load("files/b")

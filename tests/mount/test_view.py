@@ -11,6 +11,7 @@ import pytest
 
 import kvfs
 from kvfs.metrics import exporter
+from kvfs.mount.view import FRESH_MAX
 from tests.mount.kernel import Kernel, Mounted
 from tests.stores import seeded, segment_files, tiny, tokens_of
 
@@ -116,3 +117,9 @@ def test_a_symlink_among_the_segments_is_not_followed(kernel: Kernel, mounted: M
     os.symlink(tmp_path / "secret", Path(mounted.store.path) / "segments" / f"{'a' * 32}.kvs")
     assert not kernel.exists(f"segments/{'a' * 32}.kvs")
     os.unlink(Path(mounted.store.path) / "segments" / f"{'a' * 32}.kvs")
+
+
+def test_what_is_kept_of_namespaces_that_come_and_go_is_bounded(mounted: Mounted) -> None:
+    for n in range(3 * FRESH_MAX):
+        assert mounted.view.cached(f"layout {n}", lambda n=n: n) == n  # type: ignore[misc]
+    assert len(mounted.view._fresh) <= FRESH_MAX

@@ -20,7 +20,7 @@ def test_a_child_gets_its_setup_and_descriptors_and_no_terminal(
         "    setup = json.loads(sys.argv[2])\n"
         "    os.write(setup['fd'], repr((setup['name'], os.getsid(0) == os.getpid(), sys.stdin.read())).encode())\n"
     )
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a Path object, as programs put there
+    monkeypatch.setattr(sys, "path", [Path("/ignored"), *sys.path, str(tmp_path)])
     reader, writer = os.pipe()
     try:
         process = child_process.start("program_of_a_child", {"fd": writer, "name": "bucket"}, [writer])
