@@ -242,7 +242,7 @@ def test_a_listing_of_namespaces_keeps_no_writer_waiting(store: kvfs.Store, monk
 
 
 @pytest.mark.parametrize("layout", [tiny(), kvfs.PageLayout.opaque(100, 16)], ids=["kv", "opaque"])
-def test_all_pages_of_keys_that_one_request_stored_are_listed_together(store_path: Path, layout: kvfs.PageLayout) -> None:
+def test_all_pages_of_keys_of_one_request_are_listed_together(store_path: Path, layout: kvfs.PageLayout) -> None:
     with kvfs.open(store_path, capacity="32MiB") as store:
         ns, keys = store.namespace("m", layout, "1"), [b"key %d" % n for n in range(40)]
         assert ns.put_keys(keys, bytes(40 * layout.page_bytes)).stored == 40
