@@ -315,8 +315,18 @@ MUTATIONS = (
     ),
     Mutation(
         "let an extra key spell a second chunk", "kvfs/pages/chunk_hash.py",
-        "    if not seed and extra and extra.get(0):\n", "    if False:\n",
+        "(extra and extra.get(0)) or ", "",
         ("tests/pages/test_chunk_hash.py",),
+    ),
+    Mutation(
+        "let tokens spell a key", "kvfs/pages/chunk_hash.py",
+        " or tokens[:step].startswith(_KEY)", "",
+        ("tests/pages/test_chunk_hash.py", "tests/lookup/test_prompt_pages_names.py"),
+    ),
+    Mutation(
+        "number the pages of keys", "kvfs/write/appender.py",
+        "0 if job.prompt.keyed else target.chunk", "target.chunk",
+        ("tests/lookup/test_prompt_pages_names.py",),
     ),
     Mutation(
         "put pages of keys into rows of 32", "kvfs/lookup/prompt_pages.py",

@@ -81,6 +81,7 @@ class PrefixPages:
     described: Described
     last_hash: bytes  # of the page that was asked for: its id
     hashes: dict[int, bytes] = field(default_factory=dict)  # chunk number -> chunk hash
+    names: set[bytes] = field(default_factory=set)  # all of the hashes: pages of keys have no numbers of their own
     pages: int = 0  # records
     nbytes: int = 0
 
@@ -249,7 +250,8 @@ class Catalog:
         prefix = PrefixPages(described, pages[0].chunk_hash)
         for s in Walk(self._c).stretches(numbers.__contains__):
             if (s.digest, s.stamp_us) == (digest, stamp):
-                hashes = (s.hashes[i : i + HASH_BYTES] for i in range(0, len(s.hashes), HASH_BYTES))
+                hashes = [s.hashes[i : i + HASH_BYTES] for i in range(0, len(s.hashes), HASH_BYTES)]
+                prefix.names.update(hashes)
                 prefix.hashes.update(zip(range(s.chunk, s.chunk + s.pages), hashes, strict=True))
                 prefix.pages += s.pages
                 prefix.nbytes += s.nbytes

@@ -105,7 +105,7 @@ def rm_command(
                 results = [store.purge(salt=salt)]
             else:
                 results = [store.purge(i.digest) for i in chosen]
-                results += [store.purge(p.described.digest, chunks=p.hashes.values()) for p in prefixes]
+                results += [store.purge(p.described.digest, chunks=p.names) for p in prefixes]
             data["pages"] = sum(r.pages for r in results)
             data["segments_dropped"] = sum(r.segments_dropped for r in results)
             data["bytes_freed"] = sum(r.bytes_freed for r in results)

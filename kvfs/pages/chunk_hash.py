@@ -6,8 +6,9 @@ Chain (engine-independent; equal hash = equal whole prefix)::
     h[i]  = SHA-256(h[i-1] + tokens of chunk i as u32 little endian [+ extra key of chunk i])
 
 Without a salt and extra keys these are the page hashes of SGLang (``get_hash_str``), so that its pages and those of a
-caller that passes token ids have one name. A first chunk with an extra key follows the seed of the empty salt, not
-nothing: otherwise its tokens and key could be read as a hash and the tokens of a second chunk.
+caller that passes token ids have one name. A first chunk with an extra key, or whose tokens spell the beginning of a
+key's text, follows the seed of the empty salt, not nothing: otherwise it could be read as a hash and the tokens of a
+second chunk, or as a key.
 
 PageKey = BLAKE2b-256(namespace digest, group name, h[i]). Content is named by SHA-256 and BLAKE2b only: the checksums
 of ``kvfs.format.checksums`` (XXH3) detect faults, but not attacks.
@@ -27,6 +28,7 @@ from kvfs.types import ExtraKeys, TokensLike
 
 HASH_BYTES = 32
 TOKEN_BYTES = 4
+_KEY = b"kvfs key 1\n"  # begins the text that is hashed of an opaque key
 
 
 class ChunkHashes(Sequence[bytes]):
@@ -93,7 +95,7 @@ def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None 
     ``seed``: the parent of the first one, 32 bytes or none. ``extra``: chunk number -> bytes that also enter its hash.
     """
     step = page_tokens * TOKEN_BYTES
-    if not seed and extra and extra.get(0):
+    if not seed and ((extra and extra.get(0)) or tokens[:step].startswith(_KEY)):
         seed = _seed_of("")
     native = hash_chain.chain(tokens, step, seed, extra)
     if native is not None:
@@ -114,7 +116,7 @@ def chain(tokens: bytes, page_tokens: int, seed: bytes, extra: ExtraKeys | None 
 
 def chunk_of_key(key: bytes, seed: bytes) -> bytes:
     """Chunk hash of an engine's opaque key."""
-    return hashlib.sha256(b"kvfs key 1\n" + seed + key).digest()
+    return hashlib.sha256(_KEY + seed + key).digest()
 
 
 def page_keys(namespace_digest: bytes, group: str) -> Callable[[bytes], bytes]:

@@ -286,7 +286,10 @@ def _of_match(match: PrefixMatch, described: Described) -> Iterator[Piece]:
             shape = Shape.of(described, group.number, packed)
             if shape is None:
                 continue
+            if match.keyed:  # each has a name of its own
+                yield from (Piece(shape, source.chunk_hash, (source,)) for source in sorted(mine))
+                continue
             for _, run in groupby(sorted(mine), key=lambda source: source.chunk // RUN):
                 pages = list(run)
-                head = pages[0].chunk_hash if pages[0].chunk % RUN == 0 and not match.keyed else b""
+                head = pages[0].chunk_hash if pages[0].chunk % RUN == 0 else b""
                 yield from _cut(shape, head, pages)

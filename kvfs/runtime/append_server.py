@@ -24,6 +24,7 @@ class AppendServer:
         self._descriptor: bytes = descriptor
         self._appender = store.services().appender
         self._lock = threading.Lock()
+        store.notes_counts = False  # the engine's process counts and notes what the replies tell it
         self._told: Mapping[str, int] = store.c.counters.snapshot()  # what the engine's process has been told of
 
     def serve(self, connection: Connection) -> None:

@@ -76,6 +76,7 @@ class OpenStore:
         self.read_only = options.read_only
         self.users = 0  # Store objects
         self.forgotten: list[None] = []  # one entry for each Store that was garbage-collected without close()
+        self.notes_counts = True  # False: another process is told of its counts, and notes them
         self._noted: dict[str, int] = {}  # counts at the last call of _note_counts
         self.on_forgotten: Callable[[], None] = lambda: None  # called by the background thread in every tick
         self.rebuilt: Report | None = None
@@ -276,6 +277,8 @@ class OpenStore:
 
     def _note_counts(self) -> None:
         """Note what happened often, or by itself, once for the time since the last call."""
+        if not self.notes_counts:
+            return
         counts = self.c.counters.snapshot()
         gained = {what: counts.get(name, 0) - self._noted.get(name, 0) for name, what in NOTED_COUNTS.items()}
         self._noted = counts

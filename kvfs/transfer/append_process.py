@@ -3,7 +3,7 @@
 A step of an engine takes a few milliseconds and needs the interpreter. Appends take it for a tenth of a millisecond at
 a time, hundreds of times per GiB, on several threads: with them in the engine's process one step in a hundred takes
 twice as long (decision 0025). The child maps the staging ring, opens the store as any other process does, and serves
-one connection for each write lane. It outlives an engine that is killed, until what was gathered is stored.
+one connection for each write lane. It outlives an engine that is killed, until the requests that it has are stored.
 
 Without it, or once it has died, appends run in this process.
 """

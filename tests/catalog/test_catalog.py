@@ -239,3 +239,15 @@ def test_a_listing_of_namespaces_keeps_no_writer_waiting(store: kvfs.Store, monk
     monkeypatch.setattr(Session, "namespaces", counted_look)
     assert [i.name for i in store.catalog.namespaces()] == names
     assert set(held) == {7} and len(held) >= 40 // 7
+
+
+@pytest.mark.parametrize("layout", [tiny(), kvfs.PageLayout.opaque(100, 16)], ids=["kv", "opaque"])
+def test_all_pages_of_keys_of_one_request_are_listed_together(store_path: Path, layout: kvfs.PageLayout) -> None:
+    with kvfs.open(store_path, capacity="32MiB") as store:
+        ns, keys = store.namespace("m", layout, "1"), [b"key %d" % n for n in range(40)]
+        assert ns.put_keys(keys, bytes(40 * layout.page_bytes)).stored == 40
+        names = list(ns.prompt(keys=keys).hashes)
+        for ref in (names[0], names[39]):
+            found = store.catalog.pages_of_prefix(ref.hex())
+            assert found.pages == 40 and found.names == set(names)
+        assert store.purge(ns, chunks=found.names).pages == 40

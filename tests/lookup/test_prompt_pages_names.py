@@ -89,6 +89,18 @@ def kept_pages(ns: kvfs.Namespace, keys: list[bytes], data: list[bytes]) -> list
     return [n for n in range(len(keys)) if good >> n & 1]
 
 
+def test_tokens_that_spell_a_key_do_not_find_its_page(ns: kvfs.Namespace) -> None:
+    """The text that is hashed of a key could be that of the tokens of a first chunk."""
+    spelled = b"kvfs key 1\n" + seeded(7, 4 * 16 - 11)
+    assert ns.put_keys([spelled[11:]], pages_of(1, 1)).stored == 1
+    tokens = np.frombuffer(spelled, "<u4")
+    assert ns.match(tokens).tokens == 0
+    assert ns.put(tokens, pages_of(2, 1)[0]).stored == 1
+    out = bytearray(TINY_BYTES)
+    with ns.match_keys([spelled[11:]]) as match:
+        assert ns.get(match, out) == 1 and bytes(out) == pages_of(1, 1)[0]
+
+
 def test_pages_of_keys_survive_a_rebuild(store_path: Path) -> None:
     """A record that names its place among the keys would be put into a slot of its row where no lookup looks."""
     keys, data = keys_of(CHUNKS), pages_of(6, CHUNKS)

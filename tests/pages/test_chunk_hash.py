@@ -77,6 +77,15 @@ def test_no_extra_key_makes_a_first_chunk_look_like_a_second_one() -> None:
     assert hashlib.sha256(spelled).digest() == second != forged
 
 
+def test_no_tokens_make_a_first_chunk_look_like_a_key() -> None:
+    spelled = b"kvfs key 1\n" + bytes(53)
+    (forged, _) = chunk_hash.chain(spelled + TOKENS[:64], 16, b"")
+    assert forged != chunk_hash.chunk_of_key(spelled[11:], b"")
+    assert forged == hashlib.sha256(hashlib.sha256(b"kvfs chain 1\n").digest() + spelled).digest()
+    (short, *_) = chunk_hash.chain(spelled, 2, b"")  # shorter than that text: what follows is not part of its name
+    assert short == hashlib.sha256(spelled[:8]).digest()
+
+
 @pytest.mark.parametrize("tail", [1, 15])
 def test_a_tail_shorter_than_a_chunk_names_nothing(tail: int) -> None:
     seed = chunk_hash.tenant_seed("")

@@ -160,6 +160,22 @@ def test_a_prefix_and_a_match_alone(here: kvfs.Store, there: kvfs.Store) -> None
         here.push()
 
 
+@pytest.mark.parametrize("by_match", [False, True], ids=["namespace", "match"])
+@pytest.mark.parametrize("layout", [tiny(), kvfs.PageLayout.opaque(TINY_BYTES, 16)], ids=["kv", "opaque"])
+def test_pages_of_keys_travel_one_by_one(
+    here: kvfs.Store, there: kvfs.Store, layout: kvfs.PageLayout, by_match: bool
+) -> None:
+    keys, data = [b"key %d" % n for n in range(40)], seeded(3, 40 * TINY_BYTES)
+    ns = here.namespace("keys", layout, "1")
+    ns.put_keys(keys, data)
+    with ns.match_keys(keys) as match:
+        assert here.push([] if by_match else ["keys"], match=match if by_match else None).objects == 40
+    assert there.pull("keys").stored == 40
+    out = bytearray(len(data))
+    with there.namespace("keys", layout, "1").match_keys(keys) as match:
+        assert there.namespace("keys", layout, "1").get(match, out) == 40 and out == data
+
+
 def test_pages_with_a_lifetime_stay_here(here: kvfs.Store, stored_pages: Callable[[], list[str]]) -> None:
     ns = here.namespace("chat", tiny(), "1a")
     ns.put(tokens_of(0, 40), seeded(0, 40 * TINY_BYTES), ttl="1h")
