@@ -45,6 +45,7 @@ from kvfs.format.checksums import checksum
 from kvfs.maintenance.verify import restore_super
 from kvfs.runtime import registry
 from kvfs.runtime.background import TICK_SECONDS
+from kvfs.segments.scan import scan_segment
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, counters, restored, run_child, seeded, segment_files, tiny, tokens_of
 
@@ -981,3 +982,18 @@ def test_an_open_waits_while_another_process_makes_an_index_current(
             patch.setattr(store._shared.c.index, "read", read)
             store._shared._become_ready()
         assert answers == ["rebuilding"]
+
+
+def test_a_new_store_tells_people_and_backups_what_it_is(path: Path) -> None:
+    kvfs.open(path, capacity="32MiB").close()
+    assert (path / "README.txt").read_text().startswith("This directory is a kvfs store")
+    assert (path / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
+
+
+def test_a_new_segment_begins_with_the_first_epoch(path: Path) -> None:
+    with kvfs.open(path, capacity="32MiB") as store:
+        store.namespace("m", tiny(), "1").put(tokens_of(1, 3), seeded(1, 3 * TINY_BYTES))
+        (file,) = segment_files(path)
+        with open(file, "rb") as opened:
+            scan = scan_segment(opened.fileno(), Files())
+    assert scan is not None and scan.entries[0].epoch == 1

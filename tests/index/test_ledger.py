@@ -17,7 +17,7 @@ from kvfs.index import ledger, tables
 from kvfs.index.ledger import ANY_CLASS, EPOCH_MAX, Budget, NeedSpaceError, StaleWriterError
 from kvfs.index.lmdb_files import open_environment, open_tables
 from kvfs.index.session import Session
-from kvfs.index.tables import ACTIVE, DROPPED, SEALED
+from kvfs.index.tables import ACTIVE, DROPPED, SEALED, Contents
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 SEGMENT_ID, OWNER, OTHER = b"s" * 16, b"o" * 16, b"p" * 16
@@ -187,3 +187,21 @@ def test_damaged_counts_of_a_namespace_are_listed_as_unknown(store: Store) -> No
         session.txn.put(key, b"damaged", db=session.db.meta)
         session.add_contents(7, b"d" * 32, -3, -300)
         assert tables.read_contents(session.txn, session.db.meta, b"", 9) == ([(7, b"d" * 32, 0, 0)], None)
+
+
+def test_contents_are_read_in_slices(store: Store) -> None:
+    number, digests = store.new_segment(), [bytes([n]) * 32 for n in range(5)]
+    with store.transaction() as session:
+        for n, digest in enumerate(digests):
+            session.add_contents(number, digest, n + 1, 100 * n)
+        found, after = list[Contents](), b""
+        for _ in range(3):  # of two, two and one
+            rows, following = session.contents(after, 2)
+            found += rows
+            after = following or after
+        assert following is None
+        for digest in digests:
+            session.add_contents(number, digest, -10, 0)
+    assert [(c.digest, c.records, c.stored_bytes) for c in found] == [
+        (d, n + 1, 100 * n) for n, d in enumerate(digests)
+    ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvfs
-from kvfs.lookup.prefix_match import Hold
+from kvfs.lookup.prefix_match import Hold, used_ranges
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 
@@ -61,3 +62,16 @@ def test_a_match_is_complete_when_it_is_made(tmp_path: Any, how: str) -> None:
                 setattr(match, field, None)
             copy = pickle.loads(pickle.dumps(match))
             assert copy == match and copy.hold is None and copy.page_tiers is None
+
+
+def test_neighbouring_records_are_one_range_of_the_used_ones() -> None:
+    """Three in a row of segment 4, then a gap, then one in another segment; chunk 5 is not used."""
+
+    def hit(run: int, *extents: tuple[int, int, int, int]) -> Any:
+        found = [SimpleNamespace(first=f, chunks=n, segment=s, seq=q) for f, n, s, q in extents]
+        bits = sum((1 << e.chunks) - 1 << e.first for e in found)
+        return SimpleNamespace(run=run, bits=bits, row=lambda: SimpleNamespace(extents=found))
+
+    hits = [hit(0, (0, 2, 4, 10), (2, 3, 4, 12), (5, 1, 9, 1), (6, 2, 4, 20)), hit(1, (0, 1, 4, 22), (1, 4, 6, 23))]
+    assert used_ranges(hits, 8, 0b11111_11011111) == [(4, 10, 5), (4, 20, 3), (6, 23, 4)]
+    assert used_ranges(hits, 8, 0) == []
