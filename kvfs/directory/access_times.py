@@ -168,8 +168,12 @@ class AccessTimes:
     def close(self) -> None:
         if self._noted:
             writer = threading.Thread(target=self.flush, name="kvfs-stamps", daemon=True)
-            writer.start()
-            writer.join(CLOSE_SECONDS)
+            try:
+                writer.start()
+            except RuntimeError:  # Python 3.12 starts no thread while it exits; or the process may have no more
+                self.flush()
+            else:
+                writer.join(CLOSE_SECONDS)
         with self._lock:
             self._open.clear()
 

@@ -168,3 +168,19 @@ def test_a_use_of_a_segment_that_is_gone_makes_no_file(ns: kvfs.Namespace) -> No
     times.close()
     use = Path(ns._c.directory.path) / "run" / "use"
     assert (use / (b"here" * 4).hex()).exists() and not (use / gone.hex()).exists()
+
+
+def test_uses_are_written_at_a_close_that_can_start_no_thread(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 starts none while it exits: the close of a forgotten store printed a traceback, and ended there."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    times = AccessTimes(ns._c.directory)
+    times.stamp(b"here" * 4, 0, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        times.close()
+    assert (Path(ns._c.directory.path) / "run" / "use" / (b"here" * 4).hex()).exists()

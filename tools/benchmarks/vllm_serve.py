@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-SHAPE = {"sessions": 6, "turns": 3, "shared": 256, "first": 768, "turn": 64, "output": 8, "concurrency": 2}
+SHAPE = {"sessions": 4, "turns": 2, "shared": 256, "first": 768, "turn": 64, "output": 4, "concurrency": 1}
 START_SECONDS = 300.0
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +45,7 @@ def run(rounds: int, connectors: dict[str, Callable[[Path], dict[str, Any] | Non
                 for n in range(rounds + 1):
                     for name, url in servers.items():
                         page = reports / f"{name}-{when.replace(' ', '-')}-{n}.html" if reports is not None else None
-                        found = _ask(url, n, page)
+                        found = _ask(url, n, page, folder / f"{name}.log")
                         if n:  # the first turn warms up
                             seen.setdefault((name, when), []).append(found)
     finally:
@@ -64,7 +64,7 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
 
 
-def _ask(url: str, seed: int, page: Path | None) -> dict[str, Any]:
+def _ask(url: str, seed: int, page: Path | None, log: Path) -> dict[str, Any]:
     sizes = [word for name, n in SHAPE.items() for word in (f"--{name}", str(n))]
     done = subprocess.run(
         [sys.executable, "-m", "kvfs.cli.main", "bench", "serve", "--json", "--target", f"{url}/v1", "--seed",
@@ -72,7 +72,7 @@ def _ask(url: str, seed: int, page: Path | None) -> dict[str, Any]:
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(_ROOT)},
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"kvfs bench serve failed: {done.stderr}{done.stdout[-2000:]}")
+        raise RuntimeError(f"kvfs bench serve failed: {done.stderr}{done.stdout[-2000:]}{log.read_text()[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
