@@ -148,7 +148,7 @@ def _complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) 
 def _complete_values(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     values = {
         "sync": SYNC_LEVELS, "mode": MODES, "codec": tuple(CODECS), "remote.read_through": READ_THROUGH,
-        "remote.upload": UPLOADS,
+        "remote.upload": UPLOADS, "remote.codec": tuple(CODECS),
     }.get(ctx.params.get("key", ""), ())  # fmt: skip
     return [value for value in values if value.startswith(incomplete)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 
@@ -238,20 +239,33 @@ def gc_command(app: App, older_than: str | None, apply: bool) -> None:
     _show_removed(app, bucket.url, done.objects, done.nbytes, done.kept, apply=apply)
 
 
-@remote_command.command("rm", examples=("kvfs remote rm chat", "kvfs remote rm chat --yes"))
-@click.argument("ref", metavar="NAMESPACE")
+@remote_command.command(
+    "rm", examples=("kvfs remote rm chat", "kvfs remote rm chat --yes", "KVFS_SALT=... kvfs remote rm --tenant --yes")
+)
+@click.argument("ref", required=False, metavar="[NAMESPACE]")
+@click.option("--tenant", is_flag=True, help="Everything that was uploaded under the salt in $KVFS_SALT.")
 @click.option("--yes", is_flag=True, help="Remove it; otherwise only show what would be removed.")
 @common
 @click.pass_obj
-def rm_command(app: App, ref: str, yes: bool) -> None:
-    """Remove a namespace from the bucket, for all hosts. What hosts hold themselves stays: see kvfs rm."""
+def rm_command(app: App, ref: str | None, tenant: bool, yes: bool) -> None:
+    """Remove a namespace or a tenant from the bucket, for all hosts. What hosts hold themselves stays: see kvfs rm."""
+    from kvfs.errors import ConfigError
+    from kvfs.pages.identity import salt_digest
     from kvfs.remote import upkeep
 
+    if (ref is not None) == tenant:
+        raise click.UsageError("give a NAMESPACE, or --tenant")
+    salt = os.environ.get("KVFS_SALT", "")
+    if tenant and not salt:
+        raise ConfigError("--tenant removes what was uploaded under a salt: set it in $KVFS_SALT")
     if yes:
         _check_writable(app)
     with app.open() as store, store.bucket() as bucket:
         bucket.check()
-        done = upkeep.remove(bucket, bucket.find(ref), apply=yes)
+        if ref is None:
+            done = upkeep.remove_tenant(bucket, salt_digest(salt), apply=yes)
+        else:
+            done = upkeep.remove(bucket, bucket.find(ref), apply=yes)
     _show_removed(app, bucket.url, done.objects, done.nbytes, done.kept, apply=yes)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvfs.errors import ConfigError
 from kvfs.format.checksums import checksum
+from kvfs.format.codec import CODECS
 from kvfs.format.codec import parse as parse_codec
 
 if sys.version_info >= (3, 11):
@@ -100,6 +101,7 @@ class Remote:
     read_through: str = "on"  # engines pull what a prompt lacks here while its request waits; or "off"
     upload: str = "off"  # what goes there in the background: "all", "reused" (pages that were read since), or "off"
     upload_rate: int | None = None  # bytes per second of those uploads; None: as fast as they go
+    codec: str = "raw"  # in which pages go there that are stored raw here
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +302,7 @@ def _check_remote(remote: Remote) -> None:
     for name, value, known in (
         ("read_through", remote.read_through, READ_THROUGH),
         ("upload", remote.upload, UPLOADS),
+        ("codec", remote.codec, tuple(CODECS)),
     ):
         if value not in known:
             raise ConfigError(f"remote.{name} is {_show(value)}: choose one of {', '.join(known)}")
@@ -308,7 +311,7 @@ def _check_remote(remote: Remote) -> None:
 def _parse_remote(table: Any, path: str) -> Remote:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: remote must be a table [remote]")
-    known = ("read_through", "requests", "retention", "timeout", "upload", "upload_rate", "url")
+    known = ("codec", "read_through", "requests", "retention", "timeout", "upload", "upload_rate", "url")
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise ConfigError(f"{path}: remote has unknown key {unknown[0]!r}; known are {', '.join(known)}")
@@ -321,6 +324,7 @@ def _parse_remote(table: Any, path: str) -> Remote:
         _text(table, "read_through", path, "on"),
         _text(table, "upload", path, "off"),
         None if rate == "" else parse_size(rate, "remote.upload_rate"),
+        _text(table, "codec", path, "raw"),
     )
 
 
@@ -371,6 +375,8 @@ def to_toml(settings: Settings) -> bytes:
         lines += [f"read_through = {quoted(remote.read_through)}", f"upload = {quoted(remote.upload)}"]
         if remote.upload_rate is not None:
             lines.append(f"upload_rate = {remote.upload_rate}")
+        if remote.codec != "raw":
+            lines.append(f"codec = {quoted(remote.codec)}")
     for name, quota in sorted(settings.quotas.items()):
         lines += ["", f"[quota.{quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
         if quota.cap_bytes is not None:

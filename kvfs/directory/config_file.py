@@ -24,7 +24,7 @@ NAME = "kvfs.toml"
 LOCK_SECONDS = 2.0  # how long a change waits for another one
 SAME, NEW, REFUSED = "same", "new", "refused"  # what ``Follower.look`` found
 KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key")
-REMOTE_KEYS = ("url", "requests", "timeout", "retention", "read_through", "upload", "upload_rate")
+REMOTE_KEYS = ("url", "requests", "timeout", "retention", "read_through", "upload", "upload_rate", "codec")
 QUOTA_KEYS = ("guaranteed", "cap", "ttl")
 _QUOTA = re.compile(r"quota\.(?P<name>.+)\.(?P<key>[a-z]+)\Z")
 
@@ -113,7 +113,7 @@ def read(path: str, files: Files) -> list[Setting]:
     remote = settings.remote
     remote_values: tuple[Any, ...] = (
         remote.url, remote.requests, remote.timeout_seconds, remote.retention_seconds, remote.read_through,
-        remote.upload, remote.upload_rate,
+        remote.upload, remote.upload_rate, remote.codec,
     )  # fmt: skip
     for key, value in zip(REMOTE_KEYS, remote_values, strict=True):
         if remote.url or key == "url" or key in named.get("remote", {}):

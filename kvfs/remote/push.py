@@ -17,8 +17,9 @@ from kvfs.bundles.exporter import verified_record
 from kvfs.catalog.catalog import Catalog
 from kvfs.catalog.records import Records
 from kvfs.catalog.walk import HASH_BYTES, Stretch, Walk
-from kvfs.context import Context
-from kvfs.format.segment import align
+from kvfs.context import Context, Counters
+from kvfs.format.codec import CODECS
+from kvfs.format.segment import CODEC_RAW, align
 from kvfs.index.rows import RUN
 from kvfs.index.session import Session
 from kvfs.lookup.prefix_match import PrefixMatch
@@ -28,6 +29,7 @@ from kvfs.remote.names import Shape, at_once
 from kvfs.remote.object_store import RemoteError
 from kvfs.remote.page_object import HEAD_BYTES, covered, encode
 from kvfs.segments.writer import Record
+from kvfs.write.encode import encode_records
 
 FAILURES_MAX = 8  # requests that fail, after their retries, before a push ends: the object store is away
 PROBLEMS_MAX = 20  # lines of a report
@@ -82,6 +84,7 @@ class Pusher:
         self._c = context
         self._bucket = bucket
         self._requests = requests
+        self._codec = CODECS[context.settings.remote.codec]
         self._failures = 0
         self._raced: set[str] = set()  # names that were taken between the question and the upload
         self._buffers: list[bytearray] = []  # one for each object of a batch; fresh memory costs more than the rest
@@ -217,7 +220,14 @@ class Pusher:
         if not good or descriptor is None:
             self.done.left_out += len(good)
             return memoryview(b""), 0, rest
-        return encode(self._c, piece.shape, descriptor, good, buffer), len(good), rest
+        return encode(self._c, piece.shape, descriptor, self._shrunk(piece, good), buffer), len(good), rest
+
+    def _shrunk(self, piece: Piece, records: list[Record]) -> list[Record]:
+        """Records in the codec of the bucket; those that have one already keep it. The counters of codecs tell what a
+        store saves itself, so nothing is added to them."""
+        raw = [record for record in records if record.codec == CODEC_RAW]
+        made = iter(encode_records(raw, self._codec, piece.shape.group.cell.element_bytes, Counters()))
+        return [next(made) if record.codec == CODEC_RAW else record for record in records]
 
     def _put(self, piece: Piece, descriptor: bytes, data: memoryview, in_place: bool) -> bool:
         self._bucket.announce(piece.shape, descriptor)

@@ -148,6 +148,11 @@ def remove(bucket: Bucket, described: Described, *, apply: bool) -> Removed:
     return done
 
 
+def remove_tenant(bucket: Bucket, tenant: str, *, apply: bool) -> Removed:
+    """Remove all namespaces of a salt, by its digest as in names, or only count their objects."""
+    return _remove(bucket, f"{tenant}/", None, apply=apply)
+
+
 def _remove(bucket: Bucket, prefix: str, before: float | None, *, apply: bool) -> Removed:
     done = Removed()
     for listed, name in bucket.listing(prefix):

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import kvfs
+from kvfs.directory import config_file
 from kvfs.remote.page_object import encode
 from kvfs.system.files import Files
 from tests.remote.conftest import store_at
-from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
 
 
 def objects_of(bucket: Path) -> list[Path]:
@@ -144,6 +145,26 @@ def test_encoded_pages_travel_as_they_are_stored(here: kvfs.Store, there: kvfs.S
     other = there.namespace("chat", layout, "1a")
     there.pull(other, tokens)
     assert restored(other, tokens) == data
+
+
+@pytest.mark.parametrize("codec", ["zstd", "planes"])
+def test_raw_pages_are_encoded_on_the_way_up(here: kvfs.Store, there: kvfs.Store, tmp_path: Path, codec: str) -> None:
+    layout = tiny(page_tokens=256, head_dim=64)
+    data, tokens = bytes(range(256)) * (4 * layout.page_bytes // 256), tokens_of(3, 4, 256)
+    # before: a page that is encoded here, in the other codec
+    first = {"zstd": "planes", "planes": "zstd"}[codec]
+    here.namespace("chat", layout, "1a", codec=first).put(tokens[:256], data[: layout.page_bytes])
+    here.namespace("chat", layout, "1a").put(tokens, data)
+    config_file.change(str(tmp_path / "here"), "remote.codec", codec, Files())
+    here.close()
+    with kvfs.open(tmp_path / "here") as store:
+        done = store.push(["chat"])
+        assert done.stored == 4 and done.nbytes < len(data) / 2
+        assert "pages_encoded" not in counters(store), "they tell what a store saves itself"
+        assert restored(store.namespace("chat", layout, "1a"), tokens) == data
+    other = there.namespace("chat", layout, "1a")
+    there.pull(other, tokens)
+    assert restored(other, tokens) == data and there.verify().ok
 
 
 def test_a_prefix_and_a_match_alone(here: kvfs.Store, there: kvfs.Store) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import kvfs
+from kvfs.pages.identity import salt_digest
 from kvfs.remote import upkeep
+from tests.cli.commands import called
 from tests.remote.test_push_pull import objects_of
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
@@ -83,6 +87,25 @@ def test_a_namespace_is_removed_and_no_other(filled: kvfs.Store, there: kvfs.Sto
     assert not any(described.digest.hex() in str(p) for p in bucket_path.rglob("*") if p.is_file())
     assert there.pull(there.namespace("chat", tiny(), "1a"), tokens_of(1, 70)).objects == 0
     assert there.pull("code").stored == 70
+
+
+def test_a_tenant_is_removed_and_no_other(
+    here: kvfs.Store, there: kvfs.Store, tmp_path: Path, stored_pages: Callable[[], list[str]]
+) -> None:
+    for salt in ("", "ours", "theirs"):
+        here.namespace("chat", tiny(), "1a", salt).put(tokens_of(1, 40), seeded(1, 40 * TINY_BYTES))
+    here.push([d.digest.hex() for d in here.catalog.described()])
+    before = stored_pages()
+    command = ("-C", str(tmp_path / "here"), "remote", "rm", "--tenant", "--json")
+    shown = called(*command, KVFS_SALT="ours")
+    assert json.loads(shown.stdout)["objects"] == 2 and stored_pages() == before
+    assert json.loads(called(*command, "--yes", KVFS_SALT="ours").stdout)["objects"] == 2
+    assert not any(salt_digest("ours") in name for name in stored_pages()) and len(stored_pages()) == 4
+    pulled = {s: there.pull(there.namespace("chat", tiny(), "1a", s), tokens_of(1, 40)) for s in ("ours", "theirs", "")}
+    assert {salt: done.stored for salt, done in pulled.items()} == {"ours": 0, "theirs": 40, "": 40}
+    refused = called(*command)
+    assert refused.returncode == 2 and "KVFS_SALT" in refused.stderr
+    assert called("-C", str(tmp_path / "here"), "remote", "rm", "chat", "--tenant").returncode == 2
 
 
 def test_a_bucket_lies_about_a_namespace(filled: kvfs.Store, bucket_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_without_a_child_appends_run_here(
 def test_entries_of_the_path_that_python_ignores_are_left_out(
     ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(append_process.sys, "path", [tmp_path, *append_process.sys.path])
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
     with attach(ns, Engine(seed=12).kv, append_elsewhere=True) as io:
         assert saved(ns, io, 2).pages == 2
         assert not ns._c.counters.snapshot().get("append_processes_lost")
