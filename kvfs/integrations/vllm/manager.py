@@ -44,7 +44,7 @@ from kvfs.system.memory_limits import memory_limit
 from kvfs.types import SavePlan, Tier
 
 logger = init_logger(f"vllm.{__name__}")
-TIER_PAGES_MAX = 1024  # pages of a load whose tier is reported: each costs a system call on the scheduler's thread
+TIER_PAGES_MAX = 512  # pages of a load whose tier is reported: about 1 ms of the scheduler's thread
 COMPARED_PAGES_MAX = 4096  # pages of a load that is compared with computing, for the same reason
 AHEAD_MAX = 2  # tasks of the prefetcher, beyond which no request of the queue is read ahead
 AHEAD_SHARE = 16  # of the memory: longer prompts are not read ahead, since they may push out what others need sooner
