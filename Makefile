@@ -143,7 +143,7 @@ test-vllm: $(VLLM_STAMP)
 	@"$(VLLM_VENV)/bin/python" -m pytest tests/vllm --timeout 300 $(PYTEST_ARGS)
 
 # The newest release, so the environment is made again each time: no stamp. The tests of the connector's own code.
-NEXT_TESTS := $(patsubst %,tests/vllm/test_%.py,settings internals scheduler layouts kinds families tier lookups)
+NEXT_TESTS := $(patsubst %,tests/vllm/test_%.py,settings internals scheduler worker layouts kinds families tier lookups)
 test-vllm-next: $(VLLM_STAMP)
 	@"$(VLLM_VENV)/bin/python" -m tools.vllm_overlay "$(VLLM_VENV)" "$(VLLM_VENV)-next" $(VLLM_NEXT)
 	PYTHONPATH="$(CURDIR)" "$(VLLM_VENV)-next/bin/python" -m pytest $(NEXT_TESTS) --timeout 300 $(PYTEST_ARGS)

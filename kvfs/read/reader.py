@@ -223,17 +223,28 @@ class Reader:
     def _chunk_tiers(self, gm: GroupMatch, held: Mapping[int, OpenSegment]) -> dict[Tier, int]:
         """The chunks, as bits, that are in the page cache now, and those that are only on the disk."""
         sources, cold = gm.sources(), 0
-        for chunk in range(gm.first, gm.first + gm.count):
-            if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
-                cold |= 1 << chunk
+        spans: dict[int, tuple[int, int]] = {}  # of each segment, from its first page to its last one
+        for each in sources.values():
+            for place in (source.place for source in each):
+                begin = place.block * fmt.BLOCK
+                low, high = spans.get(place.segment, (begin, begin))
+                spans[place.segment] = min(low, begin), max(high, begin + place.stored_bytes)
+        if not all(
+            self._cached(held, segment, *ends) for segment, ends in spans.items()
+        ):  # or the kernel is asked once
+            for chunk in range(gm.first, gm.first + gm.count):
+                if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
+                    cold |= 1 << chunk
         return {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
     def _in_cache(self, held: Mapping[int, OpenSegment], place: Place) -> bool:
-        file = held.get(place.segment)
-        if file is None:
-            return False
-        cached = self._c.segments.cached_bytes(file, place.block * fmt.BLOCK, place.stored_bytes)
-        return cached is not None and cached >= place.stored_bytes
+        begin = place.block * fmt.BLOCK
+        return self._cached(held, place.segment, begin, begin + place.stored_bytes)
+
+    def _cached(self, held: Mapping[int, OpenSegment], segment: int, begin: int, end: int) -> bool:
+        file = held.get(segment)
+        cached = None if file is None else self._c.segments.cached_bytes(file, begin, end - begin)
+        return cached is not None and cached >= end - begin
 
     def _note_access(self, match: PrefixMatch, gm: GroupMatch, good: int, held: Mapping[int, OpenSegment]) -> None:
         for segment, seq, count in used_ranges(gm.hits, gm.run_length, good):

@@ -113,3 +113,26 @@ def test_a_match_of_nothing_has_no_tiers(store: kvfs.Store) -> None:
     ns = store.namespace("model", tiny(), "1")
     with ns.match(tokens_of(9, 4)) as match:
         assert ns.get_tiers(match, bytearray()) == {}
+
+
+def test_a_warm_match_asks_the_kernel_once_per_segment(
+    store: kvfs.Store, store_path: Path, files: SomeCached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's scheduler asks for the tiers of long prompts. Where something is missing, each page is asked for."""
+    ns, tokens, _ = two_classes(store, store_path, files)
+    asked: list[int] = []
+    inner = files.cached_bytes
+
+    def counting(fd: int, offset: int, nbytes: int) -> int:
+        asked.append(nbytes)
+        return inner(fd, offset, nbytes)
+
+    monkeypatch.setattr(files, "cached_bytes", counting)
+    with ns.match(tokens) as match:
+        asked.clear()
+        assert [page.tier for page in match.pages] == [Tier.HOST] * 5 + [Tier.DISK] * (CHUNKS - 5)
+        assert len(asked) > CHUNKS
+        files.cached.update(os.stat(file).st_ino for file in segment_files(store_path))
+        asked.clear()
+        assert [page.tier for page in match.pages] == [Tier.HOST] * CHUNKS
+        assert len(asked) == 2

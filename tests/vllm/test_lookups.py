@@ -9,6 +9,7 @@ from tools.benchmarks.vllm import CONNECTORS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # of eight processes that import vLLM
 def test_every_connector_finds_its_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     vllm_lookups.run(1, CONNECTORS, {"tiny": (4 * vllm_lookups.BLOCK + vllm_lookups.SETTLE, 2)})
     rows = capsys.readouterr().out.splitlines()

@@ -534,6 +534,55 @@ def test_pages_that_were_not_waited_for_are_read_in_the_background(
     assert manager.costs.bytes_per_second == pytest.approx(2 * costs.READ_BYTES_MIN)
 
 
+def test_prompts_in_the_queue_are_read_ahead(connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the engine has not asked about, each once, the oldest first; not faster than the disk reads."""
+    half, read, go_on = connector._manager, list[int](), threading.Event()
+    half._prefetcher.stop()
+    half._prefetcher = Prefetcher(half._store, half._ns, half.costs)
+    monkeypatch.setattr(manager, "READ_BYTES_MIN", 1)
+
+    def slow(*, match: Any, **options: Any) -> Warmed:
+        assert go_on.wait(60)
+        read.append(match.chunks)
+        return Warmed()
+
+    monkeypatch.setattr(half._store, "warm", slow)
+    names = ["asked", *(f"waits {n}" for n in range(6))]
+    requests = [arrive(connector, name) for name in names]
+    for request in requests:
+        publish(connector, request)
+    assert connector.get_num_new_matched_tokens(requests[0], 0) == (HIT, True)
+    assert end(connector, requests.pop(), status=RequestStatus.FINISHED_ABORTED) == {}
+    for _ in range(8):
+        step(connector)
+        time.sleep(0.001)
+    left = list(half._queued)
+    assert len(left) in (2, 3) and left == names[-1 - len(left) : -1], "one is read or begun, two wait, others later"
+    go_on.set()
+    until = time.monotonic() + 60
+    while half._queued and time.monotonic() < until:
+        step(connector)
+        time.sleep(0.01)
+    while half._prefetcher._thread is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert read == [2] * 5
+
+
+@pytest.mark.parametrize("why", ["small", "large", "mode"])
+def test_what_gains_nothing_is_not_read_ahead(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    half, asked = connector._manager, list[Any]()
+    monkeypatch.setattr(manager, "READ_BYTES_MIN", 1 if why != "small" else 1 << 60)
+    monkeypatch.setattr(half, "_ahead_bytes", 0 if why == "large" else 1 << 60)
+    settings = SimpleNamespace(mode="memory" if why == "mode" else "cache")
+    monkeypatch.setattr(half, "_store", SimpleNamespace(settings=settings, close=half._store.close))
+    monkeypatch.setattr(half, "_prefetcher", SimpleNamespace(waiting=0, ask_prompt=asked.append, stop=lambda: None))
+    arrive(connector, "a")
+    step(connector)
+    assert not asked and not half._queued
+
+
 def test_reading_ahead_goes_on_after_an_error_of_any_kind(
     connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """kvfs below vLLM: the cost on the scheduler, and a comparison with vLLM's own connectors, on CPUs.
 
 Runs in the engine's environment (``make test-vllm`` creates it):
-``.venv-vllm/bin/python -m tools.benchmarks.vllm scheduler|engines|lookups|faults|serve [--rounds N]``. Times are ratios
+``.venv-vllm/bin/python -m tools.benchmarks.vllm WHAT [--rounds N]``, see ``--help``. Times are ratios
 to a baseline of the same round, as median [min, max]; lookups are rates.
 """
 
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from tools.benchmarks import vllm_faults, vllm_lookups, vllm_serve
 
 TOKENS = 131_072
 PROMPT = 1900
+#: for the kernels of all engines: left alone, vLLM reserves another core for one with a connector
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+STORE_SECONDS = 120.0  # longest wait until a batch is stored
+PROMPTS_CACHED = 704  # tokens of the shortest prompt of a batch, which has 760
 
 
 def ratios(values: list[float]) -> str:
@@ -123,7 +128,7 @@ def engines(rounds: int) -> None:
     try:
         model = _bench_model(folder / "model")
         prompts = [[random.Random(f"{n} {i}").randrange(5, 900) for i in range(PROMPT)] for n in range(rounds + 1)]
-        options = {"kv_cache_memory_bytes": 512 << 20, "dtype": "bfloat16", "max_num_seqs": 4}
+        options = {"kv_cache_memory_bytes": 512 << 20, "dtype": "bfloat16", "max_num_seqs": 4, "env": ONE_THREAD}
         with Engine(model, **options) as plain:
             computed = [plain.ask("time", prompt=p) for p in prompts]
         for name, make in CONNECTORS.items():
@@ -148,6 +153,53 @@ def engines(rounds: int) -> None:
                 )
             except AssertionError as exc:
                 print(f"| {name} | did not run: {str(exc).splitlines()[-1][:160]} |")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def batch(rounds: int) -> None:
+    """32 prompts at once that are all stored: kvfs, and vLLM's tiers with all of them in host memory.
+
+    Both engines run at the same time, in turns, each with its kernels on one thread. The share of the machine that each
+    gets varies, so CPU time, which varies less, is given too.
+    """
+    from tests.vllm import models
+    from tests.vllm.engine import Engine
+
+    folder = Path(tempfile.mkdtemp(prefix="kvfs-bench-"))
+    try:
+        model = models.build("llama", folder / "model")
+        prompts = [[random.Random(f"{n} {i}").randrange(5, 900) for i in range(760 + n)] for n in range(32)]
+        options = {"kv_cache_memory_bytes": 256 << 20, "dtype": "bfloat16", "max_num_batched_tokens": 4096}
+        tokens = sum(map(len, prompts))
+        seen: dict[str, list[dict[str, Any]]] = {}
+        with ExitStack() as stack:
+            running = {
+                name: stack.enter_context(
+                    Engine(model, transfer=CONNECTORS[name](folder / name), env=ONE_THREAD, **options)
+                )
+                for name in ("kvfs", "fs tier")
+            }
+            for engine in running.values():
+                engine.ask("batch", prompts=prompts, tokens=4)
+                end = time.monotonic() + STORE_SECONDS
+                while min(engine.ask("batch", prompts=prompts)["cached"]) < PROMPTS_CACHED:
+                    assert time.monotonic() < end, "the prompts were not stored"
+                    time.sleep(0.5)
+            for n in range(rounds):
+                for name in list(running)[:: -1 if n % 2 else 1]:
+                    seen.setdefault(name, []).append(running[name].ask("batch", prompts=prompts))
+        base = seen["fs tier"]
+        for name, found in seen.items():
+            rows = list(zip(found, base, strict=True))
+            cells = [
+                ratios([tier["seconds"] / mine["seconds"] for mine, tier in rows]),
+                ratios([statistics.median(mine["firsts"]) / statistics.median(tier["firsts"]) for mine, tier in rows]),
+                ratios([mine["cpu"] / tier["cpu"] for mine, tier in rows]),
+                ratios([tokens / mine["cpu"] / 1000 for mine in found]),
+                ratios([float(mine["steps"]) for mine in found]),
+            ]
+            print(f"| {name} | {' | '.join(cells)} |")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -187,14 +239,15 @@ def _bench_model(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["scheduler", "engines", "lookups", "faults", "serve"])
+    parser.add_argument("what", choices=["scheduler", "engines", "batch", "lookups", "faults", "serve"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--reports", type=Path, help="of serve: a directory for the pages with plots")
     arguments = parser.parse_args()
     if arguments.what == "serve":
         vllm_serve.run(arguments.rounds, CONNECTORS, arguments.reports)
         return
-    {"scheduler": scheduler, "engines": engines, "lookups": lookups, "faults": faults}[arguments.what](arguments.rounds)
+    modes = {"scheduler": scheduler, "engines": engines, "batch": batch, "lookups": lookups, "faults": faults}
+    modes[arguments.what](arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 logger = init_logger(f"vllm.{__name__}")
-DIGEST_SECONDS = 0.25  # longest wait of a request for a digest: the deadline of the index; then it bypasses kvfs
+DIGEST_SECONDS = 2.0  # longest wait of a request in the queue for a digest: of some 2 GiB; then it bypasses kvfs
 CALL_SECONDS = 0.002  # of that in the scheduler's thread: adapters that are known take less; others wait in the queue
 WAITING_MAX = 64  # requests whose adapters are read
 FILES_MAX = 64  # of an adapter

@@ -40,11 +40,14 @@ from kvfs.lookup.prompt_pages import TOKENS_MAX
 from kvfs.namespace import Namespace, random_epoch
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.store import Store
+from kvfs.system.memory_limits import memory_limit
 from kvfs.types import SavePlan, Tier
 
 logger = init_logger(f"vllm.{__name__}")
-TIER_PAGES_MAX = 1024  # pages of a load whose tier is reported: each costs a system call on the scheduler's thread
+TIER_PAGES_MAX = 512  # pages of a load whose tier is reported: about 1 ms of the scheduler's thread
 COMPARED_PAGES_MAX = 4096  # pages of a load that is compared with computing, for the same reason
+AHEAD_MAX = 2  # tasks of the prefetcher, beyond which no request of the queue is read ahead
+AHEAD_SHARE = 16  # of the memory: longer prompts are not read ahead, since they may push out what others need sooner
 FRESH_SECONDS = 0.5  # a queued request is looked up again when its last lookup is older
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
@@ -87,6 +90,8 @@ class KvfsManager(OffloadingManager):
         self._adapters = Adapters(model.adapters)
         self._requests: dict[str, RequestPages] = {}
         self._unread: dict[str, _Unread] = {}
+        self._queued: dict[str, RequestPages] = {}  # of ``_requests``: those that the engine has not asked about
+        self._ahead_bytes = (memory_limit() or 0) // AHEAD_SHARE
         self._epoch = 0  # of this engine; part of the chain of every prompt
         #: nothing is stored: the engine's blocks hold KV of weights before a reset, or of a failed load of another
         #: connector
@@ -129,7 +134,7 @@ class KvfsManager(OffloadingManager):
         if tokens < self._settings.min_tokens or tokens + output < self._model.page_tokens:
             return
         state = RequestPages(request, self._ns, self._epoch, self._settings.max_tokens, adapter or b"")
-        self._requests[request.request_id] = state
+        self._requests[request.request_id] = self._queued[request.request_id] = state
         if self._fetches.in_use and self._look(state):
             state.waiting = self._fetches.begin(self._ns, state)
 
@@ -141,6 +146,7 @@ class KvfsManager(OffloadingManager):
         if req_id in self._unread and self._waits_for_adapter(req_id):
             self._holds = True
             return True
+        self._queued.pop(req_id, None)
         state = self._requests.get(req_id)
         if state is None or state.failed:
             return False
@@ -170,6 +176,16 @@ class KvfsManager(OffloadingManager):
         if self._holds and not tokens:
             self.costs.note_wait()
         self._holds = False
+        if self._queued and self._prefetcher.waiting < AHEAD_MAX:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """The engine has not asked about the oldest request of its queue, which waits for others to end: read what the
+        page cache lacks of it. Once, and in the prefetcher's thread."""
+        state = self._queued.pop(next(iter(self._queued)))
+        nbytes = state.pages.chunks * self._ns.layout.page_bytes
+        if READ_BYTES_MIN <= nbytes <= self._ahead_bytes and self._store.settings.mode == "cache":
+            self._prefetcher.ask_prompt(state.pages.hashes)
 
     def admitted(self, req_id: str) -> None:
         """The request got its blocks. If it is preempted, the next lookup must see what was stored until then."""
@@ -394,6 +410,7 @@ class KvfsManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         state = self._requests.pop(req_context.req_id, None)
         self._unread.pop(req_context.req_id, None)
+        self._queued.pop(req_context.req_id, None)
         self._live.discard(req_context.req_id)
         if not self._live:
             self.costs.note_idle()
@@ -423,6 +440,7 @@ class KvfsManager(OffloadingManager):
             self._stop_waiting(state)
             state.release()
         self._requests.clear()
+        self._queued.clear()
         self._loading.clear()
         self._prefetcher.stop()
         self._store.close()

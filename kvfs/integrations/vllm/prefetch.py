@@ -1,6 +1,7 @@
 """What the scheduler leaves to a thread of its own, since a disk may hang: reading ahead, and the speeds it needs.
 
-Pages that a request did not wait for are read into the page cache, where the next request of the prompt finds them.
+Pages that a request did not wait for are read into the page cache, where the next request of the prompt finds them; and
+those of requests in the engine's queue, so that their loads find them there.
 Each read also tells how fast the disk is; the first one, of a sample, is made for that alone. The thread ends when
 nothing is left to do.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -49,6 +50,16 @@ class Prefetcher:
     def ask(self, match: PrefixMatch) -> None:
         """Read the pages of ``match``, which is closed here."""
         self._add(match)
+
+    @property
+    def waiting(self) -> int:
+        """How many tasks have not begun."""
+        return len(self._waiting)
+
+    def ask_prompt(self, hashes: Sequence[bytes]) -> None:
+        """Look up the prompt with these chunk hashes, and read its pages."""
+        namespace = self._ns
+        self._add(lambda: self._read_prompt(namespace, hashes))
 
     def note_speed(self) -> None:
         """Tell later engines how fast this one computes, if that has changed."""
@@ -113,6 +124,13 @@ class Prefetcher:
         if speed is not None:
             self._costs.note_speed(speed)
         self._read(sample=SAMPLE_BYTES)
+
+    def _read_prompt(self, namespace: Namespace, hashes: Sequence[bytes]) -> None:
+        pages = namespace.prompt(hashes=hashes)
+        pages.look()
+        if end := pages.restorable():
+            with pages.select(pages.needed(0, end), end) as match:
+                self._read(match=match)
 
     def _read(self, **what: Any) -> None:
         if self._store.settings.mode == "cache":  # other modes read past the page cache, or have no disk
