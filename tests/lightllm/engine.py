@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
 
 from kvfs.integrations.lightllm import service as module
 from kvfs.store import open_store
@@ -46,9 +45,6 @@ def _without_models() -> None:
         setattr(models, name, type(name, (), {}))
     models.get_model_class = lambda model_cfg: models.Plain  # type: ignore[attr-defined]
     sys.modules["lightllm.models"] = models
-
-
-_without_models()
 
 
 @contextlib.contextmanager
@@ -102,6 +98,7 @@ class Server:
         self, path: Path, folder: Path, *, patched: bool = False, files: Files | None = None, pages: int = 96,
         settings: Mapping[str, Any] | None = None, shape: Mapping[str, Any] | None = None, **changes: Any,
     ) -> None:  # fmt: skip
+        import zmq
         from lightllm.utils import envs_utils, kv_cache_utils, shm_port_args
 
         self.shape: Any = {**SHAPE, **(shape or {})}
@@ -126,6 +123,7 @@ class Server:
             kv_cache_utils.calcu_cpu_cache_meta, kv_cache_utils.select_mem_manager_class,
         ):  # fmt: skip
             cached.cache_clear()
+        _without_models()
         shm_port_args.ShmPortArgs._instance = None
         shm_port_args.ShmPortArgs.get_instance(create=True)
         self.args = envs_utils.get_env_start_args()

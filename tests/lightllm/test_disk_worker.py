@@ -27,6 +27,12 @@ from tests.integrations.test_lightllm import PAGE, PAGE_BYTES, contents, model_f
 from tests.lightllm.engine import POISON, CanonicalEngine, Engine, Server
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE, COMMIT = os.environ.get("LIGHTLLM_SOURCE", ""), "87881ae7ca9aa774db744ad38df22c95d80c0eb0"
+
+pytestmark = pytest.mark.skipif(
+    not Path(SOURCE, "lightllm", "server", "multi_level_kv_cache", "disk_cache_worker.py").is_file(),
+    reason=f"LIGHTLLM_SOURCE names no checkout of https://github.com/ModelTC/LightLLM at {COMMIT}",
+)
 
 
 def start(path: Path, files: Files | None = None, **how: Any) -> Engine:
