@@ -47,7 +47,7 @@ help:
 	echo "make test-slow   the tests marked slow"
 	echo "make test-vllm  the tests with a real vLLM (CPU build, 3.4 GB, in $(VLLM_VENV))"
 	echo "make test-vllm-next  the connector's tests with the newest vLLM's Python over those kernels, in $(VLLM_VENV)-next"
-	echo "make test-engines  the tests with a real SGLang and LMCache (on a CPU, in $(ENGINES_VENV))"
+	echo "make test-engines  the tests with a real SGLang and LMCache, and LightLLM from LIGHTLLM_SOURCE (on a CPU, in $(ENGINES_VENV))"
 	echo "make test-remote  the tests of the bucket with Ceph's S3 gateway (Debian's packages, unpacked in $(CEPH))"
 	echo "make mutants  judge a random sample of mutants for MUTANTS_SECONDS; call it again to go on"
 	echo "make native   compile the native library into kvfs/native (a C compiler is needed)"
@@ -106,11 +106,11 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.txt
 # SGLang pins its own torch, too, and declares kernels for GPUs that no CPU has.
 ENGINES_PIP   := "$(ENGINES_VENV)/bin/python" -m pip install -qq --disable-pip-version-check --no-input
 ENGINES_STAMP := $(ENGINES_VENV)/.stamp
-$(ENGINES_STAMP): pyproject.toml tests/sglang/requirements.txt tests/lmcache/requirements.txt
+$(ENGINES_STAMP): pyproject.toml tests/sglang/requirements.txt tests/lmcache/requirements.txt tests/lightllm/requirements.txt
 	@test -x "$(ENGINES_VENV)/bin/python" || $(PYTHON) -m venv "$(ENGINES_VENV)"
-	echo "installing SGLang and LMCache into $(ENGINES_VENV)"
+	echo "installing SGLang, LMCache and what LightLLM imports into $(ENGINES_VENV)"
 	$(ENGINES_PIP) torch==2.13.0
-	$(ENGINES_PIP) --no-deps -r tests/sglang/requirements.txt -r tests/lmcache/requirements.txt
+	$(ENGINES_PIP) --no-deps -r tests/sglang/requirements.txt -r tests/lmcache/requirements.txt -r tests/lightllm/requirements.txt
 	$(ENGINES_PIP) --no-deps --no-build-isolation -e .
 	touch "$@"
 
@@ -149,7 +149,7 @@ test-vllm-next: $(VLLM_STAMP)
 	PYTHONPATH="$(CURDIR)" "$(VLLM_VENV)-next/bin/python" -m pytest $(NEXT_TESTS) --timeout 300 $(PYTEST_ARGS)
 
 test-engines: $(ENGINES_STAMP) $(NATIVE_LIB)
-	@"$(ENGINES_VENV)/bin/python" -m pytest tests/sglang tests/lmcache tests/golden/test_golden_chain.py --timeout 300 $(PYTEST_ARGS)
+	@"$(ENGINES_VENV)/bin/python" -m pytest tests/sglang tests/lmcache tests/lightllm tests/golden/test_golden_chain.py --timeout 300 $(PYTEST_ARGS)
 
 # Unpacked, not installed: the system gets no service and no user of Ceph.
 CEPH_STAMP := $(CEPH)/.stamp

@@ -42,7 +42,7 @@ PAGE_BYTES = PAGE * 3 * 2 * 2 * 8 * 2
 SERVER = {"cpu_cache_token_page_size": PAGE}
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "hidden_size": 32, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    "hidden_size": 32, "head_dim": 8, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 

@@ -138,6 +138,10 @@ class PyLocalCacheService:
         self._io.close()
         self._store.close()
 
+    def _hash(self, hash_128s: Sequence[int]) -> list[str]:
+        """The names of blocks, which LightMem's own test scripts count."""
+        return [format(name, "032x") for name in hash_128s]
+
     # -- helpers -----------------------------------------------------------------------------
 
     def _prompt(self, hash_128s: Sequence[int]) -> PromptPages:
