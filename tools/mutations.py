@@ -557,4 +557,19 @@ MUTATIONS = (
         "            if not allowed:  # it has ended, perhaps", "            if not good:  # it has ended, perhaps",
         ("tests/transfer/test_host_io_deadlines.py",),
     ),
+    Mutation(
+        "sweep a name that a writer has", "kvfs/mount/names.py",
+        "    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n    if is_named", "    if is_named",
+        ("tests/mount/test_file_tree.py",),
+    ),
+    Mutation(
+        "store a file with a hole where a write failed", "kvfs/mount/file_node.py",
+        "draft.error = exc.errno or errno.EIO  # never", "draft.error = 0  # never",
+        ("tests/mount/test_file_tree.py",),
+    ),
+    Mutation(
+        "pull the pages of another prompt", "kvfs/remote/pull.py",
+        "if page.entry.chunk_hash != prompt.hashes[at + i] or not", "if not",
+        ("tests/remote/test_push_pull.py",),
+    ),
 )  # fmt: skip

@@ -22,11 +22,13 @@ REQUEST_SECONDS = 2.0  # of one request, which is not retried: its own error say
 def problem(remote: Remote, *, seconds: float = SECONDS) -> str:
     """Why the bucket of the settings cannot be used, in one line; "" if it can, or if it is empty. Never raises."""
     answer: Future[str] = Future()
-    threading.Thread(target=lambda: answer.set_result(_ask(remote)), name="kvfs-bucket", daemon=True).start()
     try:
+        threading.Thread(target=lambda: answer.set_result(_ask(remote)), name="kvfs-bucket", daemon=True).start()
         return answer.result(seconds)
     except FutureTimeoutError:
         return f"{remote.url} does not answer within {seconds:g} s"
+    except RuntimeError as exc:  # the process may have no more threads
+        return f"{remote.url} cannot be asked: {exc}"
 
 
 def _ask(remote: Remote) -> str:

@@ -120,3 +120,11 @@ def test_old_temporary_files_of_other_programs_stay(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (old, old))
     assert list(DirectoryStore(str(tmp_path)).listing("")) == []
     assert [entry.name for entry in tmp_path.iterdir()] == [f"{TEMPORARY}theirs"]
+
+
+def test_a_process_without_a_thread_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert reachable.problem(URL) == "s3://bucket/p cannot be asked: can't start new thread"
