@@ -17,6 +17,7 @@ NEW_TOKENS, CONVERSATIONS = 4, 3
 
 
 @needs_fuse
+@pytest.mark.timeout(600)  # a model computes: a busy machine takes minutes
 def test_a_cache_of_transformers_continues_after_a_restart(
     store_path: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
