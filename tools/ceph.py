@@ -250,6 +250,8 @@ def main() -> None:
     if chosen.what == "install":
         install(chosen.root)
         return
+    for ends in (signal.SIGINT, signal.SIGTERM):  # a shell starts background commands with SIGINT ignored
+        signal.signal(ends, signal.default_int_handler)
     with contextlib.closing(Ceph(chosen.root)) as ceph:
         ceph.make_bucket("kvfs")
         for name, value in ceph.environment().items():
