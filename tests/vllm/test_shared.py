@@ -1,7 +1,7 @@
-"""One prefix for vLLM, transformers and SGLang: each reads what another one stored, bit for bit.
+"""One prefix for vLLM, transformers, SGLang and LightLLM: each reads what another one stored, bit for bit.
 
 vLLM's part is the connector over cache views in the layouts of its GPU backends; transformers' a model of the library;
-SGLang's its adapter over host pools.
+SGLang's its adapter over host pools; LightLLM's the service of its disk worker over a CPU cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvfs.errors import ConfigError, UnsupportedModelError
-from tests.integrations.shared_engines import PAGE, SGLang, Sharing, Transformers
+from tests.integrations.shared_engines import PAGE, LightLLM, SGLang, Sharing, Transformers
 from tests.vllm.test_layouts import BLOCK, SPECS, Asked, Rank, finish, settle
 
 LAYERS, HEADS, DIM, PAGES, GRANULE = 4, 2, 32, 4, 16
@@ -111,10 +111,11 @@ def engines(path: Path, folder: Path, config: VllmConfig) -> dict[str, Callable[
         "vllm-LBHNC": lambda: Vllm(path, config, KVCacheLayout.LBHNC),
         "sglang-page_first": lambda: SGLang(path, folder, "page_first", **shape),
         "sglang-layer_first": lambda: SGLang(path, folder, "layer_first", **shape),
+        "lightllm": lambda: LightLLM(path, folder, **shape),
     }
 
 
-NAMES = ("transformers", "vllm-LBNHC", "vllm-LBHNC", "sglang-page_first", "sglang-layer_first")
+NAMES = ("transformers", "vllm-LBNHC", "vllm-LBHNC", "sglang-page_first", "sglang-layer_first", "lightllm")
 
 
 @pytest.mark.parametrize("writer", NAMES)
