@@ -190,13 +190,13 @@ def test_the_worker_gives_up_an_offload_and_its_pages_are_reused(memory_path: Pa
 
 
 CHILD = """
-import sys, threading
+import os, sys
 from pathlib import Path
 sys.path[:0] = [{stubs!r}, {shim!r}, {source!r}]
 from tests.integrations.test_lightllm import contents, tokens_of
 from tests.lightllm.test_disk_worker import start
 engine = start(Path(sys.argv[1]), patched={patched!r})
-print("ready", flush=True)
+print("ready", os.environ["LIGHTLLM_UNIQUE_SERVICE_NAME_ID"], engine.server.args.cpu_kv_cache_shm_id, flush=True)
 for n in range(200):
     engine.put(tokens_of(n, 30), [engine._canonical_bytes(page) for page in contents(n, 30)])
 """
@@ -216,11 +216,15 @@ def test_a_server_that_is_killed_while_it_offloads(memory_path: Path, seed: int)
     )  # fmt: skip
     try:
         assert child.stdout is not None
-        assert "ready\n" in child.stdout, "the server ended"  # behind LightLLM's own lines
+        ready = next(line for line in child.stdout if line.startswith("ready "))  # behind LightLLM's own lines
+        _, name, shm_key = ready.split()
         time.sleep(0.3 + random.Random(seed).random() * 1.5)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(60)
+    for file in Path("/dev/shm").glob(f"{name}_*"):  # what the killed server could not remove
+        file.unlink()
+    subprocess.run(["ipcrm", "-M", shm_key], check=True, timeout=60)
     engine, found = start(memory_path / "store", patched=patched), 0
     for n in range(200):
         tokens = tokens_of(n, 30)
