@@ -12,8 +12,8 @@ from kvfs.index.deadlines import LOOKUP_SECONDS
 from kvfs.index.native_session import NativeSession
 from kvfs.index.session import Session
 from kvfs.lookup.gaps import read_behind_gaps
-from kvfs.lookup.hits import Hits
 from kvfs.lookup.prefix_match import HOLD_SECONDS, GroupMatch, Hold, PageRef, PrefixMatch, restorable, used_ranges
+from kvfs.lookup.row_hits import Hits
 from kvfs.lookup.search import Found, GroupLookup, Prompt, search, walk_all
 from kvfs.native.index_walker import HandOverError, MovedError
 from kvfs.pages.chunk_set import span

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvfs.errors import ConfigError
 from kvfs.index.rows import Place
-from kvfs.lookup.hits import Hit
+from kvfs.lookup.row_hits import Hit
 from kvfs.lookup.search import valid_lengths
 from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Part

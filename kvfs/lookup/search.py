@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeAlias
 from kvfs.index.native_session import NativeSession
 from kvfs.index.rows import CLAIM, RUN, Row
 from kvfs.index.session import Session
-from kvfs.lookup.hits import Hit, HitBlock, RunHits, hits_of
 from kvfs.lookup.part_cover import useful_parts
+from kvfs.lookup.row_hits import Hit, HitBlock, RunHits, hits_of
 from kvfs.native.index_walker import PreparedLookup, keys_per_call
 from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes, page_key, page_keys, page_prefix
 from kvfs.pages.layout import Group, Part

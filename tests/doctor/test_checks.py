@@ -113,7 +113,7 @@ def test_a_disk_smaller_than_the_limit(path: Path) -> None:
 
 def test_too_few_open_files(path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (checks.HEADROOM_FILES - 1, hard))
     try:
         found = findings(path)["open files"]
     finally:

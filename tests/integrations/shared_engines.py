@@ -42,7 +42,11 @@ class Transformers:
     def __init__(self, path: Path, model: Any, folder: Path, **arguments: Any) -> None:
         self.store = kvfs.open(path, capacity=CAPACITY)
         self.model, revision = model, model_revision(str(folder))
-        self.cache = namespace_for(self.store, model, **{"share": "engines", "revision": revision, **arguments})
+        try:
+            self.cache = namespace_for(self.store, model, **{"share": "engines", "revision": revision, **arguments})
+        except BaseException:
+            self.store.close()
+            raise
         self.layout = self.cache.namespace.layout
 
     @property

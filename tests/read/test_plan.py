@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvfs.index.rows import Place, pack_row
-from kvfs.lookup.hits import Hit
 from kvfs.lookup.prefix_match import GroupMatch
+from kvfs.lookup.row_hits import Hit
 from kvfs.pages.layout import Part
 from kvfs.read.plan import plan_reads, plan_runs
 from kvfs.segments.open_segments import OpenSegment

@@ -39,7 +39,7 @@ from kvfs.index.rows import _EXTENT, _HEAD, RUN, Place, claim, pack_row, parse_r
 from kvfs.index.session import Session, Tables
 from kvfs.index.tables import ACTIVE, DROPPED, SEALED, SegmentRow
 from kvfs.index.trust import State, read_state
-from kvfs.lookup.hits import HitBlock
+from kvfs.lookup.row_hits import HitBlock
 from kvfs.maintenance.rebuild import Report, _Listed, _SegmentBuilder
 from kvfs.native import library
 from kvfs.native.index_walker import HandOverError, IndexWalker, PreparedLookup
