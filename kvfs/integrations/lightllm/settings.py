@@ -6,14 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
-from kvfs.directory.config import parse_duration, parse_size
 from kvfs.errors import ConfigError
-from kvfs.format.codec import parse as parse_codec
+from kvfs.integrations.settings import check_known, check_value
 
 VARIABLE = "KVFS_LIGHTLLM"
-SHARE = ("", "engines")
+_EXAMPLE = '\'{"path": "/var/cache/kvfs", "capacity": "200GiB"}\''
 
 
 @dataclass(frozen=True)
@@ -42,32 +40,10 @@ def settings_of(environment: Mapping[str, str] = os.environ) -> LightLLMSettings
         given = None
     if not isinstance(given, dict):
         raise ConfigError(f"{VARIABLE} is {text!r:.200}: pass a JSON object, such as {_EXAMPLE}")
-    known = {f.name for f in fields(LightLLMSettings)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise ConfigError(f"{VARIABLE} has {unknown[0]!r}: pass some of {', '.join(sorted(known))}")
+    check_known(given, [f.name for f in fields(LightLLMSettings)], VARIABLE)
     values = {"path": environment.get("KVFS_DIR") or "", **given}
+    if not isinstance(values["path"], str):
+        raise ConfigError(f"path in {VARIABLE} is {values['path']!r}: pass text")
     for name, value in values.items():
-        _check(name, value)
+        check_value(name, value, VARIABLE, seconds_max=60, why=", since LightLLM waits 120")
     return LightLLMSettings(**values)
-
-
-_EXAMPLE = '\'{"path": "/var/cache/kvfs", "capacity": "200GiB"}\''
-
-
-def _check(name: str, value: Any) -> None:
-    where = f"{name} in {VARIABLE}"
-    if name in ("path", "weights_id", "name") and not isinstance(value, str):
-        raise ConfigError(f"{where} is {value!r}: pass text")
-    if name == "threads" and (type(value) is not int or not 1 <= value <= 64):
-        raise ConfigError(f"{where} is {value!r}: pass 1 to 64")
-    if name == "share" and value not in SHARE:
-        raise ConfigError(f'{where} is {value!r}: pass "engines" to share pages with other engines, or leave it out')
-    if name in ("store_seconds", "load_seconds") and (type(value) not in (int, float) or not 0 < value <= 60):
-        raise ConfigError(f"{where} is {value!r}: pass seconds, above 0 and at most 60, since LightLLM waits 120")
-    if name == "ring_bytes" or (name == "capacity" and value is not None):
-        parse_size(value, where)
-    if name == "ttl" and value is not None:
-        parse_duration(value, where)
-    if name == "codec" and value is not None:
-        parse_codec(value)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvfs.directory.config import parse_duration, parse_size
 from kvfs.errors import ConfigError
-from kvfs.format.codec import parse as parse_codec
+from kvfs.integrations.settings import check_known, check_value
 from kvfs.pages.layout import GRANULE_TOKENS
 
 WHERE = "adapter_params of --l2-adapter"
@@ -32,10 +31,7 @@ class LMCacheSettings:
 
 def settings_of(params: Mapping[str, Any]) -> LMCacheSettings:
     """The settings, checked. ConfigError names the value and what to write instead."""
-    known = {f.name for f in fields(LMCacheSettings)}
-    unknown = sorted(set(params) - known)
-    if unknown:
-        raise ConfigError(f"{WHERE} has {unknown[0]!r}: pass some of {', '.join(sorted(known))}")
+    check_known(params, [f.name for f in fields(LMCacheSettings)], WHERE)
     values = {"path": os.environ.get("KVFS_DIR"), **params}
     if not isinstance(values["path"], str) or not values["path"]:
         raise ConfigError(f'path in {WHERE} is {values["path"]!r}: write "path": "/var/cache/kvfs", or set KVFS_DIR')
@@ -45,24 +41,12 @@ def settings_of(params: Mapping[str, Any]) -> LMCacheSettings:
             f"weights_id in {WHERE} is {weights!r}: write the commit of the model, or a digest of its weights, because "
             "the keys of LMCache name neither"
         )
-    for name, value in values.items():
-        _check(name, value)
-    return LMCacheSettings(**values)
-
-
-def _check(name: str, value: Any) -> None:
-    where = f"{name} in {WHERE}"
-    if name == "chunk_tokens" and (type(value) is not int or value < 1 or value % GRANULE_TOKENS):
+    chunk = values.get("chunk_tokens", GRANULE_TOKENS)
+    if type(chunk) is not int or chunk < 1 or chunk % GRANULE_TOKENS:
         raise ConfigError(
-            f"{where} is {value!r}: pass the --chunk-size of the server, a multiple of {GRANULE_TOKENS} tokens"
+            f"chunk_tokens in {WHERE} is {chunk!r}: pass the --chunk-size of the server, a multiple of "
+            f"{GRANULE_TOKENS} tokens"
         )
-    if name == "threads" and (type(value) is not int or not 1 <= value <= 64):
-        raise ConfigError(f"{where} is {value!r}: pass 1 to 64")
-    if name in ("store_seconds", "load_seconds") and (type(value) not in (int, float) or not 0 < value <= 3600):
-        raise ConfigError(f"{where} is {value!r}: pass seconds, above 0 and at most 3600")
-    if name == "capacity" and value is not None:
-        parse_size(value, where)
-    if name == "ttl" and value is not None:
-        parse_duration(value, where)
-    if name == "codec" and value is not None:
-        parse_codec(value)
+    for name, value in values.items():
+        check_value(name, value, WHERE)
+    return LMCacheSettings(**values)

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvfs.directory.config import parse_duration, parse_size
 from kvfs.errors import ConfigError
-from kvfs.format.codec import parse as parse_codec
+from kvfs.integrations.settings import check_known, check_value
 
 HICACHE_FLAG = "--hicache-storage-backend-extra-config"
 LINKER_FLAG = "--unified-cache-external-linker-config"
 #: Keys that SGLang leaves in its extra config for itself.
 ENGINE_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "enable_metadata_cache"})
-SHARE = ("", "engines")
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,7 @@ def settings_of(extra: Mapping[str, Any] | None, flag: str = HICACHE_FLAG) -> SG
     """The settings, checked. ConfigError names the value and what to write instead."""
     extra = dict(extra or {})
     known = {f.name for f in fields(SGLangSettings)} - {"flag"}
-    unknown = sorted(set(extra) - known - ENGINE_KEYS)
-    if unknown:
-        raise ConfigError(f"{flag} has {unknown[0]!r}: pass some of {', '.join(sorted(known))}")
+    check_known(set(extra) - ENGINE_KEYS, known, flag)
     values = {"path": os.environ.get("KVFS_DIR"), **{name: extra[name] for name in known if name in extra}}
     if not isinstance(values["path"], str) or not values["path"]:
         raise ConfigError(
@@ -52,25 +48,7 @@ def settings_of(extra: Mapping[str, Any] | None, flag: str = HICACHE_FLAG) -> SG
             "or set KVFS_DIR"
         )
     for name, value in values.items():
-        _check(flag, name, value)
+        if name in ("layers", "kv_heads") and (type(value) is not int or not 0 <= value <= 4096):
+            raise ConfigError(f"{name} in {flag} is {value!r}: pass an integer in 0..4096")
+        check_value(name, value, flag)
     return SGLangSettings(flag, **values)
-
-
-def _check(flag: str, name: str, value: Any) -> None:
-    where = f"{name} in {flag}"
-    if name in ("weights_id", "name") and not isinstance(value, str):
-        raise ConfigError(f"{where} is {value!r}: pass text")
-    if name in ("layers", "kv_heads", "threads") and (type(value) is not int or not 0 <= value <= 4096):
-        raise ConfigError(f"{where} is {value!r}: pass an integer in 0..4096")
-    if name == "threads" and not 1 <= value <= 64:
-        raise ConfigError(f"{where} is {value!r}: pass 1 to 64")
-    if name == "share" and value not in SHARE:
-        raise ConfigError(f'{where} is {value!r}: pass "engines" to share pages with other engines, or leave it out')
-    if name in ("store_seconds", "load_seconds") and (type(value) not in (int, float) or not 0 < value <= 3600):
-        raise ConfigError(f"{where} is {value!r}: pass seconds, above 0 and at most 3600")
-    if name == "ring_bytes" or (name == "capacity" and value is not None):
-        parse_size(value, where)
-    if name == "ttl" and value is not None:
-        parse_duration(value, where)
-    if name == "codec" and value is not None:
-        parse_codec(value)
