@@ -251,11 +251,12 @@ def parse_document(data: bytes, path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as exc:  # not only TOMLDecodeError: integers of thousands of digits
-        number = _AT_LINE.search(str(exc))
-        lines = data.split(b"\n")
+        problem, lines = str(exc), data.rstrip().split(b"\n")
+        problem = problem.replace("(at end of document)", f"(at the end, line {len(lines)})")  # of a string or a list
+        number = _AT_LINE.search(problem)
         at = int(number[1]) - 1 if number is not None else len(lines)
         shown = f" ({_show(lines[at].decode('utf-8', 'replace').strip())})" if at < len(lines) else ""
-        raise ConfigError(f'{path}: {exc}{shown}; correct the file: lines look like capacity = "200GiB"') from None
+        raise ConfigError(f'{path}: {problem}{shown}; correct the file: lines look like capacity = "200GiB"') from None
 
 
 def parse_toml(data: bytes, path: str) -> Settings:
