@@ -43,7 +43,7 @@ MODES = ("cache", "staging", "memory")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]i?)?b?\s*\Z", re.IGNORECASE)
 _DURATION = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(s|m|h|d|w)?\s*\Z", re.IGNORECASE)
-_AT_LINE = re.compile(r"\(at line ([0-9]{1,9}),")  # in messages of tomllib
+_AT_LINE = re.compile(r"\(at (?:the end, )?line ([0-9]{1,9})[,)]")  # in messages of tomllib, or of ours for its end
 _REMOTE_URL = re.compile(r"(?:(?:s3|gs|az|memory)://|file:///)[^\s?#]*\Z")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 

@@ -53,7 +53,7 @@ def test_a_file_system_that_takes_no_directories_is_no_matter_of_the_kernels_log
 
 @pytest.mark.parametrize(
     ("content", "line", "shown"),
-    [('sync = "cache"\ncapacity = """abc', 2, "capacity = "), ("capacity = [1,\n 77\n\n", 2, "77"), ("x=\n", 1, "x=")],
+    [('sync = "cache"\ncapacity = """abc', 2, "abc"), ("capacity = [1,\n 77\n\n", 2, "77"), ("x=\n", 1, "x=")],
 )
 def test_a_broken_kvfs_toml_is_named_with_its_line(store: Path, content: str, line: int, shown: str) -> None:
     """Also where the parser only says that the document ended."""
