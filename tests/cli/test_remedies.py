@@ -9,6 +9,7 @@ import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -98,6 +99,20 @@ def test_gc_asks_before_pages_are_lost_and_only_then(store: Path) -> None:
     code, seen = on_a_terminal(["-C", str(store), "gc", "--apply", "--target", "0"], b"y\n")
     assert code == 0 and "dropped 1 segments" in seen
     assert called("-C", str(store), "gc", "--yes").returncode == 2
+
+
+def test_gc_takes_a_share_of_the_limit_and_says_that_it_is_a_dry_run(store: Path) -> None:
+    def plan(*options: str) -> dict[str, Any]:
+        done = called("-C", str(store), "gc", *options, "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    whole, half, none = (plan(*o)["target_bytes"] for o in ((), ("--target", "50%"), ("--target", "0%")))
+    assert (half, none) == (whole // 2, 0)
+    assert plan("--target", "0", "--dry-run") == plan("--target", "0%") and plan("--target", "0%")["steps"]
+    assert called("-C", str(store), "gc", "--dry-run", "--apply").returncode == 2
+    assert called("-C", str(store), "gc", "--target", "150%").returncode == 2
+    assert "10" in called("-C", str(store), "ls").stdout
 
 
 def test_verify_and_gc_show_how_far_they_are(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
