@@ -115,7 +115,9 @@ def _lines(found: Result, about: str, place: str, prefill: float | None) -> Iter
     yield ""
     for cold, where in ((False, "the page cache"), (True, "the disk")):
         speed = found.tokens_per_second(cold=cold)
-        yield f"From {where} it restores {speed:,.0f} tokens per second{_verdict(found, prefill, cold)}."
+        yield f"From {where} it restores {speed:,.0f} tokens per second{'.' if prefill is None else ':'}"
+        if prefill is not None:
+            yield f"  {_verdict(found.break_even_tokens(prefill, cold=cold), prefill)}"
     if prefill is None:
         yield "An engine that computes fewer gains; --prefill N says from how many tokens on."
 
@@ -125,13 +127,11 @@ def _turned(spread: tuple[float, float, float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def _verdict(found: Result, prefill: float | None, cold: bool) -> str:
-    if prefill is None:
-        return ""
-    tokens = found.break_even_tokens(prefill, cold=cold)
+def _verdict(tokens: int | None, prefill: float) -> str:
     if tokens is None:
-        return f": computing {prefill:,.0f} is faster"
-    return f": from {text.count(tokens)} tokens on that is faster than computing {prefill:,.0f}"
+        return f"computing {prefill:,.0f} is faster."
+    first = "the first token" if tokens == 1 else f"{text.count(tokens)} tokens"
+    return f"from {first} on that is faster than computing {prefill:,.0f}."
 
 
 bench_command.add_command(serve_command)

@@ -100,12 +100,12 @@ def init_command(
     "config",
     cls=CommandGroup,
     invoke_without_command=True,
-    examples=("kvfs config", "kvfs config set capacity 300GiB", "kvfs config --json"),
+    examples=("kvfs config", "kvfs config get capacity -q", "kvfs config set capacity 300GiB", "kvfs config --json"),
 )
 @common
 @click.pass_context
 def config_command(ctx: click.Context) -> None:
-    """Show all settings with their origin; `config set KEY VALUE` changes one."""
+    """Show all settings with their origin; `config get`, `set` and `unset` show, change and remove one."""
     if ctx.invoked_subcommand is None:
         _show(ctx.obj)
 
@@ -163,6 +163,24 @@ def _value(name: str, value: object) -> str:
     return text.size(value) if isinstance(value, int) else str(value) or "-"
 
 
+@config_command.command("get", examples=("kvfs config get capacity", "kvfs config get quota.chat.cap -q"))
+@click.argument("key", shell_complete=_complete_keys)
+@common
+@click.pass_obj
+def get_command(app: App, key: str) -> None:
+    """Show a setting; with -q in bytes or seconds, and nothing for no limit."""
+    from kvfs.directory import config_file
+    from kvfs.errors import StoreNotFoundError
+    from kvfs.system.files import Files
+
+    try:
+        found = config_file.find(app.path, key, Files())
+    except StoreNotFoundError:
+        raise app.no_store() from None
+    data = {"setting": key, "value": found.value, "origin": found.origin}
+    app.out.result(data, lambda: [_value(key, found.value)], ["" if found.value is None else str(found.value)])
+
+
 @config_command.command(
     "set",
     examples=(
@@ -181,18 +199,32 @@ def set_command(app: App, key: str, value: str) -> None:
     Processes that have the store open apply it within seconds. A mode applies from the next open on, and index_bytes
     can be changed only while no process has the store open. A bucket that cannot be used is a warning.
     """
+    _change(app, key, value)
+
+
+@config_command.command("unset", examples=("kvfs config unset quota.chat.ttl", "kvfs config unset remote.upload"))
+@click.argument("key", shell_complete=_complete_keys)
+@common
+@click.pass_obj
+def unset_command(app: App, key: str) -> None:
+    """Remove a setting from kvfs.toml, so that its default applies; comments of other lines stay."""
+    _change(app, key, None)
+
+
+def _change(app: App, key: str, value: str | None) -> None:
     from kvfs.directory import config_file
     from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
     from kvfs.remote.reachable import problem
     from kvfs.system.files import Files
 
+    word = "set" if value is not None else "unset"
     if app.read_only:
         raise StoreReadOnlyError(
-            "config set changes the store, and KVFS_READONLY or --read-only is set: run it without"
+            f"config {word} changes the store, and KVFS_READONLY or --read-only is set: run it without"
         )
     try:
         config_file.change(app.path, key, value, Files())
-        stored = next(s.value for s in config_file.read(app.path, Files()) if s.name == key)
+        stored = config_file.find(app.path, key, Files()).value
     except StoreNotFoundError:
         raise app.no_store() from None
     except StoreReadOnlyError:
@@ -206,17 +238,18 @@ def set_command(app: App, key: str, value: str) -> None:
         app.out.note(f"warning: {found}; the setting is stored, kvfs doctor checks the bucket again")
 
 
-def _note(app: App, key: str, value: str) -> Remote:
-    """Log the change. The settings of the bucket, as they are now."""
+def _note(app: App, key: str, value: str | None) -> Remote:
+    """Log the change (a value of None: removed). The settings of the bucket, as they are now."""
     from kvfs.directory import config_file
     from kvfs.directory.event_log import EventLog
     from kvfs.directory.root import Directory
     from kvfs.system.files import Files
 
+    word = "set" if value is not None else "unset"
     directory = Directory(app.path, Files(), read_only=False)
     try:
         settings = config_file.load(directory)
-        EventLog(directory, settings.event_file_bytes).add("config set", **{key: value})
+        EventLog(directory, settings.event_file_bytes).add(f"config {word}", **{key: value or ""})
         return settings.remote
     finally:
         directory.close()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvfs.eviction.dry_run import GcPlan
     from kvfs.store import Store
 
+_PERCENT = re.compile(r"(100|[0-9]{1,2})%\Z")
 STEPS_SHOWN = 10  # lines of a plan; --json has all
 
 
@@ -23,15 +24,20 @@ STEPS_SHOWN = 10  # lines of a plan; --json has all
     "gc",
     cls=Command,
     examples=(
-        "kvfs gc --target 100GiB",
+        "kvfs gc --target 100GiB --dry-run",
+        "kvfs gc --target 50%",
         "kvfs gc --target 100GiB --apply --yes",
         "kvfs gc --explain 46dddbe18fda",
         "kvfs gc --recompress --idle 12h --apply",
     ),
 )
 @click.option("--apply", is_flag=True, help="Evict. Without it only the plan is shown.")
+@click.option("--dry-run", is_flag=True, help="Only show the plan, which is also the default.")
 @click.option("-y", "--yes", is_flag=True, help="With --apply: do not ask before pages are lost.")
-@click.option("--target", metavar="SIZE", help="How much segments may use afterwards; default: the limit.")
+@click.option(
+    "--target", metavar="SIZE",
+    help="How much segments may use afterwards: a size, or a share of the limit as in 50%; default: the limit.",
+)  # fmt: skip
 @click.option("--max-duration", metavar="TIME", help="Stop evicting or recompressing after this long.")
 @click.option("--recompress", is_flag=True, help="Instead of evicting, rewrite cold segments in a codec.")
 @click.option("--codec", type=click.Choice(("planes", "zstd")), help="For --recompress.  [default: planes]")
@@ -42,20 +48,23 @@ STEPS_SHOWN = 10  # lines of a plan; --json has all
 @common
 @click.pass_obj
 def gc_command(
-    app: App, apply: bool, yes: bool, target: str | None, max_duration: str | None, recompress: bool, codec: str | None,
-    idle: str | None, explain: str | None,
+    app: App, apply: bool, dry_run: bool, yes: bool, target: str | None, max_duration: str | None, recompress: bool,
+    codec: str | None, idle: str | None, explain: str | None,
 ) -> None:  # fmt: skip
-    """Show what eviction would drop to stay within the limit, or with --apply drop it.
+    """Show what eviction would drop to stay within the limit (a dry run), or with --apply drop it.
 
     Writers evict by themselves when the limit is reached; gc makes room ahead of time. With --recompress no page is
     lost: sealed segments that are cold and not pinned are rewritten in a codec, and take less space.
     """
     from kvfs.directory.config import parse_duration, parse_size
 
-    target_bytes = None if target is None else parse_size(target, "--target")
+    share = None if target is None else _PERCENT.match(target)
+    target_bytes = None if target is None or share else parse_size(target, "--target")
     seconds = None if max_duration is None else parse_duration(max_duration, "--max-duration")
     if explain is not None and (apply or target is not None):
         raise click.UsageError("--explain shows one page and changes nothing: leave --apply and --target out")
+    if dry_run and apply:
+        raise click.UsageError("--dry-run changes nothing and --apply does: pass one of them")
     if yes and not apply:
         raise click.UsageError("--yes belongs to --apply: add it, or leave it out")
     if recompress:
@@ -66,6 +75,10 @@ def gc_command(
     if codec is not None or idle is not None:
         raise click.UsageError("--codec and --idle belong to --recompress: add it, or leave them out")
     with app.open(write=apply, counted=apply) as store:
+        if share:
+            from kvfs.index import ledger
+
+            target_bytes = ledger.budget(store.settings).limit * int(share[1]) // 100
         if explain is not None:
             _explain(app, store, explain.lower())
         elif apply:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfs.cli import text
-from kvfs.cli.app import App, Command, common
+from kvfs.cli.app import App, Command, common, complete_namespaces
 
 if TYPE_CHECKING:
     from kvfs.store import Store
@@ -22,8 +22,14 @@ _BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
 @click.command(
     "stats",
     cls=Command,
-    examples=("kvfs stats", "kvfs stats --watch", "kvfs stats --watch --interval 1m --times 60 > log"),
+    examples=(
+        "kvfs stats",
+        "kvfs stats chat",
+        "kvfs stats --watch",
+        "kvfs stats --watch --interval 1m --times 60 > log",
+    ),
 )
+@click.argument("namespace", required=False, shell_complete=complete_namespaces)
 @click.option(
     "--watch", is_flag=True, help="Repeat until interrupted, with rates; one line each time without a terminal."
 )
@@ -31,23 +37,58 @@ _BUCKET = re.compile(r"(match|get|put)_us_([0-9]{1,2})\Z")
 @click.option("--times", type=click.IntRange(1), metavar="N", help="Stop --watch after N samples.")
 @common
 @click.pass_obj
-def stats_command(app: App, watch: bool, interval: str | None, times: int | None) -> None:
+def stats_command(app: App, namespace: str | None, watch: bool, interval: str | None, times: int | None) -> None:
     """Show hit rates in tokens, bytes and latencies, summed over all processes since the store was created.
 
     A killed process loses what it counted in its last 5 seconds. --watch shows the rates of the live processes over the
-    time between two of their publications, which come every second: until then it shows none.
+    time between two of their publications, which come every second: until then it shows none. With NAMESPACE only what
+    was counted of it; `kvfs top` shows the rates of namespaces.
     """
     from kvfs.directory.config import parse_duration
 
     if not watch and (interval is not None or times is not None):
         raise click.UsageError("--interval and --times belong to --watch: add it, or leave them out")
+    if watch and namespace is not None:
+        raise click.UsageError("--watch shows all namespaces together: leave NAMESPACE out, or run kvfs top")
     pause = min(max(PAUSE_MIN, parse_duration(interval or "2s", "--interval")), PAUSE_MAX)
     with app.open() as store:
+        if namespace is not None:
+            of = _of_namespace(store, namespace)
+            app.out.result(of, lambda: _namespace_lines(of), [_rate(of)])
+            return
         if watch:
             _watch(app, store, pause, times)
             return
         data = summary(store.stats())
         app.out.result(data, lambda: _lines(data), [_rate(data)])
+
+
+def _of_namespace(store: Store, ref: str) -> dict[str, Any]:
+    """The counts of one namespace; zero if the store counts none of it, because others were used later."""
+    from kvfs.directory.shared_counters import NAMESPACE_COUNTS
+
+    described = store.catalog.find(ref)
+    sums = store.namespace_counts().get(described.digest.hex())
+    counts = {name: 0 if sums is None else sums.counts.get(name, 0) for name in NAMESPACE_COUNTS}
+    queried = counts["tokens_queried"]
+    return {
+        "namespace": described.label, "digest": described.digest.hex(), **counts,
+        "hit_rate": round(counts["tokens_matched"] / queried, 4) if queried else None,
+        "published_us": None if sums is None else sums.at_us,
+    }  # fmt: skip
+
+
+def _namespace_lines(data: Mapping[str, Any]) -> Iterable[str]:
+    rate = text.percent(data["tokens_matched"], data["tokens_queried"])
+    yield f"namespace {data['namespace']}"
+    yield (
+        f"lookups   {text.count(data['lookups'])}   tokens asked {text.count(data['tokens_queried'])}, "
+        f"matched {text.count(data['tokens_matched'])} ({rate})"
+    )
+    host, disk = text.count(data["tokens_loaded_host"]), text.count(data["tokens_loaded_disk"])
+    yield f"loaded    tokens from the page cache {host}, from the disk {disk}"
+    yield f"pages     stored {text.count(data['pages_stored'])}, declined {text.count(data['pages_declined'])}"
+    yield f"bytes     written {text.size(data['bytes_written'])}, loaded {text.size(data['bytes_loaded'])}"
 
 
 def _watch(app: App, store: Store, pause: float, times: int | None) -> None:

@@ -43,7 +43,7 @@ MODES = ("cache", "staging", "memory")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]i?)?b?\s*\Z", re.IGNORECASE)
 _DURATION = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(s|m|h|d|w)?\s*\Z", re.IGNORECASE)
-_AT_LINE = re.compile(r"\(at line ([0-9]{1,9}),")  # in messages of tomllib
+_AT_LINE = re.compile(r"\(at (?:the end, )?line ([0-9]{1,9})[,)]")  # in messages of tomllib, or of ours for its end
 _REMOTE_URL = re.compile(r"(?:(?:s3|gs|az|memory)://|file:///)[^\s?#]*\Z")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -251,11 +251,12 @@ def parse_document(data: bytes, path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as exc:  # not only TOMLDecodeError: integers of thousands of digits
-        number = _AT_LINE.search(str(exc))
-        lines = data.split(b"\n")
+        problem, lines = str(exc), data.rstrip().split(b"\n")
+        problem = problem.replace("(at end of document)", f"(at the end, line {len(lines)})")  # of a string or a list
+        number = _AT_LINE.search(problem)
         at = int(number[1]) - 1 if number is not None else len(lines)
         shown = f" ({_show(lines[at].decode('utf-8', 'replace').strip())})" if at < len(lines) else ""
-        raise ConfigError(f'{path}: {exc}{shown}; correct the file: lines look like capacity = "200GiB"') from None
+        raise ConfigError(f'{path}: {problem}{shown}; correct the file: lines look like capacity = "200GiB"') from None
 
 
 def parse_toml(data: bytes, path: str) -> Settings:

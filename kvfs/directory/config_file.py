@@ -121,13 +121,20 @@ def read(path: str, files: Files) -> list[Setting]:
     return found
 
 
-def change(path: str, key: str, value: str, files: Files) -> Settings:
-    """Set one setting and replace the file atomically; ConfigError if the result is invalid.
+def find(path: str, key: str, files: Files) -> Setting:
+    """One setting as it is now; a value of None is no limit. ConfigError if there is no such setting."""
+    _locate(key)
+    return next((s for s in read(path, files) if s.name == key), Setting(key, None, "default"))
+
+
+def change(path: str, key: str, value: str | None, files: Files) -> Settings:
+    """Set one setting, or with None remove it, and replace the file atomically; ConfigError if the result is invalid.
 
     A file with an invalid value can be corrected in this way; one that is not TOML cannot.
     """
+    what = f"without {key}" if value is None else f"with {key} = {value}"
     try:
-        f"{key}{value}".encode()
+        what.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"setting {key!r} to {value!r}: that is no Unicode text") from None
     section, name = _locate(key)
@@ -136,8 +143,9 @@ def change(path: str, key: str, value: str, files: Files) -> Settings:
         directory.store_id()
         with _locked(directory):
             before = _read(directory)
-            after = set_value(before, section, name, _value(name, value), f"{path}/{NAME}")
-            settings = config.parse_toml(after, f"{path}/{NAME} with {key} = {value}")
+            new = None if value is None else _value(name, value)
+            after = set_value(before, section, name, new, f"{path}/{NAME}")
+            settings = config.parse_toml(after, f"{path}/{NAME} {what}")
             old: Settings | None = None
             with contextlib.suppress(ConfigError):
                 old = config.parse_toml(before, f"{path}/{NAME}")
@@ -178,8 +186,8 @@ def _value(name: str, value: str) -> int | str:
     return int(value) if value.isascii() and value.isdigit() else value
 
 
-def set_value(data: bytes, section: Sequence[str], name: str, value: int | str, path: str) -> bytes:
-    """A TOML document with one value changed or added; comments and everything else stay as they are.
+def set_value(data: bytes, section: Sequence[str], name: str, value: int | str | None, path: str) -> bytes:
+    """A TOML document with one value changed, added or (None) removed; everything else and its comments stay.
 
     ConfigError if it is not TOML, or if the editor would change anything else.
     """
@@ -192,21 +200,39 @@ def set_value(data: bytes, section: Sequence[str], name: str, value: int | str, 
         if not isinstance(wanted_table, dict):
             form = "be a table, [remote]" if section[0] == "remote" else 'hold tables like [quota."name"]'
             raise ConfigError(f"{path}: {section[0]} must {form}; correct the file")
-    wanted_table[name] = value
+    if value is not None:
+        wanted_table[name] = value
+    elif name in wanted_table:
+        del wanted_table[name]
+    else:
+        raise ConfigError(f"{path} does not set {'.'.join((*section, name))}: its default applies already")
     # the second is for quotas that are dotted keys among other keys
-    for edit in (_assign, _append_dotted):
+    for edit in (_assign, _append_dotted) if value is not None else (_remove,):
         try:
             document = tomlkit.parse(data)
             edit(document, section, name, value)
             edited = tomlkit.dumps(document).encode()
-            if config.parse_document(edited, path) == wanted:
+            if _without_empty(config.parse_document(edited, path)) == _without_empty(wanted):
                 return edited
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, tomlkit.exceptions.TOMLKitError):
             continue
     raise ConfigError(f"{path} is written in a form that cannot be edited here: set {name} with an editor")
 
 
-def _assign(document: Any, section: Sequence[str], name: str, value: int | str) -> None:
+def _without_empty(table: dict[str, Any]) -> dict[str, Any]:
+    """A document without its empty tables, which set nothing."""
+    kept = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key: value for key, value in kept.items() if value != {}}
+
+
+def _remove(document: Any, section: Sequence[str], name: str, _: object) -> None:
+    table = document
+    for step in section:
+        table = table[step]
+    del table[name]
+
+
+def _assign(document: Any, section: Sequence[str], name: str, value: int | str | None) -> None:
     import tomlkit
 
     table, inline = document, False
@@ -217,7 +243,7 @@ def _assign(document: Any, section: Sequence[str], name: str, value: int | str) 
     table[name] = value
 
 
-def _append_dotted(document: Any, section: Sequence[str], name: str, value: int | str) -> None:
+def _append_dotted(document: Any, section: Sequence[str], name: str, value: int | str | None) -> None:
     import tomlkit
 
     document[section[0]].append(tomlkit.key([*section[1:], name]), value)

@@ -308,7 +308,8 @@ def translate_os_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        what = f"{path}: {exc.strerror or exc}" + (f" ({exc.filename})" if exc.filename else "")
+        other = exc.filename if exc.filename != path else None
+        what = f"{path}: {exc.strerror or exc}" + (f" ({other})" if other else "")
         if isinstance(exc, PermissionError):
             raise StoreAccessError(f"{what}; run as the store's owner or a member of its group") from None
         if exc.errno == errno.EROFS:

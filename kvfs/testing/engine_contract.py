@@ -113,6 +113,15 @@ class EngineContract(ABC):
             for name in ("bytes_written", "pages_stored", "saves_done"):
                 assert after.get(name, 0) == before.get(name, 0), name
 
+    def test_loaded_tokens_are_counted_by_the_tier_they_came_from(self, memory_path: Path) -> None:
+        tokens, pages = self.prompt(7)
+        with self.engine(memory_path / "store") as engine:
+            engine.put(tokens, pages)
+            assert engine.get(tokens, PAGES) == pages
+            names = ("tokens_loaded", "tokens_loaded_host", "tokens_loaded_disk")
+            loaded, host, disk = (engine.counters().get(name, 0) for name in names)
+            assert host + disk == loaded == PAGES * self.page_tokens
+
     # -- what is not right is not served -----------------------------------------------------
 
     def test_a_damaged_page_is_refused_and_can_be_stored_again(self, memory_path: Path) -> None:

@@ -32,6 +32,19 @@ def test_a_load_pays_where_its_bytes_and_its_lookup_take_less_than_computing() -
     assert found.break_even_tokens(9_000, cold=True) == 270
 
 
+@pytest.mark.parametrize(
+    ("match", "said"), [(0.00001, "from the first token on"), (0.003, "from 100 tokens on"), (99, "tokens on")]
+)
+def test_the_verdict_fits_a_terminal_and_reads_as_a_sentence(match: float, said: str) -> None:
+    from kvfs.cli.bench_cmd import _lines
+
+    lines = list(_lines(result(load=10.0, cold=1.0, match=match), "8B", "/srv", 25_000.0))
+    assert all(len(line) <= 80 for line in lines)
+    verdicts = [line for line in lines if line.startswith("  ")]
+    assert said in verdicts[-2] and "faster than computing 25,000." in verdicts[-2]
+    assert verdicts[-1] == "  computing 25,000 is faster."
+
+
 def test_every_phase_is_measured_and_the_files_are_gone(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     found = host.measure(str(tmp_path), tiny(page_tokens=64), 64 * 4096, 2, lambda n, m: seen.append((n, m)))

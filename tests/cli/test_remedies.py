@@ -9,6 +9,7 @@ import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -47,6 +48,19 @@ def test_a_path_without_a_store_is_told_apart_by_what_it_is(tmp_path: Path) -> N
 def test_a_file_system_that_takes_no_directories_is_no_matter_of_the_kernels_log() -> None:
     done = called("-C", "/proc/foo/store", "init", "--capacity", "64MiB")
     assert done.returncode != 0 and "choose another directory" in done.stderr and "kernel" not in done.stderr
+    done = called("-C", "/proc/foo", "init", "--capacity", "64MiB")
+    assert "choose another directory" in done.stderr and done.stderr.count("/proc/foo") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "shown"),
+    [('sync = "cache"\ncapacity = """abc', 2, "abc"), ("capacity = [1,\n 77\n\n", 2, "77"), ("x=\n", 1, "x=")],
+)
+def test_a_broken_kvfs_toml_is_named_with_its_line(store: Path, content: str, line: int, shown: str) -> None:
+    """Also where the parser only says that the document ended."""
+    (store / "kvfs.toml").write_text(content)
+    said = called("-C", str(store), "ls").stderr
+    assert shown in said.partition(f"line {line}")[2], said
 
 
 def test_broken_settings_are_one_finding_whose_remedy_works(store: Path) -> None:
@@ -85,6 +99,20 @@ def test_gc_asks_before_pages_are_lost_and_only_then(store: Path) -> None:
     code, seen = on_a_terminal(["-C", str(store), "gc", "--apply", "--target", "0"], b"y\n")
     assert code == 0 and "dropped 1 segments" in seen
     assert called("-C", str(store), "gc", "--yes").returncode == 2
+
+
+def test_gc_takes_a_share_of_the_limit_and_says_that_it_is_a_dry_run(store: Path) -> None:
+    def plan(*options: str) -> dict[str, Any]:
+        done = called("-C", str(store), "gc", *options, "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    whole, half, none = (plan(*o)["target_bytes"] for o in ((), ("--target", "50%"), ("--target", "0%")))
+    assert (half, none) == (whole // 2, 0)
+    assert plan("--target", "0", "--dry-run") == plan("--target", "0%") and plan("--target", "0%")["steps"]
+    assert called("-C", str(store), "gc", "--dry-run", "--apply").returncode == 2
+    assert called("-C", str(store), "gc", "--target", "150%").returncode == 2
+    assert "10" in called("-C", str(store), "ls").stdout
 
 
 def test_verify_and_gc_show_how_far_they_are(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

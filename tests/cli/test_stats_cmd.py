@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import kvfs
 from kvfs.cli.text import Heading
 from kvfs.metrics.live import Rates
 from tests.cli.commands import called, environment, on_a_terminal
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 #: Counts 50 lookups ten times a second, and prints when, on the clock that processes publish
 LOAD = """
@@ -68,3 +70,19 @@ def test_headings_stay_headings_on_a_screen(store: Path) -> None:
     assert "\x1b[1mPID" not in called("-C", str(store), "top", "--times", "1").stdout
     seen = on_a_terminal(["-C", str(store), "top", "--times", "1"], columns=60)[1]
     assert f"\x1b[1m{Heading(str(store))[:20]}" in seen, seen
+
+
+def test_a_namespace_has_counts_of_its_own(store: Path) -> None:
+    with kvfs.open(store) as s:
+        beta = s.namespace("beta", tiny(), "77fe01b")
+        beta.put(tokens_of(2, 4), seeded(2, 4 * TINY_BYTES))
+        tokens = tokens_of(2, 4)
+        for asked in (tokens, [5, *tokens[1:]]):
+            with beta.match(asked) as match:
+                beta.get(match, bytearray(match.nbytes))
+    data = json.loads(called("-C", str(store), "stats", "beta", "--json").stdout)
+    assert (data["lookups"], data["hit_rate"], data["pages_stored"]) == (2, 0.5, 4)
+    assert data["tokens_loaded_host"] + data["tokens_loaded_disk"] == len(tokens)
+    assert json.loads(called("-C", str(store), "stats", "alpha", "--json").stdout)["lookups"] == 0
+    assert called("-C", str(store), "stats", "gamma").returncode != 0
+    assert called("-C", str(store), "stats", "beta", "--watch").returncode == 2

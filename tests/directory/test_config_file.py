@@ -56,6 +56,32 @@ def test_a_quota_is_changed_in_every_form(store_path: Path, form: str) -> None:
     assert (store_path / "kvfs.toml").read_text() == after
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quota_is_removed_in_every_form(store_path: Path, form: str) -> None:
+    with kvfs.open(store_path, capacity="64MiB"):
+        pass
+    (store_path / "kvfs.toml").write_text("# first\n" + FORMS[form][1])
+    before = config_file.read(str(store_path), Files())
+    config_file.change(str(store_path), "quota.chat.cap", None, Files())
+    after = config_file.read(str(store_path), Files())
+    assert after == [s for s in before if s.name != "quota.chat.cap"] != before
+    assert (store_path / "kvfs.toml").read_text().startswith("# first\n")
+    assert config_file.find(str(store_path), "quota.chat.cap", Files()).value is None
+    with pytest.raises(ConfigError, match=r"does not set quota\.chat\.cap"):
+        config_file.change(str(store_path), "quota.chat.cap", None, Files())
+
+
+def test_what_has_no_default_is_not_removed(store_path: Path) -> None:
+    with kvfs.open(store_path, capacity="64MiB"):
+        pass
+    before = (store_path / "kvfs.toml").read_bytes()
+    with pytest.raises(ConfigError, match="capacity is missing"):
+        config_file.change(str(store_path), "capacity", None, Files())
+    assert (store_path / "kvfs.toml").read_bytes() == before
+    with pytest.raises(ConfigError, match="no setting 'colour'"):
+        config_file.find(str(store_path), "colour", Files())
+
+
 def test_an_invalid_value_can_be_corrected_and_a_file_that_is_not_toml_is_named_with_its_line(store_path: Path) -> None:
     with kvfs.open(store_path, capacity="64MiB"):
         pass

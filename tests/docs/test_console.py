@@ -47,7 +47,7 @@ MASKS = [
     (re.compile(r"^ +GB/S +MIN.*|^(save|load, page cache|load, disk|match) +[\d.,]+ .*$", re.MULTILINE), "<speed>"),
     (re.compile(r"^(first token|whole request|between tokens) +.*$|requests in [\d.]+ s", re.MULTILINE), "<times>"),
     (re.compile(r"^MS +P50.*$", re.MULTILINE), "<times>"),
-    (re.compile(r"restores [\d,]+ tokens per second.*$", re.MULTILINE), "<speed>"),
+    (re.compile(r"restores [\d,]+ tokens per second.*(\n  .*)?$", re.MULTILINE), "<speed>"),
     (re.compile(r"by [^ ]* \(\d+\)"), "<process>"),
     (re.compile(r"\b\d{4}-\d\d-\d\d\b"), "<date>"),
     (re.compile(r"\b\d\d:\d\d:\d\d\b"), "<clock>"),

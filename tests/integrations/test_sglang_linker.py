@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -68,6 +69,20 @@ def test_several_requests_load_in_one_batch_and_a_cancelled_one_does_not(memory_
         assert [page_of(engine.pool, p) for p in range(20 * n + 10, 20 * n + 14)] == pages
     assert page_of(engine.pool, 90) == before
     engine.close()
+
+
+def test_the_log_tells_the_tiers_of_each_request(memory_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeLinkerEngine.start(memory_path / "store", MHATokenToKVPool())
+    for n in (2, 3):
+        engine.put(tokens_of(n, n), contents(engine.pool, n, n))
+    with caplog.at_level("DEBUG", logger="sglang.kvfs"):
+        for n in (2, 3):
+            engine.pages.load(f"rid {n}", hashes(tokens_of(n, n), PAGE), slots(engine.pool, range(10 * n, 11 * n)))
+        assert engine.counter.finish(engine.pages.start(None))
+        engine.close()
+    said = [re.match(r"kvfs: request (rid .): loaded (\d+) tokens: (.*)", line) for line in caplog.messages]
+    found = [(m[1], int(m[2]), sum(map(int, re.findall(r"(?:host|disk) (\d+)", m[3])))) for m in said if m]
+    assert found == [("rid 2", 2 * PAGE, 2 * PAGE), ("rid 3", 3 * PAGE, 3 * PAGE)]
 
 
 def test_a_page_that_is_lost_fails_the_batch_and_the_next_lookup_is_shorter(memory_path: Path) -> None:

@@ -527,6 +527,16 @@ def test_weights_with_a_merged_adapter_are_another_model(store: Any) -> None:
     assert weights_digest(model) != before
 
 
+def test_a_namespace_is_named_for_the_weights_and_not_for_their_place(store: Any) -> None:
+    """Models of one type are told apart in `kvfs ls`; a copy of a model in another directory finds its pages."""
+    one, other, moved = (model_of("llama", seed=seed) for seed in (1, 2, 1))
+    moved.config._name_or_path = "/models/copy"
+    names = [repr(namespace_for(store, model).namespace) for model in (one, other, moved)]
+    assert names[0] == names[2] != names[1]
+    assert all(name.startswith("<Namespace llama@weights-") for name in names)
+    assert "<Namespace org/tiny@weights-" in repr(namespace_for(store, one, name="org/tiny").namespace)
+
+
 @pytest.mark.parametrize("how", ["weights", "train", "train a part", "adapter"])
 def test_a_changed_model_neither_loads_nor_saves(how: str, store: Any) -> None:
     model = model_of("llama")
