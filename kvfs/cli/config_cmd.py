@@ -168,7 +168,10 @@ def _value(name: str, value: object) -> str:
 @common
 @click.pass_obj
 def get_command(app: App, key: str) -> None:
-    """Show a setting; with -q in bytes or seconds, and nothing for no limit."""
+    """Show a setting.
+
+    With -q in bytes or seconds, and an empty line for no limit.
+    """
     from kvfs.directory import config_file
     from kvfs.errors import StoreNotFoundError
     from kvfs.system.files import Files
@@ -207,7 +210,10 @@ def set_command(app: App, key: str, value: str) -> None:
 @common
 @click.pass_obj
 def unset_command(app: App, key: str) -> None:
-    """Remove a setting from kvfs.toml, so that its default applies; comments of other lines stay."""
+    """Remove a setting, so that its default applies.
+
+    Comments of other lines in kvfs.toml stay.
+    """
     _change(app, key, None)
 
 
