@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,14 @@ PAGE_TOKENS = 16
 _FORKING = threading.Lock()
 #: of one page of ``tiny()``
 TINY_BYTES = 2 * 2 * PAGE_TOKENS * 16
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Poll; an assertion if the condition has not come true by then, however busy the machine is."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
 
 
 def tiny(**changes: Any) -> kvfs.PageLayout:

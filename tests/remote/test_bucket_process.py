@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from kvfs.remote import bucket_process
 from kvfs.remote.bucket_process import BucketProcess, Fetch
 from kvfs.system.files import Files
 from tests.remote.conftest import store_at
-from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of, wait_until
 
 SECONDS = 100.0  # of waits that end at once unless something is wrong
 CHUNKS = 70
@@ -41,13 +39,6 @@ def fetched(store: kvfs.Store, ns: kvfs.Namespace, tokens: list[int], first: int
 
 def process_of(store: kvfs.Store) -> BucketProcess:
     return store._shared.bucket_process()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
 
 
 def test_a_prompt_of_another_host_arrives_by_itself(there: kvfs.Store, pushed: kvfs.Namespace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from kvfs.remote.uploads import Uploader
 from kvfs.system.files import Files
 from tests.remote.conftest import store_at
 from tests.remote.test_push_pull import objects_of
-from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
+from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of, wait_until
 
 SECONDS = 100.0  # of waits that end soon unless something is wrong
 
@@ -43,13 +42,6 @@ def run(store: kvfs.Store, uploader: Uploader, what: str = "all") -> tuple[int, 
             assert not done.failed
             stored, present = stored + done.stored, present + done.present
     return stored, present
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.05)
 
 
 def test_a_pass_sends_what_was_not_sent(here: kvfs.Store, there: kvfs.Store, uploader: Uploader) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from kvfs.transfer.append_process import AppendProcess
 from kvfs.types import TransferResult
 from tests.gpu.simulated import Pending
 from tests.gpu.test_gpu_io import LAYOUT, NOW, PAGE, Engine, attach, prompt
+from tests.stores import wait_until
 
 SECONDS = 100.0  # of waits that end at once unless something is wrong
 
@@ -45,13 +46,6 @@ def saved(ns: kvfs.Namespace, io: GpuIO, chunks: int) -> TransferResult:
         assert result is not None
         if result.reason != "index":
             return result
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:
