@@ -69,7 +69,7 @@ class Server:
         """ConfigError or UnsupportedModelError, with the flag to change."""
         if self.argument("enable_multimodal"):
             raise UnsupportedModelError(
-                "LightLLM numbers images and audio anew in each run, so pages with one would be found for another: "
+                "LightLLM numbers images and audio again in each run, so pages with one would be found for another: "
                 "pass --disable_vision --disable_audio, or leave --enable_disk_cache out"
             )
         if self.argument("enable_rl"):
