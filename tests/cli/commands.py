@@ -67,15 +67,21 @@ def on_a_terminal(
     killer.start()
     if answer:
         os.write(main, answer)
+    seen = shown(main)
+    killer.cancel()
+    return child.wait(30), seen.decode()
+
+
+def shown(terminal: int) -> bytes:
+    """What the programs of a pseudo-terminal print until the last one ends; closes this end of it."""
     seen = b""
     while True:
         try:
-            piece = os.read(main, 4096)
+            piece = os.read(terminal, 65536)
         except OSError:  # the other end is closed
             break
         if not piece:
             break
         seen += piece
-    os.close(main)
-    killer.cancel()
-    return child.wait(30), seen.decode()
+    os.close(terminal)
+    return seen

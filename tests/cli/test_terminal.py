@@ -14,7 +14,7 @@ import pytest
 
 import kvfs
 from kvfs.cli.main import COMMANDS
-from tests.cli.commands import environment
+from tests.cli.commands import environment, shown
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
 CONTROL = "\x1b]0;pwned\x07\x1b[2J\u202e"
@@ -79,16 +79,7 @@ def test_every_command_on_a_terminal(store_path: Path, tmp_path: Path, kind: str
     )  # fmt: skip
     os.close(side)
     os.write(main, b"n\n")  # to the question of rm
-    seen = b""
-    while True:
-        try:
-            piece = os.read(main, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        seen += piece
-    os.close(main)
+    seen = shown(main)
     assert child.wait(30) == 0, seen.decode()
     text = seen.decode()
     assert len(re.findall("^@@ ", text, re.MULTILINE)) == len(commands), text
