@@ -32,7 +32,9 @@ class FileNode(NamedNode):
     """A file with one content. ``check`` is None until it has one.
 
     Some of its open files are served by the kernel from the copy (``passed``), the others by this process: the kernel
-    allows only one kind at a time. A writer that finds the first kind gets a node of its own.
+    allows only one kind at a time. Readers that came while it was written share the draft until its writers close it.
+    From then on, as all readers do, they keep what was saved: the next writer gets a node of its own, and a writer
+    that only seemed to be closed is refused, since its draft has a successor.
     """
 
     def __init__(self, tree: FileTree, ino: int, check: int | None, manifest: Manifest | None) -> None:
@@ -43,6 +45,7 @@ class FileNode(NamedNode):
         self.draft: Draft | None = None
         self.copy: SpoolFile | None = None
         self.passed = self.cached = 0
+        self.has_successor = False  # new writers have another node
         self.touched = 0.0
         self.spot: Spot | None = None
         self._stat: os.stat_result | None = None
@@ -104,25 +107,30 @@ class FileNode(NamedNode):
     def set(self, change: SetAttr, file: OpenFile | None) -> None:
         with self.lock:
             if change.size is not None:
-                self._truncate(change.size)
+                self._truncate(change.size, file)
             with self.named(os.O_RDWR) as fd:
                 self._change(change, fd)
 
-    def _truncate(self, size: int) -> None:
+    def _truncate(self, size: int, file: OpenFile | None) -> None:
         if size > min(FILE_BYTES_MAX, self.tree.spool.limit_bytes):
             fail(errno.EFBIG)
-        if self.draft is not None:
+        draft = self.draft
+        if draft is not None and file in draft.writers:
+            draft.writers[file] = False  # it is open
+        if draft is not None and (file in draft.writers or not self._is_kept()):
             self._resize(size)
             return
-        file = self.open(os.O_WRONLY | (0 if size else os.O_TRUNC))
+        writer = self.open(os.O_WRONLY | (0 if size else os.O_TRUNC))
         try:
             self._resize(size)
-            file.flush()
+            writer.flush()
         finally:
-            file.close()
+            writer.close()
 
     def _resize(self, size: int) -> None:
         assert self.draft is not None
+        if self.has_successor:
+            fail(errno.ESTALE)
         self.draft.dirty = True
         try:
             self.tree.spool.truncate(self.draft.file, size)
@@ -159,9 +167,9 @@ class FileNode(NamedNode):
         with self.lock:
             if flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_TRUNC:
                 return self._open_reader()
-            if self.passed:  # the kernel reads the old content from the copy: the new one is another node
-                self.tree.rename_key(self, ("old", next(self.tree.unique)))
-                fail(errno.ESTALE)
+            if self._is_kept():
+                self._leave()
+                fail(errno.ESTALE)  # the kernel looks up again
             if self.draft is None:
                 if self.ino in self.tree.drafts:  # of a newer content, which the next lookup finds
                     fail(errno.ESTALE)
@@ -169,6 +177,20 @@ class FileNode(NamedNode):
             if flags & os.O_TRUNC:
                 self._resize(0)
             return self._writer()
+
+    def _is_kept(self) -> bool:
+        """Whether readers rely on the saved content: the next one is another node."""
+        if self.passed or self.has_successor:
+            return True
+        return bool(self.cached) and (self.draft is None or self.draft.is_settled)
+
+    def _leave(self) -> None:
+        """Let lookups find the file as another node."""
+        self.has_successor = True
+        self.tree.rename_key(self, ("old", next(self.tree.unique)))
+        with self.tree.lock:
+            if self.tree.drafts.get(self.ino) is self:
+                del self.tree.drafts[self.ino]
 
     def _open_reader(self) -> OpenFile:
         if self.draft is None:
@@ -232,8 +254,9 @@ class FileNode(NamedNode):
 
     def _writer(self) -> OpenFile:
         assert self.draft is not None
-        self.draft.writers += 1
-        return _Writer(self)
+        writer = _Writer(self)
+        self.draft.writers[writer] = False
+        return writer
 
     # -- content -----------------------------------------------------------------------------
 
@@ -245,12 +268,15 @@ class FileNode(NamedNode):
             assert source is not None
             return source.read(size, offset)
 
-    def write(self, data: memoryview, offset: int) -> int:
+    def write(self, writer: OpenFile, data: memoryview, offset: int) -> int:
         with self.lock:
             draft = self.draft
             assert draft is not None, "a writer is open"
             if draft.error:
                 fail(draft.error)
+            if self.has_successor:
+                fail(errno.ESTALE)
+            draft.writers[writer] = False
             draft.dirty = True
             try:
                 if offset + len(data) > min(FILE_BYTES_MAX, self.tree.spool.limit_bytes):
@@ -287,7 +313,14 @@ class FileNode(NamedNode):
             self.manifest, self.check = manifest, manifest.check
             self.tree.rename_key(self, ("file", self.ino, self.check))
 
-    def close_writer(self) -> None:
+    def flush(self, writer: OpenFile) -> None:
+        """A descriptor of a writer is closed: maybe the only one."""
+        with self.lock:
+            self.commit()
+            assert self.draft is not None, "a writer is open"
+            self.draft.writers[writer] = True
+
+    def close_writer(self, writer: OpenFile) -> None:
         with self.lock:
             draft = self.draft
             assert draft is not None, "a writer is open"
@@ -297,16 +330,16 @@ class FileNode(NamedNode):
             except OSError as exc:
                 log.warning("a file is not stored: %s", exc)
             finally:
-                draft.writers -= 1
+                del draft.writers[writer]
                 if not draft.writers:
                     self._end(draft)
 
-    def give_up(self) -> None:
+    def give_up(self, writer: OpenFile) -> None:
         """End a writer whose program could not finish: its draft is not stored."""
         with self.lock:
             if self.draft is not None and self.draft.dirty:
                 self.draft.error = errno.ENOTCONN
-            self.close_writer()
+            self.close_writer(writer)
 
     def _end(self, draft: Draft) -> None:
         with self.tree.lock:
@@ -362,16 +395,16 @@ class _Writer(OpenFile):
         return self._node.read(size, offset)
 
     def write(self, data: memoryview, offset: int) -> int:
-        return self._node.write(data, offset)
+        return self._node.write(self, data, offset)
 
     def flush(self) -> None:
-        self._node.commit()
+        self._node.flush(self)
 
     def sync(self) -> None:
         self._node.commit()
 
     def close(self) -> None:
-        self._node.close_writer()
+        self._node.close_writer(self)
 
     def give_up(self) -> None:
-        self._node.give_up()
+        self._node.give_up(self)

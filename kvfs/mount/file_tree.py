@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 
 from kvfs.mount.chunks import Chunks
 from kvfs.mount.names import Found, Names
-from kvfs.mount.node import Node
+from kvfs.mount.node import Node, OpenFile
 from kvfs.mount.spool import Spool, SpoolFile
 from kvfs.mount.wire import Attr, SetAttr
 from kvfs.system.files import Files
@@ -37,9 +37,14 @@ class Draft:
     def __init__(self, file: SpoolFile, name_fd: int) -> None:
         self.file = file
         self.name_fd = name_fd
-        self.writers = 0
+        self.writers: dict[OpenFile, bool] = {}  # whether a descriptor of it was closed since it was opened or wrote
         self.dirty = False
         self.error = 0  # errno of the first failure: then it is never stored
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is stored, and its writers seem to be closed: the kernel tells that later, if at all."""
+        return not self.dirty and not self.error and all(self.writers.values())
 
 
 class Place(ABC):

@@ -506,6 +506,58 @@ def test_a_writer_next_to_readers_gets_a_node_of_its_own(kernel: Kernel) -> None
     kernel.close(reader)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("saved_first", [False, True])
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_reader_that_came_before_the_kernel_released_the_writer_keeps_what_was_saved(
+    kernel: Kernel, late: bool, saved_first: bool, by_path: bool
+) -> None:
+    """``close`` returns after the flush; the release comes later, even after the next writer."""
+    writer = kernel.open("files/a", NEW)
+    kernel.write(writer, b"one")
+    reader = -1 if saved_first else kernel.open("files/a")
+    kernel.ops.flush(writer)
+    if saved_first:
+        reader = kernel.open("files/a")
+    if not late:
+        kernel.ops.release(writer)
+    if by_path:
+        kernel.truncate("files/a", 1)
+    else:
+        kernel.save("files/a", b"two")
+    assert kernel.read(reader) == b"one"
+    assert kernel.node("files/a") != kernel.open_files[reader][1]
+    if late:
+        with refused(errno.ESTALE):  # a copy of the descriptor, whose draft has a successor
+            kernel.write(writer, b"X")
+        with refused(errno.ESTALE):
+            kernel.ops.setattr(kernel.open_files[writer][1], NOTHING._replace(handle=writer, size=1))
+        kernel.ops.release(writer)
+    new = b"o" if by_path else b"two"
+    assert kernel.read(reader) == b"one"
+    assert kernel.load("files/a") == new
+    again = kernel.open("files/a", os.O_RDWR)
+    kernel.write(again, b"T")
+    kernel.close(again)
+    assert kernel.read(reader) == b"one"
+    assert kernel.load("files/a") == b"T" + new[1:]
+
+
+def test_a_reader_follows_a_writer_of_which_another_descriptor_was_closed(kernel: Kernel) -> None:
+    writer = kernel.open("files/a", NEW)
+    kernel.write(writer, b"one")
+    kernel.ops.flush(writer)  # by a child process that ends
+    reader = kernel.open("files/a")
+    kernel.write(writer, b"two", 3)
+    assert kernel.read(reader) == b"onetwo"
+    second = kernel.open("files/a", os.O_WRONLY)
+    kernel.write(second, b"!", 6)
+    assert kernel.read(reader) == b"onetwo!"
+    for fd in (second, writer, reader):
+        kernel.close(fd)
+    assert kernel.load("files/a") == b"onetwo!"
+
+
 def test_a_sweep_just_after_a_file_was_made_does_not_take_its_name(
     mounted: Mounted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
