@@ -83,9 +83,12 @@ class Evictor:
                 if (disk_full or owner) and dropped is None and not self._c.index.read(_dropped_bytes, COMMIT_SECONDS):
                     return False  # there is nothing to wait for
                 self._c.files.sleep(HELD_SECONDS)
-        except (OSError, IndexUnavailableError):
+        except OSError:
             self._c.counters.add("evict_errors")
             return False
+        except IndexUnavailableError:  # says nothing about room: the writer's next call finds out whether it answers
+            self._c.counters.add("evict_errors")
+            self._c.files.sleep(HELD_SECONDS)
         return True
 
     def make_room_locked(self, nbytes: int, end: float, spared: Set[bytes]) -> None:

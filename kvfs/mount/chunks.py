@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeAlias
 
+from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.mount import cells
 from kvfs.mount.manifest import FILE_BYTES_MAX, PAGE_BYTES, Manifest, Piece
 from kvfs.mount.spool import Spool, SpoolFile
@@ -29,7 +30,8 @@ BATCH_PAGES = 128  # of one put or get: 8 MiB
 BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
 LOADERS = 2  # batches that are loaded at once, of all files; each reads with several threads, and more cost only CPU
 SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
-IN_FLIGHT_SECONDS = 10.0  # longest wait for pages that another process is writing; its claims end after five
+SAVE_SECONDS = 30.0  # longest wait for an index that does not answer, or for pages that another process is writing
+FIND_SECONDS = 5.0  # longest wait for an answer whether pages are there: of a busy machine, or during a rebuild
 POLL_SECONDS = 0.05
 _PAGE_TOKENS = 16  # opaque pages have no tokens; the smallest number that a layout may have
 
@@ -110,15 +112,16 @@ class Chunks:
             first = end
 
     def _put_run(self, size: int, names: Sequence[bytes], data: memoryview) -> None:
-        deadline = self._clock.monotonic() + IN_FLIGHT_SECONDS
+        deadline = self._clock.monotonic() + SAVE_SECONDS
         while True:
             done = self._space(size).put_keys(names, data)
-            if done.declined:
+            if done.declined and done.reason != "index":
                 raise OSError(_ERRNO.get(done.reason, errno.EIO), f"the store declines: {done.reason}")
-            if not done.in_flight:
+            if not done.in_flight and not done.declined:
                 return
             if self._clock.monotonic() >= deadline:
-                raise OSError(errno.EIO, "another process does not finish writing the same pages")
+                why = "the index does not answer" if done.declined else "another process does not finish writing"
+                raise OSError(errno.EIO, f"{len(names)} pages: {why}")
             self._clock.sleep(POLL_SECONDS)
 
     # -- loading -----------------------------------------------------------------------------
@@ -152,9 +155,7 @@ class Chunks:
 
     def _load_batch(self, batch: _Batch, file_bytes: int) -> None:
         file, spots, at, size, keys = batch
-        with self._space(size).match_keys(keys) as match:
-            if match.chunks < len(keys):
-                raise ContentGoneError
+        with self._match(size, keys) as match:
             buffer = self._buffer()
             loaded = self._space(size).get(match, buffer)
             self._space(size).touch(match)
@@ -171,21 +172,40 @@ class Chunks:
         return buffer
 
     def find(self, manifest: Manifest, *, touch: bool = False) -> frozenset[bytes] | None:
-        """Ids of the segments that hold a file; None if some of it is missing. ``touch``: it counts as used."""
+        """Ids of the segments that hold a file; None if some of it is missing, OSError EIO if the store does not tell.
+        ``touch``: it counts as used."""
         segments: set[bytes] = set()
         for _, size, keys in _runs(manifest):
-            space = self._space(size)
-            with space.match_keys(keys) as match:
-                if match.chunks < len(keys):
-                    return None
-                segments.update(match.segments.values())
-                if touch:
-                    space.touch(match)
+            try:
+                with self._match(size, keys) as match:
+                    segments.update(match.segments.values())
+                    if touch:
+                        self._space(size).touch(match)
+            except ContentGoneError:
+                return None
         return frozenset(segments)
 
-    def is_ready(self, seconds: float = 0.0) -> bool:
-        """Whether a page that is not found is really missing: not while the index is being rebuilt."""
-        return self._store.wait_ready(seconds)
+    def _match(self, size: int, keys: Sequence[bytes]) -> PrefixMatch:
+        """The match of all ``keys``. ContentGoneError if one is not there; OSError EIO if the store does not tell.
+
+        A lookup that gets no answer in time is a miss: an engine computes then, but here it would be a lost file.
+        """
+        deadline = self._clock.monotonic() + FIND_SECONDS
+        while True:
+            match = self._space(size).match_keys(keys)
+            if match.chunks == len(keys):
+                return match
+            match.close()
+            # without a generation the index was silent; if it names all pages, a segment could not be opened in time
+            if match.generation and not all(self._space(size).present_keys(keys)):
+                raise ContentGoneError
+            if self._clock.monotonic() >= deadline:
+                raise OSError(errno.EIO, "the index does not answer, or is being rebuilt")
+            self._clock.sleep(POLL_SECONDS)
+
+    def is_ready(self) -> bool:
+        """Whether the index answers: not while it is being rebuilt."""
+        return self._store.wait_ready(0.0)
 
 
 def _runs(manifest: Manifest) -> Iterator[tuple[int, int, tuple[bytes, ...]]]:

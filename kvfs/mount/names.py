@@ -30,7 +30,6 @@ FILES_MAX = 100_000  # names of one store; the sweep removes the least recently 
 DEPTH_MAX = 64  # directories within each other that the sweep follows
 VERDICT_SECONDS = 10.0  # how long a file counts as complete without another look, while its segments exist
 VERDICTS_MAX = 2 * FILES_MAX
-READY_SECONDS = 5.0  # longest wait of a lookup for an index that is being rebuilt
 TORN_TRIES, TORN_SECONDS = 4, 0.005  # a manifest that another mount is writing is read again
 log = logging.getLogger("kvfs.mount")
 
@@ -144,10 +143,6 @@ class Names:
         if content is None:
             return False
         segments = self._chunks.find(content)
-        if segments is None and not self._chunks.is_ready():
-            if not self._chunks.is_ready(READY_SECONDS):
-                raise OSError(errno.EIO, "the index is being rebuilt")
-            segments = self._chunks.find(content)
         if segments is None:
             self._verdicts.pop(found, None)
             return False
@@ -188,8 +183,8 @@ class Names:
     def sweep(self, suspects: set[Found], stopped: Callable[[], bool]) -> set[Found]:
         """Remove names that are gone, unfinished or too many; the files that seem to be gone.
 
-        A file is removed when it was gone in this sweep and in the last one (``suspects``), both with an index that
-        answers: a lookup that came too late for the index looks the same.
+        A file is removed when it was gone in this sweep and in the last one (``suspects``): meanwhile a program may
+        have stored its pages again.
         """
         gone: set[Found] = set()
         used: list[tuple[int, str, bytes]] = []
@@ -205,7 +200,7 @@ class Names:
                     used.append((os.fstat(fd).st_atime_ns, folder, name))
                 elif found in suspects or self._has_expired(fd):
                     _remove(name, fd, dir_fd)
-                elif self._chunks.is_ready():
+                else:
                     gone.add(found)
         self.count = len(used) + len(gone)
         if len(used) > FILES_MAX:

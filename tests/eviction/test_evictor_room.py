@@ -14,6 +14,7 @@ import pytest
 import kvfs
 from kvfs import Quota
 from kvfs.directory.config import quota_id
+from kvfs.errors import IndexUnavailableError
 from kvfs.eviction.reclaimer import Reclaimer
 from kvfs.index import ledger
 from kvfs.system.files import Files
@@ -170,6 +171,28 @@ def test_an_evictor_that_could_not_remove_segments_evicts_again_when_another_pro
                 assert evictor._evict_one() == 0
         assert Reclaimer(store._shared.c).reclaim_dropped() > 0, "another process"
         for n in range(40, 400):
+            assert ns.put(tokens_of(n, 4), PAGES) == (4, 0, 0, 0, "")
+
+
+def test_an_index_that_is_late_for_an_eviction_does_not_look_like_a_full_store(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvfs.open(memory_path / "s", capacity="16MiB", segment_bytes="256KiB", index_bytes="2MiB") as store:
+        store._shared.background.stop()
+        ns, evictor = store.namespace("m", LAYOUT, revision="r1"), store._shared.services().evictor
+        choose, late = evictor.victims.choose, 0
+
+        def hang(*args: Any) -> Any:
+            nonlocal late
+            late += 1
+            if late % 2:
+                raise IndexUnavailableError("timeout")
+            return choose(*args)
+
+        monkeypatch.setattr(evictor.victims, "choose", hang)
+        n = 0
+        while late < 6:
+            n += 1
             assert ns.put(tokens_of(n, 4), PAGES) == (4, 0, 0, 0, "")
 
 
