@@ -182,6 +182,21 @@ class Namespace:
         """
         return self._load(match, out)[1]
 
+    def copy(self, match: PrefixMatch, fd: int, spots: Sequence[tuple[int, int, int]]) -> bool:
+        """Copy all pages of a match of keys into a file, verified, and ``touch`` them; whether that was done.
+
+        ``spots``: (at, bytes, offset) of what belongs in the file, ``at`` in the pages in canonical order. False
+        without the native library, for pages in a codec or in parts, and if one does not verify: then ``get`` tells
+        which are good, and what the file has at the spots is undefined.
+        """
+        self._check_match(match)
+        if not match.keyed or len(match.groups) != 1:
+            raise ConfigError("copy needs a match of keys, of a layout of one group")
+        began = self._c.files.monotonic()
+        done = self._reader.copy(match, self.layout.groups[0], fd, spots)
+        self._c.counters.took("get", self._c.files.monotonic() - began)
+        return done
+
     def _load(self, match: PrefixMatch, out: PagesLike) -> tuple[dict[str, int], dict[Tier, int]]:
         self._check_match(match)
         outs = [self._check_out(match, gm, out) for gm in match.groups]

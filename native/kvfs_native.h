@@ -10,8 +10,8 @@
  *  - kvfs_walk, kvfs_there, kvfs_parts never wait, neither for a disk (RWF_NOWAIT or cachestat) nor for a lock: they take
  *    none. kvfs_hold asks no disk for a name (RESOLVE_CACHED), and tries a lock once. All of them are called with
  *    the interpreter held.
- *  - kvfs_read, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only memory that
- *    the caller keeps alive.
+ *  - kvfs_read, kvfs_copy, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only
+ *    memory that the caller keeps alive.
  */
 #ifndef KVFS_NATIVE_H
 #define KVFS_NATIVE_H
@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 3 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 4 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -232,6 +232,21 @@ typedef struct {
 KVFS_PUBLIC int64_t kvfs_read(
     const kvfs_job *jobs, uint64_t n_jobs, uint64_t n_pieces, uint64_t step, uint8_t *memory, uint64_t *table,
     uint64_t *next, uint8_t *left, uint64_t most);
+
+/* Bytes of a stream for a stretch of a file. */
+typedef struct {
+    uint64_t at, nbytes;     /* in the stream */
+    int64_t offset;          /* in the file */
+} kvfs_spot;
+
+/* Fetcher.copy: reads pieces like kvfs_read, but waits for a disk, sums their leaves, and writes them into the file ``to``,
+ * until no piece or ``most`` pieces are left. ``at`` of a job is its place in the stream; what no spot has is not written.
+ * Pre: as of kvfs_read; leaf of each job is not 0; memory has step bytes, of the calling thread alone, aligned as the
+ * descriptors need it. Post: the number of pieces copied by this call; or -errno, and no thread begins another piece:
+ * the table, and the file at all spots, are undefined. */
+KVFS_PUBLIC int64_t kvfs_copy(
+    const kvfs_job *jobs, uint64_t n_jobs, uint64_t n_pieces, uint64_t step, uint8_t *memory, uint64_t *table,
+    uint64_t *next, const kvfs_spot *spots, uint64_t n_spots, int to, uint64_t most);
 
 /* root_of of each of ``count`` leaf tables of ``nbytes`` bytes, one behind the other: 16 bytes each in out. */
 KVFS_PUBLIC void kvfs_roots(const uint8_t *tables, uint64_t count, uint64_t nbytes, uint8_t *out);

@@ -60,6 +60,54 @@ int64_t kvfs_read(
     return mine;
 }
 
+static int64_t read_all(int fd, uint8_t *to, uint64_t nbytes, uint64_t offset) {
+    while (nbytes) {
+        ssize_t got = pread(fd, to, nbytes, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got ? -errno : -EIO;
+        to += got, offset += (uint64_t)got, nbytes -= (uint64_t)got;
+    }
+    return 0;
+}
+
+/* Bytes [from, from + nbytes) of a stream, to where the file has them. */
+static int64_t write_spots(
+    int fd, const kvfs_spot *spots, uint64_t count, const uint8_t *data, uint64_t from, uint64_t nbytes) {
+    for (const kvfs_spot *s = spots; s < spots + count; s++) {
+        uint64_t at = s->at > from ? s->at : from, end = s->at + s->nbytes;
+        if (end > from + nbytes) end = from + nbytes;
+        while (at < end) {
+            ssize_t wrote = pwrite(fd, data + (at - from), end - at, s->offset + (int64_t)(at - s->at));
+            if (wrote < 0 && errno == EINTR) continue;
+            if (wrote <= 0) return wrote ? -errno : -EIO;
+            at += (uint64_t)wrote;
+        }
+    }
+    return 0;
+}
+
+int64_t kvfs_copy(
+    const kvfs_job *jobs, uint64_t n_jobs, uint64_t n_pieces, uint64_t step, uint8_t *memory, uint64_t *table,
+    uint64_t *next, const kvfs_spot *spots, uint64_t n_spots, int to, uint64_t most) {
+    int64_t mine = 0;
+    for (; most; most--, mine++) {
+        uint64_t piece = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+        if (piece >= n_pieces) break;
+        const kvfs_job *job = &jobs[job_of(jobs, n_jobs, piece)];
+        uint64_t at = (piece - job->piece) * step, nbytes = job->nbytes - at < step ? job->nbytes - at : step;
+        int64_t rc = read_all(job->fd, memory, nbytes, (uint64_t)job->offset + at);
+        if (!rc) {
+            kvfs_sum(memory, nbytes, job->leaf, (uint8_t *)(table + job->table + at / job->leaf));
+            rc = write_spots(to, spots, n_spots, memory, job->at + at, nbytes);
+        }
+        if (rc) {
+            __atomic_store_n(next, n_pieces, __ATOMIC_RELAXED); /* the other threads end */
+            return rc;
+        }
+    }
+    return mine;
+}
+
 int64_t kvfs_write(int fd, const kvfs_span *spans, uint64_t count, int64_t offset, uint64_t from, uint64_t most) {
     uint64_t done = 0, at = 0; /* at: of the first span that is not written */
     while (count && at + spans->nbytes <= from) at += spans++->nbytes, count--;

@@ -127,14 +127,12 @@ class AccessTimes:
 
     def was_used(self, segment_id: bytes, seq: int) -> bool:
         """Whether a record was used since it was written."""
-        self.flush()
-        with contextlib.suppress(OSError):
-            if self._directory.read_only:  # a reader creates and removes nothing
-                run = self._directory.sub("run/use")
-                with opened(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=run) as fd:
-                    return any(self._files.read(fd, STAMP_BYTES, seq * STAMP_BYTES))
-            file = self._file(segment_id)
-            return any(self._files.read(file.fd, STAMP_BYTES, seq * STAMP_BYTES))
+        for noted, first, stamps in list(self._noted):  # not written yet
+            if noted == segment_id and first <= seq < first + len(stamps):
+                return True
+        run = self._directory.sub("run/use")
+        with contextlib.suppress(OSError), opened(self._files, segment_id.hex(), os.O_RDONLY, dir_fd=run) as fd:
+            return any(self._files.read(fd, STAMP_BYTES, seq * STAMP_BYTES))
         return False
 
     def version(self, segment_id: bytes) -> tuple[int, int]:

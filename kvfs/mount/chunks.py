@@ -155,13 +155,16 @@ class Chunks:
 
     def _load_batch(self, batch: _Batch, file_bytes: int) -> None:
         file, spots, at, size, keys = batch
+        parts = list(spots.cut(at, min(len(keys) * size, file_bytes - at)))
         with self._match(size, keys) as match:
+            if self._space(size).copy(match, file.fd, [(begin, end - begin, to) for to, begin, end in parts]):
+                return
             buffer = self._buffer()
             loaded = self._space(size).get(match, buffer)
             self._space(size).touch(match)
         if loaded < len(keys):
             raise OSError(errno.EIO, "a page of the file does not verify")
-        for offset, begin, end in spots.cut(at, min(len(keys) * size, file_bytes - at)):
+        for offset, begin, end in parts:
             self._spool.write(file, buffer[begin:end], offset)
 
     def _buffer(self) -> memoryview:

@@ -1,10 +1,12 @@
-"""Payloads by the compiled library, with the interpreter released: reads out of the page cache, leaf tables, writes."""
+"""Payloads by the compiled library, with the interpreter released: reads, copies to a file, leaf tables, writes."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,11 +17,15 @@ LEAF_BYTES = 8
 ROOT_BYTES = 16
 #: Pieces that one call reads: 128 MiB of 512 KiB each, some 20 ms, after which a signal handler may run.
 PIECES_PER_CALL = 256
+#: Pieces that one call copies, some 16 MiB, for the same reason.
+COPIES_PER_CALL = 16
 #: Bytes that one call writes, for the same reason.
 WRITE_BYTES = 64 << 20
 _JOB = struct.Struct("<iiqQQQQQ")
 _RECORD = struct.Struct("<QQQQQQ")
 _SPAN = struct.Struct("<QQ")
+_SPOT = struct.Struct("<QQq")
+_of_thread = threading.local()
 
 
 class Stretch(NamedTuple):
@@ -32,15 +38,11 @@ class Stretch(NamedTuple):
     leaf_bytes: int  # 0: not summed
 
 
-class CachedRead:
-    """One read of many stretches out of the page cache, by several threads: each runs ``work`` on the same ``share``.
+class _Pieces:
+    """Stretches of files as ``kvfs_job``, cut into pieces of ``step`` bytes, with room for their leaf tables."""
 
-    The caller keeps the descriptors and the buffer until all threads have returned.
-    """
-
-    def __init__(self, native: Library, stretches: Sequence[Stretch], step: int, address: int, threads: int) -> None:
-        """``step``: bytes of a piece, a multiple of each leaf; ``address``: of the buffer."""
-        self._free, self._step, self._address = native.free, step, address
+    def __init__(self, stretches: Sequence[Stretch], step: int) -> None:
+        self.step = step
         self._tables: list[tuple[int, int]] = []  # where the leaf table of each stretch is, in bytes
         packed, pieces, leaves = [], 0, 0
         for s in stretches:
@@ -49,33 +51,96 @@ class CachedRead:
             self._tables.append((LEAF_BYTES * leaves, LEAF_BYTES * (leaves + count)))
             leaves += count
             pieces += -(-s.nbytes // step)
-        self._jobs, self._count, self._pieces = b"".join(packed), len(stretches), pieces
-        self._sums = ctypes.create_string_buffer(max(8, LEAF_BYTES * leaves))
+        self.jobs, self.n_jobs, self.count = b"".join(packed), len(stretches), pieces
+        self.sums = ctypes.create_string_buffer(max(8, LEAF_BYTES * leaves))
+        self.next = ctypes.c_uint64(0)
+
+    def table(self, number: int) -> bytes:
+        """Leaf table of a stretch."""
+        first, end = self._tables[number]
+        return ctypes.string_at(ctypes.addressof(self.sums) + first, end - first)
+
+    def tables(self) -> bytes:
+        return self.sums.raw[: self._tables[-1][1]]
+
+
+class CachedRead:
+    """One read of many stretches out of the page cache, by several threads: each runs ``work`` on the same ``share``.
+
+    The caller keeps the descriptors and the buffer until all threads have returned.
+    """
+
+    def __init__(self, native: Library, stretches: Sequence[Stretch], step: int, address: int, threads: int) -> None:
+        """``step``: bytes of a piece, a multiple of each leaf; ``address``: of the buffer."""
+        self._free, self._address = native.free, address
+        self._pieces = _Pieces(stretches, step)
         self._left = ctypes.create_string_buffer(max(1, len(stretches)))
-        self._next = ctypes.c_uint64(0)
         #: whether the file system can say what is in the page cache
         self.supported = True
         #: one item for each call that a thread may make; who takes all of them stops the others
-        self.share: Iterator[int] = iter(range(threads - -pieces // PIECES_PER_CALL))
+        self.share: Iterator[int] = iter(range(threads - -self._pieces.count // PIECES_PER_CALL))
 
     def work(self, share: Iterator[int]) -> None:
+        p = self._pieces
         for _ in share:
             code = self._free.kvfs_read(
-                self._jobs, self._count, self._pieces, self._step, self._address, self._sums, self._next, self._left,
-                PIECES_PER_CALL,
-            )  # fmt: skip
+                p.jobs, p.n_jobs, p.count, p.step, self._address, p.sums, p.next, self._left, PIECES_PER_CALL
+            )
             if code < 0:
                 self.supported = False
                 return
 
     def left(self) -> list[int]:
         """Numbers of the stretches that could not be read at once."""
-        return [number for number, flag in enumerate(self._left.raw[: self._count]) if flag]
+        return [number for number, flag in enumerate(self._left.raw[: self._pieces.n_jobs]) if flag]
 
     def table(self, number: int) -> bytes:
         """Leaf table of a stretch."""
-        first, end = self._tables[number]
-        return ctypes.string_at(ctypes.addressof(self._sums) + first, end - first)
+        return self._pieces.table(number)
+
+
+class FileCopy:
+    """One copy of many stretches, whose ``at`` is a place in a stream, to a file, by several threads as in
+    ``CachedRead``."""
+
+    def __init__(
+        self,
+        native: Library,
+        stretches: Sequence[Stretch],
+        spots: Sequence[tuple[int, int, int]],
+        to: int,
+        step: int,
+        threads: int,
+    ) -> None:
+        """``spots``: place in the stream, bytes, place in the file ``to``. ``step``: bytes of a piece, a multiple of
+        each leaf; all stretches are summed."""
+        self._free, self._to, self._pieces = native.free, to, _Pieces(stretches, step)
+        self._spots, self._n_spots = b"".join([_SPOT.pack(*spot) for spot in spots]), len(spots)
+        self.errno = 0  # of the first read or write that failed: then the copy is undefined
+        self.share: Iterator[int] = iter(range(threads - -self._pieces.count // COPIES_PER_CALL))
+
+    def work(self, share: Iterator[int]) -> None:
+        p, address = self._pieces, _scratch(self._pieces.step)
+        for _ in share:
+            done = self._free.kvfs_copy(
+                p.jobs, p.n_jobs, p.count, p.step, address, p.sums, p.next, self._spots, self._n_spots, self._to,
+                COPIES_PER_CALL,
+            )  # fmt: skip
+            if done < 0:
+                self.errno = -done
+                return
+
+    def tables(self) -> bytes:
+        """Leaf tables of all stretches, one behind the other."""
+        return self._pieces.tables()
+
+
+def _scratch(nbytes: int) -> int:
+    """Address of memory of the calling thread, aligned to pages as O_DIRECT needs it. Kept for its next copy."""
+    memory: ctypes.Array[ctypes.c_char] | None = getattr(_of_thread, "memory", None)
+    if memory is None or len(memory) < nbytes:
+        memory = _of_thread.memory = (ctypes.c_char * nbytes).from_buffer(mmap.mmap(-1, nbytes))
+    return ctypes.addressof(memory)
 
 
 def roots(native: Library, tables: bytes, table_bytes: int) -> bytes:

@@ -26,6 +26,8 @@ from kvfs.types import Verify
 COLD_THREADS = 8  # parallel reads of what is not in the page cache: keeps several requests queued at a disk
 PIECE_BYTES = 512 << 10  # read and checksummed at once: stays in a core's cache in between
 READ_BYTES = 4 << 20  # one read of what is not in the page cache
+COPY_BYTES = 1 << 20  # copied to a file at once: stays in a core's cache in between
+COPY_THREADS = 2  # of one copy: copies of several batches run at once
 VERIFIED_MAX = 1 << 20  # pages that policy "first" remembers as verified
 
 #: Chunks that were read and verified, as bits; bad records as (segment, seq).
@@ -67,6 +69,37 @@ class Fetcher:
             found += self._from_disk(rest, leaf_bytes, out)
         cold = sum(job.bits() for job in rest)
         return sum(bits for bits, _ in found), [fault for _, faults in found for fault in faults], cold
+
+    def copy(
+        self, jobs: Sequence[ReadJob], leaf_bytes: int, to: int, spots: Sequence[tuple[int, int, int]]
+    ) -> int | None:
+        """Copy the pages of jobs into the file ``to``, all verified; the chunks that the page cache lacked (as bits).
+
+        A job's ``out`` is its place in the stream of the spots. None if that cannot be done, or a page does not verify:
+        ``fetch`` tells which, and the file is undefined there.
+        """
+        native = library.loaded()
+        if native is None or type(self._c.files) is not Files:
+            return None
+        direct = [self._reads_direct(job) for job in jobs]
+        fds = [self._c.segments.direct(job.held) if yes else job.held.fd for job, yes in zip(jobs, direct, strict=True)]
+        if min(fds) < 0:
+            return None
+        self._c.counters.add("direct_reads", sum(direct))
+        stretches = [
+            payloads.Stretch(fd, job.offset, job.out, job.nbytes, leaf_bytes)
+            for fd, job in zip(fds, jobs, strict=True)
+        ]  # fmt: skip
+        step = max(1, COPY_BYTES // leaf_bytes) * leaf_bytes
+        workers = max(1, min(sum(-(-job.nbytes // step) for job in jobs), COPY_THREADS))
+        copy = payloads.FileCopy(native, stretches, spots, to, step, workers)
+        self._team.each(copy.work, [copy.share] * workers)
+        if copy.errno:
+            return None
+        found = payloads.roots(native, copy.tables(), jobs[0].size // leaf_bytes * LEAF_BYTES)
+        if found != b"".join([job.roots for job in jobs]):
+            return None
+        return sum(job.bits() for job, yes in zip(jobs, direct, strict=True) if yes)
 
     def _seems_cached(self, job: ReadJob) -> bool:
         """Whether the end of a job is in the page cache. Asking about all of it costs a tenth of reading it."""
@@ -164,7 +197,7 @@ class Fetcher:
     def _from_disk(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers) -> list[Found]:
         cold = self._cached(jobs[0]) == 0 or self._cached(jobs[-1]) == 0
         # direct reads keep a disk busy with many requests; through the page cache, a few streams read ahead best
-        workers = min(len(jobs), COLD_THREADS if self._reads_direct(jobs[-1], out) else self._c.threads)
+        workers = min(len(jobs), COLD_THREADS if self._reads_direct_into(jobs[-1], out) else self._c.threads)
         bounds = [len(jobs) * i // workers for i in range(workers + 1)]
         # from a disk each thread reads neighbours; from memory it takes the next job
         shares = [iter(jobs[a:b]) for a, b in pairwise(bounds)] if cold else [iter(jobs)] * workers
@@ -177,7 +210,12 @@ class Fetcher:
     def _cached(self, job: ReadJob) -> int | None:
         return self._c.segments.cached_bytes(job.held, job.offset, job.nbytes)
 
-    def _reads_direct(self, job: ReadJob, out: memoryview | PageBuffers) -> bool:
+    def _reads_direct_into(self, job: ReadJob, out: memoryview | PageBuffers) -> bool:
+        """``_reads_direct``, and the buffer is aligned for it."""
+        aligned = not address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
+        return self._c.mode.direct or (aligned and self._reads_direct(job))
+
+    def _reads_direct(self, job: ReadJob) -> bool:
         """Whether a job bypasses the page cache (O_DIRECT).
 
         In mode cache this is so for cold bytes without an earlier use: reading them through the page cache costs
@@ -188,7 +226,6 @@ class Fetcher:
             mode.cold_direct
             and not job.size % fmt.BLOCK
             and self._cached(job) == 0
-            and not address_of(out[job.out : job.out + job.nbytes]) % fmt.BLOCK
             and not self._c.access_times.was_used(job.held.segment_id, job.seqs[0])
             and self._c.segments.direct(job.held) >= 0
         )
@@ -196,7 +233,7 @@ class Fetcher:
     def _read_job(self, job: ReadJob, target: memoryview, leaf_bytes: int, out: memoryview | PageBuffers) -> Found:
         """Read and verify."""
         try:
-            table = self._read_and_sum(job, target, leaf_bytes, self._reads_direct(job, out))
+            table = self._read_and_sum(job, target, leaf_bytes, self._reads_direct_into(job, out))
         except OSError:
             return self._read_singly(job, target, leaf_bytes)
         if table is not None:

@@ -114,7 +114,8 @@ def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run
 
 def _evenly(run: Run, stride: int) -> list[Run]:
     """``run`` if its pages are ``stride`` bytes apart, without gaps; else a run for each page."""
-    if run.stride == stride:
+    if run.stride == stride or run.count == 1:
+        run.stride = stride
         return [run]
     pieces = [run.cut(i, 1) for i in range(run.count)]
     for piece in pieces:

@@ -67,6 +67,23 @@ class Reader:
             self._c.counters.loaded(match.namespace, tokens)
             return good, {tier: chunks for tier, chunks in tiers.items() if chunks}
 
+    def copy(self, match: PrefixMatch, group: Group, to: int, spots: Sequence[tuple[int, int, int]]) -> bool:
+        """Copy all pages of a match of the only group into the file ``to``, verified, and ``touch`` them. False if that
+        cannot be done: then ``load`` tells which pages are good, and the file is undefined at the spots."""
+        (gm,) = match.groups
+        with self.open_segments(match) as held:
+            jobs, _ = plan_reads(gm, held, READ_BYTES)
+            if not jobs or sum(job.count for job in jobs) < gm.count:
+                return False
+            cold = self._fetcher.copy(jobs, group.leaf_bytes(gm.want), to, spots)
+        if cold is None:
+            return False
+        self.touch(match)
+        self._c.counters.add_of(match.namespace, "bytes_loaded", gm.nbytes)
+        missed = cold.bit_count() * match.page_tokens
+        self._c.counters.loaded(match.namespace, {Tier.DISK: missed, Tier.HOST: match.tokens - missed})
+        return True
+
     def load_run(
         self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: Mapping[int, OpenSegment]
     ) -> tuple[int, dict[Tier, int]]:

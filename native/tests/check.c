@@ -315,6 +315,27 @@ static void check_payloads(const char *folder) {
         printf("reads left out: %lld\n", (long long)got);
         kvfs_sum(data, N, LEAF, expected);
     }
+    /* a stream of both jobs, the second half of it first in the file, a stretch in the middle left out */
+    int to = make_file(folder, "copy", "", 0);
+    kvfs_spot places[3] = {{150000, N - 150000, 0}, {0, 100, N}, {100, 102300, N + 100}};
+    jobs[0] = (kvfs_job){fd, 0, 4096, 0, 102400, LEAF, 0, 0};
+    jobs[1] = (kvfs_job){fd, 0, 4096 + 102400, 102400, N - 102400, LEAF, 25, 13};
+    memset(table, 0, sizeof table);
+    next = 0;
+    for (int64_t copied = 0, now; copied < 38; copied += now) {
+        now = kvfs_copy(jobs, 2, 38, 8192, memory, table, &next, places, 3, to, 7);
+        CHECK(now > 0 && now <= 7);
+    }
+    CHECK(kvfs_copy(jobs, 2, 38, 8192, memory, table, &next, places, 3, to, 7) == 0);
+    CHECK(!memcmp(expected, table, 8 * 74));
+    CHECK(pread(to, memory, N - 150000, 0) == N - 150000 && !memcmp(memory, data + 150000, N - 150000));
+    CHECK(pread(to, memory, N, N) == 102400 && !memcmp(memory, data, 102400));
+    next = 0;
+    CHECK(kvfs_copy(jobs, 2, 38, 8192, memory, table, &next, places, 3, -1, 7) == -EBADF && next == 38);
+    jobs[1].offset += 1 << 20; /* behind the end of the file */
+    next = 0;
+    CHECK(kvfs_copy(jobs, 2, 38, 8192, memory, table, &next, places, 3, to, 100) == -EIO && next == 38);
+    close(to);
     kvfs_record record = {data, N, LEAF, memory, 8 * 74, root};
     kvfs_sum_records(&record, 1);
     kvfs_roots(expected, 1, 8 * 74, roots);

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvfs
 from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
+from kvfs.mount import cells
 from kvfs.mount.chunks import BATCH_BYTES, FIND_SECONDS, SAVE_SECONDS, Chunks
+from kvfs.mount.manifest import PAGE_BYTES, Piece
 from kvfs.mount.spool import Spool
+from kvfs.namespace import Namespace
+from kvfs.native import library
 from kvfs.system.memory_views import address_of
 from kvfs.testing import FakeClock
 from tests.mount.kernel import ME, Mounted
@@ -122,3 +128,33 @@ def test_a_segment_that_cannot_be_opened_in_time_loses_no_file(
 
     monkeypatch.setattr(segments, "acquire_all", late)
     assert mounted.kernel.load("files/a") == data
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_file_in_pieces_is_loaded_with_and_without_the_native_library(
+    mounted: Mounted, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """Its stream has the pieces in another order, and they end within pages."""
+    if native and library.loaded() is None:
+        pytest.skip("the native library is not built")
+    data, begin, rest = seeded(3, 40 * PAGE_BYTES + 12_345), 9 * PAGE_BYTES + 1, 100_000
+    pieces = Piece(rest, begin), Piece(0, rest), Piece(begin + rest, len(data) - begin - rest)
+    plan = cells.Plan(pieces, len(data) // PAGE_BYTES, len(data) % PAGE_BYTES)
+    monkeypatch.setattr(cells, "plan", lambda size, read: plan)
+    file = mounted.spool.create()
+    mounted.spool.write(file, memoryview(data), 0)
+    manifest = mounted.chunks.save(file)
+    gets, get = 0, Namespace.get
+
+    def counted(*args: Any) -> int:
+        nonlocal gets
+        gets += 1
+        return get(*args)
+
+    monkeypatch.setattr(Namespace, "get", counted)
+    with contextlib.nullcontext() if native else library.paused():
+        loaded = mounted.chunks.load(manifest)
+    assert os.pread(loaded.fd, len(data) + 1, 0) == data
+    assert bool(gets) != native
+    mounted.spool.release(loaded)
+    mounted.spool.release(file)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,42 @@ def test_stretches_are_read_and_summed(native: library.Library, tmp_path: Path) 
     os.close(fd)
 
 
+def test_stretches_are_copied_to_their_places_in_a_file(native: library.Library, tmp_path: Path) -> None:
+    data = seeded(1, 300_000)
+    (tmp_path / "file").write_bytes(data)
+    fd, to = os.open(tmp_path / "file", os.O_RDONLY), os.open(tmp_path / "copy", os.O_RDWR | os.O_CREAT)
+    draw = random.Random(5)
+    for _ in range(30):
+        stretches, stream = list[payloads.Stretch](), b""
+        for _ in range(draw.randrange(1, 9)):
+            nbytes = draw.randrange(1, 15) * LEAF
+            offset = draw.randrange(len(data) - nbytes)
+            stretches.append(payloads.Stretch(fd, offset, len(stream), nbytes, LEAF))
+            stream += data[offset : offset + nbytes]
+        cuts = sorted({0, len(stream), *(draw.randrange(len(stream)) for _ in range(draw.randrange(6)))})
+        spots, expected = list[tuple[int, int, int]](), bytearray()
+        for at, end in draw.sample(list(pairwise(cuts)), len(cuts) - 1):  # in any order
+            spots.append((at, end - at, len(expected)))
+            expected += stream[at:end]
+        os.ftruncate(to, 0)
+        copy = payloads.FileCopy(native, stretches, spots, to, STEP, 2)
+        for _ in range(2):
+            copy.work(copy.share)
+        assert not copy.errno and os.pread(to, len(expected) + 1, 0) == expected
+        assert copy.tables() == leaf_table(stream, LEAF)
+    for wrong, number in [
+        ((fd, len(data) - LEAF, to), errno.EIO),
+        ((-1, 0, to), errno.EBADF),
+        ((fd, 0, -1), errno.EBADF),
+    ]:
+        stretch = payloads.Stretch(wrong[0], wrong[1], 0, 2 * LEAF, LEAF)
+        copy = payloads.FileCopy(native, [stretch], [(0, 2 * LEAF, 0)], wrong[2], STEP, 2)
+        copy.work(copy.share)
+        assert copy.errno == number
+    os.close(fd)
+    os.close(to)
+
+
 def test_a_share_that_was_taken_stops_all_threads(native: library.Library, tmp_path: Path) -> None:
     """As the team does when the caller is interrupted."""
     (tmp_path / "file").write_bytes(bytes(10 * STEP))
@@ -66,7 +104,7 @@ def test_a_share_that_was_taken_stops_all_threads(native: library.Library, tmp_p
         call = payloads.CachedRead(native, [stretch], STEP, ctypes.addressof(memory), 2)
         assert len(list(call.share)) == 3
         call.work(call.share)
-        assert call._next.value == 0
+        assert call._pieces.next.value == 0
 
 
 def test_tables_and_roots(native: library.Library) -> None:
