@@ -195,9 +195,10 @@ class FileNode(NamedNode):
     def _open_reader(self) -> OpenFile:
         if self.draft is None:
             self._load()
-            if not self.cached:
+            if not self.cached and self.copy is not None:
                 self.passed += 1
-                return _Reader(self, self.copy.fd if self.copy is not None else -1)
+                self.copy.passed = True
+                return _Reader(self, self.copy.fd)
         self.cached += 1
         return _Reader(self, -1)
 
@@ -240,6 +241,11 @@ class FileNode(NamedNode):
             self._load()
             assert self.copy is not None
             copy, self.copy = self.copy, None
+            if copy.passed:  # a closed file may still be mapped
+                try:
+                    return Draft(self.tree.spool.duplicate(copy), name_fd)
+                finally:
+                    self._keep(copy)
             return Draft(copy, name_fd)
         except BaseException:
             os.close(name_fd)
@@ -370,10 +376,14 @@ class FileNode(NamedNode):
                 self.cached -= 1
             if not self.passed and not self.cached and self.copy is not None:
                 copy, self.copy = self.copy, None
-                if isinstance(self.key, tuple) and self.key[0] == "file":
-                    self.tree.spool.keep(self.key, copy)
-                else:  # it has a successor: no lookup finds this content again
-                    self.tree.spool.release(copy)
+                self._keep(copy)
+
+    def _keep(self, copy: SpoolFile) -> None:
+        """Keep the copy of the content, which has no readers, for later ones."""
+        if isinstance(self.key, tuple) and self.key[0] == "file":
+            self.tree.spool.keep(self.key, copy)
+        else:  # it has a successor: no lookup finds this content again
+            self.tree.spool.release(copy)
 
 
 class _Reader(OpenFile):

@@ -12,7 +12,8 @@ import os
 import threading
 from collections import OrderedDict
 
-READ_BYTES = 8 << 20  # read or written at once
+COPY_BYTES = 8 << 20  # read and written at once
+IDLE_MAX = 1024  # copies that are kept without use: each takes a descriptor
 
 
 class SpoolFile:
@@ -22,6 +23,8 @@ class SpoolFile:
         self.fd = fd
         self.reserved = 0
         self.size = 0
+        #: The kernel reads it by itself. A map outlives the open file, and nothing tells when it ends: the bytes stay.
+        self.passed = False
 
     def read(self, size: int, offset: int) -> bytes:
         return os.pread(self.fd, min(size, max(0, self.size - offset)), offset)
@@ -79,13 +82,27 @@ class Spool:
         os.ftruncate(file.fd, nbytes)
         file.size = nbytes
 
+    def duplicate(self, file: SpoolFile) -> SpoolFile:
+        """Another file with the same bytes. OSError."""
+        copy = self.create(file.size)
+        try:
+            for at in range(0, file.size, COPY_BYTES):
+                self.write(copy, memoryview(file.read(COPY_BYTES, at)), at)
+        except BaseException:
+            self.release(copy)
+            raise
+        return copy
+
     def keep(self, key: object, file: SpoolFile) -> None:
         """Keep a copy that is not in use now, until ``take`` or until its room is needed."""
         with self._lock:
-            old = self._idle.pop(key, None)
+            dropped = [self._idle.pop(key, None)]
             self._idle[key] = file
-        if old is not None:
-            self.release(old)
+            if len(self._idle) > IDLE_MAX:
+                dropped.append(self._idle.popitem(last=False)[1])
+        for old in dropped:
+            if old is not None:
+                self.release(old)
 
     def take(self, key: object) -> SpoolFile | None:
         """The copy that was kept under ``key``, if it still exists; it is in use from now on."""

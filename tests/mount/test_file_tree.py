@@ -399,7 +399,7 @@ def test_pages_that_many_files_share_stay_while_files_come_and_go(store_path: Pa
             own = seeded(1_000 + n, MIB + MIB // 2)
             mounted.kernel.save(f"files/{n}", own[: MIB // 2] + shared + own[MIB // 2 :])
         left = [int(name) for name in mounted.kernel.listdir("files")]
-        assert {26, 27, 28, 29} <= set(left), "the latest files are there"
+        assert {27, 28, 29} <= set(left), "the latest files are there"
         assert 0 not in left
 
 
@@ -543,6 +543,24 @@ def test_a_reader_that_came_before_the_kernel_released_the_writer_keeps_what_was
     assert kernel.load("files/a") == b"T" + new[1:]
 
 
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY | os.O_TRUNC])
+def test_a_map_keeps_its_content_after_its_file_was_closed(kernel: Kernel, flags: int) -> None:
+    """The kernel maps the copy, not the file of the mount: its release comes with the close."""
+    data = seeded(7, 3 * PAGE_BYTES + 5)
+    kernel.save("files/a", data)
+    fd = kernel.open("files/a")
+    mapped = os.dup(kernel.open_files[fd][0].backing)
+    kernel.close(fd)
+    for _ in range(2):
+        writer = kernel.open("files/a", flags)
+        kernel.write(writer, b"new", 1)
+        kernel.close(writer)
+    kernel.truncate("files/a", 2)
+    assert os.pread(mapped, len(data) + 1, 0) == data
+    assert kernel.load("files/a") == (data[:1] if flags & os.O_RDWR else b"\0") + b"n"
+    os.close(mapped)
+
+
 def test_a_reader_follows_a_writer_of_which_another_descriptor_was_closed(kernel: Kernel) -> None:
     writer = kernel.open("files/a", NEW)
     kernel.write(writer, b"one")
@@ -625,6 +643,20 @@ def test_a_writer_that_comes_while_the_sweep_removes_the_name_makes_it_again(
     monkeypatch.setattr(fcntl, "flock", late)
     kernel.save("files/a", b"new")
     assert kernel.load("files/a") == b"new"
+
+
+def test_copies_that_are_not_in_use_take_few_descriptors(
+    kernel: Kernel, mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.mount.spool.IDLE_MAX", 3)
+    before = len(os.listdir("/proc/self/fd"))
+    for n in range(8):
+        kernel.save(f"files/{n}", b"%d" % n)
+        assert kernel.load(f"files/{n}") == b"%d" % n
+    assert len(mounted.spool._idle) == 3
+    assert len(os.listdir("/proc/self/fd")) <= before + 8
+    assert mounted.spool.used_bytes() == 3
+    assert [kernel.load(f"files/{n}") for n in range(8)] == [b"%d" % n for n in range(8)]
 
 
 def test_an_open_that_finds_too_many_files_open_changes_nothing(
