@@ -273,14 +273,14 @@ KVFS_PUBLIC int64_t kvfs_append(
 /* -- ranks ------------------------------------------------------------------------------------------------------ */
 
 enum {
-    KVFS_WAYS = 8,         /* entries at which a hash can be */
+    KVFS_WAYS = 8,         /* entries of a bucket; a hash has two */
     KVFS_NONCE_BITS = 24,  /* of the state of a lease; its deadline is above them, in ms */
     KVFS_GRACE_MS = 1000   /* a slot is taken from a reader that is so late */
 };
 
 /* Prefixes of one group that the GPU of a rank holds, in shared memory that only this rank, their owner, writes. An
- * entry is a page: its chunk hash, the units that hold it, the sums of its leaves. An entry is at one of KVFS_WAYS places;
- * a page that finds none free replaces the one that was published first.
+ * entry is a page: its chunk hash, the units that hold it, the sums of its leaves. A page that finds its two buckets full
+ * replaces the one of them that was published first.
  * Readers take no lock: each entry has a number (seq) that changes with every change of it. A reader that found a page,
  * copied it and then sees the same seq has copied what was published: the owner retracts pages before it reuses their
  * units. ``held`` is the owner's own memory: units * per_unit numbers of entries, all ones for none. */

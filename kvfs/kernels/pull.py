@@ -34,6 +34,7 @@ class Tiles(NamedTuple):
     row_tiles: int
     col_tiles: int
     full: bool  # every tile of every buffer is full, and every buffer has every layer
+    count: int  # tiles of a granule in one layer
 
 
 @functools.lru_cache(maxsize=256)
@@ -49,7 +50,8 @@ def tiles(shape: Shape) -> Tiles:
     cols = min(COLS_MAX, _power(max(elements)), max(1, TILE_BYTES_MAX // (rows * shape.element)))
     full = whole and all(n % rows == 0 for n in lines) and all(n % cols == 0 for n in elements)
     full = full and len(lines) == len(elements) == 1
-    return Tiles(rows, cols, -(-max(lines) // rows), -(-max(elements) // cols), full)
+    row_tiles, col_tiles = -(-max(lines) // rows), -(-max(elements) // cols)
+    return Tiles(rows, cols, row_tiles, col_tiles, full, shape.buffers * row_tiles * col_tiles)
 
 
 def _power(n: int) -> int:

@@ -18,6 +18,7 @@ from kvfs.gpu.gpu_io import GpuIO, GpuPools
 from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.kernels.driver import CudaError
 from kvfs.lookup.prompt_pages import PromptPages
+from kvfs.native.shared_prefixes import Found
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.ranks.geometry import page_of
 from kvfs.ranks.memory import PeerMemory, describe
@@ -78,9 +79,10 @@ class RankGroup:
         self._check_at = 0.0
         page = max(aligned(a.page_bytes + 4096) for a in pools.attached.values())
         with contextlib.ExitStack() as undo, pools.device.current():
-            self._lane = DmaLane(pools.device, max(parse_size(scratch_bytes, "scratch_bytes"), BATCHES * page))
+            scratch = max(parse_size(scratch_bytes, "scratch_bytes"), BATCHES * page)
+            self._lane = DmaLane(pools.device, scratch, pinned_commands=True, urgent_copies=True)
             undo.callback(self._lane.close)
-            sums = DmaLane(pools.device, max(PUBLISH_BYTES, page))
+            sums = DmaLane(pools.device, max(PUBLISH_BYTES, page), pinned_commands=True)
             undo.callback(sums.close)
             pages = {name: (page_of(a), a.device.units) for name, a in pools.attached.items()}
             own = self._own_table(pages, io, name, directory)
@@ -121,7 +123,7 @@ class RankGroup:
         """
         self._check_open()
         ids = checked_units(self._pools.attached, units, first_unit)
-        self._publisher.retract({number: some for number, some in _from(self._pools, ids, first).items()})
+        self._publisher.retract(_from(self._pools, ids, first))
         if self._publications.waiting >= QUEUE_MAX:
             self._pools.counters.add("publications_declined")
             return False
@@ -353,7 +355,7 @@ class _Load:
     # -- the pull ----------------------------------------------------------------------------
 
     def _peers(self) -> list[tuple[Source, PeerPages]]:
-        found = []
+        found, groups = [], dict[str, tuple[Sequence[int], Found]]()
         for pages in self._plan.peers.values():
             source = self._group.source(pages.instance)
             if source is None:
@@ -361,12 +363,16 @@ class _Load:
                 continue
             groups = {}
             for name, (chunks, entries) in pages.groups.items():
-                keep = [i for i, chunk in enumerate(chunks) if self._wanted.get(name, 0) >> chunk & 1]
+                wanted = self._wanted.get(name, 0)
+                if not bits_of(chunks) & ~wanted:
+                    groups[name] = chunks, entries
+                    continue
+                keep = [i for i, chunk in enumerate(chunks) if wanted >> chunk & 1]
                 if keep:
-                    some = type(entries)(
+                    some = Found(
                         array("I", [entries.entries[i] for i in keep]), array("Q", [entries.seqs[i] for i in keep])
                     )
-                    groups[name] = ([chunks[i] for i in keep], some) if len(keep) < len(chunks) else (chunks, entries)
+                    groups[name] = [chunks[i] for i in keep], some
             if groups:
                 found.append((source, PeerPages(pages.instance, groups)))
         return found

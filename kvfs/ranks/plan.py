@@ -147,7 +147,7 @@ class RankTables:
         """
         size = self._layout.page_tokens
         chunks = max(0, min(pages.chunks, (pages.tokens - leave) // size))
-        joined = b"".join(pages.hashes[i] for i in range(chunks)) if chunks else b""
+        joined = pages.joined_hashes(chunks)
         order = sorted(range(self.ranks), key=lambda one: one != rank)
         held = {group.name: self._held(group.name, group.need.kind, joined, order) for group in self._groups}
         needs = {group.name: group.need.chunks(size) for group in self._groups}

@@ -105,8 +105,7 @@ class Publisher:
         lane = self._lane
         for at in (ids, work):
             commands.send(lane.kernels, at)
-        with lane.kernels.use():
-            lane.kernels.gather(commands.work(work, commands.words(ids, units)), self._pools.shapes[a.number])
+        lane.kernels.gather(commands.work(work, commands.words(ids, units)), self._pools.shapes[a.number])
 
     def _await(self, event: Event) -> None:
         while not event.query():

@@ -1,7 +1,7 @@
 """A load from the GPUs of peers: gathered over the link into scratch, checked there, and only then scattered.
 
-As with loads from the store (``kvfs.gpu.load``), all of it is enqueued and the host does not wait in between. What makes
-the bytes right: the sums of their leaves, which the peer published; and that the entry of each page is still the same
+As with loads from the store (``kvfs.gpu.load``), all of it is enqueued and the host does not wait in between. What
+makes the bytes right: the sums of their leaves, which the peer published; and that the entry of each page is still the same
 when its copies have ended, since a peer retracts pages before it reuses their units. A lease keeps a peer that asks from
 reusing them meanwhile. A page of which either is not true does not count as loaded.
 """
@@ -26,7 +26,7 @@ from kvfs.transfer.control import TransferControl
 from kvfs.transfer.workers import Attached
 from kvfs.types import PageOutcome
 
-BATCH_BYTES_MIN = 16 << 20  # of the first and the last batches: nothing hides their kernels
+FIRST_BYTES = 32 << 20  # of the first batch: the link is idle while the host prepares it
 FLAG = 4  # bytes
 POLL_SECONDS = 20e-6
 LEASE_SECONDS = 5.0  # at most: a pull of 32k tokens takes 12 ms
@@ -122,11 +122,7 @@ class Pull:
         page = page_of(a)
         lists = 2 * GRANULE_WORDS * a.group.granules * WORD
         each = page.units * WORD + page.leaves * WORD + lists
-        batches = (
-            -(-n * a.page_bytes // min(BATCH_BYTES_MIN, self.lane.nbytes // BATCHES))
-            + n * (a.page_bytes > BATCH_BYTES_MIN)
-            + 4
-        )
+        batches = 2 + -(-n // max(1, self.lane.nbytes // BATCHES // a.page_bytes))
         return (
             n * each
             + batches * (2 * HEAD_WORDS * WORD + 6 * ALIGN)
@@ -141,8 +137,7 @@ class Pull:
         limit, shape, buffers = sent.source.groups[a.group.name]
         page = page_of(a)
         most = max(1, self.lane.nbytes // BATCHES // a.page_bytes)
-        least = max(1, min(most, BATCH_BYTES_MIN // a.page_bytes))
-        first, size, left = 0, least, len(sent.chunks)
+        first, size, left = 0, max(1, min(most, FIRST_BYTES // a.page_bytes)), len(sent.chunks)
         while left:
             if not pause():
                 return False
@@ -150,19 +145,19 @@ class Pull:
             found = Found(sent.found.entries[first : first + now], sent.found.seqs[first : first + now])
             units, leaves, good = table.collect(a.group.name, found, limit)
             if all(good):
-                self._batch(sent, first, now, (units, bytes(leaves)), shape, buffers, commands, own)
+                self._batch(sent, first, now, (units, leaves), shape, buffers, commands, own, last=now == left)
             else:  # retracted since it was leased, or the peer's table is wrong: the engine computes what follows
                 self.pools.counters.add("pages_retracted", good.count(0))
                 sent.chunks, sent.found = sent.chunks[:first], _cut(sent.found, first)
                 return True
             first, left = first + now, left - now
             sent.enqueued = first
-            size = min(most, 2 * size, max(least, left // 2))
+            size = most
         return True
 
     def _batch(
-        self, sent: _Sent, first: int, count: int, entry: tuple[array[int], bytes], peer: Shape, buffers: Memory,
-        commands: CommandBuffer, own: int,
+        self, sent: _Sent, first: int, count: int, entry: tuple[array[int], bytearray], peer: Shape, buffers: Memory,
+        commands: CommandBuffer, own: int, *, last: bool,
     ) -> None:  # fmt: skip
         pools, lane, a = self.pools, self.lane, sent.attached
         shape, page, granules = pools.shapes[a.number], page_of(a), a.group.granules
@@ -179,8 +174,7 @@ class Pull:
             buffers=buffers.address,
         ))  # fmt: skip
         calls = commands.send(lane.dma, ids)
-        with lane.dma.use():
-            lane.dma.pull(commands.work(gather, commands.words(ids, len(units))), peer)
+        lane.dma.pull(commands.work(gather, commands.words(ids, len(units))), peer)
         lane.dma.record(scratch.arrived)
         table = commands.put(leaves)
         words = granule_words(0, step, prompt_tokens(a, chunks), range(first, first + count), granules)
@@ -192,8 +186,7 @@ class Pull:
         ))  # fmt: skip
         calls += commands.send(lane.kernels, table)
         lane.kernels.after(scratch.arrived)
-        with lane.kernels.use():
-            lane.kernels.scatter(commands.work(work, commands.words(own, len(mine))), shape, check=True)
+        lane.kernels.scatter(commands.work(work, commands.words(own, len(mine))), shape, check=True, quick=last)
         lane.finished(scratch, lane.kernels, calls + 8)
 
     def ended(self) -> bool:
@@ -239,16 +232,23 @@ def _cut(found: Found, count: int) -> Found:
 
 
 def gathers(pools: GpuPools, source: Source, lane: DmaLane) -> None:
-    """Compile and run the kernel that reads from this peer once, on no granules. Any error of a compiler."""
-    for _, shape, buffers in source.groups.values():
+    """Compile and run the kernels of pulls from this peer once, on no granules. Any error of a compiler."""
+    for name, (_, shape, buffers) in source.groups.items():
         commands = lane.commands(1 << 16)
         try:
             work = commands.put(pack(
                 shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=buffers.address
             ))  # fmt: skip
             commands.send(lane.dma, work)
-            with lane.dma.use():
-                lane.dma.pull(commands.work(work, commands.words(0, 0)), shape)
+            lane.dma.pull(commands.work(work, commands.words(0, 0)), shape)
+            a = pools.attached[name]
+            mine, table = pools.shapes[a.number], pools.tables[a.number]
+            work = commands.put(pack(
+                mine, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
+            ))  # fmt: skip
+            commands.send(lane.kernels, work)
+            for quick in (False, True):
+                lane.kernels.scatter(commands.work(work, commands.words(0, 0)), mine, check=True, quick=quick)
         finally:
             lane.quiet()
             lane.give_back(commands)

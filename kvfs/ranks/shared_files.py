@@ -42,7 +42,7 @@ HEAD_BYTES = 16
 DESCRIPTION_BYTES_MAX = 4 << 20
 TABLE_BYTES_MAX = 1 << 36
 SLOTS = 64  # leases on one rank at a time
-SPARE = 4, 3  # entries for each page that the units of a rank can hold: a place for nearly all of them
+SPARE = 3, 2  # entries for pages that the units of a rank can hold: each finds a place in one of two buckets
 
 
 class Section(NamedTuple):

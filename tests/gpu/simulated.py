@@ -109,7 +109,7 @@ class SimulatedStream:
         if shape.sums:
             self._sum(work, shape, check=False)
 
-    def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
+    def scatter(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
         if check:
             assert shape.sums
             self._sum(work, shape, check=True)
@@ -237,7 +237,7 @@ class SimulatedDevice:
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def stream(self) -> Stream:
+    def stream(self, *, urgent: bool = False) -> Stream:
         return SimulatedStream(self)
 
     def memory(self, nbytes: int) -> SimulatedMemory:
