@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 4 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 5 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 4  # of native/kvfs_native.h
+ABI = 5  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
 SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
