@@ -63,8 +63,9 @@ class Chunks:
 
     # -- saving ------------------------------------------------------------------------------
 
-    def save(self, file: SpoolFile) -> Manifest:
-        """Store the content of a file. OSError, ENOSPC if the store cannot hold all of it.
+    def save(self, file: SpoolFile) -> tuple[Manifest, frozenset[bytes]]:
+        """Store the content of a file; the ids of the segments that hold it. OSError, ENOSPC if the store cannot hold
+        all of it.
 
         When it returns, every page is published; at sync level "sync" it is on the disk.
         """
@@ -73,8 +74,9 @@ class Chunks:
         plan = cells.plan(file.size, lambda at, nbytes: os.pread(file.fd, nbytes, at))
         for _ in range(SAVE_TRIES):
             manifest = self._store_all(file, plan)
-            if self.find(manifest) is not None:
-                return manifest
+            segments = self.find(manifest)
+            if segments is not None:
+                return manifest, segments
         raise OSError(errno.ENOSPC, "the store cannot hold the file next to what else is written")
 
     def _store_all(self, file: SpoolFile, plan: cells.Plan) -> Manifest:

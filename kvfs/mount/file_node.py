@@ -306,7 +306,7 @@ class FileNode(NamedNode):
                 draft.dirty = False
                 return
             try:
-                manifest = self.tree.chunks.save(draft.file)
+                manifest, segments = self.tree.chunks.save(draft.file)
                 state = names.state(draft.name_fd) if self.check is not None else State()
                 names.write(draft.name_fd, replace(manifest, state=state))
                 if names.durable and self.spot is not None:
@@ -317,6 +317,7 @@ class FileNode(NamedNode):
                 raise
             draft.dirty = False
             self.manifest, self.check = manifest, manifest.check
+            names.note_complete(self.found, segments)
             self.tree.rename_key(self, ("file", self.ino, self.check))
 
     def flush(self, writer: OpenFile) -> None:

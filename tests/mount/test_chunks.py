@@ -143,7 +143,7 @@ def test_a_file_in_pieces_is_loaded_with_and_without_the_native_library(
     monkeypatch.setattr(cells, "plan", lambda size, read: plan)
     file = mounted.spool.create()
     mounted.spool.write(file, memoryview(data), 0)
-    manifest = mounted.chunks.save(file)
+    manifest, _ = mounted.chunks.save(file)
     gets, get = 0, Namespace.get
 
     def counted(*args: Any) -> int:

@@ -106,6 +106,18 @@ def test_an_unchanged_writer_stores_nothing(kernel: Kernel, mounted: Mounted) ->
     assert os.stat("a", dir_fd=mounted.names.root).st_mtime_ns == before
 
 
+def test_a_file_that_was_just_saved_is_found_without_asking_the_index(
+    kernel: Kernel, mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel.save("files/a", b"data")
+    with monkeypatch.context() as silent:
+        silent.setattr(mounted.chunks, "find", None)
+        assert kernel.stat("files/a").size == 4
+    mounted.store._shared.services().active.finish_all()
+    mounted.store.gc(0)
+    assert not kernel.exists("files/a")
+
+
 # -- names -------------------------------------------------------------------------------------
 
 
