@@ -22,7 +22,7 @@ from kvfs.mount.names import Found
 from kvfs.mount.node import Node, OpenFile
 from kvfs.mount.operations import fail
 from kvfs.mount.spool import SpoolFile
-from kvfs.mount.wire import Attr, SetAttr
+from kvfs.mount.wire import Attr, OpenFlag, SetAttr
 
 HITS, TTL = b"user.kvfs.hits", b"user.kvfs.ttl"
 TOUCH_SECONDS = 30.0  # a copy that is opened again marks its pages as used this often
@@ -399,6 +399,8 @@ class _Reader(OpenFile):
 
 
 class _Writer(OpenFile):
+    flags = OpenFlag.NONE  # what is written is stored when a descriptor is closed
+
     def __init__(self, node: FileNode) -> None:
         self._node = node
 

@@ -28,7 +28,7 @@ _VIEW_INO = 1 << 48  # numbers of nodes without an inode of their own begin here
 class OpenFile:
     """An open file of a node; ``close`` is called once."""
 
-    flags = OpenFlag.NONE
+    flags = OpenFlag.NOFLUSH  # of one that is only read: the kernel need not tell that a descriptor is closed
     backing = -1
 
     def read(self, size: int, offset: int) -> bytes | memoryview:
@@ -54,7 +54,7 @@ class OpenFile:
 class OpenBytes(OpenFile):
     """An open file whose content is known as a whole."""
 
-    flags = OpenFlag.DIRECT_IO  # its size may differ from what the last stat said
+    flags = OpenFlag.DIRECT_IO | OpenFlag.NOFLUSH  # its size may differ from what the last stat said
 
     def __init__(self, data: bytes) -> None:
         self._data = data

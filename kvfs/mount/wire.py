@@ -63,6 +63,7 @@ class Init(IntFlag):
     PARALLEL_DIROPS = 1 << 18
     MAX_PAGES = 1 << 22
     EXPLICIT_INVAL_DATA = 1 << 25
+    HANDLE_KILLPRIV_V2 = 1 << 28
     INIT_EXT = 1 << 30
     PASSTHROUGH = 1 << 37
 
@@ -73,6 +74,7 @@ class OpenFlag(IntFlag):
     NONE = 0
     DIRECT_IO = 1 << 0
     KEEP_CACHE = 1 << 1
+    NOFLUSH = 1 << 5
     PASSTHROUGH = 1 << 7
 
 
@@ -253,9 +255,10 @@ def init_reply(body: memoryview, max_write: int) -> tuple[bytes, Init]:
         raise ProtocolError(f"the kernel speaks FUSE {major}.{minor}, {MAJOR}.{MINOR_MIN} or later is needed")
     if flags & Init.INIT_EXT:
         flags |= int.from_bytes(body[16:20], "little") << 32
+    # HANDLE_KILLPRIV_V2: files have no set-id bits and no capabilities, so the kernel need not ask before each write
     wanted = (
         Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.PARALLEL_DIROPS | Init.MAX_PAGES
-        | Init.EXPLICIT_INVAL_DATA | Init.INIT_EXT | Init.PASSTHROUGH
+        | Init.EXPLICIT_INVAL_DATA | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.PASSTHROUGH
     )  # fmt: skip
     both = Init(flags & int(wanted))
     background = 64  # requests of readahead in flight: more only wait in the daemon

@@ -15,6 +15,7 @@ import pytest
 import kvfs
 from kvfs.mount.chunks import FILES
 from kvfs.mount.manifest import PAGE_BYTES
+from kvfs.mount.wire import OpenFlag
 from tests.mount.kernel import NOTHING, Kernel, Mounted
 from tests.stores import seeded, segment_files
 
@@ -116,6 +117,14 @@ def test_a_file_that_was_just_saved_is_found_without_asking_the_index(
     mounted.store._shared.services().active.finish_all()
     mounted.store.gc(0)
     assert not kernel.exists("files/a")
+
+
+def test_the_kernel_tells_when_a_writer_is_closed_and_sends_nothing_for_a_reader(kernel: Kernel) -> None:
+    kernel.save("files/a", b"data")
+    for path, flags, tells in [("files/a", os.O_RDONLY, False), ("files/a", os.O_RDWR, True), ("stats.json", 0, False)]:
+        fd = kernel.open(path, flags)
+        assert (OpenFlag.NOFLUSH in kernel.open_files[fd][0].flags) != tells
+        kernel.close(fd)
 
 
 # -- names -------------------------------------------------------------------------------------
