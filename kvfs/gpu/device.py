@@ -90,6 +90,9 @@ class Device(Protocol):
     def current(self) -> AbstractContextManager[object]:
         """Make it current on the calling thread, any thread, inside."""
 
+    def is_capturing(self) -> bool:
+        """Whether the calling thread captures a graph: most calls would end that."""
+
     def stream(self) -> Stream: ...
 
     def memory(self, nbytes: int) -> Memory: ...
@@ -299,6 +302,9 @@ class Gpu:
                 yield
             finally:
                 driver.restore_capture(mode)
+
+    def is_capturing(self) -> bool:
+        return bool(self._torch.cuda.is_current_stream_capturing())
 
     def stream(self) -> Stream:
         return _Stream(self._torch, self._torch.cuda.Stream(self.index), self._constants)

@@ -77,7 +77,7 @@ class PageFeed(Protocol):
         """What can be done while the engine still uses its units."""
 
     def hold(self) -> None:
-        """Hold the segments until ``release``."""
+        """Hold the segments until ``release``. May be called again."""
 
     def groups(self) -> Iterator[GroupPages]:
         """Ask for the next one when the last one is sent."""
@@ -96,11 +96,14 @@ class MatchFeed:
         self.held: Mapping[int, OpenSegment] = {}
         self.tails: Mapping[int, int] = request.match.tails
         self._opened: AbstractContextManager[Mapping[int, OpenSegment]] | None = None
+        self.at_once = False  # one window for all pages of a group
 
     def begin(self) -> None:
         pass
 
     def hold(self) -> None:
+        if self._opened is not None:
+            return
         self._opened = self._request.context.reader.open_segments(self.match)
         self.held = self._opened.__enter__()
 
@@ -113,7 +116,8 @@ class MatchFeed:
             wanted = [chunk for chunk in chunks if chunk < limit]
             if wanted and not self._request.transfer.stopped:
                 gm = match.group(a.group.name).for_part(a.part, a.page_bytes)
-                first = len(wanted) if self._request.layerwise else WINDOW_PAGES  # each band needs all pages
+                # each band needs all pages
+                first = len(wanted) if self._request.layerwise or self.at_once else WINDOW_PAGES
                 yield GroupPages(a, gm, wanted, pages[number + 1 :], first)
 
     def at_most(self) -> Pages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from kvfs.gpu.device import Device, Event, Memory
 from kvfs.gpu.lane import DmaLane
 from kvfs.gpu.registration_cache import RegistrationCache
+from kvfs.gpu.turns import Turns
 from kvfs.kernels.work_list import Shape
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer.control import TransferControl
@@ -26,7 +26,7 @@ YIELD_SECONDS = 200e-6  # a sleep in which a waiter wakes up, before deferrable 
 
 @dataclass(frozen=True)
 class GpuTransportContext(TransportContext):
-    """What all jobs of one GpuIO share. Each lane is used by one thread."""
+    """What all jobs of one GpuIO share. Each lane is used by one thread at a time."""
 
     device: Device
     shapes: Mapping[int, Shape]  # by group number
@@ -37,7 +37,7 @@ class GpuTransportContext(TransportContext):
     readers: Pool
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
-    under_way: threading.Semaphore  # UNDER_WAY permits, one for each load
+    turns: Turns  # of loads
     arriving: deque[Callable[[], bool]]  # of the loads that were handed over and have not ended: whether they arrived
     later: deque[Callable[[], None]]  # deferred cleanup of loads; for the end thread alone
     ends: JobThreads  # the end thread: ends loads, one after the other

@@ -197,6 +197,9 @@ class SimulatedDevice:
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def is_capturing(self) -> bool:
+        return False
+
     def stream(self) -> Stream:
         return SimulatedStream(self)
 
