@@ -29,7 +29,7 @@ from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.preregister import register_hottest, register_match
 from kvfs.gpu.registration import Arena, PinnedBudget, Probe, RegisteredMaps, probe
 from kvfs.gpu.registration_cache import MAKING_SECONDS, REGION_BYTES, RegistrationCache
-from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext
+from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext, LinkPace
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
 from kvfs.gpu.turns import Turns
 from kvfs.kernels.driver import CudaError
@@ -133,8 +133,8 @@ class GpuIO(HostIO):
             context = GpuTransportContext(
                 self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec,
                 Writes(self._c.files.monotonic), process, device, shapes, tables, saves, loads, regions, readers,
-                self._pinned.address, load_bytes // BATCHES, Turns(UNDER_WAY), deque(), later,
-                JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
+                self._pinned.address, load_bytes // BATCHES, Turns(UNDER_WAY), LinkPace(), deque(),
+                later, JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
             )  # fmt: skip
             undo.pop_all()
             if shared >= 0:

@@ -99,7 +99,9 @@ class GpuLoad:
         #: (group, band) in order of arrival, from when its end is enqueued until one of the threads sees it
         self._coming: deque[tuple[GroupLoad, LayerBand]] = deque()
         self._announcing = threading.Lock()
-        self._bands: SimpleQueue[bool] = SimpleQueue()  # True for each band, at last False
+        #: for each band the bytes up to its end, at last None
+        self._bands: SimpleQueue[int | None] = SimpleQueue()
+        self._sent, self._since = 0, 0.0  # bytes up to the end of the last band; when the first copy was enqueued
         self._moving = contextlib.ExitStack()  # the transfer's step
         self._handed_over = False
         self._launches: LaunchQueue | None = None
@@ -204,7 +206,7 @@ class GpuLoad:
                 self._enqueue()
 
     def _end_enqueuing(self) -> None:
-        self._bands.put(False)
+        self._bands.put(None)
         self._hand_over()
         self._gpu.turns.enqueued(self)
 
@@ -216,6 +218,7 @@ class GpuLoad:
 
     def _enqueue(self) -> None:
         launches = self._launches = LaunchQueue(self._gpu.loads, self._commands_bytes)
+        self._since = self._gpu.store.files.monotonic()
         try:
             for pages in self._feed.groups():
                 self._send_group(launches, pages)
@@ -275,7 +278,9 @@ class GpuLoad:
 
     def _band_enqueued(self, number: int, band: LayerBand) -> None:
         self._coming.append((self._groups[number], band))
-        self._bands.put(True)
+        group = self._groups[number]
+        self._sent += len(group.pages.wanted) * group.pages.attached.page_bytes * band.rows // group.shape.layers
+        self._bands.put(self._sent)
         self._hand_over()
 
     def _stop(self) -> bool:
@@ -308,9 +313,10 @@ class GpuLoad:
     def _window(self, group: GroupLoad, now: list[int], left: int) -> Window:
         """Where these pages of a group are stored."""
         chunks = bits_of(now)
-        runs, covered = self._planned.pop(group.number, None) or plan_runs(
-            group.pages.gm.cut(now[0], now[-1] - now[0] + 1), self._feed.held
-        )
+        planned = self._planned.get(group.number)
+        if planned is None:
+            planned = plan_runs(group.pages.gm.cut(now[0], now[-1] - now[0] + 1), self._feed.held)
+        runs, covered = planned
         runs = list(_cut(runs, chunks))
         group.runs += runs
         group.covered |= covered & chunks
@@ -370,16 +376,21 @@ class GpuLoad:
 
     def _wait_for_bands(self) -> None:
         """Until nothing more is enqueued, and all that was has arrived; after an error until the lane is quiet."""
-        bands = iter(self._bands.get, False)
+        gpu, clock = self._gpu, self._gpu.store.files.monotonic
+        bands = iter(self._bands.get, None)
         try:
-            self._gpu.device.enter()
-            for _ in bands:
+            gpu.device.enter()
+            for sent in bands:
+                early = gpu.pace.early(sent, clock() - self._since)
+                if early > 0:
+                    gpu.store.files.sleep(early)
                 self._await_announcements()
+                gpu.pace.arrived(sent, clock() - self._since)
         except Exception as exc:
             fail(self._transfer, exc)
             deque(bands, maxlen=0)
             self._unknown = True
-            self._gpu.loads.wait()
+            gpu.loads.wait()
             self._unknown = False
             for group in self._groups:
                 group.sent = False

@@ -21,7 +21,23 @@ POLL_SECONDS = 20e-6  # between two queries of an event
 SAVE_POLL_SECONDS = 1e-3  # the same of a save: each query takes the GIL, and nothing waits for the end of a save
 UNDER_WAY = 3  # loads between their first copy and their end
 SWITCH_SECONDS = 1e-6  # a sleep that hands the GIL to another thread that wants it
+EARLY = 0.8  # of the time that a load takes at the least: until then nothing asks whether it has arrived
 YIELD_SECONDS = 200e-6  # a sleep in which a waiter wakes up, before deferrable work takes the GIL again
+
+
+class LinkPace:
+    """The highest rate at which a load has arrived. Each look at an event costs CPU time and the GIL."""
+
+    def __init__(self) -> None:
+        self._best = 0.0  # bytes per second
+
+    def early(self, nbytes: int, seconds: float) -> float:
+        """How long so many bytes, ``seconds`` after their first copy was enqueued, need not be looked for."""
+        return EARLY * nbytes / self._best - seconds if self._best else 0.0
+
+    def arrived(self, nbytes: int, seconds: float) -> None:
+        if seconds > 0:
+            self._best = max(self._best, nbytes / seconds)
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class GpuTransportContext(TransportContext):
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
     turns: Turns  # of loads
+    pace: LinkPace  # for the end thread alone
     arriving: deque[Callable[[], bool]]  # of the loads that were handed over and have not ended: whether they arrived
     later: deque[Callable[[], None]]  # deferred cleanup of loads; for the end thread alone
     ends: JobThreads  # the end thread: ends loads, one after the other

@@ -17,6 +17,7 @@ from kvfs import TransferState
 from kvfs.gpu import batches, lane
 from kvfs.gpu.gpu_io import GpuIO
 from kvfs.gpu.load import GpuLoad
+from kvfs.gpu.resources import LinkPace
 from kvfs.gpu.turns import Turns
 from kvfs.kernels.driver import CudaError
 from kvfs.system.files import Files
@@ -350,3 +351,13 @@ def test_turns_are_taken_one_at_a_time_and_given_back_once() -> None:
     turns.over(c)
     turns.close(SECONDS)
     assert not turns.begin_alone(a), "it was closed"
+
+
+def test_nothing_looks_for_a_load_before_it_can_have_arrived() -> None:
+    pace = LinkPace()
+    assert pace.early(1000, 0.0) == 0.0, "no load has arrived yet"
+    pace.arrived(1000, 10.0)
+    pace.arrived(1000, 20.0)
+    pace.arrived(10, 0.0)
+    assert pace.early(500, 1.0) == pytest.approx(0.8 * 5.0 - 1.0)
+    assert pace.early(500, 6.0) < 0
