@@ -23,6 +23,7 @@ from kvfs.kernels.work_list import Shape, Work
 
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
+PULL_PROGRAMS, PULL_WARPS = 32, 8  # see ``kvfs.kernels.pull``
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
 
@@ -69,6 +70,9 @@ class Stream(Protocol):
     def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
         """Copy cells of pages without flags to the engine; ``check`` sums the leaves first, and flags bad pages."""
 
+    def pull(self, work: Work, shape: Shape) -> None:
+        """Copy cells of a peer, whose buffers ``work`` and ``shape`` describe, to pages. Nothing is summed."""
+
 
 class Memory(Protocol):
     """Memory of the device."""
@@ -102,6 +106,14 @@ class Device(Protocol):
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None: ...
 
     def unregister(self, address: int) -> None: ...
+
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        """(handle for other processes, start, bytes) of the allocation that contains ``address``. CudaError."""
+
+    def open_peer(self, handle: bytes) -> tuple[int, int]:
+        """(start, bytes) here of an allocation that another process has exported. CudaError if it cannot be reached."""
+
+    def close_peer(self, start: int) -> None: ...
 
     def owns(self, memory: str) -> bool:
         """Whether buffers with this ``KVBuffer.memory`` are its own."""
@@ -219,6 +231,16 @@ class _Stream:
             COPY_PROGRAMS, work.address,
         )  # fmt: skip
 
+    def pull(self, work: Work, shape: Shape) -> None:
+        from kvfs.kernels import pull
+
+        cut = pull.tiles(shape)
+        self._launch(
+            ("pull", shape.buffers, shape.states, shape.element, shape.unit_tokens % shape.states == 0, cut),
+            lambda: pull.gather(work.words, shape, cut, programs=PULL_PROGRAMS, warps=PULL_WARPS),
+            PULL_PROGRAMS, work.address,
+        )  # fmt: skip
+
     def _sum(self, work: Work, shape: Shape, *, check: bool) -> None:
         from kvfs.kernels import xxh3
 
@@ -284,6 +306,16 @@ class Gpu:
 
     def orders(self, event: object) -> bool:
         return isinstance(event, self._torch.cuda.Event)
+
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        start, nbytes = driver.allocation_of(address)
+        return driver.export(start), start, nbytes
+
+    def open_peer(self, handle: bytes) -> tuple[int, int]:
+        return driver.allocation_of(driver.open_peer(handle))
+
+    def close_peer(self, start: int) -> None:
+        driver.close_peer(start)
 
     def enter(self) -> None:
         if not getattr(self._entered, "done", False):
