@@ -39,7 +39,7 @@ from kvfs.gpu.device import Device
 from kvfs.gpu.lane import LaunchQueue
 from kvfs.gpu.page_feed import GroupPages, MatchFeed, PageFeed, RestoreFeed
 from kvfs.gpu.page_source import PageSource, streaks
-from kvfs.gpu.registration_cache import REGION_BYTES
+from kvfs.gpu.registration_cache import REGION_BYTES, RegionLease
 from kvfs.gpu.resources import POLL_SECONDS, SWITCH_SECONDS, GpuTransportContext, wait_for_event
 from kvfs.kernels.work_list import Shape
 from kvfs.pages.chunk_set import bits_of, members, span
@@ -93,6 +93,7 @@ class GpuLoad:
         ahead = request.lookahead
         self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
         self._planned: dict[int, tuple[list[Run], int]] = {}  # by group number, where all pages are one window
+        self._regions = RegionLease()  # of the plan: so that none is dropped before its copies are enqueued
         self._batches = 0  # about, where nothing is under way
         self._begun = False  # in the caller's thread
         self._groups: list[GroupLoad] = []
@@ -187,7 +188,7 @@ class GpuLoad:
         if not shape.sums or bits_of(chunks) & ~covered:  # the CPU has to make some pages
             raise _NotReadyError
         for run in runs:
-            if not regions.covers(run.held, run.offset, run.span):
+            if regions.ranges(run.held, run.offset, run.span, 0, self._regions, register=False) is None:
                 raise _NotReadyError
             copies += 1 + run.span // REGION_BYTES
             if run.leaf:
@@ -342,6 +343,8 @@ class GpuLoad:
             groups = self._groups if not self._unknown else []
             for group in groups:  # all of them, even if settling one fails
                 group.source.release()
+            if gpu.regions is not None and not self._unknown:
+                gpu.regions.release(self._regions)
             for group in groups:
                 self._settle(group)
         except Exception as exc:

@@ -172,6 +172,24 @@ def damaged(ns: kvfs.Namespace, store: kvfs.Store, number: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
+def test_what_a_plan_needs_stays_registered(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The segment is dropped, and swept, when its load is planned and no copy is enqueued yet."""
+    regions = io._gpu_context.regions
+    assert regions is not None
+
+    def swept(job: GpuLoad) -> None:
+        regions.sweep({key[0] for key in regions._regions})
+        move(job)
+
+    move = GpuLoad._move
+    monkeypatch.setattr(GpuLoad, "_move", swept)
+    assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
+    regions.sweep({key[0] for key in regions._regions})
+    assert not regions.nbytes, "a load that has ended keeps memory registered"
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_page_that_differs_reaches_no_unit(
     ns: kvfs.Namespace, store: kvfs.Store, source: Engine, target: Engine, device: Launching, way: str
