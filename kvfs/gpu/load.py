@@ -94,6 +94,7 @@ class GpuLoad:
         self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
         self._planned: dict[int, tuple[list[Run], int]] = {}  # by group number, where all pages are one window
         self._regions = RegionLease()  # of the plan: so that none is dropped before its copies are enqueued
+        self._room = 0  # bytes of its first command buffer
         self._batches = 0  # about, where nothing is under way
         self._begun = False  # in the caller's thread
         self._groups: list[GroupLoad] = []
@@ -252,13 +253,14 @@ class GpuLoad:
     def _commands_bytes(self) -> int:
         """Room for the work lists of all pages that the load may have."""
         shapes, units = self._gpu.shapes, self._request.units
-        return sum(
+        self._room = self._room or sum(
             commands_bytes(
                 shapes[a.number], a.group.granules, pages=len(chunks), units=len(units[a.number]),
                 bands=self._bands_of(a, len(chunks)),
             )
             for a, chunks in self._feed.at_most() if chunks
         )  # fmt: skip
+        return self._room
 
     def _bands_of(self, attached: Attached, pages: int) -> int:
         """The most bands that so many pages come in."""

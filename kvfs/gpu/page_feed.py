@@ -109,10 +109,12 @@ class MatchFeed:
 
     def groups(self) -> Iterator[GroupPages]:
         match, pages = self.match, self._request.pages
-        whole = {g.name: span(g.first, g.count) for g in match.groups}
         for number, (a, chunks) in enumerate(pages):
-            left = {name: bits & ~self.ruled_out.get(name, 0) for name, bits in whole.items()}
-            limit = match.chunks if match.keyed else match.restorable(left)
+            limit = match.chunks
+            if self.ruled_out and not match.keyed:
+                limit = match.restorable(
+                    {g.name: span(g.first, g.count) & ~self.ruled_out.get(g.name, 0) for g in match.groups}
+                )
             wanted = [chunk for chunk in chunks if chunk < limit]
             if wanted and not self._request.transfer.stopped:
                 gm = match.group(a.group.name).for_part(a.part, a.page_bytes)
