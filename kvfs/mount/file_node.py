@@ -209,22 +209,27 @@ class FileNode(NamedNode):
         if self.copy is None:
             self.copy = tree.spool.take(self.key)
         if self.copy is None:
-            try:
-                self.copy = tree.chunks.load(self.content())
-            except ContentGoneError:
-                tree.names.doubt(self.found)
-                fail(errno.ENOENT)
-            except OSError:
-                tree.names.doubt(self.found)
-                raise
+            self.copy = self._loaded()
             self.touched = now
         elif now - self.touched >= TOUCH_SECONDS:
-            tree.chunks.find(self.content(), touch=True)
+            with contextlib.suppress(OSError):  # an index that does not answer: the copy needs none
+                tree.chunks.find(self.content(), touch=True)
             self.touched = now
         if not tree.names.read_only:
             with contextlib.suppress(OSError), self.named(os.O_RDWR) as fd:
                 state = tree.names.state(fd)
                 tree.names.write_state(fd, state._replace(hits=state.hits + 1))
+
+    def _loaded(self) -> SpoolFile:
+        """A new copy of the content."""
+        try:
+            return self.tree.chunks.load(self.content())
+        except ContentGoneError:
+            self.tree.names.doubt(self.found)
+            fail(errno.ENOENT)
+        except OSError:
+            self.tree.names.doubt(self.found)
+            raise
 
     def _draft(self, flags: int) -> Draft:
         """A draft that begins with the content of the file, or empty."""
@@ -242,10 +247,8 @@ class FileNode(NamedNode):
             assert self.copy is not None
             copy, self.copy = self.copy, None
             if copy.passed:  # a closed file may still be mapped
-                try:
-                    return Draft(self.tree.spool.duplicate(copy), name_fd)
-                finally:
-                    self._keep(copy)
+                self._keep(copy)
+                copy = self._loaded()
             return Draft(copy, name_fd)
         except BaseException:
             os.close(name_fd)

@@ -12,7 +12,6 @@ import os
 import threading
 from collections import OrderedDict
 
-COPY_BYTES = 8 << 20  # read and written at once
 IDLE_MAX = 1024  # copies that are kept without use: each takes a descriptor
 
 
@@ -81,17 +80,6 @@ class Spool:
         self.resize(file, nbytes)
         os.ftruncate(file.fd, nbytes)
         file.size = nbytes
-
-    def duplicate(self, file: SpoolFile) -> SpoolFile:
-        """Another file with the same bytes. OSError."""
-        copy = self.create(file.size)
-        try:
-            for at in range(0, file.size, COPY_BYTES):
-                self.write(copy, memoryview(file.read(COPY_BYTES, at)), at)
-        except BaseException:
-            self.release(copy)
-            raise
-        return copy
 
     def keep(self, key: object, file: SpoolFile) -> None:
         """Keep a copy that is not in use now, until ``take`` or until its room is needed."""

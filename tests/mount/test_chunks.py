@@ -114,6 +114,18 @@ def test_an_index_that_does_not_answer_at_all_is_an_error_after_a_while(
     assert not mounted.kernel.exists("files/b")
 
 
+def test_a_copy_is_opened_again_without_the_index(
+    mounted: Mounted, clock: FakeClock, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.mount.chunks.POLL_SECONDS", 1.0)
+    monkeypatch.setattr("kvfs.mount.file_node.TOUCH_SECONDS", 0.0)
+    mounted.kernel.save("files/a", b"data")
+    assert mounted.kernel.load("files/a") == b"data"
+    hang(1 << 30)
+    assert mounted.kernel.load("files/a") == b"data"
+    hang(0)
+
+
 def test_a_segment_that_cannot_be_opened_in_time_loses_no_file(
     store: kvfs.Store, mounted: Mounted, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
