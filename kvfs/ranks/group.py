@@ -85,6 +85,7 @@ class RankGroup:
             sums = DmaLane(pools.device, max(PUBLISH_BYTES, page), pinned_commands=True)
             undo.callback(sums.close)
             pages = {name: (page_of(a), a.device.units) for name, a in pools.attached.items()}
+            self.offers = True  # whether peers can open the memory of this rank
             own = self._own_table(pages, io, name, directory)
             undo.callback(own.close)
             self._publisher = Publisher(pools, sums, own)
@@ -103,6 +104,7 @@ class RankGroup:
                 "without expandable_segments or a sleep mode", self.rank, exc,
             )  # fmt: skip
             self._pools.counters.add("ranks_without_handles")
+            self.offers = False
             text = {"allocations": [], "buffers": {}}
         return OwnTable(
             self._pools.files, directory, table_name(io.namespace, io.parts, name, self.rank), native_library(), pages,
@@ -201,6 +203,9 @@ class RankGroup:
         with self._lock:
             self._unfinished.discard(transfer)
         self._pools.counters.add(f"pulls_{transfer.state.value}")
+        if transfer.result is not None:  # the load from the store counts its own
+            pulled = transfer.result.tiers.get(Tier.PEER, 0)
+            self._pools.counters.loaded(self._pools.namespace, {Tier.PEER: pulled} if pulled else {})
 
     # -- peers -------------------------------------------------------------------------------
 

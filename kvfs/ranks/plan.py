@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
@@ -138,17 +140,33 @@ class RankTables:
                         del self._tables[rank]
                 table.close()
 
-    def longest(self, pages: PromptPages, *, first: int = 0, leave: int = 0, rank: int | None = None) -> RankPlan:
+    def held(self, pages: PromptPages, *, without: int | None = None) -> dict[str, int]:
+        """By group the chunks of a prompt, as bits, that the ranks hold. ``without``: a rank that is not asked."""
+        joined = pages.joined_hashes(pages.chunks)
+        found = {}
+        for group in self._groups:
+            by_rank = self._held(group.name, group.need.kind, joined, self._others(without))
+            found[group.name] = functools.reduce(operator.or_, (bits for bits, _, _ in by_rank.values()), 0)
+        return found
+
+    def _others(self, without: int | None) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != without]
+
+    def longest(
+        self, pages: PromptPages, *, first: int = 0, leave: int = 0, rank: int | None = None,
+        without: int | None = None,
+    ) -> RankPlan:  # fmt: skip
         """The longest prefix of a prompt that the ranks, and the store as its last ``look`` found it, hold together.
 
         ``first``: chunks that the engine has. ``leave``: tokens at the end that it computes in any case. ``rank``:
-        the one that will load; its own GPU is asked first. A page comes from a GPU if one has it, and of GPUs from
-        the one that has most. Takes no lock and touches no disk; pages that come from the store are held.
+        the one that will load; its own GPU is asked first. ``without``: a rank that is not asked. A page comes from a
+        GPU if one has it, and of GPUs from the one that has most. Takes no lock and touches no disk; pages that come
+        from the store are held.
         """
         size = self._layout.page_tokens
         chunks = max(0, min(pages.chunks, (pages.tokens - leave) // size))
         joined = pages.joined_hashes(chunks)
-        order = sorted(range(self.ranks), key=lambda one: one != rank)
+        order = sorted(self._others(without), key=lambda one: one != rank)
         held = {group.name: self._held(group.name, group.need.kind, joined, order) for group in self._groups}
         needs = {group.name: group.need.chunks(size) for group in self._groups}
         good = {name: pages.stored[name] & span(0, chunks) for name in needs}
