@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from kvfs.errors import ConfigError
@@ -24,8 +25,6 @@ from kvfs.kernels.work_list import Shape, Work
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
 QUICK_PROGRAMS = 264  # two for each multiprocessor of an H100: sums at 2,240 GB/s in place of 860
-#: See ``kvfs.kernels.pull``. Smaller tiles keep less under way, and take more programs.
-PULL_PROGRAMS, PULL_PROGRAMS_MAX, PULL_WARPS = 32, 128, 8
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
 
@@ -237,13 +236,12 @@ class _Stream:
     def pull(self, work: Work, shape: Shape) -> None:
         from kvfs.kernels import pull
 
-        cut = pull.tiles(shape)
-        programs = min(PULL_PROGRAMS_MAX, PULL_PROGRAMS * -(-pull.TILE_BYTES_MAX * cut.count // shape.leaf_bytes))
-        self._launch(
-            ("pull", shape.buffers, shape.states, shape.element, shape.unit_tokens % shape.states == 0, cut),
-            lambda: pull.gather(work.words, shape, cut, programs=programs, warps=PULL_WARPS),
-            programs, work.address,
-        )  # fmt: skip
+        for cut in pull.tiles(shape):
+            self._launch(
+                ("pull", shape.states, cut),
+                partial(pull.gather, work.words, shape, cut, programs=cut.programs, warps=cut.warps),
+                cut.programs, work.address,
+            )  # fmt: skip
 
     def _sum(self, work: Work, shape: Shape, *, check: bool, programs: int = SUM_PROGRAMS) -> None:
         from kvfs.kernels import xxh3

@@ -116,7 +116,7 @@ class PeerLookups:
         for place, tables in self._workers:
             if now >= self._check_at:
                 tables.check()
-            mine = tables.held(pages, without=place.rank)
+            mine = tables.held(pages, rank=place.rank, own=False)
             # a worker of a pipeline holds some of the groups
             found.update({name: found.get(name, -1) & bits for name, bits in mine.items()})
         if now >= self._check_at:
@@ -130,7 +130,7 @@ class PeerLookups:
         """
         leave = pages.tokens - end * self._size
         plans = {
-            place.worker: tables.longest(pages, first=first, leave=leave, without=place.rank)
+            place.worker: tables.longest(pages, first=first, leave=leave, rank=place.rank, own=False)
             for place, tables in self._workers
         }
         if any(plan.peers or plan.chunks < end for plan in plans.values()):
