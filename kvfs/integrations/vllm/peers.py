@@ -94,7 +94,7 @@ class ReusedBlocks:
         everything, self._everything = self._everything, False
         self._asked.clear()
         self._admitted.clear()
-        return Reused(tuple(ids), everything) if ids or everything else None
+        return Reused(tuple(sorted(ids)), everything) if ids or everything else None
 
 
 class PeerLookups:
