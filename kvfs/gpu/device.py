@@ -98,6 +98,9 @@ class Device(Protocol):
     def current(self) -> AbstractContextManager[object]:
         """Make it current on the calling thread, any thread, inside."""
 
+    def is_capturing(self) -> bool:
+        """Whether the calling thread captures a graph: most calls would end that."""
+
     def stream(self, *, urgent: bool = False) -> Stream:
         """``urgent``: its kernels begin before those of other streams that wait for room on the GPU."""
 
@@ -337,6 +340,9 @@ class Gpu:
                 yield
             finally:
                 driver.restore_capture(mode)
+
+    def is_capturing(self) -> bool:
+        return bool(self._torch.cuda.is_current_stream_capturing())
 
     def stream(self, *, urgent: bool = False) -> Stream:
         return _Stream(self._torch, self._torch.cuda.Stream(self.index, priority=-urgent), self._constants)

@@ -246,6 +246,9 @@ class SimulatedDevice:
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def is_capturing(self) -> bool:
+        return False
+
     def stream(self, *, urgent: bool = False) -> Stream:
         return SimulatedStream(self)
 
