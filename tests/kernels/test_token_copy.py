@@ -81,7 +81,7 @@ def test_strides_of_the_ranks_may_differ() -> None:
     layout, _ = CASES["fused"]
     group = layout.groups[0]
     wide = np.random.default_rng(7).integers(0, 65536, (2, SLOTS, 5, 8), dtype="uint16")
-    narrow = np.zeros((SLOTS, 2, 3, 8), dtype="uint16")
+    narrow: Any = np.zeros((SLOTS, 2, 3, 8), dtype="uint16")
     source = shape_of(group, group.full, describe(group, [layer[:, 1:4] for layer in wide], "slot,head,2*dim"))
     own = shape_of(group, group.full, describe(group, [narrow[:, i] for i in range(2)], "slot,head,2*dim"))
     run(own, [source], [0, 0], [4, 9], [1, 0], programs=50)

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="ranks need the GPU transport")
 import kvfs
 from kvfs.integrations.vllm import peers
 from kvfs.integrations.vllm.peers import PeerCopies, PeerLookups, PeerPlace, Reused, ReusedBlocks, join, place_of
+from kvfs.ranks import RankTables
 from kvfs.types import Tier
 from tests.ranks.simulated import LAYOUT, NOW, PAGE, SECONDS, Rank, closing, prompt, wait_until
 
@@ -126,7 +127,7 @@ def ranks(store: kvfs.Store, memory_path: Path) -> Iterator[tuple[Rank, Rank, Pe
     source, reader = Rank(ns, 0, 2, memory_path, seed=1), Rank(ns, 1, 2, memory_path)
     with closing(source, reader), pytest.MonkeyPatch.context() as patch:
         assert reader.group.wait_for_peers(1, SECONDS)
-        tables = peers.RankTables
+        tables = RankTables
         patch.setattr(peers, "RankTables", lambda *a, **k: tables(*a, **k, directory=str(memory_path)))
         lookups = PeerLookups(ns.identity.digest, LAYOUT, [PeerPlace(0, "", 1, 2, reader.io.parts)])
         yield source, reader, lookups
