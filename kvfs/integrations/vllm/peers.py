@@ -169,7 +169,8 @@ class PeerCopies:
             if reused.everything:
                 units[name] = range(count)
             else:
-                units[name] = array("q", [block * per + i for block in reused.blocks for i in range(per)])
+                blocks = [block for block in reused.blocks if (block + 1) * per <= count]
+                units[name] = array("q", [block * per + i for block in blocks for i in range(per)])
         self._group.retract(units)
 
     def load(
