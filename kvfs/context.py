@@ -64,7 +64,10 @@ class Counters:
         for tier, n in tokens.items():
             if tier is not Tier.DEVICE:
                 self.add("tokens_loaded", n)
-                self.add_of(namespace, f"tokens_loaded_{tier.name.lower()}", n)
+                if tier is Tier.PEER:  # not of single namespaces: their entries have no room for another count
+                    self.add("tokens_loaded_peer", n)
+                else:
+                    self.add_of(namespace, f"tokens_loaded_{tier.name.lower()}", n)
 
     def took(self, what: str, seconds: float) -> None:
         """Count a latency: ``<what>_us_<n>`` counts those below 2**n, and not below 2**(n-1), microseconds.

@@ -22,7 +22,8 @@ ALLOWED: dict[str, str] = {
     "mount": "bundles catalog directory errors format lookup metrics namespace pages store system",
     "bench": "errors namespace pages store",
     "metrics": "directory errors pages store version",
-    "integrations": "directory errors format lookup namespace pages remote store system transfer types",
+    "integrations": "directory errors format lookup namespace pages ranks remote store system transfer types",
+    "ranks": "directory errors gpu kernels lookup native pages system transfer types",
     "store": (
         "bundles catalog directory errors eviction format index lookup maintenance namespace native pages "
         "remote runtime system types version"

@@ -196,7 +196,7 @@ FAMILIES: tuple[Family, ...] = (
         "counter",
         "Tokens restored and not computed, by the slowest tier of their pages.",
         ("tier",),
-        _each({"host": "tokens_loaded_host", "disk": "tokens_loaded_disk"}),
+        _each({"peer": "tokens_loaded_peer", "host": "tokens_loaded_host", "disk": "tokens_loaded_disk"}),
     ),
     Family("kvfs_loaded_bytes", "counter", "Bytes of verified pages handed to engines.", (), _total("bytes_loaded")),
     Family("kvfs_written_bytes", "counter", "Bytes of pages written to segments.", (), _total("bytes_written")),

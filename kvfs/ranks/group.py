@@ -14,6 +14,7 @@ from typing import Any
 
 from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
+from kvfs.gpu.device import Event
 from kvfs.gpu.gpu_io import GpuIO, GpuPools
 from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.kernels.driver import CudaError
@@ -26,6 +27,7 @@ from kvfs.ranks.plan import PeerPages, RankPlan, RankTables, native_library, tab
 from kvfs.ranks.publish import Publisher
 from kvfs.ranks.pull import POLL_SECONDS, Pull, Source, gathers
 from kvfs.ranks.shared_files import DIRECTORY, OwnTable, PeerTable
+from kvfs.ranks.tokens import TokenCopies, checked_slots
 from kvfs.transfer.control import OnDone, Outcomes, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, to_load
@@ -85,10 +87,12 @@ class RankGroup:
             sums = DmaLane(pools.device, max(PUBLISH_BYTES, page), pinned_commands=True)
             undo.callback(sums.close)
             pages = {name: (page_of(a), a.device.units) for name, a in pools.attached.items()}
+            self.offers = True  # whether peers can open the memory of this rank
             own = self._own_table(pages, io, name, directory)
             undo.callback(own.close)
             self._publisher = Publisher(pools, sums, own)
             self._pulling = threading.Lock()  # who enqueues pulls
+            self._tokens = TokenCopies(pools, self._lane)
             self._pulls, self._publications = JobThreads("rank-pull", 1), JobThreads("rank-publish", 1)
             self._undo = undo.pop_all()
         self._own = own
@@ -103,6 +107,7 @@ class RankGroup:
                 "without expandable_segments or a sleep mode", self.rank, exc,
             )  # fmt: skip
             self._pools.counters.add("ranks_without_handles")
+            self.offers = False
             text = {"allocations": [], "buffers": {}}
         return OwnTable(
             self._pools.files, directory, table_name(io.namespace, io.parts, name, self.rank), native_library(), pages,
@@ -197,10 +202,45 @@ class RankGroup:
         self._look_soon()
         return handle
 
+    def copy_tokens(self, source_ranks: Any, source_slots: Any, target_slots: Any) -> Event | None:
+        """Copy single tokens, each from a slot of a rank into a slot of this one: all layers with one launch.
+
+        For engines of token slots whose router decides by token (LightLLM's ``kv_trans_for_dp``). What it copies is
+        not verified, by design, as there: no sum covers a token. No lease is taken either: the sources keep these
+        slots until the event that is returned has happened, and the own engine does not read the targets before.
+        Ordered behind nothing: call it when both are so. None, and nothing moves, if a rank is not reached or too many
+        copies are under way. Raises ConfigError, also for slots that do not exist.
+        """
+        self._check_open()
+        a = self._tokens.check()
+        targets = checked_slots(target_slots, -1, "target_slots")
+        ranks = checked_slots(source_ranks, len(targets), "source_ranks")
+        slots = checked_slots(source_slots, len(targets), "source_slots")
+        if targets and max(targets) >= a.device.units:
+            raise ConfigError(f"target_slots reach {max(targets)}: this rank has {a.device.units} slots")
+        if ranks and max(ranks) >= self.tables.ranks:
+            raise ConfigError(f"source_ranks reach {max(ranks)}: there are {self.tables.ranks} ranks")
+        self._look_soon()
+        with self._pulling, self._pools.device.current():
+            sources = {}
+            for rank in set(ranks):
+                table = self.tables.table(rank)
+                source = self._sources.get(table.instance) if table is not None and table.alive() else None
+                if source is None:
+                    self._pools.counters.add("pulls_without_peer")
+                    return None
+                sources[rank] = source
+            event = self._tokens.enqueue(sources, ranks, slots, targets)
+        self._pools.counters.add("tokens_copied", len(targets) if event is not None else 0)
+        return event
+
     def _forget(self, transfer: TransferControl) -> None:
         with self._lock:
             self._unfinished.discard(transfer)
         self._pools.counters.add(f"pulls_{transfer.state.value}")
+        if transfer.result is not None:  # the load from the store counts its own
+            pulled = transfer.result.tiers.get(Tier.PEER, 0)
+            self._pools.counters.loaded(self._pools.namespace, {Tier.PEER: pulled} if pulled else {})
 
     # -- peers -------------------------------------------------------------------------------
 

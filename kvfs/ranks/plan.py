@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
@@ -138,17 +140,30 @@ class RankTables:
                         del self._tables[rank]
                 table.close()
 
-    def longest(self, pages: PromptPages, *, first: int = 0, leave: int = 0, rank: int | None = None) -> RankPlan:
+    def held(self, pages: PromptPages, *, rank: int | None = None, own: bool = True) -> dict[str, int]:
+        """By group the chunks of a prompt, as bits, that GPUs hold. ``rank`` and ``own`` as in ``longest``."""
+        joined, order = pages.joined_hashes(pages.chunks), self._asked(rank, own)
+        found = {}
+        for group in self._groups:
+            by_rank = self._held(group.name, group.need.kind, joined, order)
+            found[group.name] = functools.reduce(operator.or_, (bits for bits, _, _ in by_rank.values()), 0)
+        return found
+
+    def longest(
+        self, pages: PromptPages, *, first: int = 0, leave: int = 0, rank: int | None = None,
+        own: bool = True,
+    ) -> RankPlan:  # fmt: skip
         """The longest prefix of a prompt that the ranks, and the store as its last ``look`` found it, hold together.
 
         ``first``: chunks that the engine has. ``leave``: tokens at the end that it computes in any case. ``rank``:
-        the one that will load; its own GPU is asked first, and then those that it reaches. A page comes from a GPU if one has it, and of GPUs from
-        the one that has most. Takes no lock and touches no disk; pages that come from the store are held.
+        the one that will load; those that it reaches are asked, its own GPU first if ``own``. A page comes from a GPU
+        if one has it, and of GPUs from the one that has most. Takes no lock and touches no disk; pages that come from
+        the store are held.
         """
         size = self._layout.page_tokens
         chunks = max(0, min(pages.chunks, (pages.tokens - leave) // size))
         joined = pages.joined_hashes(chunks)
-        order = self._reached(rank)
+        order = self._asked(rank, own)
         held = {group.name: self._held(group.name, group.need.kind, joined, order) for group in self._groups}
         needs = {group.name: group.need.chunks(size) for group in self._groups}
         good = {name: pages.stored[name] & span(0, chunks) for name in needs}
@@ -167,12 +182,13 @@ class RankTables:
             match = pages.select(starts, end)
         return RankPlan(self._namespace, end * size, size, first, needs, peers, stored, match)
 
-    def _reached(self, rank: int | None) -> list[int]:
+    def _asked(self, rank: int | None, own: bool) -> list[int]:
         """The ranks to ask, ``rank`` first."""
         if rank is None:
             return list(range(self.ranks))
         table = self.table(rank)
         reached = table.reached() if table is not None else 0
+        reached &= -1 if own else ~(1 << rank)
         return sorted((one for one in range(self.ranks) if reached >> one & 1), key=lambda one: one != rank)
 
     def _held(

@@ -218,7 +218,9 @@ class PeerTable:
         return found if found.alive() else None
 
     def alive(self) -> bool:
-        """Whether the process of the rank lives: it holds the lock of its table."""
+        """Whether the process of the rank lives: it holds the lock of its table. False once this is closed."""
+        if self._file.fd < 0:
+            return False
         free = self._files.flock(self._file.fd, fcntl.LOCK_SH)
         if free:
             with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvfs.kernels import cells, launch, xxh3
+from kvfs.kernels import cells, launch, token_copy, xxh3
 
 
 def compile_for(capability, kernel, pointers, warps, constants):
@@ -33,6 +33,8 @@ for capability in map(int, sys.argv[1:]):
         for to_page in (False, True):
             constants = {"BUFFERS": 2, "STATES": 16, "ROWS": 128, "COLS": 32, "ELEMENT": element, "KIND": kind}
             compile_for(capability, cells._cells, ["work"], 8, {**constants, "TO_PAGE": to_page})
+        tiles = {"BUFFERS": 2, "ROWS": 8, "COLS": 32, "ROW_TILES": 2, "COL_TILES": 1, "ELEMENT": element, "KIND": kind}
+        compile_for(capability, token_copy._copy, ["work"], 4, tiles)
     for aligned in (False, True):
         for check in (False, True):
             constants = {"LEAVES": xxh3.LEAVES, "ALIGNED": aligned, "CHECK": check}

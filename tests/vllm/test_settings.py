@@ -45,6 +45,7 @@ DOC = (ROOT / "docs" / "vllm.md").read_text()
         ({"path": "/x", "bucket_seconds": True}, "bucket_seconds is True"),
         ({"path": "/x", "max_tokens": 1.5}, "max_tokens is 1.5"),
         ({"path": "/x", "read_only": "yes"}, "read_only is 'yes'"),
+        ({"path": "/x", "dp_pulls": 2}, "dp_pulls is 2"),
         ({"path": "/x", "offload_prompt_only": "false"}, "offload_prompt_only is 'false'"),
         ({"path": "/x", "weights_id": 7}, "weights_id is 7"),
         ({"path": "/x", "mode": "fast"}, "mode is 'fast'"),
@@ -115,7 +116,7 @@ def test_the_manual_lists_every_setting_with_its_default() -> None:
         if field.default not in ("", None) and isinstance(field.default, (int, float, str)):
             shown = {
                 "max_tokens": "2^24", "load_seconds": "30", "store_seconds": "2", "read_only": "false",
-                "offload_prompt_only": "true",
+                "offload_prompt_only": "true", "dp_pulls": "false",
             }  # fmt: skip
             assert shown.get(field.name, str(field.default)) in listed[field.name], field.name
 

@@ -8,7 +8,7 @@ those afterwards. Written for the interfaces of the versions in ``versions.TESTE
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ from kvfs.integrations.vllm.model import (
     model_of,
     needs_all_ranks,
 )
+from kvfs.integrations.vllm.peers import PeerCopies, PeerLookups, PeerPlace, ReusedBlocks, join
 from kvfs.integrations.vllm.settings import (
     WARM_SECONDS,
     check_early,
@@ -62,7 +63,7 @@ from kvfs.integrations.vllm.settings import (
     warm_bytes,
 )
 from kvfs.integrations.vllm.shared import shared_model
-from kvfs.integrations.vllm.views import describe_caches
+from kvfs.integrations.vllm.views import AttachedGroup, describe_caches
 from kvfs.integrations.vllm.worker import KvfsWorker
 from kvfs.namespace import Namespace
 from kvfs.store import Store, open_store
@@ -151,9 +152,10 @@ def warn_of_capacity(store: Store, given: int | str | None) -> None:
 
 @dataclass
 class KvfsHandshake(KVConnectorHandshakeMetadata):
-    """From the workers to the scheduler: the layers of all ranks, each with its own spec."""
+    """From the workers to the scheduler: the layers of all ranks, each with its own spec; where this one publishes."""
 
     layers: LayerSpecs
+    place: PeerPlace | None = None
 
 
 def layers_of_stages(mine: LayerSpecs) -> list[LayerSpecs]:
@@ -186,6 +188,7 @@ class KvfsConnectorScheduler(SchedulerHalf):
         self.foreign_loads = 0  # steps so far in which another connector loaded
         self._known = 0  # of these, how many have an outcome
         self._recent: dict[str, _Recent] = {}  # bounded by the requests that the engine has admitted
+        self.reused: ReusedBlocks | None = None  # of engines whose pages other ranks pull
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         # other requests get them, while a token in flight may still end this one
@@ -234,6 +237,7 @@ class KvfsConnectorWorker(WorkerHalf):
     def __init__(self, spec: KvfsOffloadingSpec, config: VllmConfig, cache: KVCacheConfig, model: EngineModel) -> None:
         super().__init__(spec, config, cache)
         self._spec, self._model = spec, model
+        self.place: PeerPlace | None = None
         self.idle = False  # whether this step computes nothing
         self.failed: set[str] = set()  # requests whose load failed, to be reported with the next results
 
@@ -252,12 +256,26 @@ class KvfsConnectorWorker(WorkerHalf):
         if warm and attached[0].device.memory.startswith("cuda"):
             io.warm_hottest(warm, WARM_SECONDS)  # now: registration blocks the kernels of a running engine
         one = len(self.kv_cache_config.kv_cache_groups) == 1  # else numbers of blocks do not name requests
-        self.worker = KvfsWorker(io, groups, self._model.page_tokens, settings, keeps_prefix=one)
+        peers = self._join(io, attached) if settings.dp_pulls else None
+        self.place = peers.place if peers is not None else None
+        self.worker = KvfsWorker(io, groups, self._model.page_tokens, settings, keeps_prefix=one, peers=peers)
+
+    def _join(self, io: Any, attached: Sequence[AttachedGroup]) -> PeerCopies | None:
+        if any(a.stored.kind == "state" for a in attached):
+            logger.warning("kvfs: dp_pulls is off: the engine goes on writing to blocks of recurrent states")
+            return None
+        units = {a.stored.name: a.device.units for a in attached}
+        per_block = {a.stored.name: a.units_per_block for a in attached}
+        return join(io, self.vllm_config.parallel_config, per_block, units)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         # stores from before a reset: their blocks may have been freed, by sleep() even their memory
         self.drop_unsubmitted(getattr(kv_connector_metadata, "stale_below", 0))
         super().handle_preemptions(kv_connector_metadata)
+        # behind the stores of the step before, which publish; vLLM calls this before anything writes to a block
+        reused = getattr(kv_connector_metadata, "reused", None)
+        if reused is not None and isinstance(self.worker, KvfsWorker):
+            self.worker.reuses(reused)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert isinstance(self.worker, KvfsWorker)
@@ -330,18 +348,24 @@ class KvfsConnector(ConnectorShell):
         self._manager.note_step(scheduler_output.total_num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
         meta.stale_below = self._half.stale_below
+        if self._half.reused is not None:
+            meta.reused = self._half.reused.take(scheduler_output, self._manager.block_tokens)
         return meta
 
     def reset_cache(self) -> bool:
         """Whether no block holds KV from before. Otherwise nothing is stored until a reset finds the engine empty."""
         manager = self._manager
         super().reset_cache()
+        if self._half.reused is not None:
+            self._half.reused.forget_all()
         manager.tainted = not self.empty_prefix_cache()
         if manager.tainted:
             logger.warning("kvfs: reset while requests run: nothing is stored until a reset without running requests")
         return not manager.tainted
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._half.reused is not None:
+            self._half.reused.asked(request.request_id, num_computed_tokens)
         has_jobs = self._half.has_jobs(request.request_id)  # then vLLM ignores this answer, which would be stale later
         if not has_jobs and self._manager.refresh(request.request_id, num_computed_tokens):
             return None, False  # it waits for the bucket, or for its adapter
@@ -350,6 +374,8 @@ class KvfsConnector(ConnectorShell):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._half.reused is not None:
+            self._half.reused.admitted(request, blocks.get_block_ids())
         if not num_external_tokens:
             # below MultiConnector, another one may fill them before the request is scheduled: flush the stores that
             # still copy from them. Hashed blocks are shared, and only read
@@ -384,20 +410,32 @@ class KvfsConnector(ConnectorShell):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         """What the workers know of the layers and the scheduler does not. Called before the first request."""
-        told = next((each for each in metadata.values() if isinstance(each, KvfsHandshake)), None)
-        if told is not None:
+        told = [each for each in metadata.values() if isinstance(each, KvfsHandshake)]
+        if told and self._lacks_layers():
             assert self._kv_cache_config is not None
-            model = self._spec.open(self._vllm_config, self._kv_cache_config, told.layers)
+            model = self._spec.open(self._vllm_config, self._kv_cache_config, told[0].layers)
             self._manager.use(self._spec.namespace, model)
             self._half.page_tokens = model.page_tokens
+        places = [each.place for each in told if each.place is not None]
+        if places and len(places) == self._vllm_config.parallel_config.world_size:
+            namespace = self._spec.namespace
+            self._manager.use_peers(PeerLookups(namespace.identity.digest, namespace.layout, places))
+            self._half.reused = ReusedBlocks()
+        elif self._spec.settings.dp_pulls:
+            logger.warning("kvfs: dp_pulls is off: some workers of this engine are no ranks")
 
     # -- workers -----------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """None unless the scheduler needs it: below MultiConnector, there is room for one connector's."""
-        config, cache = self._vllm_config, self._kv_cache_config
+        worker = self.connector_worker
+        place = worker.place if isinstance(worker, KvfsConnectorWorker) else None
+        return KvfsHandshake(self._layers, place) if place is not None or self._lacks_layers() else None
+
+    def _lacks_layers(self) -> bool:
+        """Whether the scheduler does not see all layers, or not each with its own spec."""
         shapes = any(len({*specs.values()}) > 1 for specs in self._layers)
-        return KvfsHandshake(self._layers) if shapes or needs_all_ranks(config, cache) else None
+        return shapes or needs_all_ranks(self._vllm_config, self._kv_cache_config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)

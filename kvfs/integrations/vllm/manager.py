@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -32,6 +32,7 @@ from kvfs.integrations.vllm.costs import READ_BYTES_MIN, Costs
 from kvfs.integrations.vllm.fetches import Fetches
 from kvfs.integrations.vllm.metrics import Metrics
 from kvfs.integrations.vllm.model import EngineModel
+from kvfs.integrations.vllm.peers import PeerLookups
 from kvfs.integrations.vllm.prefetch import Prefetcher
 from kvfs.integrations.vllm.requests import RequestPages, cacheable
 from kvfs.integrations.vllm.settings import VllmSettings
@@ -39,6 +40,7 @@ from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.lookup.prompt_pages import TOKENS_MAX
 from kvfs.namespace import Namespace, random_epoch
 from kvfs.pages.chunk_set import bits_of, members, span
+from kvfs.ranks import RankPlan
 from kvfs.store import Store
 from kvfs.system.memory_limits import memory_limit
 from kvfs.types import SavePlan, Tier
@@ -49,14 +51,18 @@ COMPARED_PAGES_MAX = 4096  # pages of a load that is compared with computing, fo
 AHEAD_MAX = 2  # tasks of the prefetcher, beyond which no request of the queue is read ahead
 AHEAD_SHARE = 16  # of the memory: longer prompts are not read ahead, since they may push out what others need sooner
 FRESH_SECONDS = 0.5  # a queued request is looked up again when its last lookup is older
-_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
+_SOURCES = {Tier.PEER: CacheHitSource.P2P, Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 
 
 @dataclass
 class LoadSpec(LoadStoreSpec):
     """For the workers: the pages to load. The scheduler holds their segments until the load ends."""
 
-    match: PrefixMatch
+    match: PrefixMatch | None  # None: ``plans`` tell
+    chunks: int  # at which the load ends
+    #: by worker, if a part comes from GPUs of other ranks; a plan may be shorter
+    plans: dict[int, RankPlan] = field(default_factory=dict)
+    hashes: bytes = b""  # of the chunks, one behind the other, if they are published once they are loaded
 
 
 @dataclass
@@ -67,6 +73,7 @@ class SaveSpec(LoadStoreSpec):
     plan: SavePlan
     chunks: dict[int, tuple[int, ...]]
     attempt: bytes
+    publish: bool = False  # these chunks, whether saved or not, to the other ranks
 
 
 class _Unread(NamedTuple):
@@ -104,6 +111,7 @@ class KvfsManager(OffloadingManager):
         self._prefetcher.begin(namespace)
         self._holds = False  # whether a request waits for the bucket in this step
         self._fetches = Fetches(store, self.costs, settings.bucket_seconds)
+        self._peers: PeerLookups | None = None
 
     # -- called by the connector -------------------------------------------------------------
 
@@ -113,6 +121,16 @@ class KvfsManager(OffloadingManager):
         self._ns, self._model = namespace, model
         self._prefetcher.begin(namespace)
         self._groups = {group.index: group for group in model.groups}
+
+    @property
+    def block_tokens(self) -> dict[int, int]:
+        """Of a block, by cache group of the engine."""
+        return {index: group.block_tokens for index, group in self._groups.items()}
+
+    def use_peers(self, peers: PeerLookups) -> None:
+        """The workers are ranks whose pages others of this host pull, before the first request."""
+        assert self._peers is None and not self._requests
+        self._peers = peers
 
     def announce(self, request: Any) -> None:
         """A new request. ``on_new_request`` follows, and sees only its id."""
@@ -195,12 +213,12 @@ class KvfsManager(OffloadingManager):
 
     def is_loading(self, req_id: str) -> bool:
         state = self._requests.get(req_id)
-        return state is not None and state.match is not None
+        return state is not None and state.loads
 
     def loads_into(self, req_id: str, blocks: Iterable[int]) -> None:
         """The blocks that the load of a request fills, in an engine with one cache group."""
         state = self._requests.get(req_id)
-        if state is not None and state.match is not None:
+        if state is not None and state.loads:
             state.blocks = frozenset(blocks)
             self._loading[req_id] = state
 
@@ -212,6 +230,7 @@ class KvfsManager(OffloadingManager):
             self.metrics.add("loads_shortened", not state.failed)
             state.failed = True
             state.pages.forget()
+            state.peers = {}
         return {req_id: state.blocks for req_id, state in found.items()}
 
     def load_failed(self, req_id: str) -> None:
@@ -222,6 +241,7 @@ class KvfsManager(OffloadingManager):
             state.failed = True
             state.release()
             state.pages.forget()
+            state.peers = {}
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -241,7 +261,7 @@ class KvfsManager(OffloadingManager):
         for stored in group.stored:
             pages = group.pages(stored, end, state.page_tokens)
             whole = (1 << len(pages)) - 1
-            if not pages or state.pages.stored[stored.name] >> pages.start & whole != whole:
+            if not pages or state.has(stored.name) >> pages.start & whole != whole:
                 return LookupResult.MISS
         return LookupResult.HIT
 
@@ -249,8 +269,8 @@ class KvfsManager(OffloadingManager):
         state = req_context.get_state(RequestPages)
         if state is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
-        if not state.tiers and state.match is not None and state.match.chunks <= TIER_PAGES_MAX:
-            state.tiers = {(page.group, page.chunk): page.tier for page in state.match.pages}
+        if not state.tiers:
+            state.tiers = _tiers(state)
         end = req_context.get_offload_key_position(key)
         pages = self._pages(key, end) if end is not None else []
         tiers = [state.tiers.get((name, page)) for name, some in pages for page in some]
@@ -274,6 +294,8 @@ class KvfsManager(OffloadingManager):
             return False
         state.grow()
         state.pages.look(first or 0)
+        if first is None and self._peers is not None:
+            state.peers = self._peers.held(state.pages)
         done = time.monotonic()
         if first is None:
             state.looked_at = done
@@ -295,11 +317,12 @@ class KvfsManager(OffloadingManager):
         with state.pages.select(state.pages.needed(first, end), end) as match:
             refs = match.pages
         state.tiers = {(page.group, page.chunk): page.tier for page in refs}
-        cold = bits_of(sorted({page.chunk for page in refs if page.tier is Tier.DISK}))
+        slow = [ref for ref in refs if ref.tier is Tier.DISK and not state.peers.get(ref.group, 0) >> ref.chunk & 1]
+        cold = bits_of(sorted({page.chunk for page in slow}))
         if len(layout.groups) == 1:
             worth = self.costs.best_end(first, end, cold, size, layout.page_bytes)
         else:
-            nbytes = sum(match.group(page.group).part_bytes for page in refs if page.tier is Tier.DISK)
+            nbytes = sum(match.group(page.group).part_bytes for page in slow)
             worth = first if nbytes >= READ_BYTES_MIN and self.costs.disk_loses((end - first) * size, nbytes) else end
         if worth < end:
             state.worth_tokens = worth * size
@@ -327,11 +350,18 @@ class KvfsManager(OffloadingManager):
                 first[name] = min(pages.start, first.get(name, pages.start))
                 last = max(last, pages.stop)
         state.release()
-        state.match = state.pages.select(first, last)
+        begin = min(first.values(), default=last)
+        if self._peers is not None and any(state.peers.values()):
+            state.plans = self._peers.plans(state.pages, begin, last)
+        if state.plans:
+            state.tiers = {}
+        else:
+            state.match = state.pages.select(first, last)
         if not state.counted:
             state.counted = True
-            state.pages.note_lookup((last - min(first.values(), default=last)) * state.page_tokens)
-        return LoadSpec(state.match)
+            state.pages.note_lookup((last - begin) * state.page_tokens)
+        hashes = state.pages.joined_hashes(last) if self._peers is not None else b""
+        return LoadSpec(state.match, last, state.plans, hashes)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         state = req_context.get_state(RequestPages)
@@ -344,11 +374,12 @@ class KvfsManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """All missing pages. vLLM offers each page of a request once: what is left out here is not stored by it."""
         state = req_context.get_state(RequestPages)
-        if state is None or not keys or self._settings.read_only or self.tainted:
+        saves, publishes = not self._settings.read_only, self._peers is not None
+        if state is None or not keys or not (saves or publishes) or self.tainted:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         offered = {key: end for key in keys if (end := req_context.get_offload_key_position(key)) is not None}
-        wanted = self._missing(state, offered)
-        chosen = [
+        wanted = self._missing(state, offered) if saves else {}
+        chosen = list(offered) if publishes else [
             key for key, end in offered.items()
             if any(wanted.get(name, 0) >> pages.start & (1 << len(pages)) - 1 for name, pages in self._pages(key, end))
         ]  # fmt: skip
@@ -388,7 +419,8 @@ class KvfsManager(OffloadingManager):
             index = get_offload_group_idx(key)
             chunks.setdefault(index, []).append((end - 1) // self._groups[index].chunk_tokens)
         plan = state.pages.plan({name: members(bits) for name, bits in wanted.items() if bits})
-        return SaveSpec(plan, {index: tuple(numbers) for index, numbers in chunks.items()}, state.attempt)
+        numbers = {index: tuple(some) for index, some in chunks.items()}
+        return SaveSpec(plan, numbers, state.attempt, self._peers is not None)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """The engine's blocks are free; the pages may or may not have been published."""
@@ -443,4 +475,21 @@ class KvfsManager(OffloadingManager):
         self._queued.clear()
         self._loading.clear()
         self._prefetcher.stop()
+        if self._peers is not None:
+            self._peers.close()
         self._store.close()
+
+
+def _tiers(state: RequestPages) -> dict[tuple[str, int], Tier]:
+    """Of the pages of a load, by group and chunk; empty for loads of too many pages."""
+    matches = [state.match] if state.match is not None else [plan.match for plan in state.plans.values()]
+    tiers: dict[tuple[str, int], Tier] = {}
+    for plan in state.plans.values():
+        for pages in plan.peers.values():
+            for group, (chunks, _) in pages.groups.items():
+                tiers.update(((group, chunk), Tier.PEER) for chunk in chunks)
+    for match in matches:
+        if match is not None and match.chunks > TIER_PAGES_MAX:
+            return {}
+        tiers.update(((page.group, page.chunk), page.tier) for page in (match.pages if match is not None else ()))
+    return tiers

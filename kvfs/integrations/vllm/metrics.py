@@ -20,6 +20,7 @@ COUNTERS = {
     "pages_incomplete": "Pages not stored because the engine had freed some of their blocks.",
     "pages_loaded": "Pages loaded from the store.",
     "pages_not_loaded": "Pages requested and not loaded: evicted, damaged, unreadable or late.",
+    "tokens_loaded_peer": "Tokens copied from the GPUs of other ranks of this host.",
     "tokens_loaded_host": "Tokens loaded from the page cache of the host.",
     "tokens_loaded_disk": "Tokens loaded at least in part from the disk.",
     "pages_stored": "Pages stored.",

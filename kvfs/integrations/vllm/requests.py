@@ -9,6 +9,7 @@ from typing import Any
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.lookup.prompt_pages import TOKENS_MAX, PromptPages
 from kvfs.namespace import Namespace
+from kvfs.ranks import RankPlan
 from kvfs.remote.bucket_process import Fetch
 from kvfs.types import Tier
 
@@ -38,7 +39,9 @@ class RequestPages:
         self.counted = False
         self.failed = False  # a load failed: the request is computed, and not looked up again until it is preempted
         self.waiting: Waiting | None = None  # for the bucket
+        self.peers: dict[str, int] = {}  # group -> set of chunks that GPUs of other ranks held at the last lookup
         self.match: PrefixMatch | None = None  # held until its load ends
+        self.plans: dict[int, RankPlan] = {}  # likewise, by worker, if a part comes from other ranks
         self.blocks: frozenset[int] = frozenset()  # that its load fills; not of hybrids
         self.tiers: dict[tuple[str, int], Tier] = {}  # of the pages of the match
         self.storing: dict[str, int] = {}  # group -> set of chunks that are being stored, as bits
@@ -49,6 +52,7 @@ class RequestPages:
         """Forget everything: the weights have changed."""
         self.release()
         self.pages = self._pages(namespace, epoch)
+        self.peers = {}
         self.storing.clear()
 
     def _pages(self, namespace: Namespace, epoch: int) -> PromptPages:
@@ -60,9 +64,21 @@ class RequestPages:
         if min(self._request.num_tokens, self._max_tokens) // self.page_tokens > self.pages.chunks:
             self.pages.extend(self._tokens(self.pages.tokens))
 
+    @property
+    def loads(self) -> bool:
+        """Whether a load of it has not ended."""
+        return self.match is not None or bool(self.plans)
+
+    def has(self, group: str) -> int:
+        """The chunks of a group, as bits, that the store or another rank holds."""
+        return self.pages.stored[group] | self.peers.get(group, 0)
+
     def release(self) -> None:
         """Release the segments of its match."""
         self.blocks = frozenset()
+        for plan in self.plans.values():
+            plan.close()
+        self.plans = {}
         if self.match is not None:
             self.match.close()
             self.match = None

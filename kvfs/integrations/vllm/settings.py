@@ -47,6 +47,7 @@ class VllmSettings:
     registered_bytes: int | str | None = None  # pinned by all ranks for loads; None: a quarter of the memory
     warm_bytes: int | str | None = None  # of the pages used last, registered when a rank starts; None: its share
     threads: int = 2  # of copies, per rank and direction
+    dp_pulls: bool = False  # copy prefixes from the GPUs of other DP ranks of this host
 
 
 def settings_of(extra: Mapping[str, Any]) -> VllmSettings:
@@ -93,7 +94,7 @@ def _check(name: str, value: Any) -> None:
     elif name == "bucket_seconds" and value is not None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 600:
             raise ConfigError(f"bucket_seconds is {value!r}: pass 0 to 600 seconds; 0 asks no bucket")
-    elif name in ("read_only", "offload_prompt_only", "self_describing_kv_events"):
+    elif name in ("read_only", "offload_prompt_only", "self_describing_kv_events", "dp_pulls"):
         if type(value) is not bool:  # vLLM would read "false" as true
             raise ConfigError(f"{name} is {value!r}: pass true or false")
     elif name == "threads":

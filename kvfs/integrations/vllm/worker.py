@@ -13,9 +13,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvfs.errors import KvfsError
+from kvfs.errors import ConfigError, KvfsError
 from kvfs.integrations.vllm.manager import LoadSpec, SaveSpec
 from kvfs.integrations.vllm.metrics import Metrics
+from kvfs.integrations.vllm.peers import PeerCopies, Reused, stored_hashes
 from kvfs.integrations.vllm.settings import VllmSettings
 from kvfs.integrations.vllm.views import AttachedEngine, AttachedGroup
 from kvfs.transfer.handle import Transfer
@@ -30,6 +31,14 @@ LATE_SECONDS = 1.0  # time after its deadline in which a load may still end by i
 FLUSH_SECONDS = 1.0  # longest wait of a flush; pages that are not copied by then are not stored
 
 
+class _Publication(NamedTuple):
+    """Pages for other ranks."""
+
+    hashes: bytes
+    units: dict[str, list[int]]
+    first: int  # chunk
+
+
 class _TransferJob(NamedTuple):
     transfer: Transfer | None  # None: nothing to copy, or refused
     load: bool
@@ -37,6 +46,8 @@ class _TransferJob(NamedTuple):
     began: float
     blocks: tuple[int, ...] = ()  # of a load in an engine with one cache group
     first: int = 0  # number of the first of them in the prompt
+    tokens: int = 0  # at which a load ends; 0: of the store alone, where none is shorter than planned
+    publish: _Publication | None = None  # what a load brings
 
 
 class KvfsWorker(OffloadingWorker):
@@ -47,9 +58,10 @@ class KvfsWorker(OffloadingWorker):
 
     def __init__(
         self, io: HostIO, engine: Sequence[AttachedEngine], page_tokens: int, settings: VllmSettings,
-        keeps_prefix: bool = False,
+        keeps_prefix: bool = False, peers: PeerCopies | None = None,
     ) -> None:  # fmt: skip
         self._io, self._engine, self._settings = io, engine, settings
+        self._peers = peers
         self._page_tokens = page_tokens
         self._keeps_prefix = keeps_prefix  # whether the engine accepts a load of which the end is missing
         self.lost: set[int] = set()  # blocks that loads have not filled, to be reported with the next results
@@ -76,8 +88,40 @@ class KvfsWorker(OffloadingWorker):
                 )
             except (KvfsError, OSError) as exc:
                 self._refused("save", exc)
+            if dst_spec.publish:
+                self._publish(src_spec, dst_spec)
         self._jobs[job_id] = _TransferJob(transfer, False, nbytes, time.monotonic())
         return True
+
+    def _publish(self, src: GPULoadStoreSpec, dst: SaveSpec) -> None:
+        """Offer what a step has computed to the other ranks, whether or not it is saved."""
+        units: dict[str, list[int]] = {}
+        begin = dst.plan.chunks
+        for engine, ids, first in self._blocks(src):
+            numbers = dst.chunks.get(engine.group.index, ())
+            blocks = self._of_chunks(engine, numbers, ids, first)
+            if numbers and blocks:
+                begin = min(begin, min(numbers) * engine.group.chunk_tokens // self._page_tokens)
+            for a in engine.attached:
+                units[a.stored.name] = self._units(engine, a, blocks, dst.plan.chunks)
+        self._offer(dst.plan.hashes, units, begin)
+
+    def _offer(self, hashes: Sequence[bytes], units: dict[str, list[int]], first: int) -> None:
+        if self._peers is None:
+            return
+        try:
+            self._peers.publish(hashes, units, first, self._event())
+        except KvfsError as exc:
+            self._warn_once("publish", "kvfs: pages are not offered to other ranks: %s", exc)
+
+    def reuses(self, reused: Reused) -> None:
+        """The engine is about to write to these blocks: no rank may read them any more."""
+        if self._peers is None:
+            return
+        try:
+            self._peers.retract(reused)
+        except KvfsError as exc:  # a pull of them does not verify
+            self._warn_once("retract", "kvfs: blocks are not taken back from other ranks: %s", exc)
 
     def _is_ours(self, spec: SaveSpec) -> bool:
         ours = spec.plan.namespace == self._io.namespace
@@ -131,23 +175,36 @@ class KvfsWorker(OffloadingWorker):
         for engine, ids, first in placed:
             blocks = {first + i: block for i, block in enumerate(ids)}
             for a in engine.attached:
-                units[a.stored.name] = self._units(engine, a, blocks, src_spec.match.chunks)
+                units[a.stored.name] = self._units(engine, a, blocks, src_spec.chunks)
                 nbytes += len(ids) * self._page_bytes[a.stored.name] * engine.group.block_tokens // self._page_tokens
         transfer = None
         self._late = [late for late in self._late if not late.done.is_set()]
         try:
             if self._late:  # this one would wait behind it until its own deadline
                 raise TimeoutError("the disk has not answered an earlier load yet")
-            transfer = self._io.load(
-                src_spec.match, units, after=self._event(), deadline=self._settings.load_seconds,
-                on_done=lambda transfer: self._ended.set(),
-            )  # fmt: skip
+            transfer = self._begin_load(src_spec, units)
         except (KvfsError, OSError) as exc:
             self._refused("load", exc)
         (_, ids, first), *_ = placed
         kept = tuple(ids) if self._keeps_prefix else ()
-        self._jobs[job_id] = _TransferJob(transfer, True, nbytes, time.monotonic(), kept, first)
+        tokens, publish = src_spec.chunks * self._page_tokens if src_spec.plans else 0, None
+        if src_spec.hashes and self._peers is not None:
+            begin = min(first * engine.group.block_tokens for engine, _, first in placed) // self._page_tokens
+            publish = _Publication(src_spec.hashes, units, begin)
+        self._jobs[job_id] = _TransferJob(transfer, True, nbytes, time.monotonic(), kept, first, tokens, publish)
         return True
+
+    def _begin_load(self, spec: LoadSpec, units: dict[str, list[int]]) -> Transfer:
+        def ended(_: object) -> None:
+            self._ended.set()
+
+        seconds = self._settings.load_seconds
+        if spec.match is not None:
+            return self._io.load(spec.match, units, after=self._event(), deadline=seconds, on_done=ended)
+        plan = spec.plans.get(self._peers.place.worker) if self._peers is not None else None
+        if self._peers is None or plan is None:
+            raise ConfigError("the scheduler planned a copy between ranks for a worker that is none")
+        return self._peers.load(plan, units, self._event(), seconds, ended)
 
     # -- both --------------------------------------------------------------------------------
 
@@ -233,13 +290,19 @@ class KvfsWorker(OffloadingWorker):
             return TransferResult(job_id, True, job.nbytes if job.transfer is not None else None, seconds)
         result = job.transfer.result if job.transfer is not None else None
         whole = job.transfer is not None and job.transfer.state is TransferState.DONE
+        if result is not None and result.tokens < job.tokens:
+            whole = False  # other ranks took pages back before this load was planned
+        if result is not None and job.publish is not None:
+            loaded = stored_hashes(job.publish.hashes)[: result.tokens // self._page_tokens]
+            self._offer(loaded, job.publish.units, job.publish.first)
         if result is not None:
             self.metrics.add("pages_loaded", result.pages)
             for tier, tokens in result.tiers.items():
                 self.metrics.add(f"tokens_loaded_{tier.name.lower()}", tokens)
             if not whole:
                 self.metrics.add("pages_not_loaded", result.declined)
-                logger.warning("kvfs: %d pages were not loaded (%s): computing them", result.declined, result.reason)
+                reason = result.reason or "other ranks took pages back"
+                logger.warning("kvfs: %d pages were not loaded (%s): computing them", result.declined, reason)
         elif job.transfer is not None:
             logger.warning("kvfs: a load did not end within %s s: computing its tokens", self._settings.load_seconds)
         if result is not None and not whole and job.blocks:
@@ -283,6 +346,8 @@ class KvfsWorker(OffloadingWorker):
             save.withdraw(max(0.0, end - time.monotonic()))
 
     def shutdown(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
         self._io.close()
 
 

@@ -1,0 +1,89 @@
+"""Two ranks in two processes, one of which is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="ranks need the GPU transport")
+
+import kvfs
+from kvfs.types import Tier
+from tests.ranks.simulated import LAYOUT, SECONDS, Rank, closing, prompt
+
+UNITS = [2 * i + 1 for i in range(12)]
+OTHERS = [30 - i for i in range(12)]
+
+
+class Source:
+    """A child process with rank 0, which has published six pages."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        ready, told = os.pipe()
+        self.pid = os.fork()  # of a process that has no store yet
+        if not self.pid:
+            with contextlib.suppress(BaseException):
+                store = kvfs.open(path, capacity="64MiB")
+                ns = store.namespace("model", LAYOUT, "1")
+                rank = Rank(ns, 0, 2, folder, seed=1)
+                rank.publish(prompt(6), UNITS)
+                os.write(told, rank.bytes(UNITS))
+                os.close(told)
+                time.sleep(SECONDS)
+            os._exit(1)
+        os.close(told)
+        with open(ready, "rb") as pipe:
+            self.bytes = pipe.read()
+
+    def kill(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+
+@pytest.fixture
+def source(store_path: Path, memory_path: Path) -> Iterator[Source]:
+    child = Source(store_path, memory_path)
+    yield child
+    child.kill()
+
+
+def test_a_prefix_comes_from_another_process(source: Source, store_path: Path, memory_path: Path) -> None:
+    with kvfs.open(store_path) as store:
+        reader = Rank(store.namespace("model", LAYOUT, "1"), 1, 2, memory_path)
+        with closing(reader):
+            assert reader.group.wait_for_peers(1, SECONDS)
+            assert reader.load(prompt(6), OTHERS).tiers == {Tier.PEER: 6 * 32}
+            assert reader.bytes(OTHERS) == source.bytes
+
+
+def test_the_reader_goes_on_when_the_source_is_killed_in_the_middle_of_a_pull(
+    source: Source, store_path: Path, memory_path: Path
+) -> None:
+    with kvfs.open(store_path) as store:
+        reader = Rank(store.namespace("model", LAYOUT, "1"), 1, 2, memory_path)
+        with closing(reader):
+            assert reader.group.wait_for_peers(1, SECONDS)
+            plan = reader.group.longest(reader.pages(prompt(6)))
+            assert plan.sources("full") == [0] * 6
+            reader.device.before_launch = source.kill
+            began = time.monotonic()
+            result = reader.begin(plan, OTHERS).wait(1.0)
+            assert result is not None and time.monotonic() - began < 1.0
+            assert source.pid == 0, "it was killed while the pull was under way"
+            if result.tokens == 6 * 32:  # the memory of a killed process stays as long as it is mapped
+                assert reader.bytes(OTHERS) == source.bytes
+            reader.group.tables.check()
+            assert reader.group.longest(reader.pages(prompt(6))).tokens == 0
+            again = reader.begin(plan, OTHERS).wait(1.0)  # a plan from before
+            assert again is not None and (again.tokens, again.pages) == (0, 0)
+            assert reader.counters()["pulls_without_peer"]
+            reader.publish(prompt(1, first=1000), OTHERS[:2])  # it goes on
+            assert reader.group.retract(OTHERS[:2])
