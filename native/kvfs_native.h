@@ -273,14 +273,14 @@ KVFS_PUBLIC int64_t kvfs_append(
 /* -- ranks ------------------------------------------------------------------------------------------------------ */
 
 enum {
-    KVFS_WAYS = 8,         /* entries at which a hash can be */
+    KVFS_WAYS = 8,         /* entries of a bucket; a hash has two */
     KVFS_NONCE_BITS = 24,  /* of the state of a lease; its deadline is above them, in ms */
     KVFS_GRACE_MS = 1000   /* a slot is taken from a reader that is so late */
 };
 
 /* Prefixes of one group that the GPU of a rank holds, in shared memory that only this rank, their owner, writes. An
- * entry is a page: its chunk hash, the units that hold it, the sums of its leaves. An entry is at one of KVFS_WAYS places;
- * a page that finds none free replaces the one that was published first.
+ * entry is a page: its chunk hash, the units that hold it, the sums of its leaves. A page that finds its two buckets full
+ * replaces the one of them that was published first.
  * Readers take no lock: each entry has a number (seq) that changes with every change of it. A reader that found a page,
  * copied it and then sees the same seq has copied what was published: the owner retracts pages before it reuses their
  * units. ``held`` is the owner's own memory: units * per_unit numbers of entries, all ones for none. */
@@ -328,10 +328,14 @@ typedef struct {
     uint64_t n_slots, slot_bytes;
 } kvfs_leases;
 
-/* Reader: take a lease with this state (deadline and nonce, not 0) on n entries: the number of its slot; -EBUSY: all
- * are taken. Pre for protection: the reader asks kvfs_unchanged afterwards, and reads only what is good. */
-KVFS_PUBLIC int64_t kvfs_lease(
-    const kvfs_leases *leases, uint64_t state, uint64_t now_ms, const uint32_t *entries, uint64_t n);
+/* Reader: take a slot for a lease with this state (deadline and nonce, not 0), on nothing yet: its number; -EBUSY: all
+ * are taken. */
+KVFS_PUBLIC int64_t kvfs_lease(const kvfs_leases *leases, uint64_t state, uint64_t now_ms);
+
+/* Reader: the lease is also on entries first + each of n. Pre for protection: the reader asks kvfs_unchanged
+ * afterwards, and reads only what is good. */
+KVFS_PUBLIC void kvfs_lease_entries(
+    const kvfs_leases *leases, uint64_t slot, uint64_t first, const uint32_t *entries, uint64_t n);
 
 /* Reader: end it. Harmless if its slot was taken meanwhile. */
 KVFS_PUBLIC void kvfs_end_lease(const kvfs_leases *leases, uint64_t slot, uint64_t state);

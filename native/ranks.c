@@ -36,8 +36,10 @@ static uint32_t *units_of(entry *e) { return (uint32_t *)((uint8_t *)e + FIXED);
 static uint64_t *leaves_of(const kvfs_prefixes *p, entry *e) {
     return (uint64_t *)((uint8_t *)e + FIXED + units_bytes(p));
 }
-static uint64_t first_way(const kvfs_prefixes *p, const uint8_t *hash) {
-    return load64(hash) % p->buckets * KVFS_WAYS;
+/* A page is in one of two buckets: with one, a table that is half full would lack a page of every hundred, and the
+ * prefix behind it. */
+static uint64_t bucket_of(const kvfs_prefixes *p, const uint8_t *hash, int which) {
+    return load64(hash + 8 * which) % p->buckets * KVFS_WAYS;
 }
 
 static uint64_t seq_of(entry *e) { return __atomic_load_n(&e->seq, __ATOMIC_ACQUIRE); }
@@ -68,14 +70,27 @@ static void drop(const kvfs_prefixes *p, uint32_t *held, uint64_t number) {
     end(e);
 }
 
+/* Where a page goes: its own entry, else a free one of the bucket that has more, else the oldest. */
 static uint64_t place_for(const kvfs_prefixes *p, const uint8_t *hash) {
-    uint64_t first = first_way(p, hash), best = first;
-    for (uint64_t number = first; number < first + KVFS_WAYS; number++) {
-        entry *e = at(p, number), *oldest = at(p, best);
-        if (!memcmp(e->hash, hash, 32)) return number;
-        if (published(oldest) && (!published(e) || e->stamp < oldest->stamp)) best = number;
+    uint64_t best = NONE, oldest = bucket_of(p, hash, 0), most = 0;
+    for (int which = 0; which < 2; which++) {
+        uint64_t first = bucket_of(p, hash, which), empty = NONE, count = 0;
+        for (uint64_t number = first; number < first + KVFS_WAYS; number++) {
+            entry *e = at(p, number);
+            if (!memcmp(e->hash, hash, 32)) return number;
+            if (!published(e)) {
+                empty = number;
+                count++;
+            } else if (published(at(p, oldest)) && e->stamp < at(p, oldest)->stamp) {
+                oldest = number;
+            }
+        }
+        if (count > most) {
+            most = count;
+            best = empty;
+        }
     }
-    return best;
+    return best == NONE ? oldest : best;
 }
 
 void kvfs_publish(
@@ -116,15 +131,17 @@ uint64_t kvfs_retract(const kvfs_prefixes *p, uint32_t *held, const uint32_t *un
 
 /* The entry if it has the hash, and its seq. */
 static uint32_t find(const kvfs_prefixes *p, const uint8_t *hash, uint64_t *seq) {
-    uint64_t first = first_way(p, hash);
-    for (uint64_t number = first; number < first + KVFS_WAYS; number++) {
-        entry *e = at(p, number);
-        uint64_t before = seq_of(e);
-        if (!before || before & 1 || memcmp(e->hash, hash, 32)) continue;
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (__atomic_load_n(&e->seq, __ATOMIC_RELAXED) != before) continue;
-        *seq = before;
-        return (uint32_t)number;
+    for (int which = 0; which < 2; which++) {
+        uint64_t first = bucket_of(p, hash, which);
+        for (uint64_t number = first; number < first + KVFS_WAYS; number++) {
+            entry *e = at(p, number);
+            uint64_t before = seq_of(e);
+            if (!before || before & 1 || memcmp(e->hash, hash, 32)) continue;
+            __atomic_thread_fence(__ATOMIC_ACQUIRE);
+            if (__atomic_load_n(&e->seq, __ATOMIC_RELAXED) != before) continue;
+            *seq = before;
+            return (uint32_t)number;
+        }
     }
     return NONE;
 }
@@ -177,7 +194,7 @@ static uint64_t words(const kvfs_leases *l) { return (l->slot_bytes - sizeof(str
 
 static uint64_t deadline_of(uint64_t state) { return state >> KVFS_NONCE_BITS; }
 
-int64_t kvfs_lease(const kvfs_leases *l, uint64_t state, uint64_t now, const uint32_t *entries, uint64_t n) {
+int64_t kvfs_lease(const kvfs_leases *l, uint64_t state, uint64_t now) {
     for (uint64_t i = 0; i < l->n_slots; i++) {
         struct slot *s = slot_at(l, i);
         uint64_t before = __atomic_load_n(&s->state, __ATOMIC_ACQUIRE);
@@ -186,12 +203,18 @@ int64_t kvfs_lease(const kvfs_leases *l, uint64_t state, uint64_t now, const uin
         /* a holder that slept here until its grace was over may clear the bits of the next one: that one still finds
          * out whether its entries changed */
         memset(s->bits, 0, 8 * words(l));
-        for (uint64_t j = 0; j < n; j++)
-            if (entries[j] / 64 < words(l)) s->bits[entries[j] / 64] |= 1ull << entries[j] % 64;
-        __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before the caller looks at the entries again: kvfs_unchanged */
         return (int64_t)i;
     }
     return -EBUSY;
+}
+
+void kvfs_lease_entries(const kvfs_leases *l, uint64_t slot, uint64_t first, const uint32_t *entries, uint64_t n) {
+    struct slot *s = slot_at(l, slot % l->n_slots);
+    for (uint64_t j = 0; j < n; j++) {
+        uint64_t number = first + entries[j];
+        if (number / 64 < words(l)) s->bits[number / 64] |= 1ull << number % 64;
+    }
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before the caller looks at the entries again: kvfs_unchanged */
 }
 
 void kvfs_end_lease(const kvfs_leases *l, uint64_t number, uint64_t state) {

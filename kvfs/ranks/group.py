@@ -18,13 +18,14 @@ from kvfs.gpu.gpu_io import GpuIO, GpuPools
 from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.kernels.driver import CudaError
 from kvfs.lookup.prompt_pages import PromptPages
+from kvfs.native.shared_prefixes import Found
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.ranks.geometry import page_of
-from kvfs.ranks.memory import PeerMemory, describe
+from kvfs.ranks.memory import PeerGroup, PeerMemory, describe
 from kvfs.ranks.plan import PeerPages, RankPlan, RankTables, native_library, table_name
 from kvfs.ranks.publish import Publisher
 from kvfs.ranks.pull import POLL_SECONDS, Pull, Source, gathers
-from kvfs.ranks.shared_files import DIRECTORY, OwnTable
+from kvfs.ranks.shared_files import DIRECTORY, OwnTable, PeerTable
 from kvfs.transfer.control import OnDone, Outcomes, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, to_load
@@ -78,9 +79,10 @@ class RankGroup:
         self._check_at = 0.0
         page = max(aligned(a.page_bytes + 4096) for a in pools.attached.values())
         with contextlib.ExitStack() as undo, pools.device.current():
-            self._lane = DmaLane(pools.device, max(parse_size(scratch_bytes, "scratch_bytes"), BATCHES * page))
+            scratch = max(parse_size(scratch_bytes, "scratch_bytes"), BATCHES * page)
+            self._lane = DmaLane(pools.device, scratch, pinned_commands=True, urgent_copies=True)
             undo.callback(self._lane.close)
-            sums = DmaLane(pools.device, max(PUBLISH_BYTES, page))
+            sums = DmaLane(pools.device, max(PUBLISH_BYTES, page), pinned_commands=True)
             undo.callback(sums.close)
             pages = {name: (page_of(a), a.device.units) for name, a in pools.attached.items()}
             own = self._own_table(pages, io, name, directory)
@@ -121,7 +123,7 @@ class RankGroup:
         """
         self._check_open()
         ids = checked_units(self._pools.attached, units, first_unit)
-        self._publisher.retract({number: some for number, some in _from(self._pools, ids, first).items()})
+        self._publisher.retract(_from(self._pools, ids, first))
         if self._publications.waiting >= QUEUE_MAX:
             self._pools.counters.add("publications_declined")
             return False
@@ -216,6 +218,8 @@ class RankGroup:
             table = self.tables.table(rank)
             if table is not None and table.instance not in self._sources and table.instance not in self._refused:
                 self._open(rank, table)
+        tables = {rank: self.tables.table(rank) for rank in range(self.tables.ranks)}
+        self._own.reach(sum(1 << rank for rank, t in tables.items() if t is not None and t.instance in self._sources))
         alive = {table.instance for rank in range(self.tables.ranks) if (table := self.tables.table(rank))}
         for instance in [one for one in self._sources if one not in alive]:
             with self._lock, self._pulling:  # what was enqueued before ends before the memory is unmapped
@@ -227,19 +231,22 @@ class RankGroup:
                 self._lane.wait()
                 memory.close()
 
-    def _open(self, rank: int, table: Any) -> None:
+    def _open(self, rank: int, table: PeerTable) -> None:
         pools = self._pools
+        groups: Mapping[str, PeerGroup]
         try:
             if rank == self.rank:
                 groups = {
-                    name: (a.device.units, pools.shapes[a.number], pools.tables[a.number])
+                    name: PeerGroup(a.device.units, pools.shapes[a.number], pools.tables[a.number], page_of(a))
                     for name, a in pools.attached.items()
                 }
-                source = Source(table, groups)
             else:
                 memory = PeerMemory(pools, table.description)
                 self._memories[table.instance] = memory
-                source = Source(table, {name: tuple(group) for name, group in memory.groups.items()})  # type: ignore[misc]
+                groups = memory.groups
+            if any(table.sections[name].page != peer.page for name, peer in groups.items()):
+                raise ConfigError("its table and its memory differ in the units of a page")
+            source = Source(table, groups)
             with self._pulling:
                 gathers(pools, source, self._lane)
             self._sources[table.instance] = source
@@ -346,14 +353,19 @@ class _Load:
             units[name] = ids
         self._parts = 2
         self._inner = self._group._io.load(
-            plan.match, units, self._after, deadline, self._first_token, on_page=self._inner_pages.append,
+            plan.match,
+            units,
+            self._after,
+            deadline,
+            self._first_token,
+            on_page=self._inner_pages.append,
             on_done=lambda _: self._end_part(),
         )
 
     # -- the pull ----------------------------------------------------------------------------
 
     def _peers(self) -> list[tuple[Source, PeerPages]]:
-        found = []
+        found, groups = [], dict[str, tuple[Sequence[int], Found]]()
         for pages in self._plan.peers.values():
             source = self._group.source(pages.instance)
             if source is None:
@@ -361,12 +373,16 @@ class _Load:
                 continue
             groups = {}
             for name, (chunks, entries) in pages.groups.items():
-                keep = [i for i, chunk in enumerate(chunks) if self._wanted.get(name, 0) >> chunk & 1]
+                wanted = self._wanted.get(name, 0)
+                if not bits_of(chunks) & ~wanted:
+                    groups[name] = chunks, entries
+                    continue
+                keep = [i for i, chunk in enumerate(chunks) if wanted >> chunk & 1]
                 if keep:
-                    some = type(entries)(
+                    some = Found(
                         array("I", [entries.entries[i] for i in keep]), array("Q", [entries.seqs[i] for i in keep])
                     )
-                    groups[name] = ([chunks[i] for i in keep], some) if len(keep) < len(chunks) else (chunks, entries)
+                    groups[name] = [chunks[i] for i in keep], some
             if groups:
                 found.append((source, PeerPages(pages.instance, groups)))
         return found
