@@ -401,7 +401,7 @@ class _Load:
         query = getattr(self._after, "query", None)
         if self._nbytes() > INLINE_BYTES or (query is not None and not query()):
             return False
-        if not group._pulling.acquire(blocking=False):
+        if group._pools.device.is_capturing() or not group._pulling.acquire(blocking=False):
             return False
         try:
             with group._pools.device.current():

@@ -195,7 +195,7 @@ def test_a_rank_that_has_ended_is_forgotten_and_one_that_comes_back_is_found(
     reader.group.wait_for_peers(1, 0.0)
     wait_until(lambda: not reader.group.peers)
     assert reader.group.longest(reader.pages(prompt(6))).tokens == 0
-    assert not reader.device.opened or len(reader.device.opened) == 0
+    wait_until(lambda: not reader.device.opened)
     again = Rank(ns, 0, 2, memory_path, seed=2)
     with closing(again):
         assert reader.group.wait_for_peers(1, SECONDS)
