@@ -142,7 +142,9 @@ def test_a_load_next_to_another_one_is_left_to_the_load_thread(
     assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
 
 
-@pytest.mark.parametrize("lacking", ["registered memory", "leaf tables", "room", "shortness", "a command buffer", "no capture"])
+@pytest.mark.parametrize(
+    "lacking", ["registered memory", "leaf tables", "room", "shortness", "a command buffer", "no capture"]
+)
 def test_a_load_that_may_have_to_wait_is_left_to_the_load_thread(
     ns: kvfs.Namespace, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
