@@ -187,6 +187,21 @@ MUTATIONS = (
         ("tests/gpu/test_load_groups.py",),
     ),
     Mutation(
+        "enqueue a load in its caller's thread while another is enqueued", "kvfs/gpu/turns.py",
+        "            if self._closed or self._enqueued_now is not None or self._under_way:\n", "            if self._closed:\n",
+        ("tests/gpu/test_load_from_caller.py",),
+    ),
+    Mutation(
+        "wait for a disk in the thread that calls load", "kvfs/gpu/load.py",
+        "                if not files.read_cached(run.held.fd, memoryview(tables), run.leaf):\n", "                if False:\n",
+        ("tests/gpu/test_load_from_caller.py",),
+    ),
+    Mutation(
+        "keep the turn of a load that was interrupted", "kvfs/gpu/load.py",
+        "            if not self._begun:\n                gpu.turns.over(self)\n", "            pass\n",
+        ("tests/gpu/test_load_from_caller.py",),
+    ),
+    Mutation(
         "wait for the end of a load before the next one begins", "kvfs/gpu/gpu_io.py",
         "Turns(UNDER_WAY)", "Turns(1)", ("tests/gpu/test_load_overlap.py",),
     ),

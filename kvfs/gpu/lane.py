@@ -121,7 +121,8 @@ class DmaLane:
         """``pinned_commands``: see ``CommandBuffer``. ``urgent_copies``: its copies are kernels, too."""
         self.device, self.nbytes = device, aligned(nbytes)
         self._pinned_commands = pinned_commands
-        self.dma, self.kernels = device.stream(urgent=urgent_copies), device.stream()
+        self.dma = device.stream(urgent=True) if urgent_copies else device.stream()
+        self.kernels = device.stream()
         self._scratch: Memory = device.memory(self.nbytes + ALIGN)
         self._base = aligned(self._scratch.address)
         self._slices: deque[ScratchSlice] = deque()  # oldest first, round the scratch

@@ -52,6 +52,9 @@ from kvfs.types import PageOutcome, TransferState
 log = logging.getLogger("kvfs")
 BANDS = 8  # of a layer-wise load, at most
 SMALL_BATCHES = 4  # of a group, about: those towards its end
+#: All of a load in its caller's thread is planned before its first copy. For more than these bytes that takes longer
+#: than the load thread needs for its first window.
+SHORT_BYTES = 128 << 20
 #: Of a band, and of a page's share in it: what smaller ones cost the host exceeds the time of their copies.
 BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
 #: The waiter of a load needs about 200 us to wake up. LATER_MAX bounds the loads with deferred cleanup.
@@ -150,9 +153,11 @@ class GpuLoad:
         return True
 
     def _is_short(self) -> bool:
-        """Whether the lane takes all of it without waiting for a batch, if it is empty."""
+        """Whether it is short, and the lane takes all of it without waiting for a batch, if it is empty."""
         request, gpu = self._request, self._gpu
         if gpu.regions is None or not isinstance(self._feed, MatchFeed):
+            return False
+        if sum(len(chunks) * a.page_bytes for a, chunks in request.pages) > SHORT_BYTES:
             return False
         self._batches = sum(
             2 * self._bands_of(a, len(chunks)) + SMALL_BATCHES + len(chunks) * a.page_bytes // gpu.batch_bytes

@@ -27,7 +27,6 @@ from kvfs.kernels import cells, pull, torch_fallback, xxh3
 from kvfs.kernels.driver import IPC_BYTES, CudaError
 from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, Shape, Work
 
-
 _INTERPRETER = threading.Lock()  # Triton's interpreter replaces functions of its language while a kernel runs
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import kvfs
 from kvfs import TransferState
 from kvfs.gpu import batches, lane
+from kvfs.gpu import load as gpu_load
 from kvfs.gpu.gpu_io import GpuIO
 from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.resources import LinkPace
@@ -141,7 +142,9 @@ def test_a_load_next_to_another_one_is_left_to_the_load_thread(
     assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
 
 
-@pytest.mark.parametrize("lacking", ["registered memory", "leaf tables", "room", "a command buffer", "no capture"])
+@pytest.mark.parametrize(
+    "lacking", ["registered memory", "leaf tables", "room", "shortness", "a command buffer", "no capture"]
+)
 def test_a_load_that_may_have_to_wait_is_left_to_the_load_thread(
     ns: kvfs.Namespace, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
@@ -150,6 +153,8 @@ def test_a_load_that_may_have_to_wait_is_left_to_the_load_thread(
             warm(io, ns)
         if lacking == "leaf tables":
             monkeypatch.setattr(Files, "read_cached", lambda *_: False)
+        if lacking == "shortness":
+            monkeypatch.setattr(gpu_load, "SHORT_BYTES", CHUNKS * ns.layout.page_bytes - 1)
         if lacking == "room":
             monkeypatch.setattr(lane, "QUEUED", 2)
         if lacking == "a command buffer":
