@@ -16,11 +16,12 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvfs.context import Counters
 from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
 from kvfs.gpu.device import Device, Memory, Pinned
@@ -29,19 +30,22 @@ from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.preregister import register_hottest, register_match
 from kvfs.gpu.registration import Arena, PinnedBudget, Probe, RegisteredMaps, probe
 from kvfs.gpu.registration_cache import MAKING_SECONDS, REGION_BYTES, RegistrationCache
-from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext
+from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext, LinkPace
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
+from kvfs.gpu.turns import Turns
 from kvfs.kernels.driver import CudaError
 from kvfs.kernels.work_list import Shape, pack, shape_of
 from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.pages.layout import PageLayout
 from kvfs.read.reader import Reader
 from kvfs.segments.writer import file_name
+from kvfs.system.files import Files
 from kvfs.system.memory_limits import memory_limit
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer import append_process
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
-from kvfs.transfer.workers import JobThreads, Writes, make_ring
+from kvfs.transfer.workers import Attached, JobThreads, Writes, make_ring
 from kvfs.write.active_segments import LANES
 from kvfs.write.appender import Appender
 
@@ -50,6 +54,21 @@ READ_THREADS = 16
 TRANSPORTS = ("in_place", "arena", "ring")
 REGISTERED_SHARE = 4  # all processes together may register one byte in so many of the host's memory, or the cgroup's
 PROBE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class GpuPools:
+    """The buffers of one rank on its GPU, for what copies between GPUs (``kvfs.ranks``)."""
+
+    device: Device
+    namespace: bytes  # digest
+    layout: PageLayout
+    attached: Mapping[str, Attached]
+    shapes: Mapping[int, Shape]  # by group number
+    tables: Mapping[int, Memory]  # buffer tables, likewise
+    upload: Callable[[bytes], Memory]
+    files: Files
+    counters: Counters
 
 
 class GpuIO(HostIO):
@@ -132,8 +151,8 @@ class GpuIO(HostIO):
             context = GpuTransportContext(
                 self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec,
                 Writes(self._c.files.monotonic), process, device, shapes, tables, saves, loads, regions, readers,
-                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(), later,
-                JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
+                self._pinned.address, load_bytes // BATCHES, Turns(UNDER_WAY), LinkPace(), deque(),
+                later, JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
             )  # fmt: skip
             undo.pop_all()
             if shared >= 0:
@@ -220,7 +239,8 @@ class GpuIO(HostIO):
             files.close(fd)
 
     def _load_threads(self, threads: int) -> JobThreads:
-        return JobThreads("read", threads, self._gpu_context.ends.dismiss)
+        context = self._gpu_context
+        return JobThreads("read", threads, partial(_last_load, context.turns, context.ends))
 
     # -- for callers -------------------------------------------------------------------------
 
@@ -274,6 +294,16 @@ class GpuIO(HostIO):
         if regions is not None and self._pid == os.getpid():
             with self._device.current():
                 regions.close()
+
+    @property
+    def pools(self) -> GpuPools:
+        """Its buffers, for copies between GPUs."""
+        self._check_open()
+        context, layout = self._gpu_context, self._identity.layout
+        return GpuPools(
+            self._device, self.namespace, layout, self._attached, context.shapes, context.tables, self._upload,
+            self._c.files, self._c.counters,
+        )  # fmt: skip
 
     @property
     def _gpu_context(self) -> GpuTransportContext:
@@ -341,6 +371,12 @@ class GpuIO(HostIO):
         elif context.regions is not None:
             with self._device.current():
                 context.regions.close()
+
+
+def _last_load(turns: Turns, ends: JobThreads) -> None:
+    """Last call of the load thread: the end thread ends behind all loads that were enqueued."""
+    turns.close(CLOSE_SECONDS)
+    ends.dismiss()
 
 
 def _clean_up_rest(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:
