@@ -81,7 +81,7 @@ class Noted:
         sys.settrace(self._called)
         yield
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
         for code in self._codes:
             name = code.co_filename
             if name.startswith(self._prefix + "kvfs/"):

@@ -223,7 +223,7 @@ class Tree:
             self.known.save()
         return Verdict(True, by, ran, took)
 
-    def _limit(self, tests: Sequence[str], seconds_max: float) -> float:
+    def _limit(self, tests: Collection[str], seconds_max: float) -> float:
         known = (s for t, s in self.known.seconds.items() if s <= seconds_max and t.startswith(tuple(tests)))
         return SLOW_SECONDS + SLOW_FACTOR * sum(known)
 
