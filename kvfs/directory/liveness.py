@@ -15,6 +15,7 @@ import re
 import struct
 import sys
 from collections.abc import Mapping
+from operator import ne
 from typing import NamedTuple
 
 from kvfs.directory.config import OVERHEAD_BYTES
@@ -29,6 +30,7 @@ OWNER_BYTES = 16
 NO_OWNER = bytes(OWNER_BYTES)  # of a segment that no process appends to
 HEARTBEAT_SECONDS = 5.0
 FOREIGN_FRESH_SECONDS = 30.0  # age up to which a heartbeat under another kernel means that the store is in use there
+DAMAGED_CHARS = 4  # in which a boot id may differ and be taken for ours, damaged: those of two kernels share hardly any
 _NAME = re.compile(r"[0-9a-f]{32}\.live\Z")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.live\Z")  # until it is locked
 OPENING_SECONDS = 60.0  # age from which an unlocked temporary file counts as left by a process that was killed
@@ -191,7 +193,8 @@ class Liveness:
                 finally:
                     self._files.close(fd)
                 age = (now - int(stamp)) / 1e6
-                if boot != self.boot and -FOREIGN_FRESH_SECONDS < age < FOREIGN_FRESH_SECONDS:
+                foreign = len(boot) != len(self.boot) or sum(map(ne, boot, self.boot)) > DAMAGED_CHARS
+                if foreign and -FOREIGN_FRESH_SECONDS < age < FOREIGN_FRESH_SECONDS:
                     raise StoreLockedError(
                         f"{self._directory.path} is in use under another kernel (heartbeat {age:.0f} s ago): "
                         f"file locks do not reach it, so a store serves one host at a time; stop the other user, "

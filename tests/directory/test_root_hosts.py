@@ -64,6 +64,19 @@ def test_other_heartbeats_do_not_refuse_an_open(path: Path, content: str) -> Non
         assert restored(store.namespace("m", tiny(), revision="r1"), TOKENS) == PAGES
 
 
+@pytest.mark.parametrize(("changed", "refused"), [(1, False), (4, False), (5, True)])
+def test_a_damaged_boot_id_of_this_kernel_refuses_no_open(path: Path, changed: int, refused: bool) -> None:
+    """A process had ended without removing its file, and a bit of the file had flipped (model, case 22040693)."""
+    own = boot_id(Files())
+    damaged = "".join("0" if c != "0" else "1" for c in own[:changed]) + own[changed:]
+    heartbeat(path, damaged, 0.0)
+    if refused:
+        with pytest.raises(StoreLockedError, match="another kernel"):
+            kvfs.open(path)
+    else:
+        kvfs.open(path).close()
+
+
 def test_a_heartbeat_says_boot_and_time(path: Path) -> None:
     with kvfs.open(path) as store:
         liveness = store._shared.c.liveness

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools.mutants.excuses import Excuse, changed_lines, excused, excuses
+from tools.mutants.reach import Reach, function_at
 from tools.mutants.tree import Experience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,31 @@ with tree.changed("one.py", "ONE = 2\\n"):
 def test_a_mutant_is_not_noticed_by_a_run_that_could_not_begin(tmp_path: Path) -> None:
     code = 'tree.root.rename("elsewhere"); tree.run(["tests"], "one.py")'
     assert "ToolError the tests could not be run (exit status 70)" in run_in_a_small_tree(tmp_path, code)
+
+
+def test_a_mutant_is_asked_of_the_tests_that_run_its_function(tmp_path: Path) -> None:
+    source = "A = 1\n\ndef f(a=1):\n    def g():\n        return a\n    return g()\n\n@property\ndef h(): return 1\n"
+    assert [function_at(source, line) for line in range(1, 10)] == [0, 0, 0, 3, 3, 3, 0, 0, 8]
+    functions = {"kvfs/m.py:3": ["b", "a"], "kvfs/m.py:8": ["c"], "kvfs/n.py:3": ["d"]}
+    Reach(tmp_path / "reach.json", ["tests"], functions).save()
+    reach = Reach.load(tmp_path / "reach.json")
+    assert reach.of("kvfs/m.py", source, 5) == ["b", "a"]
+    assert reach.of("kvfs/m.py", source, 1) == ["a", "b", "c"], "a line of the module: all that run anything of it"
+
+
+def test_a_run_without_a_mutant_notes_what_the_tests_run_in_any_thread(tmp_path: Path) -> None:
+    code = """
+(tree.root / "kvfs").mkdir()
+(tree.root / "kvfs" / "__init__.py").write_text("")
+(tree.root / "kvfs" / "m.py").write_text("def f():\\n    return 1\\n\\ndef g():\\n    return 2\\n")
+one = ["import threading", "from kvfs import m", "def test_one():", "    assert m.f() == 1", "def test_two():"]
+two = ["    thread = threading.Thread(target=m.g)", "    thread.start()", "    thread.join()"]
+(tree.root / "tests" / "test_one.py").write_text("\\n".join(one + two))
+tree.run(["tests"], learn=True)
+for line in (2, 5):
+    print(*tree.reach.of("kvfs/m.py", (tree.root / "kvfs" / "m.py").read_text(), line))
+"""
+    assert run_in_a_small_tree(tmp_path, code).split() == ["tests/test_one.py::test_one", "tests/test_one.py::test_two"]
 
 
 def test_a_run_without_a_mutant_that_finds_no_test_is_an_error(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from cosmic_ray.work_db import WorkDB
     from cosmic_ray.work_item import MutationSpec
 
+#: Packages that decide what is stored, found, charged and dropped: the sample is of them.
+PACKAGES = (
+    "format", "segments", "index", "write", "read", "lookup", "eviction", "directory", "maintenance", "transfer",
+)  # fmt: skip
 #: Tests of other packages that see much of the store, asked together with those of the mutant's own package.
 BROAD = ("tests/test_namespace.py", "tests/test_store_open.py", "tests/crash/test_order_of_writes.py")
 #: Asked when those have noticed nothing: all that do not drive a GPU, an engine or the documentation.
@@ -42,7 +47,8 @@ WIDE = (
     "tests/transfer", "tests/write", "tests/test_store_switches.py", "tests/test_architecture.py",
 )  # fmt: skip
 NAMED_SECONDS = 900.0  # of all tests of a named bug; a busy machine must not look like a hang
-NEAR_SECONDS, WIDE_SECONDS = 1.0, 6.0  # of one test in the first and the second pass
+NEAR_SECONDS, WIDE_SECONDS = 1.0, 6.0  # of one test that is asked first, and of one of all others
+FIRST_TESTS, REACHED_SECONDS = 8, 12.0  # that are asked at once; of all tests that run the mutant's function
 
 FOLDER = click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 
@@ -74,7 +80,7 @@ def draw(folder: Path, size: int, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tree = Tree(folder)
     tree.copy()
-    total = sample.create(folder / "session.sqlite", tree.root, sample.PACKAGES, size, seed)
+    total = sample.create(folder / "session.sqlite", tree.root, PACKAGES, size, seed)
     click.echo(f"{total} mutants, controls included")
 
 
@@ -90,15 +96,43 @@ def near(tree: Tree, path: Path) -> list[str]:
     return exists(tree, f"tests/{package_of(path)}", *BROAD)
 
 
-def judge(tree: Tree, path: Path, text: str) -> Verdict:
-    """The fast tests of the module's package and of the store as a whole, then all others."""
+def ranked(tree: Tree, path: Path, line: int) -> list[str]:
+    """The tests that run the function at a line, the most promising first, as many as REACHED_SECONDS allow."""
     name = str(path.relative_to(tree.root))
+    known = tree.known
+    found = tree.reach.of(name, path.read_text(encoding="utf-8"), line)
+    found = [t for t in found if t not in known.failing and known.seconds.get(t, 0.0) <= NEAR_SECONDS]
+    found.sort(
+        key=lambda test: (*known.rank(name, test)[:2], package_of(path) not in test, known.seconds.get(test, 0.0))
+    )
+    spent = accumulate(known.seconds.get(test, 0.0) for test in found)
+    return [test for test, seconds in zip(found, spent, strict=True) if seconds <= REACHED_SECONDS]
+
+
+def judge(tree: Tree, path: Path, text: str, line: int, *, new: bool = False, wide: bool = False) -> Verdict:
+    """The tests that run the mutant's function. ``new``: before them those near it that were not seen without a bug.
+    ``wide``: after them all others.
+    """
+    name = str(path.relative_to(tree.root))
+    chosen = ranked(tree, path, line)
+    passes: list[tuple[Sequence[str], Collection[str] | None, float]] = []
+    if new:
+        passes.append((near(tree, path), None, 0.0))
+    passes += [
+        (sorted({test.partition("::")[0] for test in some}), some, NEAR_SECONDS)
+        for some in (chosen[:FIRST_TESTS], chosen[FIRST_TESTS:])
+        if some
+    ]
+    if wide:
+        passes.append(([*near(tree, path), *exists(tree, *WIDE)], None, WIDE_SECONDS))
+    verdict = Verdict(False, "", frozenset(), 0.0)
     with tree.changed(name, text):
-        first = tree.run(near(tree, path), name, seconds_max=NEAR_SECONDS)
-        if first.noticed:
-            return first
-        rest = tree.run([*near(tree, path), *exists(tree, *WIDE)], name, seconds_max=WIDE_SECONDS, skip=first.ran)
-        return rest._replace(seconds=first.seconds + rest.seconds)
+        for tests, only, seconds_max in passes:
+            last = tree.run(tests, name, only=only, seconds_max=seconds_max, skip=verdict.ran)
+            verdict = last._replace(ran=verdict.ran | last.ran, seconds=verdict.seconds + last.seconds)
+            if verdict.noticed:
+                break
+    return verdict
 
 
 def mutated(change: MutationSpec) -> str:
@@ -116,27 +150,29 @@ def mutated(change: MutationSpec) -> str:
     return str(text)
 
 
-def learn(tree: Tree) -> None:
-    """Run all tests without a bug: their seconds, and which of them fail here."""
+def learn(tree: Tree, *, wide: bool) -> None:
+    """Run tests without a bug, each once: their seconds, which of them fail here, and which functions they run."""
     load_libraries()
-    if tree.known.seconds:
-        return
-    verdict = tree.run(exists(tree, *BROAD, *WIDE), learn=True)
-    click.echo(f"{len(verdict.ran)} tests without a mutant in {verdict.seconds:.0f} s; failing: {tree.known.failing}")
+    here = [f"tests/{package}" for package in PACKAGES]
+    for folder in dict.fromkeys(exists(tree, *here, *BROAD, *(WIDE if wide else ()))):
+        if folder not in tree.reach.folders:
+            verdict = tree.run([folder], learn=True)
+            click.echo(f"{folder}: {len(verdict.ran)} tests without a mutant in {verdict.seconds:.0f} s")
+    click.echo(f"failing without a mutant: {tree.known.failing}")
 
 
-def work(folder: Path, db: WorkDB, items: list[Any], seconds: float) -> None:
+def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: bool = False, wide: bool) -> None:
     from cosmic_ray.mutating import _make_diff
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     tree, end = Tree(folder), time.monotonic() + seconds
-    learn(tree)
+    learn(tree, wide=wide)
     for item in items:
         if time.monotonic() > end:
             return
         (change,) = item.mutations
         before, after = change.module_path.read_text(encoding="utf-8"), mutated(change)
-        verdict = judge(tree, change.module_path, after)
+        verdict = judge(tree, change.module_path, after, change.start_pos[0], new=new, wide=wide)
         name = change.module_path.relative_to(tree.root)
         result = WorkResult(
             WorkerOutcome.NORMAL,
@@ -149,26 +185,30 @@ def work(folder: Path, db: WorkDB, items: list[Any], seconds: float) -> None:
 
 
 SECONDS = click.option("--seconds", default=1e9, show_default="no limit", help="Start no further mutant after this.")
+WIDER = click.option("--wide", is_flag=True, help="Ask all tests, not only fast ones that run the mutant's function.")
 
 
 @main.command(help="Judge the mutants that have no result yet.")
 @FOLDER
 @SECONDS
-def run(folder: Path, seconds: float) -> None:
+@WIDER
+def run(folder: Path, seconds: float, wide: bool) -> None:
     with session(folder) as db:
-        work(folder, db, sorted(db.pending_work_items, key=lambda item: item.job_id), seconds)
+        work(folder, db, sorted(db.pending_work_items, key=lambda item: item.job_id), seconds, wide=wide)
 
 
 @main.command(help="Judge the survivors once more, with the tests as they are now.")
 @FOLDER
 @SECONDS
+@WIDER
 @click.option("--only", multiple=True, help="Numbers of mutants, as report --survivors shows them; default: all.")
-def again(folder: Path, seconds: float, only: tuple[str, ...]) -> None:
+def again(folder: Path, seconds: float, wide: bool, only: tuple[str, ...]) -> None:
     Tree(folder).copy(("tests", "tools"))
     with session(folder) as db:
         pairs = sorted(db.completed_work_items, key=lambda pair: pair[0].job_id)
         items = [item for item, result in pairs if not result.is_killed and not is_control(item)]
-        work(folder, db, [i for i in items if not only or i.job_id in only], seconds)
+        items = [i for i in items if not only or i.job_id in only]
+        work(folder, db, items, seconds, new=True, wide=wide)
 
 
 def is_control(item: Any) -> bool:

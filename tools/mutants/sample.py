@@ -19,10 +19,6 @@ from cosmic_ray.operators.operator import Example, Operator
 from cosmic_ray.work_db import WorkDB
 from cosmic_ray.work_item import MutationSpec, WorkItem
 
-#: Packages that decide what is stored, found, charged and dropped.
-PACKAGES = (
-    "format", "segments", "index", "write", "read", "lookup", "eviction", "directory", "maintenance", "transfer",
-)  # fmt: skip
 CONTROL = "core/NoOp"
 CONTROLS = 0.03  # share of the sample that changes nothing: a control that is noticed is a test that fails by chance
 

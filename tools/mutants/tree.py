@@ -24,13 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.mutants.reach import Noted, Reach
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "kvfs", "tools", "tests", "docs", "native", "pyproject.toml", "hatch_build.py", "constraints.txt", "README.md",
     "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "LICENSE",
 )  # fmt: skip
 LIBRARIES = ("pytest", "pytest_timeout", "hypothesis", "numpy", "lmdb", "xxhash", "click", "rich.console")
-TEST_SECONDS = 60  # of one test: a mutant that waits for ever is noticed
+TEST_SECONDS = 20  # of one test: a mutant that waits for ever is noticed
+LEARN_SECONDS = 5  # of one test without a bug; those that take longer are not asked
 SLOW_FACTOR, SLOW_SECONDS = 4.0, 60.0  # a run may take so much longer than its tests did without a bug
 DATA_BYTES_MAX = 8 << 30
 TOOL_FAILED = 70  # the exit status of a test run that ended in this file: it says nothing about the mutant
@@ -83,8 +86,11 @@ class Experience:
 class Order:
     """A pytest plugin: which tests run, in which order; writes what happened to a file."""
 
-    def __init__(self, module: str, known: Experience, seconds_max: float, skip: Collection[str], log: Path) -> None:
-        self._module, self._known, self._seconds_max, self._log = module, known, seconds_max, log
+    def __init__(
+        self, module: str, known: Experience, seconds_max: float, only: Collection[str] | None,
+        skip: Collection[str], log: Path,
+    ) -> None:  # fmt: skip
+        self._module, self._known, self._seconds_max, self._only, self._log = module, known, seconds_max, only, log
         self._skip = {*skip, *known.failing}
         self._seconds: dict[str, float] = {}
         self._failed: list[str] = []
@@ -92,6 +98,8 @@ class Order:
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         known = self._known.seconds
         chosen = [i for i in items if i.nodeid not in self._skip and known.get(i.nodeid, 0.0) <= self._seconds_max]
+        if self._only is not None:
+            chosen = [i for i in chosen if i.nodeid in self._only]
         items[:] = sorted(chosen, key=lambda i: self._known.rank(self._module, i.nodeid))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -117,6 +125,8 @@ class Tree:
         self._log = folder / "last.json"
         self.output = folder / "last.txt"
         self.known = Experience.load(folder / "tests.json")
+        self.reach = Reach.load(folder / "reach.json")
+        self._reached = folder / "reached.json"
         self._changed = folder / "changed.json"
         self._restore()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of a test run become ours, and end
@@ -160,24 +170,29 @@ class Tree:
         module: str = "",
         *,
         seconds_max: float = 1e9,
+        only: Collection[str] | None = None,
         skip: Collection[str] = (),
         learn: bool = False,
         limit: float | None = None,
     ) -> Verdict:
-        """Run tests of the copy until one fails. ``learn``: run all of them, and note their seconds and failures.
+        """Run tests of the copy until one fails; of those collected, ``only`` these. ``learn``: run all of them, and
+        note their seconds, their failures and what they run.
 
         Raises ToolError if the tests could not be run.
         """
         self._log.unlink(missing_ok=True)
+        self._reached.unlink(missing_ok=True)
         shutil.rmtree(self._work, ignore_errors=True)
         self._work.mkdir(parents=True)
         started = time.monotonic()
-        limit = limit or self._limit(tests, seconds_max)
+        limit = limit or self._limit(tests if only is None else only, seconds_max)
         if (child := os.fork()) == 0:
             status = TOOL_FAILED
             try:
-                plugin = Order(module, self.known, seconds_max, skip, self._log)
-                status = self._test(tests, plugin, learn)
+                plugins: list[Any] = [Order(module, self.known, seconds_max, only, skip, self._log)]
+                if learn:
+                    plugins.append(Noted(self.root, self._reached))
+                status = self._test(tests, plugins, learn)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -191,8 +206,12 @@ class Tree:
             raise ToolError(f"the tests could not be run (exit status {status}): see {self.output}")
         if learn:
             self.known.seconds |= seconds
-            self.known.failing = failed
+            self.known.failing += failed
             self.known.save()
+            for key, names in json.loads(self._reached.read_text()).items() if self._reached.exists() else ():
+                self.reach.functions.setdefault(key, []).extend(names)
+            self.reach.folders += tests
+            self.reach.save()
         ran = frozenset(seconds)
         if status is None:
             return Verdict(True, f"no end within {limit:.0f} s", ran, took)
@@ -204,11 +223,11 @@ class Tree:
             self.known.save()
         return Verdict(True, by, ran, took)
 
-    def _limit(self, tests: Sequence[str], seconds_max: float) -> float:
+    def _limit(self, tests: Collection[str], seconds_max: float) -> float:
         known = (s for t, s in self.known.seconds.items() if s <= seconds_max and t.startswith(tuple(tests)))
         return SLOW_SECONDS + SLOW_FACTOR * sum(known)
 
-    def _test(self, tests: Sequence[str], plugin: Order, learn: bool) -> int:
+    def _test(self, tests: Sequence[str], plugins: Sequence[Any], learn: bool) -> int:
         """In the child: forget the tool's own modules, and run pytest in the copy."""
         import resource
 
@@ -231,8 +250,12 @@ class Tree:
         tempfile.tempdir = None
         pytest = importlib.import_module("pytest")
         options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "--tb=short"]
-        options += [f"--timeout={TEST_SECONDS}", f"--basetemp={self._work / 'tests'}", *([] if learn else ["-x"])]
-        return int(pytest.main([*options, *tests], plugins=[plugin]))
+        options += [
+            f"--timeout={LEARN_SECONDS if learn else TEST_SECONDS}",
+            f"--basetemp={self._work / 'tests'}",
+            *([] if learn else ["-x"]),
+        ]
+        return int(pytest.main([*options, *tests], plugins=[*plugins]))
 
 
 def load_libraries() -> None:

@@ -132,6 +132,7 @@ def fuzz(only: tuple[str, ...], corpus: Path | None, seed: int, seconds: float, 
 def _need_mounts(*kinds: str) -> None:
     if why := mounts.missing(*kinds):
         raise click.ClickException(why)
+    mounts.apart()
 
 
 @main.command(help=power_runs.__doc__)

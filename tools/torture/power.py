@@ -22,6 +22,8 @@ from tools.torture.mounts import Mount, mounted
 IMAGE_BYTES = 320 << 20
 ROLES = ("writer", "mixed", "forker")
 EVICTING = ("filler", "filler", "user", "manager", "manager")
+STARTING_SHARE = 0.2  # of cuts that may come before all processes work
+START_SECONDS = 10.0  # for which a cut waits for them otherwise, at most
 WITNESS_SECONDS = 60.0  # until a witness has read everything, at most
 LEVELS = ("cache", "sync", "batch")
 
@@ -38,8 +40,6 @@ def run(
         evicting = number // len(kinds) // 3 % 2 == 1
         judge.context = f"power, seed {seed}, cycle {number}, {kind}, level {sync}: "
         (_evicting_cycle if evicting else _cycle)(folder, seed * 100 + number, kind, sync, chance, judge, mode)
-        judge.counts[f"cuts_{kind}"] += 1
-        judge.counts["cuts_evicting"] += evicting
         number += 1
 
 
@@ -48,11 +48,11 @@ def _cycle(folder: Path, seed: int, kind: str, sync: str, chance: random.Random,
     with mounted(folder, kind, IMAGE_BYTES) as mount:
         options = {"store": mount.path / "store", "sync": sync, "capacity": "256MiB", "strict": int(sync == "sync")}
         options |= {"mode": mode, "fault": f"power cuts, {sync}"}
-        for _ in range(chance.randint(1, 2)):  # the second time with what the first has left
+        for _ in range(chance.randint(1, 3)):  # after the first time with what is left
             with Crew(folder, seed, options) as crew:
                 for role in ROLES:
                     crew.start(role)
-                time.sleep(chance.uniform(0.8, 2.5))
+                _work(crew, chance, 0.1, 1.6)
                 if chance.random() < 0.3:
                     crew.run("closer", judge)
                 _cut(mount, crew, chance, judge)
@@ -71,14 +71,23 @@ def _evicting_cycle(
             crew.run("exporter", judge)
             for role in EVICTING:
                 crew.start(role)
-            time.sleep(chance.uniform(3.0, 6.0))
+            _work(crew, chance, 1.5, 4.0)
             if chance.random() < 0.6:
                 for name in list(crew.members):
                     crew.kill(name)
                     judge.counts["kills"] += 1
                 _witness(folder, crew, judge)
             _cut(mount, crew, chance, judge)
+            judge.counts["cuts_evicting"] += 1
         _check(folder, seed, mount, options, judge)
+
+
+def _work(crew: Crew, chance: random.Random, least: float, most: float) -> None:
+    """Let the processes work for ``least`` to ``most`` seconds, most times from when all have started to."""
+    end = time.monotonic() + (START_SECONDS if chance.random() >= STARTING_SHARE else 0.0)
+    while time.monotonic() < end and not all(map(crew.has_reported, crew.members)):
+        time.sleep(0.02)
+    time.sleep(chance.uniform(least, most))
 
 
 def _witness(folder: Path, crew: Crew, judge: Judge) -> None:
@@ -96,6 +105,7 @@ def _witness(folder: Path, crew: Crew, judge: Judge) -> None:
 def _cut(mount: Mount, crew: Crew, chance: random.Random, judge: Judge) -> None:
     mount.cut_power()
     judge.counts["faults"] += 1
+    judge.counts[f"cuts_{mount.kind}"] += 1
     time.sleep(chance.uniform(0.0, 0.3))
     for name in list(crew.members):
         crew.kill(name)
