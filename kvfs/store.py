@@ -586,16 +586,15 @@ class Store:
     @contextlib.contextmanager
     def bucket(self, **how: Any) -> Iterator[Bucket]:
         """The bucket of the settings, for ``kvfs.remote``. ConfigError if there is none. ``how``: as in
-        ``kvfs.remote.urls.open_object_store``."""
-        from kvfs.remote.bucket import Bucket
-        from kvfs.remote.urls import open_object_store
+        ``kvfs.remote.urls.open_bucket``."""
+        from kvfs.remote.urls import open_bucket
 
         self._check_open()
-        objects = open_object_store(self.settings.remote, **how)
+        bucket = open_bucket(self.settings.remote, **how)
         try:
-            yield Bucket(objects, self.settings.remote.url)
+            yield bucket
         finally:
-            objects.close()
+            bucket.objects.close()
 
     @property
     def catalog(self) -> Catalog:

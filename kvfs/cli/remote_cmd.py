@@ -228,13 +228,13 @@ def gc_command(app: App, older_than: str | None, apply: bool) -> None:
 
     if apply:
         _check_writable(app)
-    with app.open() as store, store.bucket() as bucket:
+    with app.open() as store, store.bucket(keyless=True) as bucket:
         age = parse_duration(older_than, "--older-than") if older_than else store.settings.remote.retention_seconds
         if age is None:
             raise ConfigError("no retention is set: give --older-than 30d, or kvfs config set remote.retention 30d")
         if age < REMOTE_RETENTION_MIN:
             raise ConfigError(f"--older-than is {age:g} s: give at least 1h, since clocks differ")
-        bucket.check()
+        bucket.check_marked()
         done = upkeep.collect(bucket, time.time() - age, apply=apply)
     _show_removed(app, bucket.url, done.objects, done.nbytes, done.kept, apply=apply)
 
@@ -260,11 +260,12 @@ def rm_command(app: App, ref: str | None, tenant: bool, yes: bool) -> None:
         raise ConfigError("--tenant removes what was uploaded under a salt: set it in $KVFS_SALT")
     if yes:
         _check_writable(app)
-    with app.open() as store, store.bucket() as bucket:
-        bucket.check()
+    with app.open() as store, store.bucket(keyless=tenant) as bucket:
+        bucket.check_marked()
         if ref is None:
             done = upkeep.remove_tenant(bucket, salt_digest(salt), apply=yes)
         else:
+            bucket.check()  # a name is found in descriptors, which may be encrypted
             done = upkeep.remove(bucket, bucket.find(ref), apply=yes)
     _show_removed(app, bucket.url, done.objects, done.nbytes, done.kept, apply=yes)
 

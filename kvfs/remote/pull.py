@@ -222,7 +222,7 @@ class Puller:
             _Wanted(shape, name.chunk, size=listed.size)
             for shape in self._bucket.shapes(described)
             for listed, name in self._bucket.listing(shape.folder)
-            if name is not None and name.chunk and listed.size <= shape.object_bytes_max
+            if name is not None and name.has_pages and not name.sealed and listed.size <= shape.object_bytes_max
         ]
         total, limit = sum(w.size for w in names), self._c.settings.segments_bytes_max
         if total > limit:

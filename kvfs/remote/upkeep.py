@@ -66,7 +66,7 @@ def namespaces(bucket: Bucket) -> list[RemoteNamespace]:
 
 def _sums(bucket: Bucket, described: Described) -> RemoteNamespace:
     info = RemoteNamespace(described)
-    for listed, _ in bucket.listing(f"{folder_of(described)}pages/"):
+    for listed, _ in bucket.listing(f"{folder_of(described)}pages/", stored=True):
         info.objects += 1
         info.nbytes += listed.size
         info.oldest = min(info.oldest or listed.modified, listed.modified)
@@ -82,10 +82,10 @@ def verify(
     report = Checked()
     listed: list[tuple[Listed, Parsed]] = []
     for found, name in bucket.listing():
-        if name is None:
+        if name is None or name.sealed:
             report.foreign += 1
-            report.note(f"{found.name}: not an object of kvfs")
-        elif name.chunk:
+            report.note(f"{found.name}: " + ("not an object of kvfs" if name is None else "of a key that is not here"))
+        elif name.has_pages:
             listed.append((found, name))
 
     def check(item: tuple[Listed, Parsed]) -> tuple[Listed, int, str, bool]:
@@ -155,14 +155,14 @@ def remove_tenant(bucket: Bucket, tenant: str, *, apply: bool) -> Removed:
 
 def _remove(bucket: Bucket, prefix: str, before: float | None, *, apply: bool) -> Removed:
     done = Removed()
-    for listed, name in bucket.listing(prefix):
+    for listed, name in bucket.listing(prefix, stored=True):
         if name is None or (before is not None and not name.chunk):
             continue
         if before is not None and listed.modified >= before:
             done.kept += 1
             continue
         if apply:
-            bucket.objects.delete(listed.name)
+            bucket.stored.delete(listed.name)
         done.objects += bool(name.chunk)
         done.nbytes += listed.size
     return done

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvfs.catalog.catalog import Catalog
 from kvfs.catalog.walk import Stretch, Walk
 from kvfs.context import Context
+from kvfs.directory.pin_files import pinned_segments
 from kvfs.pages.chunk_set import span
 from kvfs.remote.bucket import Bucket
 from kvfs.remote.push import Piece, Pushed, Pusher, Source, of_rows
@@ -44,7 +45,9 @@ class Uploader:
         self._since = 0.0
         self._done: dict[bytes, int] = {}  # segment id -> set of records, by seq, as bits
         self._growing: dict[bytes, int] = {}  # key of a row with pages that are not uploaded -> its pages
-        self._walked: dict[bytes, int] | None = None  # records of each segment, when nothing was left to do
+        #: records of each segment, and the segments that pins protect, when nothing was left to do
+        self._walked: tuple[dict[bytes, int], set[bytes]] | None = None
+        self._pinned: set[bytes] = set()  # ids of the segments that pins protect
 
     def has_turn(self) -> bool:
         """Whether this process uploads: another one of the host may. It keeps the turn until ``close``. OSError."""
@@ -66,11 +69,12 @@ class Uploader:
             self._lock = None
 
     def run(self, bucket: Bucket, what: str, pace: Callable[[int], None]) -> Uploaded:
-        """One pass. ``what``: "all", or "reused": pages that were read since they were stored, and what precedes them
-        in their row. A row that has grown since the last pass waits for the next one: its neighbours are being saved.
+        """One pass. ``what``: "all"; or "reused": pages that were read since they were stored, or "pinned": those in
+        segments that pins protect, each with what precedes it in its row. A row that has grown since the last pass
+        waits for the next one: its neighbours are being saved.
 
         ``pace`` is called with the bytes that were sent, after each few objects; an error of it ends the pass. Errors
-        as of ``Pusher.run``.
+        as of ``Pusher.run``; OSError for the files of pins.
         """
         now = self._c.files.monotonic()
         if self._target != f"{what} {bucket.url}" or now - self._since > FORGET_SECONDS:
@@ -78,14 +82,15 @@ class Uploader:
             self._done, self._growing, self._walked = {}, {}, None
         records = {row.segment_id: row.records for _, row in Catalog(self._c).segment_rows()}
         pusher = Pusher(self._c, bucket, self._c.settings.remote.requests)
-        if what == "all" and records == self._walked:
+        self._pinned = pinned_segments(self._c.directory) if what == "pinned" else set()
+        if what != "reused" and self._walked == (records, self._pinned):
             return Uploaded(pusher.done, more=False)
         self._done = {segment_id: bits for segment_id, bits in self._done.items() if segment_id in records}
         self._walked = None
         pieces, more = self._pieces(what)
         walked = self._c.files.monotonic() - now
         if not pieces:
-            self._walked = None if self._growing or more else records
+            self._walked = None if self._growing or more else (records, self._pinned)
             return Uploaded(pusher.done, more, walked)
         done = pusher.run_pieces(pieces, pace)
         unsent = set(pusher.unsent)
@@ -120,11 +125,14 @@ class Uploader:
     def _rows(self, what: str) -> Iterator[list[Stretch]]:
         for _, stretches in groupby(Walk(self._c).stretches(), key=lambda s: s.row):
             row = list(stretches)
-            if what == "reused":
-                reused = [i for i, s in enumerate(row) if s.stamp_us > s.written_us]
-                row = row[: reused[-1] + 1] if reused else []
+            if what != "all":
+                chosen = [i for i, s in enumerate(row) if self._is_chosen(s, what)]
+                row = row[: chosen[-1] + 1] if chosen else []
             if row and not all(self._done.get(s.segment_id, 0) & (m := span(s.seq, s.pages)) == m for s in row):
                 yield row
+
+    def _is_chosen(self, stretch: Stretch, what: str) -> bool:
+        return stretch.segment_id in self._pinned if what == "pinned" else stretch.stamp_us > stretch.written_us
 
     def _is_done(self, source: Source) -> bool:
         return bool(self._done.get(source.segment_id, 0) >> source.seq & 1)

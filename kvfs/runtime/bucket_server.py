@@ -24,13 +24,13 @@ from kvfs.remote.bucket import Bucket
 from kvfs.remote.bucket_process import CANCELLED
 from kvfs.remote.pull import Puller, names_of
 from kvfs.remote.uploads import Uploader
-from kvfs.remote.urls import open_object_store
+from kvfs.remote.urls import open_bucket
 from kvfs.runtime import child_program
 from kvfs.runtime.open_store import OpenStore
 
 log = logging.getLogger("kvfs")
 ASKS_AT_ONCE = PULLS_AT_ONCE = 4
-UPLOAD_SECONDS = {"off": 5.0, "all": 5.0, "reused": 60.0}  # between two passes
+UPLOAD_SECONDS = {"off": 5.0, "all": 5.0, "pinned": 5.0, "reused": 60.0}  # between two passes
 WALK_SHARE = 10.0  # a walk over the index is followed by a pause of so many times its length
 PAUSE_SECONDS = 300.0  # that this may be at most: settings are looked at then
 END_SECONDS = 90.0  # for which it may go on once the other process has hung up: longer than a request and its retries
@@ -141,7 +141,7 @@ class BucketServer:
         remote = self._store.settings.remote
         with self._lock:
             if self._opened is None or self._opened[0] != remote:
-                bucket = Bucket(open_object_store(remote), remote.url, fresh_seconds=FRESH_SECONDS)
+                bucket = open_bucket(remote, fresh_seconds=FRESH_SECONDS)
                 self._opened = remote, bucket  # pulls that use another one go on with it
             return self._opened[1]
 
@@ -169,7 +169,7 @@ class BucketServer:
                 if not uploader.has_turn():
                     continue
                 known = self._bucket()
-                bucket = Bucket(known.objects, known.url)  # what another host has removed there is written again
+                bucket = Bucket(known.stored, known.url, keys=known.keys)  # what was removed there is written again
                 if not nice:
                     bucket.is_ready()  # the client makes its threads with its first request: fetches need them, too
                     with contextlib.suppress(OSError):  # engines come first; threads that are made here inherit it
