@@ -126,8 +126,10 @@ class EncryptedObjects:
         if name == MARKER:
             self._inner.replace(name, data)
             return
-        stored = self._stored_names(name)[0]
-        self._inner.replace(stored, self._sealed(stored, data))
+        names, parsed = self._stored_names(name), parse_name(name)
+        # the object that was used may have a name of an older key
+        for stored in names if parsed is not None and parsed.kind == "used" else names[:1]:
+            self._inner.replace(stored, self._sealed(stored, data))
 
     def delete(self, name: str) -> None:
         for stored in self._stored_names(name):

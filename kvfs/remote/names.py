@@ -139,6 +139,10 @@ class Shape(NamedTuple):
         """Name of the object that begins with this chunk."""
         return self.folder + chunk_hash.hex()
 
+    def used_name(self, chunk_hash: bytes) -> str:
+        """Name of the empty object that tells when the one with these pages was last used."""
+        return f"{folder_of(self.described)}used/{self.label}/{chunk_hash.hex()}"
+
     def segment_id(self, chunk_hash: bytes) -> bytes:
         """Id of the segment in that object: it seeds the checks of the entries, so an object is valid under one name
         only."""

@@ -20,6 +20,7 @@ from kvfs.directory.pin_files import pinned_segments
 from kvfs.pages.chunk_set import span
 from kvfs.remote.bucket import Bucket
 from kvfs.remote.push import Piece, Pushed, Pusher, Source, of_rows
+from kvfs.remote.uses import NOTED_SECONDS, Uses
 from kvfs.system.descriptors import Descriptor
 
 PAGES_MAX = 65_536  # of one pass: bounds its memory, about 40 MiB
@@ -68,12 +69,15 @@ class Uploader:
             self._lock.close()
             self._lock = None
 
-    def run(self, bucket: Bucket, what: str, pace: Callable[[int], None]) -> Uploaded:
+    def run(
+        self, bucket: Bucket, what: str, pace: Callable[[int], None], uses: Uses | None = None
+    ) -> Uploaded:  # fmt: skip
         """One pass. ``what``: "all"; or "reused": pages that were read since they were stored, or "pinned": those in
         segments that pins protect, each with what precedes it in its row. A row that has grown since the last pass
         waits for the next one: its neighbours are being saved.
 
-        ``pace`` is called with the bytes that were sent, after each few objects; an error of it ends the pass. Errors
+        ``pace`` is called with the bytes that were sent, after each few objects; an error of it ends the pass.
+        ``uses``: where it is noted which objects of the bucket have pages that were read here within a day. Errors
         as of ``Pusher.run``; OSError for the files of pins.
         """
         now = self._c.files.monotonic()
@@ -87,12 +91,15 @@ class Uploader:
             return Uploaded(pusher.done, more=False)
         self._done = {segment_id: bits for segment_id, bits in self._done.items() if segment_id in records}
         self._walked = None
-        pieces, more = self._pieces(what)
+        pieces, more, read = self._pieces(what)
         walked = self._c.files.monotonic() - now
         if not pieces:
             self._walked = None if self._growing or more else (records, self._pinned)
             return Uploaded(pusher.done, more, walked)
         done = pusher.run_pieces(pieces, pace)
+        if uses is not None:
+            first = ((piece.shape, piece.sources[0].chunk_hash) for piece in pusher.found)
+            uses.note(shape.used_name(chunk) for shape, chunk in first if chunk in read)
         unsent = set(pusher.unsent)
         for piece in pieces:
             for source in piece.sources:
@@ -100,12 +107,14 @@ class Uploader:
                     self._done[source.segment_id] = self._done.get(source.segment_id, 0) | 1 << source.seq
         return Uploaded(done, more, walked)
 
-    def _pieces(self, what: str) -> tuple[list[Piece], bool]:
-        """What is to be pushed, and whether there is more. Notes the rows that have grown."""
+    def _pieces(self, what: str) -> tuple[list[Piece], bool, set[bytes]]:
+        """(what is to be pushed, whether there is more, chunks of it whose rows were read within a day). Notes the rows
+        that have grown."""
         described = {d.digest: d for d in Catalog(self._c).described()}
         growing, self._growing = self._growing, {}
         pieces: list[Piece] = []
-        pages = 0
+        pages, read = 0, set[bytes]()
+        since_us = self._c.files.now_us() - int(NOTED_SECONDS * 1e6)
         for row in self._rows(what):
             # rows are cut where objects begin, so a row is taken whole; what is uploaded of it is left out again
             mine = [piece for piece in of_rows(described, row) if not all(map(self._is_done, piece.sources))]
@@ -116,11 +125,13 @@ class Uploader:
                 self._growing[row[0].row] = count
                 continue
             pieces += mine
+            if any(s.stamp_us > max(s.written_us, since_us) for s in row):
+                read |= {source.chunk_hash for piece in mine for source in piece.sources}
             pages += sum(len(piece.sources) for piece in mine)
             if pages >= PAGES_MAX:
                 self._growing = growing | self._growing  # rows that this walk has not come to
-                return pieces, True
-        return pieces, False
+                return pieces, True, read
+        return pieces, False, read
 
     def _rows(self, what: str) -> Iterator[list[Stretch]]:
         for _, stretches in groupby(Walk(self._c).stretches(), key=lambda s: s.row):

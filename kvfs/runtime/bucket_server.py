@@ -25,6 +25,7 @@ from kvfs.remote.bucket_process import CANCELLED
 from kvfs.remote.pull import Puller, names_of
 from kvfs.remote.uploads import Uploader
 from kvfs.remote.urls import open_bucket
+from kvfs.remote.uses import Uses
 from kvfs.runtime import child_program
 from kvfs.runtime.open_store import OpenStore
 
@@ -36,6 +37,7 @@ PAUSE_SECONDS = 300.0  # that this may be at most: settings are looked at then
 END_SECONDS = 90.0  # for which it may go on once the other process has hung up: longer than a request and its retries
 FAILED_SECONDS = 30.0  # after one that failed
 UPLOAD_NICE = 10
+USES_AT_ONCE, USES_PER_PASS = 4, 256  # requests that tell the bucket what was used
 FRESH_SECONDS = 10.0  # for which the bucket's marker, and the shapes of a namespace, are not asked for again
 
 
@@ -57,6 +59,7 @@ class BucketServer:
         self._pulling: set[int] = set()
         self._closing = threading.Event()
         self._opened: tuple[Remote, Bucket] | None = None
+        self._uses, self._unnoted = Uses(), False  # what is to be told the bucket; whether that has failed
 
     def serve(self) -> None:
         """Until the other process hangs up, or is gone."""
@@ -133,8 +136,24 @@ class BucketServer:
             done = puller.done
             self._tell(number, pages=done.stored + done.skipped, nbytes=done.nbytes, share=puller.share)
 
-        puller = Puller(self._store.c, services.active, services.reader.tiers, self._bucket(), progress)
+        puller = Puller(self._store.c, services.active, services.reader.tiers, self._bucket(), progress, self._noting())
         return puller
+
+    def _noting(self) -> Uses | None:
+        """Where uses of objects are noted, if the settings say so."""
+        return self._uses if self._store.settings.remote.retention_from == "use" else None
+
+    def _note_uses(self) -> None:
+        """Tell the bucket what was used, or some of it. What fails is dropped: it is told with the next use."""
+        if not self._uses.due:
+            return
+        try:
+            self._uses.flush(self._bucket(), USES_AT_ONCE, USES_PER_PASS)
+        except KvfsError as exc:
+            self._store.c.counters.add("remote_errors")
+            if not self._unnoted:
+                log.warning("the bucket was not told what is used (%s): it may seem older", " ".join(str(exc).split()))
+            self._unnoted = True
 
     def _bucket(self) -> Bucket:
         """The bucket of the present settings."""
@@ -161,6 +180,7 @@ class BucketServer:
         while not self._closing.wait(pause):
             remote = self._store.settings.remote
             pause = UPLOAD_SECONDS[remote.upload]
+            self._note_uses()
             if remote.upload == "off" or not remote.url:
                 uploader.close()
                 continue
@@ -175,7 +195,8 @@ class BucketServer:
                     with contextlib.suppress(OSError):  # engines come first; threads that are made here inherit it
                         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), UPLOAD_NICE)
                     nice = True
-                done, more, walked = uploader.run(bucket, remote.upload, partial(self._paced, remote))
+                pace = partial(self._paced, remote)
+                done, more, walked = uploader.run(bucket, remote.upload, pace, self._noting())
                 problem = next(iter(done.problems), "")
                 pause = 0.0 if more else max(pause, min(PAUSE_SECONDS, WALK_SHARE * walked))
             except _CancelledError:  # the settings have changed, or it ends
