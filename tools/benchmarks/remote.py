@@ -81,7 +81,7 @@ class Bare:
 
 
 @contextmanager
-def store_at(path: Path, url: str, capacity: int, requests: int, key_file: str) -> Iterator[kvfs.Store]:
+def store_at(path: Path, url: str, capacity: int, requests: int, key_file: str = "") -> Iterator[kvfs.Store]:
     kvfs.open(path, capacity=capacity).close()
     for key, value in (("url", url), ("requests", str(requests)), ("key_file", key_file)):
         config_file.change(str(path), f"remote.{key}", value, Files())
