@@ -29,7 +29,8 @@ SEALED_BYTES = 48  # of a chunk hash that is encrypted for a name
 OPEN = "open"  # tenant of namespaces without a salt
 #: Pages of one object, together: as many as a power of two allows. docs/decisions/0032 compares the sizes.
 OBJECT_BYTES = 16 << 20
-#: Objects in memory at once, of one push or pull; or one object. Pages that are verified take as much again.
+#: Objects in memory at once, of one push or pull; or one object. Pages that are verified take as much again, and so do
+#: encrypted objects.
 MEMORY_BYTES = 512 << 20
 _NAME = re.compile(
     r"(?P<tenant>open|[0-9a-f]{32})/(?P<digest>[0-9a-f]{64})/"
