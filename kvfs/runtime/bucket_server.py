@@ -58,7 +58,7 @@ class BucketServer:
         self._cancelled: set[int] = set()
         self._pulling: set[int] = set()
         self._closing = threading.Event()
-        self._opened: tuple[Remote, Bucket] | None = None
+        self._opened: tuple[Remote, tuple[int, ...], Bucket] | None = None
         self._uses, self._unnoted = Uses(), False  # what is to be told the bucket; whether that has failed
 
     def serve(self) -> None:
@@ -91,7 +91,7 @@ class BucketServer:
                 pool.shutdown(wait=True, cancel_futures=True)
             uploads.join()
             if self._opened is not None:
-                self._opened[1].objects.close()
+                self._opened[2].objects.close()
 
     def _answer(self, number: int, task: Callable[[dict[str, Any], bytes], str], *what: Any) -> None:
         """Run a task. It returns why it has ended early, or ""."""
@@ -156,13 +156,14 @@ class BucketServer:
             self._unnoted = True
 
     def _bucket(self) -> Bucket:
-        """The bucket of the present settings."""
+        """The bucket of the present settings and keys."""
         remote = self._store.settings.remote
+        keys = _version(remote.key_file)
         with self._lock:
-            if self._opened is None or self._opened[0] != remote:
+            if self._opened is None or self._opened[:2] != (remote, keys):
                 bucket = open_bucket(remote, fresh_seconds=FRESH_SECONDS)
-                self._opened = remote, bucket  # pulls that use another one go on with it
-            return self._opened[1]
+                self._opened = remote, keys, bucket  # pulls that use another one go on with it
+            return self._opened[2]
 
     def _tell(self, number: int, **what: Any) -> None:
         try:
@@ -223,6 +224,15 @@ class BucketServer:
                 raise _CancelledError
             if left <= 0:
                 return
+
+
+def _version(path: str) -> tuple[int, ...]:
+    """Changes when a file of keys is replaced or rewritten; () for none."""
+    try:
+        st = os.stat(path)
+    except OSError:  # opening the bucket says what is wrong with it
+        return ()
+    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
 
 
 def _described(said: dict[str, Any]) -> Described:

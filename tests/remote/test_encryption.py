@@ -168,6 +168,37 @@ def test_a_changed_byte_ends_the_object_before_its_block(tmp_path: Path) -> None
     assert found is not None and found.size < 300_000
 
 
+def test_no_change_of_an_object_gives_other_bytes(tmp_path: Path) -> None:
+    """Flips, cuts, insertions, and blocks that are moved, doubled or of another object."""
+    inner, draw = DirectoryStore(str(tmp_path)), random.Random(11)
+    store, data = EncryptedObjects(inner, Keys([OLD])), draw.randbytes(700_000)
+    store.put_new("a", draw.randbytes(700_000))
+    store.put_new("b", data)
+    file, other = tmp_path / "b", (tmp_path / "a").read_bytes()
+    whole = file.read_bytes()
+    edges = [0, 8, 16, 48, 16_448, 16_448 + 262_160, 16_448 + 2 * 262_160, len(whole)]
+    for number in range(120):
+        changed = bytearray(whole)
+        first, second = sorted(draw.sample(edges, 2))
+        match number % 6:
+            case 0:
+                changed[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+            case 1:
+                del changed[draw.randrange(len(whole)) :]
+            case 2:
+                changed[second:second] = draw.randbytes(draw.choice((1, 16, 262_160)))
+            case 3:
+                del changed[first:second]
+            case 4:
+                changed[second:second] = whole[first:second]
+            case _:
+                changed[first:second] = other[first:second]
+        file.write_bytes(changed)
+        found = store.get("b", 0, 1 << 20)
+        assert found is not None and found.size == len(found.data)
+        assert data.startswith(bytes(found.data)) and (found.size < len(data) or changed == whole), number
+
+
 def test_an_answer_that_is_cut_short_is_no_damaged_object(tmp_path: Path) -> None:
     """A repair removes damaged objects, and must not remove this one."""
     from kvfs.remote.object_store import Fetched
@@ -313,6 +344,13 @@ def test_a_host_without_the_key_is_told_so_in_one_line(
     assert before == {str(p): p.read_bytes() for p in (tmp_path / "bucket").rglob("*") if p.is_file()}
 
 
+@pytest.mark.parametrize("keys", [None, [], "", {}, 7])
+def test_a_marker_without_ids_of_keys_is_damaged(keyed: kvfs.Store, bucket_path: Path, keys: object) -> None:
+    (bucket_path / MARKER).write_bytes(json.dumps({"kvfs": "remote", "format": 2, "keys": keys}).encode())
+    with pytest.raises(kvfs.FormatError):
+        keyed.push(["chat"])
+
+
 def test_an_engine_without_the_key_computes(keyed: kvfs.Store, tmp_path: Path, bucket_url: str) -> None:
     with other_host(tmp_path, bucket_url, OTHER) as host:
         ns = host.namespace("chat", tiny(), "1a")
@@ -377,6 +415,24 @@ def test_keys_rotate_while_hosts_read_what_the_old_one_encrypted(
         after.namespace("chat", tiny(), "1a").put(tokens_of(3, 5), seeded(3, 5 * TINY_BYTES))
         after.push(["chat"])
         assert after.pull("chat").failed == 0, "its descriptor is of the new key now"
+
+
+def test_a_bucket_process_reads_keys_again_when_their_file_changes(
+    keyed: kvfs.Store, tmp_path: Path, bucket_url: str
+) -> None:
+    """Engines go on through a rotation."""
+    with other_host(tmp_path, bucket_url, OLD) as engine:
+        ns = engine.namespace("chat", tiny(), "1a")
+        fetch = engine.fetch(ns, tokens_of(1, CHUNKS))
+        assert fetch is not None and fetch.wait(100) and fetch.pages == CHUNKS
+        with other_host(tmp_path, bucket_url, NEW, OLD, name="rotated") as rotated:
+            new = rotated.namespace("chat", tiny(), "1a")
+            new.put(tokens_of(2, CHUNKS), seeded(2, CHUNKS * TINY_BYTES))
+            rotated.push(["chat"])
+        key_file(tmp_path / "other.key", NEW, OLD)
+        fetch = engine.fetch(ns, tokens_of(2, CHUNKS))
+        assert fetch is not None and fetch.wait(100) and fetch.pages == CHUNKS
+        assert restored(ns, tokens_of(2, CHUNKS)) == seeded(2, CHUNKS * TINY_BYTES)
 
 
 def test_age_and_tenant_are_enough_to_remove_objects_without_the_key(

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -170,6 +170,31 @@ class Host:
             list(pool.map(lambda found: bucket.delete(found.name), list(bucket.listing(""))))
 
 
+class Fleet(NamedTuple):
+    """Two hosts that reach one gateway."""
+
+    namespaces: list[str]  # of each host
+    environments: list[dict[str, str]]  # of each host: what kvfs needs to find the gateway
+    delayed_by: str
+
+
+@contextlib.contextmanager
+def fleet(root: Path, rate: str, delay: float) -> Iterator[Fleet]:
+    """A cluster of what ``root`` holds, with the bucket BUCKET, behind links of a rate and a round trip in seconds."""
+    with contextlib.ExitStack() as stack:
+        network = Network(("a", "b"), rate, delay)
+        stack.callback(network.close)
+        ceph = stack.enter_context(contextlib.closing(Ceph(root, inside=("ip", "netns", "exec", GATEWAY))))
+        ceph.make_bucket(BUCKET)
+        port = ceph.port
+        if delay and not network.has_netem:
+            (port,) = stack.enter_context(Crew([Delay(ceph.port, delay / 2)])).run(None)
+        urls = [f"http://{network.address(i)}:{port}" for i in range(len(network.hosts))]
+        environments = [ceph.environment() | {"AWS_ENDPOINT_URL": url} for url in urls]
+        by = "none is added" if not delay else "netem" if network.has_netem else "a relay"
+        yield Fleet(network.hosts, environments, by)
+
+
 def both(crews: list[Crew[Any]], order: Order) -> list[Any]:
     for crew in crews:
         crew.start(order)
@@ -204,18 +229,10 @@ def main(
 ) -> None:  # fmt: skip
     case = Case.of(size, PAGE, prompt, 4, 1)
     with contextlib.ExitStack() as stack:
-        network = Network(("a", "b"), rate, delay)
-        stack.callback(network.close)
-        ceph = stack.enter_context(contextlib.closing(Ceph(root, inside=("ip", "netns", "exec", GATEWAY))))
-        ceph.make_bucket(BUCKET)
-        port = ceph.port
-        by = "none is added" if not delay else "netem" if network.has_netem else "a relay"
-        if delay and not network.has_netem:
-            (port,) = stack.enter_context(Crew([Delay(ceph.port, delay / 2)])).run(None)
+        hosts = stack.enter_context(fleet(root, rate, delay))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=path)))
         crews: list[Crew[Any]] = []
-        for i, name in enumerate(network.hosts):
-            environment = ceph.environment() | {"AWS_ENDPOINT_URL": f"http://{network.address(i)}:{port}"}
+        for name, environment in zip(hosts.namespaces, hosts.environments, strict=True):
             (folder / name).mkdir()
             job = Host(name, folder / name, environment, case, requests)
             crews.append(stack.enter_context(Crew([job])))
@@ -223,7 +240,7 @@ def main(
         options: dict[str, Value] = {
             "rate": rate,
             "delay_ms": delay * 1e3,
-            "delay_by": by,
+            "delay_by": hosts.delayed_by,
             "size": size_text(case.size_bytes),
         }
         options |= {"prompt": size_text(case.prompt_bytes), "requests": requests, "rounds": rounds}
