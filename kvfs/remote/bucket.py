@@ -139,14 +139,15 @@ class Bucket:
     # -- namespaces --------------------------------------------------------------------------
 
     def announce(self, shape: Shape, descriptor: bytes) -> None:
-        """Store the descriptor and the shape, unless they are there. A descriptor that does not verify is replaced: it
-        may have been encrypted with a key that is no longer used."""
+        """Store the descriptor and the shape, unless they are there. A descriptor that does not verify is replaced, and
+        while keys rotate each one is: else it would be lost with the old key."""
         described = shape.described
         for name, data in ((f"{folder_of(described)}namespace", descriptor), (shape.marker, b"")):
             if name not in self._said:
                 if not self.objects.put_new(name, data) and data:
                     self._described.pop((described.salt or OPEN, described.digest), None)
-                    if self.described(described.salt or OPEN, described.digest) is None:
+                    rotates = self.keys is not None and len(self.keys.all) > 1
+                    if rotates or self.described(described.salt or OPEN, described.digest) is None:
                         self.objects.replace(name, data)
                 self._said.add(name)
 

@@ -123,6 +123,8 @@ def _check(bucket: Bucket, listed: Listed, name: Parsed) -> tuple[int, str]:
     """(pages that verify, what is wrong with the object)."""
     described = bucket.described(name.tenant, name.digest)
     shape = Shape.of(described, name.group, name.part) if described is not None else None
+    if described is None and bucket.keys is not None:  # its name is of a key that is here: no reason to remove it
+        raise RemoteError("the descriptor of its namespace is missing, or of a key that is not here")
     if shape is None:
         return 0, "its namespace is missing, or has no such group and part"
     found = bucket.objects.get(listed.name, 0, shape.object_bytes_max)

@@ -411,6 +411,9 @@ def test_keys_rotate_while_hosts_read_what_the_old_one_encrypted(
             seen = upkeep.verify(bucket, repair=True, requests=2)
             assert (seen.objects, seen.bad, seen.removed, seen.foreign) == (3, 0, 0, 3)
     with other_host(tmp_path, bucket_url, NEW, name="after") as after:  # the old key is gone
+        with after.bucket() as bucket:
+            seen = upkeep.verify(bucket, repair=True, requests=2)
+            assert (seen.pages, seen.bad, seen.failed, seen.removed, seen.foreign) == (CHUNKS, 0, 0, 0, 3)
         assert pulled(after, 1) == 0 and pulled(after, 2) == CHUNKS
         after.namespace("chat", tiny(), "1a").put(tokens_of(3, 5), seeded(3, 5 * TINY_BYTES))
         after.push(["chat"])
@@ -433,6 +436,17 @@ def test_a_bucket_process_reads_keys_again_when_their_file_changes(
         fetch = engine.fetch(ns, tokens_of(2, CHUNKS))
         assert fetch is not None and fetch.wait(100) and fetch.pages == CHUNKS
         assert restored(ns, tokens_of(2, CHUNKS)) == seeded(2, CHUNKS * TINY_BYTES)
+
+
+def test_a_repair_removes_no_object_whose_namespace_it_cannot_read(
+    keyed: kvfs.Store, bucket_path: Path, bucket_url: str
+) -> None:
+    (descriptor,) = bucket_path.rglob("namespace")
+    descriptor.write_bytes(b"encrypted with a key that is not here")
+    with keyed.bucket() as bucket:
+        seen = upkeep.verify(bucket, repair=True, requests=2)
+        assert (seen.objects, seen.bad, seen.removed, seen.failed) == (3, 0, 0, 3)
+    assert len(objects_of(bucket_path)) == 3
 
 
 def test_age_and_tenant_are_enough_to_remove_objects_without_the_key(
