@@ -89,6 +89,14 @@ def store_at(path: Path, url: str, capacity: int, requests: int, key_file: str =
         yield store
 
 
+def new_key(folder: Path) -> str:
+    """A file with a key that encrypts objects."""
+    file = folder / "key"
+    file.touch(0o600)
+    file.write_text(os.urandom(32).hex())
+    return str(file)
+
+
 class Hosts:
     """A store that pushes its prompts, each time below another prefix, and empty stores that pull them."""
 
@@ -184,10 +192,7 @@ def main(
     )
     try:
         with tempfile.TemporaryDirectory(dir=path) as folder:
-            key = Path(folder) / "key"
-            key.touch(0o600)
-            key.write_text(os.urandom(32).hex())
-            hosts = Hosts(Path(folder), url, case, requests, str(key) if encrypt else "")
+            hosts = Hosts(Path(folder), url, case, requests, new_key(Path(folder)) if encrypt else "")
             bares = [(f"bare {size_text(s)}", Bare(bucket, "bare/", s, case.size_bytes, requests)) for s in sizes]
             runs = [Contender("push", hosts.push), Contender("pull", hosts.pull), Contender("fetch", hosts.fetch)]
             for name, bare in bares:

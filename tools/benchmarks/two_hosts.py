@@ -29,7 +29,7 @@ from tools.benchmarks.case import MIB, Case, Payload, Size, out_buffer, size_tex
 from tools.benchmarks.crew import Crew
 from tools.benchmarks.measure import BenchError, Sample, Stopwatch, back_memory, rate_ratio
 from tools.benchmarks.network import GATEWAY, Network, Relay, enter
-from tools.benchmarks.remote import case_name, store_at
+from tools.benchmarks.remote import case_name, new_key, store_at
 from tools.benchmarks.report import Report, Table, Value, rates
 from tools.ceph import Ceph
 
@@ -61,9 +61,11 @@ class Delay:
 class Host:
     """One host: a child in its namespace, with a store in a folder of its own."""
 
-    def __init__(self, namespace: str, folder: Path, environment: dict[str, str], case: Case, requests: int) -> None:
+    def __init__(
+        self, namespace: str, folder: Path, environment: dict[str, str], case: Case, requests: int, key_file: str
+    ) -> None:
         self._namespace, self._folder, self._environment = namespace, folder, environment
-        self._case, self._requests = case, requests
+        self._case, self._requests, self._key_file = case, requests, key_file
         self._capacity = 4 * case.size_bytes + (64 << 20)
         self._round = itertools.count()
 
@@ -85,7 +87,7 @@ class Host:
 
     @contextlib.contextmanager
     def _store(self, url: str, name: str) -> Iterator[kvfs.Store]:
-        with store_at(self._folder / name, url, self._capacity, self._requests) as store:
+        with store_at(self._folder / name, url, self._capacity, self._requests, self._key_file) as store:
             yield store
 
     def fill(self, url: str) -> None:
@@ -221,20 +223,22 @@ class Seconds(click.ParamType[float]):
 @click.option("--prompt", type=Size(), default="64MiB", show_default=True, help="Bytes of one prompt.")
 @click.option("--requests", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--encrypt", is_flag=True, help="Objects are encrypted; bare puts are not.")
 @click.option("--path", type=click.Path(exists=True, file_okay=False, path_type=Path), default=tempfile.gettempdir())
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 def main(
-    root: Path, rate: str, delay: float, size: int, prompt: int, requests: int, rounds: int, path: Path,
+    root: Path, rate: str, delay: float, size: int, prompt: int, requests: int, rounds: int, encrypt: bool, path: Path,
     json_path: Path | None,
 ) -> None:  # fmt: skip
     case = Case.of(size, PAGE, prompt, 4, 1)
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(fleet(root, rate, delay))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=path)))
+        key = new_key(folder) if encrypt else ""
         crews: list[Crew[Any]] = []
         for name, environment in zip(hosts.namespaces, hosts.environments, strict=True):
             (folder / name).mkdir()
-            job = Host(name, folder / name, environment, case, requests)
+            job = Host(name, folder / name, environment, case, requests, key)
             crews.append(stack.enter_context(Crew([job])))
         a, b = crews
         options: dict[str, Value] = {
@@ -243,7 +247,7 @@ def main(
             "delay_by": hosts.delayed_by,
             "size": size_text(case.size_bytes),
         }
-        options |= {"prompt": size_text(case.prompt_bytes), "requests": requests, "rounds": rounds}
+        options |= {"prompt": size_text(case.prompt_bytes), "requests": requests, "rounds": rounds, "encrypt": encrypt}
         report = Report("two_hosts", options, json_path)
         both(crews, ("fill", f"s3://{BUCKET}/none"))
         samples: dict[str, list[Sample]] = {}
