@@ -84,7 +84,7 @@ def verify(
     report = Checked()
     listed: list[tuple[Listed, Parsed]] = []
     for found, name in bucket.listing():
-        if name is None or name.sealed:
+        if name is None or (name.sealed and name.has_pages):
             report.foreign += 1
             report.note(f"{found.name}: " + ("not an object of kvfs" if name is None else "of a key that is not here"))
         elif name.has_pages:
