@@ -527,7 +527,9 @@ class Store:
         ``progress(done, total)`` in bytes, of a namespace. RemoteError if the bucket does not answer at all.
         """
         from kvfs.namespace import Namespace
+        from kvfs.remote.object_store import RemoteError
         from kvfs.remote.pull import Puller, prompt_of
+        from kvfs.remote.uses import Uses
 
         self._check_open()
         self._check_enabled()
@@ -538,12 +540,18 @@ class Store:
             raise ConfigError("token_ids need a Namespace as store.namespace(...) gives it, and extra needs token_ids")
         services = self._shared.services()
         with self.bucket() as bucket:
-            puller = Puller(self._shared.c, services.active, services.reader.tiers, bucket)
+            uses = Uses() if self.settings.remote.retention_from == "use" else None
+            puller = Puller(self._shared.c, services.active, services.reader.tiers, bucket, uses=uses)
             if isinstance(namespace, Namespace) and token_ids is not None:
                 done = puller.prompt(*prompt_of(namespace.identity, namespace.chunk_hashes(token_ids, extra=extra)))
             else:
                 ref = namespace.identity.digest.hex() if isinstance(namespace, Namespace) else namespace
                 done = puller.namespace(ref, progress)
+            if uses is not None:
+                try:
+                    uses.flush(bucket, self.settings.remote.requests)
+                except RemoteError as exc:  # what came is here all the same
+                    done.problems.append(f"the bucket was not told what is used: {exc}")
         self._shared.c.events.add("pulled", stored=done.stored, refused=done.refused, failed=done.failed)
         return done
 
@@ -586,16 +594,15 @@ class Store:
     @contextlib.contextmanager
     def bucket(self, **how: Any) -> Iterator[Bucket]:
         """The bucket of the settings, for ``kvfs.remote``. ConfigError if there is none. ``how``: as in
-        ``kvfs.remote.urls.open_object_store``."""
-        from kvfs.remote.bucket import Bucket
-        from kvfs.remote.urls import open_object_store
+        ``kvfs.remote.urls.open_bucket``."""
+        from kvfs.remote.urls import open_bucket
 
         self._check_open()
-        objects = open_object_store(self.settings.remote, **how)
+        bucket = open_bucket(self.settings.remote, **how)
         try:
-            yield Bucket(objects, self.settings.remote.url)
+            yield bucket
         finally:
-            objects.close()
+            bucket.objects.close()
 
     @property
     def catalog(self) -> Catalog:

@@ -61,7 +61,7 @@ ALLOWED: dict[str, str] = {
     "version": "",
 }
 #: Library -> the only packages that may import it.
-ONLY = {"triton": {"kernels"}, "obstore": {"remote"}}
+ONLY = {"triton": {"kernels"}, "obstore": {"remote"}, "cryptography": {"remote"}}
 #: Library -> the packages that must not import it.
 NEVER = {"torch": {"index", "segments", "eviction", "maintenance", "cli"}}
 #: What runs code that it finds in data, or can.

@@ -587,4 +587,14 @@ MUTATIONS = (
         "if page.entry.chunk_hash != prompt.hashes[at + i] or not", "if not",
         ("tests/remote/test_push_pull.py",),
     ),
+    Mutation(
+        "read a plain bucket although there is a key", "kvfs/remote/bucket.py",
+        "if self.keys is not None and not ids:", "if False:",
+        ("tests/remote/test_encryption.py",),
+    ),
+    Mutation(
+        "take an encrypted object that was cut at a block", "kvfs/remote/encryption.py",
+        'return number.to_bytes(11, "big") + bytes([last])', 'return number.to_bytes(11, "big") + bytes([0])',
+        ("tests/remote/test_encryption.py",),
+    ),
 )  # fmt: skip

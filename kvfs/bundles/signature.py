@@ -8,12 +8,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
-import stat
 from collections.abc import Mapping
 from typing import Any
 
-from kvfs.errors import ConfigError
+from kvfs.system.key_files import read_key_file
 
 FIELD = "signature"  # of a manifest
 KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 4096  # of a key file: 128 random bits or more
@@ -21,21 +19,7 @@ KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 4096  # of a key file: 128 random bits or mor
 
 def read_key(path: str) -> bytes:
     """The key in a file; all bytes of the file count. ConfigError if it is not one that others cannot read."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as exc:
-        raise ConfigError(f"key file {path}: {exc.strerror}; head -c 32 /dev/urandom writes one") from None
-    try:
-        st = os.fstat(fd)
-        data = os.read(fd, KEY_BYTES_MAX + 1) if stat.S_ISREG(st.st_mode) else b""
-    except OSError as exc:
-        raise ConfigError(f"key file {path}: {exc.strerror}") from None
-    finally:
-        os.close(fd)
-    if not KEY_BYTES_MIN <= len(data) <= KEY_BYTES_MAX:
-        raise ConfigError(f"key file {path} is no file of {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes")
-    if st.st_mode & 0o007:
-        raise ConfigError(f"key file {path}: other users have access; chmod o-rwx, and make a new key")
+    data = read_key_file(path, KEY_BYTES_MIN, KEY_BYTES_MAX, "head -c 32 /dev/urandom writes one")
     return hashlib.blake2b(b"kvfs bundle key 1\n" + data, digest_size=32).digest()
 
 

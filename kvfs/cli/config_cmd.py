@@ -9,7 +9,7 @@ import click
 
 from kvfs.cli import text
 from kvfs.cli.app import App, Command, CommandGroup, common, complete_namespaces
-from kvfs.directory.config import MODES, READ_THROUGH, SYNC_LEVELS, UPLOADS, Remote
+from kvfs.directory.config import MODES, READ_THROUGH, RETENTION_FROM, SYNC_LEVELS, UPLOADS, Remote
 from kvfs.format.codec import CODECS
 
 
@@ -148,7 +148,7 @@ def _complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) 
 def _complete_values(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     values = {
         "sync": SYNC_LEVELS, "mode": MODES, "codec": tuple(CODECS), "remote.read_through": READ_THROUGH,
-        "remote.upload": UPLOADS, "remote.codec": tuple(CODECS),
+        "remote.upload": UPLOADS, "remote.codec": tuple(CODECS), "remote.retention_from": RETENTION_FROM,
     }.get(ctx.params.get("key", ""), ())  # fmt: skip
     return [value for value in values if value.startswith(incomplete)]
 
@@ -240,7 +240,7 @@ def _change(app: App, key: str, value: str | None) -> None:
     later = key in ("mode", "index_bytes")
     whom = "for processes that open the store from now on" if later else "also for processes that have the store open"
     app.out.result(data, lambda: [f"{key} is now {_value(key, stored)}, {whom}"], [key])
-    if key == "remote.url" and remote.url and (found := problem(remote)):
+    if key in ("remote.url", "remote.key_file") and remote.url and (found := problem(remote)):
         app.out.note(f"warning: {found}; the setting is stored, kvfs doctor checks the bucket again")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +22,9 @@ from kvfs.cli.app import (
 )
 from kvfs.cli.output import shown
 from kvfs.cli.prompts import need_prompt, prompt_options, read_prompt
+
+if TYPE_CHECKING:
+    from kvfs.remote.upkeep import Removed
 
 
 @click.command(
@@ -212,7 +216,7 @@ def verify_command(app: App, repair: bool) -> int:
 
 
 @remote_command.command("gc", examples=("kvfs remote gc --older-than 30d", "kvfs remote gc --older-than 30d --apply"))
-@click.option("--older-than", metavar="AGE", help="Age since the upload, such as 30d; default: remote.retention.")
+@click.option("--older-than", metavar="AGE", help="Age, such as 30d; default: remote.retention.")
 @click.option("--apply", is_flag=True, help="Remove them.")
 @common
 @click.pass_obj
@@ -220,23 +224,27 @@ def gc_command(app: App, older_than: str | None, apply: bool) -> None:
     """Show what is older than the retention, or remove it with --apply.
 
     A host that has just found a removed object gets a shorter prefix, never wrong bytes. Age counts from the upload,
-    by the clock of the object store.
+    or with the setting remote.retention_from = use from the last use of an object, by the clock of the object store.
+    It needs no key of an encrypted bucket.
     """
-    from kvfs.directory.config import REMOTE_RETENTION_MIN, parse_duration
+    from kvfs.directory.config import REMOTE_RETENTION_MIN, REMOTE_UNUSED_MIN, parse_duration
     from kvfs.errors import ConfigError
     from kvfs.remote import upkeep
 
     if apply:
         _check_writable(app)
-    with app.open() as store, store.bucket() as bucket:
+    with app.open() as store, store.bucket(keyless=True) as bucket:
         age = parse_duration(older_than, "--older-than") if older_than else store.settings.remote.retention_seconds
         if age is None:
             raise ConfigError("no retention is set: give --older-than 30d, or kvfs config set remote.retention 30d")
+        by_use = store.settings.remote.retention_from == "use"
         if age < REMOTE_RETENTION_MIN:
             raise ConfigError(f"--older-than is {age:g} s: give at least 1h, since clocks differ")
-        bucket.check()
-        done = upkeep.collect(bucket, time.time() - age, apply=apply)
-    _show_removed(app, bucket.url, done.objects, done.nbytes, done.kept, apply=apply)
+        if by_use and age < REMOTE_UNUSED_MIN:
+            raise ConfigError(f"--older-than is {age:g} s: give at least 2d, since uses are noted once a day")
+        bucket.check_marked()
+        done = upkeep.collect(bucket, time.time() - age, apply=apply, by_use=by_use)
+    _show_removed(app, bucket.url, done, apply=apply)
 
 
 @remote_command.command(
@@ -260,25 +268,28 @@ def rm_command(app: App, ref: str | None, tenant: bool, yes: bool) -> None:
         raise ConfigError("--tenant removes what was uploaded under a salt: set it in $KVFS_SALT")
     if yes:
         _check_writable(app)
-    with app.open() as store, store.bucket() as bucket:
-        bucket.check()
+    with app.open() as store, store.bucket(keyless=tenant) as bucket:
+        bucket.check_marked()
         if ref is None:
             done = upkeep.remove_tenant(bucket, salt_digest(salt), apply=yes)
         else:
+            bucket.check()  # a name is found in descriptors, which may be encrypted
             done = upkeep.remove(bucket, bucket.find(ref), apply=yes)
-    _show_removed(app, bucket.url, done.objects, done.nbytes, done.kept, apply=yes)
+    _show_removed(app, bucket.url, done, apply=yes)
 
 
-def _show_removed(app: App, url: str, objects: int, nbytes: int, kept: int, *, apply: bool) -> None:
-    data = {"url": url, "objects": objects, "bytes": nbytes, "kept": kept, "applied": apply}
+def _show_removed(app: App, url: str, done: Removed, *, apply: bool) -> None:
+    data = {
+        "url": url, "objects": done.objects, "bytes": done.nbytes, "kept": done.kept, "used": done.used,
+        "applied": apply,
+    }  # fmt: skip
 
     def lines() -> Iterable[str]:
-        yield (
-            f"{'removed' if apply else 'would remove'} {text.count(objects)} objects ({text.size(nbytes)}) from {url}, "
-            f"{text.count(kept)} stay"
-        )
+        what = f"{text.count(done.objects)} objects ({text.size(done.nbytes)}) from {url}"
+        used = f", {text.count(done.used)} of them since they were used" if done.used else ""
+        yield f"{'removed' if apply else 'would remove'} {what}, {text.count(done.kept)} stay{used}"
 
-    app.out.result(data, lines, [str(objects)])
+    app.out.result(data, lines, [str(done.objects)])
 
 
 def _check_writable(app: App) -> None:

@@ -37,8 +37,10 @@ REMOTE_REQUESTS, REMOTE_REQUESTS_MAX = 8, 64
 REMOTE_SECONDS = 30.0  # for a request of up to 16 MiB: less than 5 Mbit/s is away
 REMOTE_RATE_MIN = 100_000  # bytes per second
 REMOTE_RETENTION_MIN = 3600.0  # seconds: clocks of hosts and object stores may differ by that much
+REMOTE_UNUSED_MIN = 2 * 86_400.0  # seconds, of a retention by use: uses are noted once a day
 READ_THROUGH = ("on", "off")
-UPLOADS = ("off", "reused", "all")
+UPLOADS = ("off", "pinned", "reused", "all")
+RETENTION_FROM = ("upload", "use")
 MODES = ("cache", "staging", "memory")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]i?)?b?\s*\Z", re.IGNORECASE)
@@ -97,11 +99,13 @@ class Remote:
     url: str = ""
     requests: int = REMOTE_REQUESTS  # under way at once; also the objects in memory
     timeout_seconds: float = REMOTE_SECONDS  # of one request; its retries take as long again
-    retention_seconds: float | None = None  # ``kvfs remote gc`` removes what was uploaded before that; None: nothing
+    retention_seconds: float | None = None  # ``kvfs remote gc`` removes what is older; None: nothing
+    retention_from: str = "upload"  # since when: the upload, or the last "use" that a host has noted
     read_through: str = "on"  # engines pull what a prompt lacks here while its request waits; or "off"
-    upload: str = "off"  # what goes there in the background: "all", "reused" (pages that were read since), or "off"
+    upload: str = "off"  # what goes there in the background: "all", "reused" (pages that were read since), "pinned"
     upload_rate: int | None = None  # bytes per second of those uploads; None: as fast as they go
     codec: str = "raw"  # in which pages go there that are stored raw here
+    key_file: str = ""  # keys that objects are encrypted with; empty: they are plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +302,19 @@ def _check_remote(remote: Remote) -> None:
         raise ConfigError(f"remote.timeout is {remote.timeout_seconds} s: choose between 0.1s and 10m")
     if remote.retention_seconds is not None and remote.retention_seconds < REMOTE_RETENTION_MIN:
         raise ConfigError(f"remote.retention is {remote.retention_seconds} s: choose at least 1h")
+    if remote.retention_from == "use" and (remote.retention_seconds or REMOTE_UNUSED_MIN) < REMOTE_UNUSED_MIN:
+        raise ConfigError(
+            f"remote.retention is {remote.retention_seconds} s: choose at least 2d with remote.retention_from use, "
+            "since uses are noted once a day"
+        )
+    if remote.key_file and not (os.path.isabs(remote.key_file) and remote.key_file.isprintable()):
+        raise ConfigError(f"remote.key_file is {_show(remote.key_file)}: give an absolute path, or nothing")
     if remote.upload_rate is not None and remote.upload_rate < REMOTE_RATE_MIN:
         raise ConfigError(f"remote.upload_rate is {remote.upload_rate}: choose at least 100KB, per second")
     for name, value, known in (
         ("read_through", remote.read_through, READ_THROUGH),
         ("upload", remote.upload, UPLOADS),
+        ("retention_from", remote.retention_from, RETENTION_FROM),
         ("codec", remote.codec, tuple(CODECS)),
     ):
         if value not in known:
@@ -312,7 +324,10 @@ def _check_remote(remote: Remote) -> None:
 def _parse_remote(table: Any, path: str) -> Remote:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: remote must be a table [remote]")
-    known = ("codec", "read_through", "requests", "retention", "timeout", "upload", "upload_rate", "url")
+    known = (
+        "codec", "key_file", "read_through", "requests", "retention", "retention_from", "timeout", "upload",
+        "upload_rate", "url",
+    )  # fmt: skip
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise ConfigError(f"{path}: remote has unknown key {unknown[0]!r}; known are {', '.join(known)}")
@@ -322,10 +337,12 @@ def _parse_remote(table: Any, path: str) -> Remote:
         table.get("requests", REMOTE_REQUESTS),
         parse_duration(table.get("timeout", REMOTE_SECONDS), "remote.timeout"),
         None if retention == "" else parse_duration(retention, "remote.retention"),
+        _text(table, "retention_from", path, "upload"),
         _text(table, "read_through", path, "on"),
         _text(table, "upload", path, "off"),
         None if rate == "" else parse_size(rate, "remote.upload_rate"),
         _text(table, "codec", path, "raw"),
+        _text(table, "key_file", path, ""),
     )
 
 
@@ -373,11 +390,15 @@ def to_toml(settings: Settings) -> bytes:
         lines.append(f"timeout = {float(remote.timeout_seconds)!r}")
         if remote.retention_seconds is not None:
             lines.append(f"retention = {float(remote.retention_seconds)!r}")
+        if remote.retention_from != "upload":
+            lines.append(f"retention_from = {quoted(remote.retention_from)}")
         lines += [f"read_through = {quoted(remote.read_through)}", f"upload = {quoted(remote.upload)}"]
         if remote.upload_rate is not None:
             lines.append(f"upload_rate = {remote.upload_rate}")
         if remote.codec != "raw":
             lines.append(f"codec = {quoted(remote.codec)}")
+        if remote.key_file:
+            lines.append(f"key_file = {quoted(remote.key_file)}")
     for name, quota in sorted(settings.quotas.items()):
         lines += ["", f"[quota.{quoted(name)}]", f"guaranteed = {quota.guaranteed_bytes}"]
         if quota.cap_bytes is not None:

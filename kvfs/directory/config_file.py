@@ -24,7 +24,14 @@ NAME = "kvfs.toml"
 LOCK_SECONDS = 2.0  # how long a change waits for another one
 SAME, NEW, REFUSED = "same", "new", "refused"  # what ``Follower.look`` found
 KEYS = ("capacity", "segment_bytes", "index_bytes", "sync", "mode", "codec", "bundle_key")
-REMOTE_KEYS = ("url", "requests", "timeout", "retention", "read_through", "upload", "upload_rate", "codec")
+REMOTE_KEYS = (
+    "url", "requests", "timeout", "retention", "retention_from", "read_through", "upload", "upload_rate", "codec",
+    "key_file",
+)  # fmt: skip
+#: Settings whose value is a text, which is checked with the file.
+_TEXTS = {
+    "sync", "mode", "codec", "bundle_key", "url", "read_through", "upload", "upload_rate", "retention_from", "key_file",
+}  # fmt: skip
 QUOTA_KEYS = ("guaranteed", "cap", "ttl")
 _QUOTA = re.compile(r"quota\.(?P<name>.+)\.(?P<key>[a-z]+)\Z")
 
@@ -112,8 +119,8 @@ def read(path: str, files: Files) -> list[Setting]:
                 found.append(Setting(f"quota.{name}.{key}", value, NAME))
     remote = settings.remote
     remote_values: tuple[Any, ...] = (
-        remote.url, remote.requests, remote.timeout_seconds, remote.retention_seconds, remote.read_through,
-        remote.upload, remote.upload_rate, remote.codec,
+        remote.url, remote.requests, remote.timeout_seconds, remote.retention_seconds, remote.retention_from,
+        remote.read_through, remote.upload, remote.upload_rate, remote.codec, remote.key_file,
     )  # fmt: skip
     for key, value in zip(REMOTE_KEYS, remote_values, strict=True):
         if remote.url or key == "url" or key in named.get("remote", {}):
@@ -175,7 +182,7 @@ def _locate(key: str) -> tuple[tuple[str, ...], str]:
 
 def _value(name: str, value: str) -> int | str:
     """The value of a setting, after a check of its kind."""
-    if name in ("sync", "mode", "codec", "bundle_key", "url", "read_through", "upload", "upload_rate"):
+    if name in _TEXTS:
         return value
     if name in ("retention", "upload_rate") and not value:
         return value

@@ -9,7 +9,7 @@ from kvfs.errors import KvfsError
 from kvfs.remote.reachable import problem
 from kvfs.system.files import Files
 
-REMEDY = "correct remote.url or the credentials of the environment; until then lookups, loads and saves go on here"
+REMEDY = "correct remote.url, remote.key_file or the credentials; until then lookups, loads and saves go on here"
 
 
 def diagnose_bucket(path: str, files: Files) -> list[Finding]:

@@ -4,8 +4,10 @@
     TENANT/NAMESPACE/namespace                        descriptor of the namespace
     TENANT/NAMESPACE/shapes/SHAPE                     empty: pages of this group and part were stored
     TENANT/NAMESPACE/pages/SHAPE/CHUNK                pages, from the chunk with this hash on
+    TENANT/NAMESPACE/used/SHAPE/CHUNK                 empty: when the object of that name was last used
 
-TENANT is the digest of the salt, or ``open``; NAMESPACE the digest of the namespace; SHAPE a group and a part.
+TENANT is the digest of the salt, or ``open``; NAMESPACE the digest of the namespace; SHAPE a group and a part. In an
+encrypted bucket CHUNK is encrypted, and longer (``kvfs.remote.encryption``).
 """
 
 from __future__ import annotations
@@ -23,25 +25,43 @@ from kvfs.pages.identity import Described
 from kvfs.pages.layout import Group, Part
 
 MARKER = "kvfs-remote.json"
+SEALED_BYTES = 48  # of a chunk hash that is encrypted for a name
 OPEN = "open"  # tenant of namespaces without a salt
 #: Pages of one object, together: as many as a power of two allows. docs/decisions/0032 compares the sizes.
 OBJECT_BYTES = 16 << 20
-#: Objects in memory at once, of one push or pull; or one object. Pages that are verified take as much again.
+#: Objects in memory at once, of one push or pull; or one object. Pages that are verified take as much again, and so do
+#: encrypted objects.
 MEMORY_BYTES = 512 << 20
 _NAME = re.compile(
     r"(?P<tenant>open|[0-9a-f]{32})/(?P<digest>[0-9a-f]{64})/"
-    r"(?:namespace|(?P<kind>shapes|pages)/(?P<group>[0-9a-f]{4})-(?P<part>[0-9a-f]{16})(?:/(?P<chunk>[0-9a-f]{64}))?)\Z"
+    r"(?:namespace|(?P<kind>shapes|pages|used)/(?P<group>[0-9a-f]{4})-(?P<part>[0-9a-f]{16})"
+    r"(?:/(?P<chunk>[0-9a-f]{64}|[0-9a-f]{96}))?)\Z"
 )
 
 
 class Parsed(NamedTuple):
-    """What a name says: the last three are empty for a descriptor, ``chunk`` also for a shape."""
+    """What a name says: ``part`` and ``chunk`` are empty for a descriptor, ``chunk`` also for a shape."""
 
     tenant: str
     digest: bytes
     group: int
     part: bytes
     chunk: bytes
+    kind: str = "pages"  # or "used", "shapes", "namespace"
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the chunk hash is encrypted."""
+        return len(self.chunk) == SEALED_BYTES
+
+    @property
+    def has_pages(self) -> bool:
+        return self.kind == "pages"
+
+    @property
+    def place(self) -> bytes:
+        """Namespace, group and part: what an encrypted chunk hash is bound to."""
+        return self.digest + self.group.to_bytes(2, "big") + self.part
 
 
 def folder_of(described: Described) -> str:
@@ -52,10 +72,11 @@ def folder_of(described: Described) -> str:
 def parse_name(name: str) -> Parsed | None:
     """What a listed name says; None for a name that kvfs does not give. Listings are untrusted."""
     found = _NAME.match(name)
-    if found is None or (found["kind"] == "pages") != (found["chunk"] is not None):
+    if found is None or (found["kind"] in ("pages", "used")) != (found["chunk"] is not None):
         return None
     group, part, chunk = (bytes.fromhex(found[key] or "") for key in ("group", "part", "chunk"))
-    return Parsed(found["tenant"], bytes.fromhex(found["digest"]), int.from_bytes(group, "big"), part, chunk)
+    digest, kind = bytes.fromhex(found["digest"]), found["kind"] or "namespace"
+    return Parsed(found["tenant"], digest, int.from_bytes(group, "big"), part, chunk, kind)
 
 
 class Shape(NamedTuple):
@@ -118,6 +139,10 @@ class Shape(NamedTuple):
     def name(self, chunk_hash: bytes) -> str:
         """Name of the object that begins with this chunk."""
         return self.folder + chunk_hash.hex()
+
+    def used_name(self, chunk_hash: bytes) -> str:
+        """Name of the empty object that tells when the one with these pages was last used."""
+        return f"{folder_of(self.described)}used/{self.label}/{chunk_hash.hex()}"
 
     def segment_id(self, chunk_hash: bytes) -> bytes:
         """Id of the segment in that object: it seeds the checks of the entries, so an object is valid under one name

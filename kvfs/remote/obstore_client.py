@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvfs.directory.config import switch
 from kvfs.errors import ConfigError
+from kvfs.remote import aws_credentials_file
 from kvfs.remote.object_store import Fetched, Listed, RemoteError
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class ObstoreClient:
                     },
                 },
             }
+        if scheme == "s3" and (provider := aws_credentials_file.provider(os.environ)) is not None:
+            options["credential_provider"] = provider
         try:
             self._store: Any = from_url(url, **options)
         except (exceptions.BaseError, ValueError, TypeError) as exc:
@@ -124,6 +127,8 @@ class ObstoreClient:
         text = str(exc)
         if "RequestTimeTooSkewed" in text:
             return "the clock of this host and that of the object store differ too much: "
+        if "ExpiredToken" in text:
+            return "the credentials have expired: "
         if isinstance(exc, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError)):
             return "the credentials of the environment are refused: "
         if "CredentialProvider" in text or "InstanceCredentials" in text or "MissingCredentials" in text:

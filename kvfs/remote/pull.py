@@ -32,6 +32,7 @@ from kvfs.remote.bucket import Bucket
 from kvfs.remote.names import Shape, at_once
 from kvfs.remote.object_store import RemoteError
 from kvfs.remote.page_object import HEAD_BYTES, covered, decode
+from kvfs.remote.uses import Uses
 from kvfs.write.active_segments import ActiveSegments
 
 SPACE_SECONDS = 30.0  # longest wait for room, per object
@@ -95,10 +96,12 @@ class Puller:
 
     def __init__(
         self, context: Context, active: ActiveSegments, tiers: Tiers, bucket: Bucket,
-        progress: Callable[[], None] = lambda: None,
+        progress: Callable[[], None] = lambda: None, uses: Uses | None = None,
     ) -> None:  # fmt: skip
-        """``progress``: called whenever pages of a prompt were stored; an error of it ends the pull."""
+        """``progress``: called whenever pages of a prompt were stored; an error of it ends the pull. ``uses``: where
+        the objects of a prompt are noted."""
         self._c = context
+        self._uses = uses
         self._progress = progress
         self._before, self._weight = 0.0, 1.0  # of the work of a prompt: what is done, what is under way
         self.share = 0.0  # of the work of a prompt that is done
@@ -185,11 +188,13 @@ class Puller:
             if ~present >> c & (1 << min(pages, end - c)) - 1
         ]  # fmt: skip
         begin = missing[0] if missing else end
+        used: list[bytes] = []
         for wanted, came in self._ahead([_Wanted(shape, prompt.hashes[c], c) for c in missing], pool):
             at, until = wanted.chunk, min(wanted.chunk + pages, end)
             while agreed := self._agreed(self._pages(wanted, came), prompt, at, until):
                 if not self._store(agreed, lambda p: _head_of(prompt, p)):
                     break
+                used.append(wanted.chunk_hash)
                 at += len(agreed)
                 self.share = self._before + self._weight * min(1.0, (at - begin) / max(1, reach - begin))
                 self._progress()
@@ -199,8 +204,16 @@ class Puller:
                 wanted = _Wanted(shape, prompt.hashes[at], at)
                 came = self._fetch(wanted)
             if at < until and not whole:
+                self._note(shape, prompt, used, at)
                 return at
+        self._note(shape, prompt, used, 0 if whole else end)
         return end
+
+    def _note(self, shape: Shape, prompt: Prompt, used: list[bytes], end: int) -> None:
+        """A prompt came from the bucket. Another host needs also the objects before ``end`` that are stored here."""
+        if self._uses is not None and used:
+            before = (prompt.hashes[c] for c in range(0, end, shape.run_pages))
+            self._uses.note(shape.used_name(chunk) for chunk in dict.fromkeys([*before, *used]))
 
     def _agreed(self, pages: Sequence[Page], prompt: Prompt, at: int, until: int) -> Sequence[Page]:
         """The leading pages of an object that are those of the prompt from chunk ``at`` on."""
@@ -222,7 +235,7 @@ class Puller:
             _Wanted(shape, name.chunk, size=listed.size)
             for shape in self._bucket.shapes(described)
             for listed, name in self._bucket.listing(shape.folder)
-            if name is not None and name.chunk and listed.size <= shape.object_bytes_max
+            if name is not None and name.has_pages and not name.sealed and listed.size <= shape.object_bytes_max
         ]
         total, limit = sum(w.size for w in names), self._c.settings.segments_bytes_max
         if total > limit:

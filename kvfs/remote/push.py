@@ -91,6 +91,7 @@ class Pusher:
         self._payloads = bytearray()  # of the object that is made
         self.done = Pushed()
         self.unsent: list[Source] = []  # what the object store did not take, and what may be among it
+        self.found: list[Piece] = []  # what was there: each is the beginning of the object of its name
 
     def run(
         self, namespaces: Collection[Described], matches: Collection[PrefixMatch],
@@ -152,6 +153,7 @@ class Pusher:
                 continue
             if there > 0:
                 self.done.present += there
+                self.found.append(piece._replace(sources=piece.sources[:there]))
                 if piece.sources[there:]:
                     left.append(piece._replace(sources=piece.sources[there:]))
                 continue

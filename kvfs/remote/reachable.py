@@ -12,8 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from kvfs.directory.config import Remote
 from kvfs.errors import KvfsError
-from kvfs.remote.bucket import Bucket
-from kvfs.remote.urls import open_object_store
+from kvfs.remote.urls import open_bucket
 
 SECONDS = 3.0  # until a bucket counts as away
 REQUEST_SECONDS = 2.0  # of one request, which is not retried: its own error says more than the end of SECONDS
@@ -33,13 +32,12 @@ def problem(remote: Remote, *, seconds: float = SECONDS) -> str:
 
 def _ask(remote: Remote) -> str:
     try:
-        objects = open_object_store(remote, timeout=min(REQUEST_SECONDS, remote.timeout_seconds), retries=0)
+        bucket = open_bucket(remote, timeout=min(REQUEST_SECONDS, remote.timeout_seconds), retries=0)
         try:
-            bucket = Bucket(objects, remote.url)
             if not bucket.is_ready():
                 bucket.refuse_foreign()
         finally:
-            objects.close()
+            bucket.objects.close()
     except KvfsError as exc:
         return " ".join(str(exc).split())
     except Exception as exc:  # of the client of the object store: what it says is the answer

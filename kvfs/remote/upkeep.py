@@ -51,11 +51,13 @@ class Checked:
 
 @dataclass
 class Removed:
-    """Objects with pages that were removed, or would be."""
+    """Objects with pages that were removed, or would be. ``used`` of those that are ``kept`` were uploaded before the
+    retention, and used since."""
 
     objects: int = 0
     nbytes: int = 0
     kept: int = 0
+    used: int = 0
 
 
 def namespaces(bucket: Bucket) -> list[RemoteNamespace]:
@@ -66,7 +68,7 @@ def namespaces(bucket: Bucket) -> list[RemoteNamespace]:
 
 def _sums(bucket: Bucket, described: Described) -> RemoteNamespace:
     info = RemoteNamespace(described)
-    for listed, _ in bucket.listing(f"{folder_of(described)}pages/"):
+    for listed, _ in bucket.listing(f"{folder_of(described)}pages/", stored=True):
         info.objects += 1
         info.nbytes += listed.size
         info.oldest = min(info.oldest or listed.modified, listed.modified)
@@ -82,10 +84,10 @@ def verify(
     report = Checked()
     listed: list[tuple[Listed, Parsed]] = []
     for found, name in bucket.listing():
-        if name is None:
+        if name is None or (name.sealed and name.has_pages):
             report.foreign += 1
-            report.note(f"{found.name}: not an object of kvfs")
-        elif name.chunk:
+            report.note(f"{found.name}: " + ("not an object of kvfs" if name is None else "of a key that is not here"))
+        elif name.has_pages:
             listed.append((found, name))
 
     def check(item: tuple[Listed, Parsed]) -> tuple[Listed, int, str, bool]:
@@ -121,6 +123,8 @@ def _check(bucket: Bucket, listed: Listed, name: Parsed) -> tuple[int, str]:
     """(pages that verify, what is wrong with the object)."""
     described = bucket.described(name.tenant, name.digest)
     shape = Shape.of(described, name.group, name.part) if described is not None else None
+    if described is None and bucket.keys is not None:  # its name is of a key that is here: no reason to remove it
+        raise RemoteError("the descriptor of its namespace is missing, or of a key that is not here")
     if shape is None:
         return 0, "its namespace is missing, or has no such group and part"
     found = bucket.objects.get(listed.name, 0, shape.object_bytes_max)
@@ -135,14 +139,56 @@ def _check(bucket: Bucket, listed: Listed, name: Parsed) -> tuple[int, str]:
     return len(pages), "" if entries is not None and len(pages) == len(entries) else "does not verify"
 
 
-def collect(bucket: Bucket, before: float, *, apply: bool) -> Removed:
-    """Remove the objects with pages that were uploaded before ``before`` (seconds since 1970), or only count them."""
-    return _remove(bucket, "", before, apply=apply)
+def collect(bucket: Bucket, before: float, *, apply: bool, by_use: bool = False) -> Removed:
+    """Remove the objects with pages that were uploaded, and with ``by_use`` not used since, before ``before`` (seconds
+    since 1970), or only count them.
+
+    With ``by_use`` the names of a namespace's old objects are in memory at once: about 300 bytes each.
+    """
+    done = Removed()
+    for tenant in bucket.stored.folders(""):
+        for digits in bucket.stored.folders(f"{tenant}/"):
+            _collect(bucket, f"{tenant}/{digits}/", before, done, apply=apply, by_use=by_use)
+    return done
+
+
+def _collect(bucket: Bucket, folder: str, before: float, done: Removed, *, apply: bool, by_use: bool) -> None:
+    old: list[tuple[Listed, Parsed]] = []
+
+    def remove(listed: Listed) -> None:
+        if apply:
+            bucket.stored.delete(listed.name)
+        done.objects += 1
+        done.nbytes += listed.size
+
+    for listed, name in bucket.listing(f"{folder}pages/", stored=True):
+        if name is None or not name.has_pages:
+            continue
+        if listed.modified >= before:
+            done.kept += 1
+        elif by_use:
+            old.append((listed, name))
+        else:
+            remove(listed)
+    used = set[tuple[bytes, bytes]]()
+    for listed, name in bucket.listing(f"{folder}used/", stored=True):  # after the objects: also what was just used
+        if name is None or name.kind != "used":
+            continue
+        if listed.modified >= before:
+            used.add((name.place, name.chunk))
+        elif apply:
+            bucket.stored.delete(listed.name)
+    for listed, name in old:
+        if (name.place, name.chunk) in used:
+            done.kept += 1
+            done.used += 1
+        else:
+            remove(listed)
 
 
 def remove(bucket: Bucket, described: Described, *, apply: bool) -> Removed:
     """Remove a namespace, or only count its objects."""
-    done = _remove(bucket, folder_of(described), None, apply=apply)
+    done = _remove(bucket, folder_of(described), apply=apply)
     if apply:
         bucket.forget(described)
     return done
@@ -150,19 +196,16 @@ def remove(bucket: Bucket, described: Described, *, apply: bool) -> Removed:
 
 def remove_tenant(bucket: Bucket, tenant: str, *, apply: bool) -> Removed:
     """Remove all namespaces of a salt, by its digest as in names, or only count their objects."""
-    return _remove(bucket, f"{tenant}/", None, apply=apply)
+    return _remove(bucket, f"{tenant}/", apply=apply)
 
 
-def _remove(bucket: Bucket, prefix: str, before: float | None, *, apply: bool) -> Removed:
+def _remove(bucket: Bucket, prefix: str, *, apply: bool) -> Removed:
     done = Removed()
-    for listed, name in bucket.listing(prefix):
-        if name is None or (before is not None and not name.chunk):
-            continue
-        if before is not None and listed.modified >= before:
-            done.kept += 1
+    for listed, name in bucket.listing(prefix, stored=True):
+        if name is None:
             continue
         if apply:
-            bucket.objects.delete(listed.name)
-        done.objects += bool(name.chunk)
+            bucket.stored.delete(listed.name)
+        done.objects += name.has_pages
         done.nbytes += listed.size
     return done

@@ -1,9 +1,10 @@
-"""Which object store a URL names."""
+"""Which object store a URL names, and the bucket that the settings name."""
 
 from __future__ import annotations
 
 from kvfs.directory.config import Remote
 from kvfs.errors import ConfigError
+from kvfs.remote.bucket import Bucket
 from kvfs.remote.object_store import ObjectStore
 
 
@@ -22,3 +23,21 @@ def open_object_store(remote: Remote, *, timeout: float | None = None, retries: 
     from kvfs.remote.obstore_client import RETRIES, ObstoreClient
 
     return ObstoreClient(remote.url, timeout=seconds, retries=RETRIES if retries is None else retries)
+
+
+def open_bucket(
+    remote: Remote, *, keyless: bool = False, fresh_seconds: float = 0.0, timeout: float | None = None,
+    retries: int | None = None,
+) -> Bucket:  # fmt: skip
+    """The bucket of the settings. ``keyless``: for what goes by names alone, whether there is a key or not. The caller
+    closes its ``objects``.
+
+    ConfigError as of ``open_object_store``, and for a file with keys that is missing or refused.
+    """
+    keys = None
+    if remote.key_file and not keyless:
+        from kvfs.remote.encryption import read_keys
+
+        keys = read_keys(remote.key_file)
+    objects = open_object_store(remote, timeout=timeout, retries=retries)
+    return Bucket(objects, remote.url, keys=keys, fresh_seconds=fresh_seconds)

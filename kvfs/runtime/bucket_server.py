@@ -24,18 +24,20 @@ from kvfs.remote.bucket import Bucket
 from kvfs.remote.bucket_process import CANCELLED
 from kvfs.remote.pull import Puller, names_of
 from kvfs.remote.uploads import Uploader
-from kvfs.remote.urls import open_object_store
+from kvfs.remote.urls import open_bucket
+from kvfs.remote.uses import Uses
 from kvfs.runtime import child_program
 from kvfs.runtime.open_store import OpenStore
 
 log = logging.getLogger("kvfs")
 ASKS_AT_ONCE = PULLS_AT_ONCE = 4
-UPLOAD_SECONDS = {"off": 5.0, "all": 5.0, "reused": 60.0}  # between two passes
+UPLOAD_SECONDS = {"off": 5.0, "all": 5.0, "pinned": 5.0, "reused": 60.0}  # between two passes
 WALK_SHARE = 10.0  # a walk over the index is followed by a pause of so many times its length
 PAUSE_SECONDS = 300.0  # that this may be at most: settings are looked at then
 END_SECONDS = 90.0  # for which it may go on once the other process has hung up: longer than a request and its retries
 FAILED_SECONDS = 30.0  # after one that failed
 UPLOAD_NICE = 10
+USES_AT_ONCE, USES_PER_PASS = 4, 256  # requests that tell the bucket what was used
 FRESH_SECONDS = 10.0  # for which the bucket's marker, and the shapes of a namespace, are not asked for again
 
 
@@ -56,7 +58,8 @@ class BucketServer:
         self._cancelled: set[int] = set()
         self._pulling: set[int] = set()
         self._closing = threading.Event()
-        self._opened: tuple[Remote, Bucket] | None = None
+        self._opened: tuple[Remote, tuple[int, ...], Bucket] | None = None
+        self._uses, self._unnoted = Uses(), False  # what is to be told the bucket; whether that has failed
 
     def serve(self) -> None:
         """Until the other process hangs up, or is gone."""
@@ -88,7 +91,7 @@ class BucketServer:
                 pool.shutdown(wait=True, cancel_futures=True)
             uploads.join()
             if self._opened is not None:
-                self._opened[1].objects.close()
+                self._opened[2].objects.close()
 
     def _answer(self, number: int, task: Callable[[dict[str, Any], bytes], str], *what: Any) -> None:
         """Run a task. It returns why it has ended early, or ""."""
@@ -133,17 +136,34 @@ class BucketServer:
             done = puller.done
             self._tell(number, pages=done.stored + done.skipped, nbytes=done.nbytes, share=puller.share)
 
-        puller = Puller(self._store.c, services.active, services.reader.tiers, self._bucket(), progress)
+        puller = Puller(self._store.c, services.active, services.reader.tiers, self._bucket(), progress, self._noting())
         return puller
 
+    def _noting(self) -> Uses | None:
+        """Where uses of objects are noted, if the settings say so."""
+        return self._uses if self._store.settings.remote.retention_from == "use" else None
+
+    def _note_uses(self) -> None:
+        """Tell the bucket what was used, or some of it. What fails is dropped: it is told with the next use."""
+        if not self._uses.due:
+            return
+        try:
+            self._uses.flush(self._bucket(), USES_AT_ONCE, USES_PER_PASS)
+        except KvfsError as exc:
+            self._store.c.counters.add("remote_errors")
+            if not self._unnoted:
+                log.warning("the bucket was not told what is used (%s): it may seem older", " ".join(str(exc).split()))
+            self._unnoted = True
+
     def _bucket(self) -> Bucket:
-        """The bucket of the present settings."""
+        """The bucket of the present settings and keys."""
         remote = self._store.settings.remote
+        keys = _version(remote.key_file)
         with self._lock:
-            if self._opened is None or self._opened[0] != remote:
-                bucket = Bucket(open_object_store(remote), remote.url, fresh_seconds=FRESH_SECONDS)
-                self._opened = remote, bucket  # pulls that use another one go on with it
-            return self._opened[1]
+            if self._opened is None or self._opened[:2] != (remote, keys):
+                bucket = open_bucket(remote, fresh_seconds=FRESH_SECONDS)
+                self._opened = remote, keys, bucket  # pulls that use another one go on with it
+            return self._opened[2]
 
     def _tell(self, number: int, **what: Any) -> None:
         try:
@@ -161,6 +181,7 @@ class BucketServer:
         while not self._closing.wait(pause):
             remote = self._store.settings.remote
             pause = UPLOAD_SECONDS[remote.upload]
+            self._note_uses()
             if remote.upload == "off" or not remote.url:
                 uploader.close()
                 continue
@@ -169,13 +190,14 @@ class BucketServer:
                 if not uploader.has_turn():
                     continue
                 known = self._bucket()
-                bucket = Bucket(known.objects, known.url)  # what another host has removed there is written again
+                bucket = Bucket(known.stored, known.url, keys=known.keys)  # what was removed there is written again
                 if not nice:
                     bucket.is_ready()  # the client makes its threads with its first request: fetches need them, too
                     with contextlib.suppress(OSError):  # engines come first; threads that are made here inherit it
                         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), UPLOAD_NICE)
                     nice = True
-                done, more, walked = uploader.run(bucket, remote.upload, partial(self._paced, remote))
+                pace = partial(self._paced, remote)
+                done, more, walked = uploader.run(bucket, remote.upload, pace, self._noting())
                 problem = next(iter(done.problems), "")
                 pause = 0.0 if more else max(pause, min(PAUSE_SECONDS, WALK_SHARE * walked))
             except _CancelledError:  # the settings have changed, or it ends
@@ -202,6 +224,15 @@ class BucketServer:
                 raise _CancelledError
             if left <= 0:
                 return
+
+
+def _version(path: str) -> tuple[int, ...]:
+    """Changes when a file of keys is replaced or rewritten; () for none."""
+    try:
+        st = os.stat(path)
+    except OSError:  # opening the bucket says what is wrong with it
+        return ()
+    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
 
 
 def _described(said: dict[str, Any]) -> Described:

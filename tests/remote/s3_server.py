@@ -1,7 +1,7 @@
 """A small S3 server on the loopback device, which fails on request: what a test needs of a gateway that misbehaves.
 
 It knows the requests that kvfs makes: GET with a range, PUT with If-None-Match, DELETE, ListObjectsV2. Signatures are
-not checked, but a request without one is refused.
+not checked, but a request without one is refused, and one with an access key that is not ``accepted`` any more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xml.sax.saxutils import escape
 FAULTS = ("503", "403", "skew", "cut", "flip", "hang", "drop")
 REFUSED = {
     "503": (503, "SlowDown"), "403": (403, "AccessDenied"), "404": (404, "NoSuchBucket"),
-    "skew": (403, "RequestTimeTooSkewed"),
+    "skew": (403, "RequestTimeTooSkewed"), "expired": (400, "ExpiredToken"),
 }  # fmt: skip
 
 
@@ -31,6 +31,7 @@ class S3Server:
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.requests: Counter[str] = Counter()
+        self.accepted: str | None = None  # access key; None: all
         self.fault: Callable[[str, str, int], str | None] = lambda method, key, number: None
         self.lock = threading.Lock()
         self.stopped = threading.Event()
@@ -69,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.server_.fault(self.command, key, number)
         if "Authorization" not in self.headers:
             fault = "403"
+        elif self.server_.accepted and f"Credential={self.server_.accepted}/" not in self.headers["Authorization"]:
+            fault = "expired"
         if fault == "hang":
             self.server_.stopped.wait(60)
             fault = "drop"

@@ -20,6 +20,7 @@ import kvfs
 from kvfs.directory.config import Remote
 from kvfs.remote import reachable, upkeep
 from kvfs.remote.object_store import ObjectStore
+from kvfs.remote.uploads import Uploader
 from tests.remote.conftest import BUCKET, CEPH_ROOT
 from tests.remote.faulty_proxy import FaultyProxy
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
@@ -238,6 +239,32 @@ def test_credentials_that_end_are_named_and_new_ones_go_on(
     for name, value in gateway.environment().items():
         monkeypatch.setenv(name, value)
     assert filled.push(["chat"]).failed == 0 and pulled(there) == PAGES
+
+
+def test_uploads_whose_credentials_end_complete_once_the_file_is_renewed(
+    gateway: Ceph, proxy: FaultyProxy, filled: kvfs.Store, there: kvfs.Store, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With one client throughout, as a bucket process has it."""
+    file, lasting = tmp_path / "credentials", gateway.environment()
+    gateway.add_key("short-lived", "secret")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    text = "[default]\naws_access_key_id = {}\naws_secret_access_key = {}\n"
+    file.write_text(text.format("short-lived", "secret"))
+    proxy.fault = at_request(10, "PUT", lambda: gateway.remove_key("short-lived"))
+    uploader = Uploader(filled._shared.c)
+    with filled.bucket() as bucket:
+        for _ in range(2):
+            done = uploader.run(bucket, "all", lambda nbytes: None).done
+        assert done.failed and "credentials" in done.problems[0]
+        assert stored_tokens(filled) == PAGES, "the local pages"
+        file.write_text(text.format(lasting["AWS_ACCESS_KEY_ID"], lasting["AWS_SECRET_ACCESS_KEY"]))
+        for _ in range(4):
+            assert not uploader.run(bucket, "all", lambda nbytes: None).done.failed
+    uploader.close()
+    assert pulled(there) == PAGES and there.verify().ok
 
 
 def test_wrong_credentials_and_a_missing_bucket_are_named(

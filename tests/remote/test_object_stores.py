@@ -48,6 +48,14 @@ class TestS3(ObjectStoreContract):
         return open_object_store(Remote("s3://bucket/some/prefix"))
 
 
+class TestEncryptedS3(TestS3):
+    def start(self, place: Path) -> ObjectStore:
+        pytest.importorskip("cryptography", reason="needs the extra remote: pip install 'kvfs[remote]'")
+        from kvfs.remote.encryption import EncryptedObjects, Keys
+
+        return EncryptedObjects(super().start(place), Keys([bytes(32)]))
+
+
 class TestCeph(ObjectStoreContract):
     @pytest.fixture(autouse=True)
     def prefix(self, gateway_url: str) -> None:

@@ -86,6 +86,21 @@ def test_pages_that_nobody_has_read_again_stay_here(
     assert len(stored_pages()) == 2
 
 
+def test_pages_without_a_pin_stay_here(
+    here: kvfs.Store, there: kvfs.Store, uploader: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ns = here.namespace("chat", tiny(), "1a")
+    for seed in (1, 2, 3):
+        ns.put(tokens_of(seed, 40), seeded(seed, 40 * TINY_BYTES))
+    assert run(here, uploader, "pinned") == (0, 0)
+    assert here.pin("system prompt", ns, tokens_of(2, 40)) == 640
+    assert run(here, uploader, "pinned") == (40, 0)
+    assert there.pull("chat").stored == 40
+    assert restored(there.namespace("chat", tiny(), "1a"), tokens_of(2, 40)) == seeded(2, 40 * TINY_BYTES)
+    monkeypatch.setattr(uploads, "Walk", None)
+    assert run(here, uploader, "pinned") == (0, 0), "nothing is walked while nothing changes"
+
+
 def test_a_pass_is_bounded(here: kvfs.Store, uploader: Uploader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "PAGES_MAX", 30)
     ns = here.namespace("chat", tiny(), "1a")

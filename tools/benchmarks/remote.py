@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -81,23 +81,31 @@ class Bare:
 
 
 @contextmanager
-def store_at(path: Path, url: str, capacity: int, requests: int) -> Iterator[kvfs.Store]:
+def store_at(path: Path, url: str, capacity: int, requests: int, key_file: str = "") -> Iterator[kvfs.Store]:
     kvfs.open(path, capacity=capacity).close()
-    for key, value in (("url", url), ("requests", str(requests))):
+    for key, value in (("url", url), ("requests", str(requests)), ("key_file", key_file)):
         config_file.change(str(path), f"remote.{key}", value, Files())
     with kvfs.open(path) as store:
         yield store
 
 
+def new_key(folder: Path) -> str:
+    """A file with a key that encrypts objects."""
+    file = folder / "key"
+    file.touch(0o600)
+    file.write_text(os.urandom(32).hex())
+    return str(file)
+
+
 class Hosts:
     """A store that pushes its prompts, each time below another prefix, and empty stores that pull them."""
 
-    def __init__(self, folder: Path, url: str, case: Case, requests: int) -> None:
-        self._folder, self._url, self._case, self._requests = folder, url, case, requests
+    def __init__(self, folder: Path, url: str, case: Case, requests: int, key_file: str) -> None:
+        self._folder, self._url, self._case, self._requests, self._key_file = folder, url, case, requests, key_file
         self._capacity = 4 * case.size_bytes + (64 << 20)
         self._round = itertools.count()
         self._latest = url
-        with store_at(folder / "first", url, self._capacity, requests) as store:
+        with store_at(folder / "first", url, self._capacity, requests, key_file) as store:
             payload = Payload(case)
             for prompt in range(case.prompts):
                 case.namespace(store).put(case.tokens(prompt), payload.of(prompt))
@@ -106,13 +114,16 @@ class Hosts:
         back_memory(2 * self._case.size_bytes)
         self._latest = f"{self._url}/push-{next(self._round)}"
         watch = Stopwatch()
-        with store_at(self._folder / "first", self._latest, self._capacity, self._requests) as store:
+        with self._store_at(self._folder / "first") as store:
             name = case_name(store)
             with watch:
                 done = store.push([name])
         if done.stored != done.pages or not done.pages:
             raise BenchError(f"the push stored {done.stored} of {done.pages} pages: {done.problems}")
         return watch.sample(self._case.size_bytes)
+
+    def _store_at(self, path: Path) -> AbstractContextManager[kvfs.Store]:
+        return store_at(path, self._latest, self._capacity, self._requests, self._key_file)
 
     def pull(self) -> Sample:
         return self._arrive(lambda store, namespace, tokens: bool(store.pull(namespace, tokens).stored))
@@ -124,7 +135,7 @@ class Hosts:
         back_memory(2 * self._case.size_bytes)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             watch = Stopwatch()
-            with store_at(Path(folder) / "second", self._latest, self._capacity, self._requests) as store:
+            with self._store_at(Path(folder) / "second") as store:
                 namespace = self._case.namespace(store)
                 ready(store, namespace)
                 with watch:
@@ -165,11 +176,13 @@ def case_name(store: kvfs.Store) -> str:
 @click.option("--objects", default="16MiB", show_default=True, help="Sizes of bare objects, separated by commas.")
 @click.option("--requests", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--encrypt", is_flag=True, help="Objects are encrypted; bare ones are not.")
 @click.option("--path", type=click.Path(exists=True, file_okay=False, path_type=Path), default=tempfile.gettempdir())
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 def main(
-    url: str, size: int, prompt: int, objects: str, requests: int, rounds: int, path: Path, json_path: Path | None
-) -> None:
+    url: str, size: int, prompt: int, objects: str, requests: int, rounds: int, encrypt: bool, path: Path,
+    json_path: Path | None,
+) -> None:  # fmt: skip
     sizes = [Size().convert(text, None, None) for text in objects.split(",")]
     url = url.rstrip("/")
     case = Case.of(size, PAGE, prompt, 4, 1)
@@ -179,7 +192,7 @@ def main(
     )
     try:
         with tempfile.TemporaryDirectory(dir=path) as folder:
-            hosts = Hosts(Path(folder), url, case, requests)
+            hosts = Hosts(Path(folder), url, case, requests, new_key(Path(folder)) if encrypt else "")
             bares = [(f"bare {size_text(s)}", Bare(bucket, "bare/", s, case.size_bytes, requests)) for s in sizes]
             runs = [Contender("push", hosts.push), Contender("pull", hosts.pull), Contender("fetch", hosts.fetch)]
             for name, bare in bares:

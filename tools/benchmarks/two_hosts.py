@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -29,7 +29,7 @@ from tools.benchmarks.case import MIB, Case, Payload, Size, out_buffer, size_tex
 from tools.benchmarks.crew import Crew
 from tools.benchmarks.measure import BenchError, Sample, Stopwatch, back_memory, rate_ratio
 from tools.benchmarks.network import GATEWAY, Network, Relay, enter
-from tools.benchmarks.remote import case_name, store_at
+from tools.benchmarks.remote import case_name, new_key, store_at
 from tools.benchmarks.report import Report, Table, Value, rates
 from tools.ceph import Ceph
 
@@ -61,9 +61,11 @@ class Delay:
 class Host:
     """One host: a child in its namespace, with a store in a folder of its own."""
 
-    def __init__(self, namespace: str, folder: Path, environment: dict[str, str], case: Case, requests: int) -> None:
+    def __init__(
+        self, namespace: str, folder: Path, environment: dict[str, str], case: Case, requests: int, key_file: str
+    ) -> None:
         self._namespace, self._folder, self._environment = namespace, folder, environment
-        self._case, self._requests = case, requests
+        self._case, self._requests, self._key_file = case, requests, key_file
         self._capacity = 4 * case.size_bytes + (64 << 20)
         self._round = itertools.count()
 
@@ -85,7 +87,7 @@ class Host:
 
     @contextlib.contextmanager
     def _store(self, url: str, name: str) -> Iterator[kvfs.Store]:
-        with store_at(self._folder / name, url, self._capacity, self._requests) as store:
+        with store_at(self._folder / name, url, self._capacity, self._requests, self._key_file) as store:
             yield store
 
     def fill(self, url: str) -> None:
@@ -170,6 +172,31 @@ class Host:
             list(pool.map(lambda found: bucket.delete(found.name), list(bucket.listing(""))))
 
 
+class Fleet(NamedTuple):
+    """Two hosts that reach one gateway."""
+
+    namespaces: list[str]  # of each host
+    environments: list[dict[str, str]]  # of each host: what kvfs needs to find the gateway
+    delayed_by: str
+
+
+@contextlib.contextmanager
+def fleet(root: Path, rate: str, delay: float) -> Iterator[Fleet]:
+    """A cluster of what ``root`` holds, with the bucket BUCKET, behind links of a rate and a round trip in seconds."""
+    with contextlib.ExitStack() as stack:
+        network = Network(("a", "b"), rate, delay)
+        stack.callback(network.close)
+        ceph = stack.enter_context(contextlib.closing(Ceph(root, inside=("ip", "netns", "exec", GATEWAY))))
+        ceph.make_bucket(BUCKET)
+        port = ceph.port
+        if delay and not network.has_netem:
+            (port,) = stack.enter_context(Crew([Delay(ceph.port, delay / 2)])).run(None)
+        urls = [f"http://{network.address(i)}:{port}" for i in range(len(network.hosts))]
+        environments = [ceph.environment() | {"AWS_ENDPOINT_URL": url} for url in urls]
+        by = "none is added" if not delay else "netem" if network.has_netem else "a relay"
+        yield Fleet(network.hosts, environments, by)
+
+
 def both(crews: list[Crew[Any]], order: Order) -> list[Any]:
     for crew in crews:
         crew.start(order)
@@ -196,37 +223,31 @@ class Seconds(click.ParamType[float]):
 @click.option("--prompt", type=Size(), default="64MiB", show_default=True, help="Bytes of one prompt.")
 @click.option("--requests", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--encrypt", is_flag=True, help="Objects are encrypted; bare puts are not.")
 @click.option("--path", type=click.Path(exists=True, file_okay=False, path_type=Path), default=tempfile.gettempdir())
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 def main(
-    root: Path, rate: str, delay: float, size: int, prompt: int, requests: int, rounds: int, path: Path,
+    root: Path, rate: str, delay: float, size: int, prompt: int, requests: int, rounds: int, encrypt: bool, path: Path,
     json_path: Path | None,
 ) -> None:  # fmt: skip
     case = Case.of(size, PAGE, prompt, 4, 1)
     with contextlib.ExitStack() as stack:
-        network = Network(("a", "b"), rate, delay)
-        stack.callback(network.close)
-        ceph = stack.enter_context(contextlib.closing(Ceph(root, inside=("ip", "netns", "exec", GATEWAY))))
-        ceph.make_bucket(BUCKET)
-        port = ceph.port
-        by = "none is added" if not delay else "netem" if network.has_netem else "a relay"
-        if delay and not network.has_netem:
-            (port,) = stack.enter_context(Crew([Delay(ceph.port, delay / 2)])).run(None)
+        hosts = stack.enter_context(fleet(root, rate, delay))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=path)))
+        key = new_key(folder) if encrypt else ""
         crews: list[Crew[Any]] = []
-        for i, name in enumerate(network.hosts):
-            environment = ceph.environment() | {"AWS_ENDPOINT_URL": f"http://{network.address(i)}:{port}"}
+        for name, environment in zip(hosts.namespaces, hosts.environments, strict=True):
             (folder / name).mkdir()
-            job = Host(name, folder / name, environment, case, requests)
+            job = Host(name, folder / name, environment, case, requests, key)
             crews.append(stack.enter_context(Crew([job])))
         a, b = crews
         options: dict[str, Value] = {
             "rate": rate,
             "delay_ms": delay * 1e3,
-            "delay_by": by,
+            "delay_by": hosts.delayed_by,
             "size": size_text(case.size_bytes),
         }
-        options |= {"prompt": size_text(case.prompt_bytes), "requests": requests, "rounds": rounds}
+        options |= {"prompt": size_text(case.prompt_bytes), "requests": requests, "rounds": rounds, "encrypt": encrypt}
         report = Report("two_hosts", options, json_path)
         both(crews, ("fill", f"s3://{BUCKET}/none"))
         samples: dict[str, list[Sample]] = {}
