@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.chunk_set import bits_of, span
-from kvfs.pages.host_copy import scatter
+from kvfs.pages.host_copy import scatter_pages
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting, restored
@@ -140,12 +140,11 @@ class HostLoad:
             for tier, those in read:
                 self._request.tiers.note(attached.number, those, tier)
             units = self._request.units[attached.number]
-            for page, chunk in zip(lease.views(), chunks, strict=True):
-                if good >> chunk & 1:
-                    scatter(
-                        page, attached.group, attached.part, attached.device, units, chunk,
-                        first_token=self._request.first_token,
-                    )  # fmt: skip
+            fine = [(page, chunk) for page, chunk in zip(lease.views(), chunks, strict=True) if good >> chunk & 1]
+            scatter_pages(
+                [page for page, _ in fine], attached.group, attached.part, attached.device, units,
+                [chunk for _, chunk in fine], first_token=self._request.first_token,
+            )  # fmt: skip
             bad = bits_of(chunks) & ~good
             if bad:
                 transfer.note("unreadable")
