@@ -77,10 +77,24 @@ class Reader:
         good, cold = self._load_group(match, gm, group, out, held)
         return good, {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
+    def load_run_at_once(
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: Mapping[int, OpenSegment]
+    ) -> tuple[int, dict[Tier, int]]:
+        """``load_run`` in this thread, without waiting for a disk: all chunks, or none if that cannot be."""
+        jobs, covered = plan_reads(gm, held, READ_BYTES)
+        wanted = span(gm.first, gm.count)
+        if covered != wanted or not self._fetcher.fetch_at_once(jobs, group.leaf_bytes(gm.want), out):
+            return 0, {}
+        self._note(match, gm, wanted, held)
+        return wanted, {Tier.HOST: wanted}
+
     def note(self, match: PrefixMatch, gm: GroupMatch, good: int) -> None:
         """After a load: access times and counts of the chunks in ``good`` (bits)."""
         with self.open_segments(match) as held:
-            self._note_access(match, gm, good, held)
+            self._note(match, gm, good, held)
+
+    def _note(self, match: PrefixMatch, gm: GroupMatch, good: int, held: Mapping[int, OpenSegment]) -> None:
+        self._note_access(match, gm, good, held)
         self._c.counters.add_of(match.namespace, "bytes_loaded", good.bit_count() * gm.part_bytes)
 
     def touch(self, match: PrefixMatch) -> None:
@@ -106,7 +120,7 @@ class Reader:
             bits, faults = self._assemble_rest(gm, group, rest, out, held)
             good |= bits
             bad += faults
-        self.note(match, gm, good)
+        self._note(match, gm, good, held)
         self.forget(match, gm, bad)
         return good, cold
 

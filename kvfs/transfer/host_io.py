@@ -248,6 +248,29 @@ class HostIO:
         )  # fmt: skip
         return self._submit(handle, transfer, self._reads, self._load(request).run)
 
+    def load_at_once(self, seconds: float) -> None:
+        """Run loads that have not begun in the caller's thread, until ``seconds`` have passed: small ones, of pages that
+        the page cache holds. For an engine that computes nothing until a load has ended. Waits for no disk.
+
+        Not on a GPU, whose loads need no thread while they copy.
+        """
+        end, loaded = time.monotonic() + seconds, list[HostLoad]()
+        try:
+            while time.monotonic() < end and (run := self._reads.take()) is not None:
+                job, there = getattr(run, "__self__", None), False
+                try:
+                    if isinstance(job, HostLoad) and job.run_at_once():
+                        there = True
+                        loaded.append(job)
+                finally:
+                    if not there:
+                        self._reads.put(run)
+                if not there:
+                    break
+        finally:  # in a thread that runs no signal handler
+            if loaded:
+                self._reads.put(partial(_end_all, loaded))
+
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         """Register what a match needs ahead of its load, on a GPU; bytes of it that need not go through the ring then.
 
@@ -386,6 +409,11 @@ def _refuse(handle: Transfer, transfer: TransferControl, reason: str) -> Transfe
     transfer.stop(reason)
     transfer.end()
     return handle
+
+
+def _end_all(loads: Sequence[HostLoad]) -> None:
+    for load in loads:
+        load.end()
 
 
 def _check_plan(plan: SavePlan) -> None:
