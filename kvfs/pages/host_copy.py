@@ -1,9 +1,9 @@
 """Copies between an engine's host buffers and canonical pages, [granule][layer][head slot][state][cell].
 
 ``gather`` reads the buffers and writes a page, ``scatter`` does the reverse; both copy exactly the bytes that the
-descriptor names. The native library copies many pages in one call. Without it, numpy copies a whole run of tokens in one;
-without numpy, ``memmove`` copies what is contiguous on both sides. The descriptor must have passed ``DeviceKV.check``;
-unit ids are checked here, against ``units``.
+descriptor names. The native library copies many pages in one call; without it, numpy copies a whole run of tokens in
+one; without numpy, ``memmove`` copies what is contiguous on both sides. The descriptor must have passed
+``DeviceKV.check``; unit ids are checked here, against ``units``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Group
 from kvfs.read.assemble import assemble, decode_page
 from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
-from kvfs.read.plan import ReadJob, plan_reads
+from kvfs.read.plan import ReadJob, plan_reads, plan_runs
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.files import Files
 from kvfs.system.files import Mapping as FileMapping
@@ -236,6 +236,12 @@ class Reader:
 
     def _chunk_tiers(self, gm: GroupMatch, held: Mapping[int, OpenSegment]) -> dict[Tier, int]:
         """The chunks, as bits, that are in the page cache now, and those that are only on the disk."""
+        wanted = span(gm.first, gm.count)
+        runs, _ = plan_runs(gm, held)
+        if sum(run.count for run in runs) == gm.count and all(
+            self._c.segments.cached_bytes(run.held, run.offset, run.span) == run.span for run in runs
+        ):  # the usual case, without an object for each page
+            return {Tier.DISK: 0, Tier.HOST: wanted}
         sources, cold = gm.sources(), 0
         spans: dict[int, tuple[int, int]] = {}  # of each segment, from its first page to its last one
         for each in sources.values():
@@ -249,7 +255,7 @@ class Reader:
             for chunk in range(gm.first, gm.first + gm.count):
                 if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
                     cold |= 1 << chunk
-        return {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
+        return {Tier.DISK: cold, Tier.HOST: wanted & ~cold}
 
     def _in_cache(self, held: Mapping[int, OpenSegment], place: Place) -> bool:
         begin = place.block * fmt.BLOCK

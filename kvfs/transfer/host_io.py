@@ -249,10 +249,8 @@ class HostIO:
         return self._submit(handle, transfer, self._reads, self._load(request).run)
 
     def load_at_once(self, seconds: float) -> None:
-        """Run loads that have not begun in the caller's thread, until ``seconds`` have passed: small ones, of pages that
-        the page cache holds. For an engine that computes nothing until a load has ended. Waits for no disk.
-
-        Not on a GPU, whose loads need no thread while they copy.
+        """Run loads that have not begun in the caller's thread, until ``seconds`` have passed: small ones, of pages
+        that the page cache holds. For an engine that computes nothing until a load has ended. Waits for no disk.
         """
         end, loaded = time.monotonic() + seconds, list[HostLoad]()
         try:

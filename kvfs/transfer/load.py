@@ -203,8 +203,8 @@ class HostLoad:
         return good.bit_count()
 
     def _read(
-        self, load: Callable[..., tuple[int, dict[Tier, int]]], gm: GroupMatch, attached: Attached, chunks: list[int], memory: memoryview,
-        held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
+        self, load: Callable[..., tuple[int, dict[Tier, int]]], gm: GroupMatch, attached: Attached, chunks: list[int],
+        memory: memoryview, held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
     ) -> int:  # fmt: skip
         """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits.
 
