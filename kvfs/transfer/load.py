@@ -169,7 +169,10 @@ class HostLoad:
         self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: Mapping[int, OpenSegment],
         *, at_once: bool = False,
     ) -> int:  # fmt: skip
-        """Read into the slots and verify, then copy the pages that are good; how many were. ``at_once``: all or none."""
+        """Read into the slots and verify, then copy the pages that are good; how many were.
+
+        ``at_once``: all or none, without waiting for a disk.
+        """
         transfer, good, read = self._transfer, 0, list[tuple[Tier, int]]()
         load = self._context.reader.load_run_at_once if at_once else self._context.reader.load_run
         self._context.reading.add(transfer)

@@ -296,7 +296,7 @@ class KvfsManager(OffloadingManager):
             refs = match.pages
         state.tiers = {(page.group, page.chunk): page.tier for page in refs}
         cold = bits_of(sorted({page.chunk for page in refs if page.tier is Tier.DISK}))
-        if len(layout.groups) == 1:
+        if all(group.need.kind == "all" for group in layout.groups):
             worth = self.costs.best_end(first, end, cold, size, layout.page_bytes)
         else:
             nbytes = sum(match.group(page.group).part_bytes for page in refs if page.tier is Tier.DISK)
