@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.engine import Engine
+from tests.vllm.models import build_eagle
 
 Models = Callable[[str], Path]
 Prompt = Callable[..., list[int]]
@@ -21,6 +22,18 @@ def drafted(engine: Engine, prompt: list[int]) -> tuple[tuple[int, list[int]], f
     accepted, drafts = (after[name] - before[name] for name in names)
     assert drafts
     return answer, accepted / drafts
+
+
+def test_the_kv_of_eagles_layer_is_restored(model: Models, prompt: Prompt, tmp_path: Path) -> None:
+    """Its layer has the number that follows those of the model, and shares their group of the engine."""
+    drafting = {"method": "eagle", "model": str(build_eagle(tmp_path / "eagle")), "num_speculative_tokens": 2}
+    caches, answers = [], []
+    for _ in range(2):
+        with Engine(model("llama"), tmp_path / "store", speculative_config=drafting) as engine:
+            answers.append(engine.generate(prompt(1))[0])
+            caches.append({block for block in engine.cache() if block.startswith("4 ")})
+    assert answers == [(0, answers[0][1]), (640, answers[0][1])]
+    assert len(caches[0] & caches[1]) >= 2 * 640 // 32, "the restored blocks of both heads"
 
 
 def test_a_restored_prompt_is_drafted_as_well_as_a_computed_one(model: Models, prompt: Prompt, tmp_path: Path) -> None:
