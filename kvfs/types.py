@@ -19,9 +19,10 @@ class Tier(enum.IntEnum):
     """Where a page is stored, fastest first."""
 
     DEVICE = 0
-    HOST = 1
-    DISK = 2
-    REMOTE = 3
+    PEER = 1  # another GPU of this host
+    HOST = 2
+    DISK = 3
+    REMOTE = 4
 
 
 class Verify(enum.Enum):

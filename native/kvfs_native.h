@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 4 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 5 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -303,5 +303,75 @@ typedef struct {
 KVFS_PUBLIC void kvfs_cells(
     const kvfs_shape *shape, const kvfs_layer *layers, uint64_t n_layers, const kvfs_page *pages, uint64_t n_pages,
     const int64_t *units, int to_page);
+
+/* -- ranks ------------------------------------------------------------------------------------------------------ */
+
+enum {
+    KVFS_WAYS = 8,         /* entries of a bucket; a hash has two */
+    KVFS_NONCE_BITS = 24,  /* of the state of a lease; its deadline is above them, in ms */
+    KVFS_GRACE_MS = 1000   /* a slot is taken from a reader that is so late */
+};
+
+/* Prefixes of one group that the GPU of a rank holds, in shared memory that only this rank, their owner, writes. An
+ * entry is a page: its chunk hash, the units that hold it, the sums of its leaves. A page that finds its two buckets full
+ * replaces the one of them that was published first.
+ * Readers take no lock: each entry has a number (seq) that changes with every change of it. A reader that found a page,
+ * copied it and then sees the same seq has copied what was published: the owner retracts pages before it reuses their
+ * units. ``held`` is the owner's own memory: units * per_unit numbers of entries, all ones for none. */
+typedef struct {
+    uint8_t *entries;      /* buckets * KVFS_WAYS * entry_bytes, aligned to 8; zeros at first */
+    uint64_t buckets, entry_bytes;
+    uint64_t n_units;      /* of a page */
+    uint64_t n_leaves;     /* of a page */
+    uint64_t per_unit;     /* pages of a unit that holds several; else 1 */
+} kvfs_prefixes;
+
+/* What an entry takes: a multiple of 8. */
+KVFS_PUBLIC uint64_t kvfs_entry_bytes(uint64_t n_units, uint64_t n_leaves);
+
+/* Owner: publish n pages. subs: number of each within its unit, below per_unit. Pre: units are below those of held.
+ * stamp: ascending from call to call. What was published of these units before is retracted. */
+KVFS_PUBLIC void kvfs_publish(
+    const kvfs_prefixes *prefixes, uint32_t *held, const uint8_t *hashes, const uint32_t *subs, const uint32_t *units,
+    const uint64_t *leaves, uint64_t n, uint64_t stamp);
+
+/* Owner: retract all pages in n units. Post: numbers of their entries in out, which has room for n * per_unit. */
+KVFS_PUBLIC uint64_t kvfs_retract(
+    const kvfs_prefixes *prefixes, uint32_t *held, const uint32_t *units, uint64_t n, uint32_t *out);
+
+/* Any process: look n hashes up, until misses_max are not there. Post: how many were looked up; of each its entry (all
+ * ones: none) and that entry's seq. */
+KVFS_PUBLIC uint64_t kvfs_held(
+    const kvfs_prefixes *prefixes, const uint8_t *hashes, uint64_t n, uint64_t misses_max, uint32_t *entries,
+    uint64_t *seqs);
+
+/* Any process: units and leaves of n entries. good: 1 if the entry has this seq and its units are below units_max.
+ * Returns how many are good. */
+KVFS_PUBLIC uint64_t kvfs_collect(
+    const kvfs_prefixes *prefixes, const uint32_t *entries, const uint64_t *seqs, uint64_t n, uint64_t units_max,
+    uint32_t *units, uint64_t *leaves, uint8_t *good);
+
+/* Any process: good: 1 if the entry still has this seq. Returns how many are good. */
+KVFS_PUBLIC uint64_t kvfs_unchanged(
+    const kvfs_prefixes *prefixes, const uint32_t *entries, const uint64_t *seqs, uint64_t n, uint8_t *good);
+
+/* Leases of readers on entries of one rank, in shared memory that all of them write: n_slots of slot_bytes, a state and
+ * then one bit for each entry; zeros at first. */
+typedef struct {
+    uint8_t *slots; /* aligned to 8 */
+    uint64_t n_slots, slot_bytes;
+} kvfs_leases;
+
+/* Reader: take a lease with this state (deadline and nonce, not 0) on n entries: the number of its slot; -EBUSY: all
+ * are taken. Pre for protection: the reader asks kvfs_unchanged afterwards, and reads only what is good. */
+KVFS_PUBLIC int64_t kvfs_lease(
+    const kvfs_leases *leases, uint64_t state, uint64_t now_ms, const uint32_t *entries, uint64_t n);
+
+/* Reader: end it. Harmless if its slot was taken meanwhile. */
+KVFS_PUBLIC void kvfs_end_lease(const kvfs_leases *leases, uint64_t slot, uint64_t state);
+
+/* Owner, after kvfs_retract: busy: 1 if a lease whose deadline has not passed has the entry. Returns how many are. */
+KVFS_PUBLIC uint64_t kvfs_leased(
+    const kvfs_leases *leases, uint64_t now_ms, const uint32_t *entries, uint64_t n, uint8_t *busy);
 
 #endif

@@ -23,6 +23,9 @@ from kvfs.kernels.work_list import Shape, Work
 
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
+QUICK_PROGRAMS = 264  # two for each multiprocessor of an H100: sums at 2,240 GB/s in place of 860
+#: See ``kvfs.kernels.pull``. Smaller tiles keep less under way, and take more programs.
+PULL_PROGRAMS, PULL_PROGRAMS_MAX, PULL_WARPS = 32, 128, 8
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
 
@@ -66,8 +69,14 @@ class Stream(Protocol):
     def gather(self, work: Work, shape: Shape) -> None:
         """Copy cells of the engine to pages; if ``shape.sums``, sum their leaves then."""
 
-    def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
-        """Copy cells of pages without flags to the engine; ``check`` sums the leaves first, and flags bad pages."""
+    def scatter(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
+        """Copy cells of pages without flags to the engine; ``check`` sums the leaves first, and flags bad pages.
+
+        ``quick``: with all of the GPU, where something waits for it and nothing else is under way.
+        """
+
+    def pull(self, work: Work, shape: Shape) -> None:
+        """Copy cells of a peer, whose buffers ``work`` and ``shape`` describe, to pages. Nothing is summed."""
 
 
 class Memory(Protocol):
@@ -90,7 +99,8 @@ class Device(Protocol):
     def current(self) -> AbstractContextManager[object]:
         """Make it current on the calling thread, any thread, inside."""
 
-    def stream(self) -> Stream: ...
+    def stream(self, *, urgent: bool = False) -> Stream:
+        """``urgent``: its kernels begin before those of other streams that wait for room on the GPU."""
 
     def memory(self, nbytes: int) -> Memory: ...
 
@@ -99,6 +109,14 @@ class Device(Protocol):
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None: ...
 
     def unregister(self, address: int) -> None: ...
+
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        """(handle for other processes, start, bytes) of the allocation that contains ``address``. CudaError."""
+
+    def open_peer(self, handle: bytes) -> tuple[int, int]:
+        """(start, bytes) here of an allocation that another process has exported. CudaError if it cannot be reached."""
+
+    def close_peer(self, start: int) -> None: ...
 
     def owns(self, memory: str) -> bool:
         """Whether buffers with this ``KVBuffer.memory`` are its own."""
@@ -198,31 +216,42 @@ class _Stream:
         if shape.sums:
             self._sum(work, shape, check=False)
 
-    def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
+    def scatter(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
         if check:
-            self._sum(work, shape, check=True)
-        self._move(work, shape, to_page=False)
+            self._sum(work, shape, check=True, programs=QUICK_PROGRAMS if quick else SUM_PROGRAMS)
+        self._move(work, shape, to_page=False, programs=QUICK_PROGRAMS if quick else COPY_PROGRAMS)
 
-    def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
+    def _move(self, work: Work, shape: Shape, *, to_page: bool, programs: int = COPY_PROGRAMS) -> None:
         if not shape.kernels:
             torch_fallback.move(work, shape, self._elements, to_page=to_page)
             return
         from kvfs.kernels import cells
 
-        kernel = (to_page, shape.buffers, shape.states, shape.rows, shape.cols, shape.element)
+        kernel = (to_page, programs, shape.buffers, shape.states, shape.rows, shape.cols, shape.element)
         warps = copy_warps(shape)
         self._launch(
-            kernel, lambda: cells.move(work.words, shape, to_page=to_page, programs=COPY_PROGRAMS, warps=warps),
-            COPY_PROGRAMS, work.address,
+            kernel, lambda: cells.move(work.words, shape, to_page=to_page, programs=programs, warps=warps),
+            programs, work.address,
         )  # fmt: skip
 
-    def _sum(self, work: Work, shape: Shape, *, check: bool) -> None:
+    def pull(self, work: Work, shape: Shape) -> None:
+        from kvfs.kernels import pull
+
+        cut = pull.tiles(shape)
+        programs = min(PULL_PROGRAMS_MAX, PULL_PROGRAMS * -(-pull.TILE_BYTES_MAX * cut.count // shape.leaf_bytes))
+        self._launch(
+            ("pull", shape.buffers, shape.states, shape.element, shape.unit_tokens % shape.states == 0, cut),
+            lambda: pull.gather(work.words, shape, cut, programs=programs, warps=PULL_WARPS),
+            programs, work.address,
+        )  # fmt: skip
+
+    def _sum(self, work: Work, shape: Shape, *, check: bool, programs: int = SUM_PROGRAMS) -> None:
         from kvfs.kernels import xxh3
 
         self._launch(
-            (check, shape.aligned),
-            lambda: xxh3.leaves(work.words, self._constants, shape, check=check, programs=SUM_PROGRAMS),
-            SUM_PROGRAMS, work.address, self._constants.data_ptr(),
+            (check, programs, shape.aligned),
+            lambda: xxh3.leaves(work.words, self._constants, shape, check=check, programs=programs),
+            programs, work.address, self._constants.data_ptr(),
         )  # fmt: skip
 
     def _launch(self, kernel: object, by_triton: Callable[[], Any], programs: int, *addresses: int) -> None:
@@ -231,7 +260,8 @@ class _Stream:
         if launch is not None:
             launch(*addresses)
             return
-        made = by_triton()
+        with self.use():
+            made = by_triton()
         if kernel not in self._launches:
             self._launches[kernel] = launch_of(made, len(addresses), programs, self._handle)
 
@@ -282,6 +312,16 @@ class Gpu:
     def orders(self, event: object) -> bool:
         return isinstance(event, self._torch.cuda.Event)
 
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        start, nbytes = driver.allocation_of(address)
+        return driver.export(start), start, nbytes
+
+    def open_peer(self, handle: bytes) -> tuple[int, int]:
+        return driver.allocation_of(driver.open_peer(handle))
+
+    def close_peer(self, start: int) -> None:
+        driver.close_peer(start)
+
     def enter(self) -> None:
         if not getattr(self._entered, "done", False):
             self._torch.cuda.set_device(self.index)
@@ -300,8 +340,8 @@ class Gpu:
             finally:
                 driver.restore_capture(mode)
 
-    def stream(self) -> Stream:
-        return _Stream(self._torch, self._torch.cuda.Stream(self.index), self._constants)
+    def stream(self, *, urgent: bool = False) -> Stream:
+        return _Stream(self._torch, self._torch.cuda.Stream(self.index, priority=-urgent), self._constants)
 
     def memory(self, nbytes: int) -> Memory:
         torch = self._torch

@@ -16,11 +16,12 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvfs.context import Counters
 from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
 from kvfs.gpu.device import Device, Memory, Pinned
@@ -34,14 +35,16 @@ from kvfs.gpu.save import BATCH_BYTES, GpuSave
 from kvfs.kernels.driver import CudaError
 from kvfs.kernels.work_list import Shape, pack, shape_of
 from kvfs.lookup.prefix_match import PrefixMatch
+from kvfs.pages.layout import PageLayout
 from kvfs.read.reader import Reader
 from kvfs.segments.writer import file_name
+from kvfs.system.files import Files
 from kvfs.system.memory_limits import memory_limit
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer import append_process
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
-from kvfs.transfer.workers import JobThreads, Writes, make_ring
+from kvfs.transfer.workers import Attached, JobThreads, Writes, make_ring
 from kvfs.write.active_segments import LANES
 from kvfs.write.appender import Appender
 
@@ -50,6 +53,21 @@ READ_THREADS = 16
 TRANSPORTS = ("in_place", "arena", "ring")
 REGISTERED_SHARE = 4  # all processes together may register one byte in so many of the host's memory, or the cgroup's
 PROBE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class GpuPools:
+    """The buffers of one rank on its GPU, for what copies between GPUs (``kvfs.ranks``)."""
+
+    device: Device
+    namespace: bytes  # digest
+    layout: PageLayout
+    attached: Mapping[str, Attached]
+    shapes: Mapping[int, Shape]  # by group number
+    tables: Mapping[int, Memory]  # buffer tables, likewise
+    upload: Callable[[bytes], Memory]
+    files: Files
+    counters: Counters
 
 
 class GpuIO(HostIO):
@@ -277,6 +295,16 @@ class GpuIO(HostIO):
         if regions is not None and self._pid == os.getpid():
             with self._device.current():
                 regions.close()
+
+    @property
+    def pools(self) -> GpuPools:
+        """Its buffers, for copies between GPUs."""
+        self._check_open()
+        context, layout = self._gpu_context, self._identity.layout
+        return GpuPools(
+            self._device, self.namespace, layout, self._attached, context.shapes, context.tables, self._upload,
+            self._c.files, self._c.counters,
+        )  # fmt: skip
 
     @property
     def _gpu_context(self) -> GpuTransportContext:

@@ -42,13 +42,18 @@ class ScratchSlice:
 
 
 class CommandBuffer:
-    """Small data that a transfer sends along, or gets back: the same offsets on the host and in device memory."""
+    """Small data that a transfer sends along, or gets back: the same offsets on the host and in device memory.
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    ``pinned``: what is sent is pinned too. Then one call sends any amount and the host does not wait for what the
+    stream does before; but it queues up behind large copies from the host.
+    """
+
+    def __init__(self, device: Device, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
-        self._host = memoryview(bytearray(nbytes))
         self._device: Memory = device.memory(nbytes)  # may fail: the engine may have taken all of it
         self._back = device.pinned(nbytes)
+        self._pinned = pinned
+        self._host = self._back.view[:nbytes] if pinned else memoryview(bytearray(nbytes))
         self._address = address_of(self._host)
         self._used = 0
 
@@ -86,7 +91,10 @@ class CommandBuffer:
         return Work(self._device, offset, self._host[offset : self._used].cast("q"), unit_ids)
 
     def send(self, stream: Stream, first: int) -> int:
-        """Copy what was put from ``first`` on, past large copies of other streams; in how many calls."""
+        """Copy what was put from ``first`` on, past large copies of other streams unless pinned; in how many calls."""
+        if self._pinned:
+            stream.copy_in(self._device.address + first, self._back.address + first, self._used - first)
+            return 1
         starts = range(first, self._used, PUSH_BYTES)
         for at in starts:
             stream.push(self._device.address + at, self._address + at, min(PUSH_BYTES, self._used - at))
@@ -107,9 +115,13 @@ class CommandBuffer:
 class DmaLane:
     """Owns the scratch, the streams and the command buffers of one direction. Used by one thread at a time."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(
+        self, device: Device, nbytes: int, *, pinned_commands: bool = False, urgent_copies: bool = False
+    ) -> None:
+        """``pinned_commands``: see ``CommandBuffer``. ``urgent_copies``: its copies are kernels, too."""
         self.device, self.nbytes = device, aligned(nbytes)
-        self.dma, self.kernels = device.stream(), device.stream()
+        self._pinned_commands = pinned_commands
+        self.dma, self.kernels = device.stream(urgent=urgent_copies), device.stream()
         self._scratch: Memory = device.memory(self.nbytes + ALIGN)
         self._base = aligned(self._scratch.address)
         self._slices: deque[ScratchSlice] = deque()  # oldest first, round the scratch
@@ -179,7 +191,8 @@ class DmaLane:
                 self._free.remove(free[-1])
                 self._buffers.remove(free[-1])
                 free[-1].close()
-            buffer = CommandBuffer(self.device, max(COMMANDS_BYTES_MIN, 1 << (nbytes - 1).bit_length()))
+            size = max(COMMANDS_BYTES_MIN, 1 << (nbytes - 1).bit_length())
+            buffer = CommandBuffer(self.device, size, pinned=self._pinned_commands)
             self._buffers.append(buffer)
         buffer.reset()
         return buffer

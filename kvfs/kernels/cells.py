@@ -84,7 +84,7 @@ def _cells(  # type: ignore[no-untyped-def]
                         tl.store(device_cells[:, None] + at[None, :], value, mask=mask)
 
 
-_KINDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+KINDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 def move(work: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 8) -> Any:
@@ -93,6 +93,6 @@ def move(work: Any, shape: Shape, *, to_page: bool, programs: int, warps: int = 
     Returns the compiled kernel; None under the interpreter.
     """
     return _cells[(programs,)](
-        work, shape.buffers, shape.states, shape.rows, shape.cols, shape.element, _KINDS[shape.element], to_page,
+        work, shape.buffers, shape.states, shape.rows, shape.cols, shape.element, KINDS[shape.element], to_page,
         num_warps=warps,
     )  # fmt: skip

@@ -15,6 +15,8 @@ from typing import Any
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 _RELAXED = 2  # CUstreamCaptureMode
+IPC_BYTES = 64  # of a CUipcMemHandle
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NOT_REGISTERED = (4, 709, 713)  # CUresult: driver shut down, context destroyed, or memory not registered
 
 _Pointer, _Size, _Device, _Stream = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
@@ -34,6 +36,10 @@ class _Copy2D(ctypes.Structure):
     )  # fmt: skip
 
 
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("raw", ctypes.c_ubyte * IPC_BYTES),)
+
+
 class _Driver:
     def __init__(self) -> None:
         slow, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
@@ -44,6 +50,10 @@ class _Driver:
         self.copy_in = _typed(quick.cuMemcpyHtoDAsync_v2, _Device, _Pointer, _Size, _Stream)
         self.copy_out = _typed(quick.cuMemcpyDtoHAsync_v2, _Pointer, _Device, _Size, _Stream)
         self.copy_2d = _typed(quick.cuMemcpy2DAsync_v2, _Pointer, _Stream)
+        self.range_of = _typed(slow.cuMemGetAddressRange_v2, _Pointer, _Pointer, _Device)
+        self.ipc_get = _typed(slow.cuIpcGetMemHandle, _Pointer, _Device)
+        self.ipc_open = _typed(slow.cuIpcOpenMemHandle_v2, _Pointer, _IpcHandle, ctypes.c_uint)
+        self.ipc_close = _typed(slow.cuIpcCloseMemHandle, _Device)
         size = ctypes.c_uint
         self.launch = _typed(
             quick.cuLaunchKernel, _Pointer, size, size, size, size, size, size, size, _Stream, _Pointer, _Pointer
@@ -80,6 +90,40 @@ def unregister(address: int) -> None:
     code = _driver().unregister(address)
     if code not in _NOT_REGISTERED:
         _driver().check(code, "unregister")
+
+
+def allocation_of(address: int) -> tuple[int, int]:
+    """(start, bytes) of the allocation of a device, or of an opened peer, that contains ``address``."""
+    start, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    code = _driver().range_of(ctypes.byref(start), ctypes.byref(nbytes), address)
+    _driver().check(code, f"allocation of {address:#x}")
+    return start.value, nbytes.value
+
+
+def export(start: int) -> bytes:
+    """A handle with which other processes of the host open the allocation that begins at ``start``.
+
+    CudaError for memory of a virtual address range (expandable segments, sleep mode), which has none.
+    """
+    handle = _IpcHandle()
+    _driver().check(_driver().ipc_get(ctypes.byref(handle), start), "handle of an allocation for other processes")
+    return bytes(handle.raw)
+
+
+def open_peer(handle: bytes) -> int:
+    """Map an allocation of another process into the current context; its address here. Takes some 10 ms.
+
+    The memory stays mapped when its process ends. CudaError where the two devices cannot reach each other.
+    """
+    given, address = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64()
+    code = _driver().ipc_open(ctypes.byref(address), given, _LAZY_PEER_ACCESS)
+    _driver().check(code, "open the memory of a peer")
+    return address.value
+
+
+def close_peer(address: int) -> None:
+    """Unmap what ``open_peer`` mapped; once for each time that it was opened."""
+    _driver().check(_driver().ipc_close(address), "close the memory of a peer")
 
 
 def relax_capture() -> int:

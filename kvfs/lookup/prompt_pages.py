@@ -125,6 +125,11 @@ class PromptPages:
         """Chunk hashes: each names the whole prefix up to its end."""
         return self._prompt.hashes
 
+    def joined_hashes(self, chunks: int) -> bytes:
+        """The chunk hashes of the first ``chunks`` chunks, one behind the other."""
+        hashes = self._prompt.hashes[:chunks]
+        return hashes.joined if isinstance(hashes, chunk_hash.ChunkHashes) else b"".join(hashes)
+
     def extend(self, token_ids: TokensLike) -> None:
         """Append tokens. What the last ``look`` found stays. ConfigError for a prompt of hashes or keys."""
         if not self._of_tokens:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 4  # of native/kvfs_native.h
+ABI = 5  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
 SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
@@ -56,6 +56,21 @@ class Walked(ctypes.Structure):
     )  # fmt: skip
 
 
+class Prefixes(ctypes.Structure):
+    """kvfs_prefixes."""
+
+    _fields_ = (
+        ("entries", c_void_p), ("buckets", c_uint64), ("entry_bytes", c_uint64), ("n_units", c_uint64),
+        ("n_leaves", c_uint64), ("per_unit", c_uint64),
+    )  # fmt: skip
+
+
+class LeaseSlots(ctypes.Structure):
+    """kvfs_leases."""
+
+    _fields_ = (("slots", c_void_p), ("n_slots", c_uint64), ("slot_bytes", c_uint64))
+
+
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_abi": (c_uint32, ()),
     "kvfs_features": (c_uint32, ()),
@@ -91,6 +106,19 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvfs_append": (c_int64, (c_char_p, c_uint64, c_int, c_char_p, c_uint64, c_int64, c_uint64)),
     "kvfs_cells": (None, (c_char_p, c_char_p, c_uint64, c_char_p, c_uint64, c_void_p, c_int)),
     "kvfs_write": (c_int64, (c_int, c_char_p, c_uint64, c_int64, c_uint64, c_uint64)),
+    "kvfs_entry_bytes": (c_uint64, (c_uint64, c_uint64)),
+    "kvfs_publish": (
+        None, (POINTER(Prefixes), c_void_p, c_char_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64),
+    ),
+    "kvfs_retract": (c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_void_p)),
+    "kvfs_held": (c_uint64, (POINTER(Prefixes), c_char_p, c_uint64, c_uint64, c_void_p, c_void_p)),
+    "kvfs_collect": (
+        c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, c_void_p),
+    ),
+    "kvfs_unchanged": (c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_void_p)),
+    "kvfs_lease": (c_int64, (POINTER(LeaseSlots), c_uint64, c_uint64, c_void_p, c_uint64)),
+    "kvfs_end_lease": (None, (POINTER(LeaseSlots), c_uint64, c_uint64)),
+    "kvfs_leased": (c_uint64, (POINTER(LeaseSlots), c_uint64, c_void_p, c_uint64, c_void_p)),
 }  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
+import os
 import threading
 from array import array
 from collections.abc import Callable
@@ -21,8 +23,8 @@ import torch
 import xxhash
 
 from kvfs.gpu.device import Event, Pinned, Stream
-from kvfs.kernels import cells, torch_fallback, xxh3
-from kvfs.kernels.driver import CudaError
+from kvfs.kernels import cells, pull, torch_fallback, xxh3
+from kvfs.kernels.driver import IPC_BYTES, CudaError
 from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, Shape, Work
 
 
@@ -107,11 +109,19 @@ class SimulatedStream:
         if shape.sums:
             self._sum(work, shape, check=False)
 
-    def scatter(self, work: Work, shape: Shape, *, check: bool) -> None:
+    def scatter(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
         if check:
             assert shape.sums
             self._sum(work, shape, check=True)
         self._move(work, shape, to_page=False)
+
+    def pull(self, work: Work, shape: Shape) -> None:
+        self._device.launches += 1
+        self._device.before_launch()
+        if self._device.interpreted:
+            pull.gather(work.words, shape, pull.tiles(shape), programs=2, warps=4)
+        else:
+            torch_fallback.move(work, shape, at_host, to_page=True)
 
     def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
         self._device.launches += 1
@@ -184,6 +194,36 @@ class SimulatedDevice:
         self.launches = self.copied = 0
         self.fails_at = -1  # the launch that fails
         self.before_launch: Callable[[], object] = lambda: None
+        self.shared: dict[int, tuple[str, int]] = {}  # by start: file and bytes of memory that other processes may open
+        self.opened: dict[int, mmap.mmap] = {}  # of peers
+        self.reaches_peers = True
+
+    def share(self, path: str, nbytes: int) -> np.ndarray:
+        """Memory of this device that others may open: a file that they map."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(fd, nbytes)
+        made = np.frombuffer(mmap.mmap(fd, nbytes), dtype="uint8")
+        os.close(fd)
+        self.shared[int(made.__array_interface__["data"][0])] = path, nbytes
+        return made
+
+    def export(self, address: int) -> tuple[bytes, int, int]:
+        for start, (path, nbytes) in self.shared.items():
+            if start <= address < start + nbytes:
+                return path.encode().ljust(IPC_BYTES, b"\0"), start, nbytes
+        raise CudaError("handle of an allocation for other processes: not supported")
+
+    def open_peer(self, handle: bytes) -> tuple[int, int]:
+        if not self.reaches_peers:
+            raise CudaError("open the memory of a peer: peer access is not supported")
+        with open(handle.rstrip(b"\0").decode(), "rb+") as file:
+            opened = mmap.mmap(file.fileno(), 0)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(opened))
+        self.opened[start] = opened
+        return start, len(opened)
+
+    def close_peer(self, start: int) -> None:
+        del self.opened[start]
 
     def owns(self, memory: str) -> bool:
         return memory == "host"
@@ -197,7 +237,7 @@ class SimulatedDevice:
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def stream(self) -> Stream:
+    def stream(self, *, urgent: bool = False) -> Stream:
         return SimulatedStream(self)
 
     def memory(self, nbytes: int) -> SimulatedMemory:

@@ -29,7 +29,7 @@ def compile_for(capability, kernel, pointers, warps, constants):
 
 
 for capability in map(int, sys.argv[1:]):
-    for element, kind in cells._KINDS.items():
+    for element, kind in cells.KINDS.items():
         for to_page in (False, True):
             constants = {"BUFFERS": 2, "STATES": 16, "ROWS": 128, "COLS": 32, "ELEMENT": element, "KIND": kind}
             compile_for(capability, cells._cells, ["work"], 8, {**constants, "TO_PAGE": to_page})

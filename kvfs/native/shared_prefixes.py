@@ -1,0 +1,135 @@
+"""Prefixes that a GPU holds, and leases on them, in memory that the ranks of a host share: native/ranks.c."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvfs.native import library
+from kvfs.native.library import LeaseSlots, Library, Prefixes
+
+WAYS, NONCE_BITS = 8, 24  # of native/kvfs_native.h
+NONE = 0xFFFFFFFF
+HASH_BYTES = 32
+LEAF_BYTES = 8
+SLOT_HEAD_BYTES = 8
+
+
+class Page(NamedTuple):
+    """What the entries of a group hold. ``per_unit``: pages of a unit that holds several; else 1."""
+
+    units: int
+    leaves: int
+    per_unit: int
+
+
+class Found(NamedTuple):
+    """Entries of chunks, and the seq of each; NONE where a chunk has none."""
+
+    entries: array[int]  # u32
+    seqs: array[int]  # u64
+
+
+def native() -> Library | None:
+    """The library that these tables need; None if it is off."""
+    return library.loaded()
+
+
+def entry_bytes(native: Library, page: Page) -> int:
+    return int(native.held.kvfs_entry_bytes(page.units, page.leaves))
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+class SharedPrefixes:
+    """The entries of one group of one rank, at an address that stays mapped. Calls hold the interpreter."""
+
+    def __init__(self, native: Library, address: int, buckets: int, page: Page) -> None:
+        self.page, self.entries = page, buckets * WAYS
+        self._native = native.held
+        self._table = Prefixes(address, buckets, entry_bytes(native, page), page.units, page.leaves, page.per_unit)
+
+    def publish(
+        self, holders: array[int], hashes: bytes, subs: array[int], units: array[int], leaves: bytes, stamp: int
+    ) -> None:
+        """``holders``: units * per_unit of the owner, NONE at first. ``units``: u32, ``page.units`` of each page."""
+        count = len(subs)
+        assert len(hashes) == HASH_BYTES * count and len(units) == self.page.units * count
+        assert len(leaves) == LEAF_BYTES * self.page.leaves * count
+        assert not units or max(units) * self.page.per_unit + max(subs) < len(holders)
+        self._native.kvfs_publish(
+            self._table, _address(holders), hashes, _address(subs), _address(units), leaves, count, stamp
+        )
+
+    def retract(self, holders: array[int], units: array[int]) -> array[int]:
+        """The entries of all pages in ``units``, which no lookup finds from now on."""
+        assert not units or (max(units) + 1) * self.page.per_unit <= len(holders)
+        out = array("I", bytes(4 * len(units) * self.page.per_unit))
+        count = self._native.kvfs_retract(self._table, _address(holders), _address(units), len(units), _address(out))
+        return out[:count]
+
+    def held(self, hashes: bytes, misses_max: int) -> Found:
+        """Look chunks up, until ``misses_max`` of them are not there."""
+        count = len(hashes) // HASH_BYTES
+        entries, seqs = array("I", bytes(4 * count)), array("Q", bytes(8 * count))
+        looked = self._native.kvfs_held(self._table, hashes, count, misses_max, _address(entries), _address(seqs))
+        return Found(entries[:looked], seqs[:looked])
+
+    def collect(self, found: Found, units_max: int) -> tuple[array[int], bytearray, bytearray]:
+        """(units, leaf tables, 1 for each page that is as it was found and has units below ``units_max``)."""
+        count = len(found.entries)
+        units, good = array("I", bytes(4 * count * self.page.units)), bytearray(count)
+        leaves = bytearray(LEAF_BYTES * count * self.page.leaves)
+        if count:
+            self._native.kvfs_collect(
+                self._table, _address(found.entries), _address(found.seqs), count, units_max, _address(units),
+                _writable(leaves), _writable(good),
+            )  # fmt: skip
+        return units, leaves, good
+
+    def unchanged(self, found: Found) -> bytearray:
+        """1 for each page that is as it was found."""
+        good = bytearray(len(found.entries))
+        if good:
+            self._native.kvfs_unchanged(
+                self._table, _address(found.entries), _address(found.seqs), len(good), _writable(good)
+            )
+        return good
+
+
+def _writable(data: bytearray) -> int:
+    return ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data))
+
+
+def slot_bytes(entries: int) -> int:
+    """Of one lease on a table of so many entries."""
+    return SLOT_HEAD_BYTES + 8 * -(-entries // 64)
+
+
+class SharedLeases:
+    """The leases on the entries of one rank, at an address that stays mapped."""
+
+    def __init__(self, native: Library, address: int, slots: int, entries: int) -> None:
+        self._native = native.held
+        self._slots = LeaseSlots(address, slots, slot_bytes(entries))
+
+    def take(self, nonce: int, now_ms: int, deadline_ms: int, entries: Sequence[int]) -> tuple[int, int] | None:
+        """A lease until ``deadline_ms`` (CLOCK_MONOTONIC): what ``end`` takes; None if all slots are taken."""
+        state = deadline_ms << NONCE_BITS | (nonce & (1 << NONCE_BITS) - 1)
+        numbers = array("I", entries)
+        slot = self._native.kvfs_lease(self._slots, state, now_ms, _address(numbers), len(numbers))
+        return None if slot < 0 else (slot, state)
+
+    def end(self, lease: tuple[int, int]) -> None:
+        self._native.kvfs_end_lease(self._slots, *lease)
+
+    def busy(self, now_ms: int, entries: array[int]) -> bytearray:
+        """1 for each entry on which a lease is in force."""
+        busy = bytearray(len(entries))
+        if busy:
+            self._native.kvfs_leased(self._slots, now_ms, _address(entries), len(busy), _writable(busy))
+        return busy

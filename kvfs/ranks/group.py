@@ -1,0 +1,504 @@
+"""RankGroup: what one rank publishes of its GPU, and what it pulls from the GPUs of others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvfs.directory.config import parse_size
+from kvfs.errors import ConfigError
+from kvfs.gpu.gpu_io import GpuIO, GpuPools
+from kvfs.gpu.lane import BATCHES, DmaLane, aligned
+from kvfs.kernels.driver import CudaError
+from kvfs.lookup.prompt_pages import PromptPages
+from kvfs.native.shared_prefixes import Found
+from kvfs.pages.chunk_set import bits_of, members, span
+from kvfs.ranks.geometry import page_of
+from kvfs.ranks.memory import PeerMemory, describe
+from kvfs.ranks.plan import PeerPages, RankPlan, RankTables, native_library, table_name
+from kvfs.ranks.publish import Publisher
+from kvfs.ranks.pull import POLL_SECONDS, Pull, Source, gathers
+from kvfs.ranks.shared_files import DIRECTORY, OwnTable
+from kvfs.transfer.control import OnDone, Outcomes, TransferControl, TransferTask
+from kvfs.transfer.handle import Transfer
+from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, to_load
+from kvfs.transfer.workers import JobThreads, fail
+from kvfs.types import PageDone, PageOutcome, Tier, TransferState
+
+log = logging.getLogger("kvfs")
+LOAD_SECONDS, PUBLISH_SECONDS, CLOSE_SECONDS = 30.0, 2.0, 10.0
+QUEUE_MAX = 256  # pulls, and publications, that have not ended
+SCRATCH_BYTES = "512MiB"
+PUBLISH_BYTES = 64 << 20  # of scratch
+CHECK_SECONDS = 1.0  # between two looks at who is alive
+#: A pull of at most so many bytes is enqueued by the caller: to wake a thread takes a tenth of its time and more.
+INLINE_BYTES = 640 << 20
+
+
+class RankGroup:
+    """One of ``ranks`` ranks of a host that hold the same parts of one model's pages. Any thread may use it.
+
+    ``io``: its attached buffers, on a GPU. ``rank``: 0 to ranks - 1, one process for each. ``name``: separates groups
+    that would otherwise be one. ``directory``: of a memory file system that all ranks see. ``scratch_bytes`` of GPU
+    memory hold what is on its way, and PUBLISH_BYTES what is summed.
+
+    Close it before ``io``. A forked child must not use it. Raises ConfigError.
+    """
+
+    def __init__(
+        self, io: GpuIO, rank: int, ranks: int, *, name: str = "", directory: str = DIRECTORY,
+        scratch_bytes: int | str = SCRATCH_BYTES,
+    ) -> None:  # fmt: skip
+        pools = getattr(io, "pools", None)
+        if not isinstance(pools, GpuPools):
+            raise ConfigError("ranks are for buffers on a GPU: attach the engine's buffers there")
+        self.tables = RankTables(
+            io.namespace, pools.layout, io.parts, ranks, name=name, directory=directory, files=pools.files
+        )
+        if type(rank) is not int or not 0 <= rank < ranks:
+            raise ConfigError(f"rank is {rank!r}: pass 0 to {ranks - 1}")
+        if not all(shape.sums for shape in pools.shapes.values()):
+            raise ConfigError(
+                "ranks need pages that the GPU can verify: Triton's kernels, and leaves of 241 bytes or more"
+            )
+        self.rank = rank
+        self._io, self._pools, self._pid = io, pools, os.getpid()
+        self._closed = False
+        self._lock = threading.RLock()
+        self._unfinished: set[TransferControl] = set()
+        self._sources: dict[str, Source] = {}  # by instance
+        self._memories: dict[str, PeerMemory] = {}
+        self._refused: Counter[str] = Counter()  # instances whose memory cannot be reached
+        self._check_at = 0.0
+        page = max(aligned(a.page_bytes + 4096) for a in pools.attached.values())
+        with contextlib.ExitStack() as undo, pools.device.current():
+            scratch = max(parse_size(scratch_bytes, "scratch_bytes"), BATCHES * page)
+            self._lane = DmaLane(pools.device, scratch, pinned_commands=True, urgent_copies=True)
+            undo.callback(self._lane.close)
+            sums = DmaLane(pools.device, max(PUBLISH_BYTES, page), pinned_commands=True)
+            undo.callback(sums.close)
+            pages = {name: (page_of(a), a.device.units) for name, a in pools.attached.items()}
+            own = self._own_table(pages, io, name, directory)
+            undo.callback(own.close)
+            self._publisher = Publisher(pools, sums, own)
+            self._pulling = threading.Lock()  # who enqueues pulls
+            self._pulls, self._publications = JobThreads("rank-pull", 1), JobThreads("rank-publish", 1)
+            self._undo = undo.pop_all()
+        self._own = own
+        self._publications.put(self._look_around)
+
+    def _own_table(self, pages: Mapping[str, Any], io: GpuIO, name: str, directory: str) -> OwnTable:
+        try:
+            text = describe(self._pools.device, self._pools.attached.values())
+        except CudaError as exc:
+            log.warning(
+                "rank %d cannot offer its memory to others, who load from the store (%s): use plain allocations, "
+                "without expandable_segments or a sleep mode", self.rank, exc,
+            )  # fmt: skip
+            self._pools.counters.add("ranks_without_handles")
+            text = {"allocations": [], "buffers": {}}
+        return OwnTable(
+            self._pools.files, directory, table_name(io.namespace, io.parts, name, self.rank), native_library(), pages,
+            text,
+        )  # fmt: skip
+
+    # -- what this rank holds ----------------------------------------------------------------
+
+    def publish(
+        self, hashes: Sequence[bytes], units: Units, after: Any = None, *, first: int = 0,
+        first_unit: int | Mapping[str, int] = 0,
+    ) -> bool:  # fmt: skip
+        """Peers may pull the chunks from ``first`` on, named by ``hashes`` (``PromptPages.hashes``), from ``units``.
+
+        ``units``, ``first_unit`` and ``after`` as in ``GpuIO.save``. Returns at once; the GPU sums the pages once
+        ``after`` has happened, and then they are found. What these units held before is retracted. False if too many
+        publications wait: the pages are then not published. Raises ConfigError.
+        """
+        self._check_open()
+        ids = checked_units(self._pools.attached, units, first_unit)
+        self._publisher.retract(_from(self._pools, ids, first))
+        if self._publications.waiting >= QUEUE_MAX:
+            self._pools.counters.add("publications_declined")
+            return False
+        deadline = self._pools.files.monotonic() + PUBLISH_SECONDS
+        self._publications.put(self._publisher.announce(hashes, ids, first, after, deadline))
+        self._look_soon()
+        return True
+
+    def retract(self, units: Units, timeout: float = 0.0) -> bool:
+        """No peer begins to read these units from now on. Call it before they are reused.
+
+        True: none reads them any more. False: a pull may still do so, after ``timeout`` seconds; if they are written
+        to now, it ends with a shorter prefix. Raises ConfigError.
+        """
+        self._check_open()
+        entries = self._publisher.retract(dict(checked_units(self._pools.attached, units)))
+        files = self._pools.files
+        end = files.monotonic() + timeout
+        while self._publisher.leased(entries):
+            if files.monotonic() >= end:
+                self._pools.counters.add("units_reused_under_lease")
+                return False
+            files.sleep(POLL_SECONDS)
+        return True
+
+    # -- what peers hold ---------------------------------------------------------------------
+
+    def longest(self, pages: PromptPages, *, first: int = 0, leave: int = 0) -> RankPlan:
+        """The longest prefix that this GPU, its peers and the store hold (``RankTables.longest``)."""
+        self._check_open()
+        return self.tables.longest(pages, first=first, leave=leave, rank=self.rank)
+
+    def load(
+        self, plan: RankPlan, units: Units, after: Any = None, deadline: float = LOAD_SECONDS, first_token: int = 0, *,
+        first_unit: int | Mapping[str, int] = 0, on_done: OnDone = None,
+    ) -> Transfer:  # fmt: skip
+        """Load the pages of a plan into ``units``, each from its source. Arguments and result as in ``GpuIO.load``.
+
+        A page that a peer has retracted, or that does not verify, is not loaded, and the result is shorter.
+        """
+        self._check_open()
+        if plan.namespace != self._pools.namespace:
+            raise ConfigError("this plan is of another namespace: use the one that is attached")
+        ids = checked_units(self._pools.attached, units, first_unit)
+        wanted = {}
+        for name, a in self._pools.attached.items():
+            mine = ids.get(a.number, UnitIds("q"))
+            check_enough(a, mine, plan.needed(name))
+            wanted[name] = bits_of(to_load(a, mine, plan.needed(name)))
+        files = self._pools.files
+        numbers = {name: a.number for name, a in self._pools.attached.items()}
+        groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._pools.attached.values()}
+        job = _Load(self, plan, ids, wanted, after, first_token)
+        task = TransferTask(
+            "load", {numbers[name]: bits for name, bits in wanted.items()}, groups, files.monotonic() + deadline,
+            job.summary, None, on_done,
+        )  # fmt: skip
+        transfer = job.transfer = TransferControl(task, self._forget)
+        handle = Transfer(transfer)
+        with self._lock:
+            busy = len(self._unfinished) >= QUEUE_MAX or self._closed
+            if not busy:
+                self._unfinished.add(transfer)
+        if busy:
+            transfer.stop("busy")
+            transfer.end()
+            return handle
+        job.start_store(deadline)
+        if not job.run_here():
+            self._pulls.put(job.run)
+        self._look_soon()
+        return handle
+
+    def _forget(self, transfer: TransferControl) -> None:
+        with self._lock:
+            self._unfinished.discard(transfer)
+        self._pools.counters.add(f"pulls_{transfer.state.value}")
+
+    # -- peers -------------------------------------------------------------------------------
+
+    def _look_soon(self) -> None:
+        now = self._pools.files.monotonic()
+        if now >= self._check_at and not self._publications.waiting:
+            self._check_at = now + CHECK_SECONDS
+            self._publications.put(self._look_around)
+
+    def _look_around(self) -> None:
+        """On the thread of publications: open the memory of ranks that have come, close that of those that ended."""
+        self._pools.device.enter()
+        self.tables.check()
+        for rank in range(self.tables.ranks):
+            table = self.tables.table(rank)
+            if table is not None and table.instance not in self._sources and table.instance not in self._refused:
+                self._open(rank, table)
+        alive = {table.instance for rank in range(self.tables.ranks) if (table := self.tables.table(rank))}
+        for instance in [one for one in self._sources if one not in alive]:
+            with self._lock, self._pulling:  # what was enqueued before ends before the memory is unmapped
+                if self._unfinished:
+                    continue
+                del self._sources[instance]
+            memory = self._memories.pop(instance, None)
+            if memory is not None:
+                self._lane.wait()
+                memory.close()
+
+    def _open(self, rank: int, table: Any) -> None:
+        pools = self._pools
+        try:
+            if rank == self.rank:
+                groups = {
+                    name: (a.device.units, pools.shapes[a.number], pools.tables[a.number])
+                    for name, a in pools.attached.items()
+                }
+                source = Source(table, groups)
+            else:
+                memory = PeerMemory(pools, table.description)
+                self._memories[table.instance] = memory
+                source = Source(table, {name: tuple(group) for name, group in memory.groups.items()})  # type: ignore[misc]
+            with self._pulling:
+                gathers(pools, source, self._lane)
+            self._sources[table.instance] = source
+        except Exception as exc:
+            self._refused[table.instance] += 1
+            pools.counters.add("peers_unreachable")
+            log.warning("rank %d is not reached, its prefixes come from the store: %s", rank, exc)
+            memory_or_none = self._memories.pop(table.instance, None)
+            if memory_or_none is not None:
+                memory_or_none.close()
+
+    def source(self, instance: str) -> Source | None:
+        """A peer whose memory is open."""
+        return self._sources.get(instance)
+
+    @property
+    def peers(self) -> list[int]:
+        """Ranks that can be pulled from now, this one not counted."""
+        tables = {rank: self.tables.table(rank) for rank in range(self.tables.ranks) if rank != self.rank}
+        return [rank for rank, table in tables.items() if table is not None and table.instance in self._sources]
+
+    def wait_for_peers(self, ranks: int, timeout: float) -> bool:
+        """Wait until ``ranks`` peers can be pulled from; for tests and benchmarks."""
+        end = self._pools.files.monotonic() + timeout
+        while len(self.peers) < ranks:
+            if self._pools.files.monotonic() >= end:
+                return False
+            self._publications.put(self._look_around)
+            self._pools.files.sleep(0.05)
+        return True
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ConfigError("this RankGroup belongs to the parent process: make one in this process")
+        if self._closed:
+            raise ConfigError("this RankGroup was closed: make a new one")
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Retract everything, finish what was accepted, at most ``timeout`` seconds, and unmap the peers' memory."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        end = time.monotonic() + timeout
+        self._own.close()  # peers see that this rank has ended
+        for threads in (self._pulls, self._publications):
+            threads.close(max(0.1, end - time.monotonic()))
+        with self._lock:
+            left = list(self._unfinished)
+        for transfer in left:
+            transfer.stop("closed")
+            transfer.try_end()
+        with self._pools.device.current():
+            self._lane.quiet()
+            for memory in self._memories.values():
+                memory.close()
+            self._memories.clear()
+            self._sources.clear()
+            self._undo.close()
+        self.tables.close()
+
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Load:
+    """A load of a plan: pulls, and what comes from the store meanwhile."""
+
+    transfer: TransferControl
+
+    def __init__(
+        self, group: RankGroup, plan: RankPlan, ids: dict[int, UnitIds], wanted: dict[str, int], after: Any,
+        first_token: int,
+    ) -> None:  # fmt: skip
+        self._group, self._plan, self._ids, self._wanted = group, plan, ids, wanted
+        self._after, self._first_token = after, first_token
+        self._inner: Transfer | None = None
+        self._inner_pages: list[PageDone] = []
+        self._parts = 1  # that have not ended: the pull, and the load from the store
+        self._pull: Pull | None = None
+        self._moving = contextlib.ExitStack()
+
+    # -- the store ---------------------------------------------------------------------------
+
+    def start_store(self, deadline: float) -> None:
+        """Begin the load of the pages that come from the store."""
+        plan, pools = self._plan, self._group._pools
+        stored = {g: bits & self._wanted.get(g, 0) for g, bits in plan.stored.items()}
+        if plan.match is None or not any(stored.values()):
+            return
+        units = {}
+        for name, a in pools.attached.items():
+            ids = array("q", [-1]) * len(self._ids[a.number])
+            for chunk in members(stored.get(name, 0)):
+                for i in a.device.unit_range(a.group, chunk):
+                    ids[i] = self._ids[a.number][i]
+            units[name] = ids
+        self._parts = 2
+        self._inner = self._group._io.load(
+            plan.match, units, self._after, deadline, self._first_token, on_page=self._inner_pages.append,
+            on_done=lambda _: self._end_part(),
+        )
+
+    # -- the pull ----------------------------------------------------------------------------
+
+    def _peers(self) -> list[tuple[Source, PeerPages]]:
+        found, groups = [], dict[str, tuple[Sequence[int], Found]]()
+        for pages in self._plan.peers.values():
+            source = self._group.source(pages.instance)
+            if source is None:
+                self._group._pools.counters.add("pulls_without_peer")
+                continue
+            groups = {}
+            for name, (chunks, entries) in pages.groups.items():
+                wanted = self._wanted.get(name, 0)
+                if not bits_of(chunks) & ~wanted:
+                    groups[name] = chunks, entries
+                    continue
+                keep = [i for i, chunk in enumerate(chunks) if wanted >> chunk & 1]
+                if keep:
+                    some = Found(
+                        array("I", [entries.entries[i] for i in keep]), array("Q", [entries.seqs[i] for i in keep])
+                    )
+                    groups[name] = [chunks[i] for i in keep], some
+            if groups:
+                found.append((source, PeerPages(pages.instance, groups)))
+        return found
+
+    def _nbytes(self) -> int:
+        attached = self._group._pools.attached
+        return sum(
+            len(chunks) * attached[name].page_bytes
+            for pages in self._plan.peers.values()
+            for name, (chunks, _) in pages.groups.items()
+        )
+
+    def run_here(self) -> bool:
+        """Enqueue a small pull on the caller's thread; False: it is not small, or another one is being enqueued."""
+        group = self._group
+        query = getattr(self._after, "query", None)
+        if self._nbytes() > INLINE_BYTES or (query is not None and not query()):
+            return False
+        if not group._pulling.acquire(blocking=False):
+            return False
+        try:
+            with group._pools.device.current():
+                self._enqueue(lambda: not self.transfer.stopped)
+        finally:
+            group._pulling.release()
+        group._pulls.put(self._finish)
+        return True
+
+    def run(self) -> None:
+        """On the thread of pulls: all of it."""
+        group, transfer = self._group, self.transfer
+        clock, sleep = group._pools.files.monotonic, group._pools.files.sleep
+        try:
+            group._pools.device.enter()
+            query = getattr(self._after, "query", None)
+            while query is not None and not query():
+                transfer.enter(TransferState.WAITING)
+                if transfer.stopped or clock() >= transfer.deadline:
+                    transfer.note("deadline")
+                    break
+                sleep(POLL_SECONDS)
+            else:
+                with group._pulling:
+                    self._enqueue(self._may_go_on)
+        except Exception as exc:
+            fail(transfer, exc)
+        self._finish()
+
+    def _may_go_on(self) -> bool:
+        lane, files = self._group._lane, self._group._pools.files
+        due = lane.due()
+        while not self.transfer.stopped and files.monotonic() < self.transfer.deadline:
+            if due is None or due.query():
+                return True
+            files.sleep(POLL_SECONDS)
+        return False
+
+    def _enqueue(self, pause: Any) -> None:
+        transfer, group = self.transfer, self._group
+        transfer.enter(TransferState.LOADING)
+        if not self._moving.enter_context(transfer.step(tell=False)):
+            return
+        self._pull = Pull(group._pools, group._lane, transfer, self._ids, self._first_token)
+        try:
+            self._pull.enqueue(self._peers(), pause)
+        except Exception as exc:
+            fail(transfer, exc)
+
+    def _finish(self) -> None:
+        """On the thread of pulls: wait for the copies, settle, and end with the store's part."""
+        transfer, files = self.transfer, self._group._pools.files
+        try:
+            self._group._pools.device.enter()
+            if self._pull is not None:
+                while not self._pull.ended():
+                    files.sleep(POLL_SECONDS)
+                self._pull.settle()
+        except Exception as exc:
+            fail(transfer, exc)
+            if self._pull is not None:
+                self._pull.release()
+        self._end_part()
+
+    def _end_part(self) -> None:
+        """The pull has ended, or the load from the store: the last one ends the transfer."""
+        with self._group._lock:
+            self._parts -= 1
+            if self._parts:
+                return
+        numbers = {name: a.number for name, a in self._group._pools.attached.items()}
+        for group, chunk, outcome in self._inner_pages:
+            self.transfer.settle(numbers[group], 1 << chunk, outcome)
+        self._moving.close()
+        self.transfer.end()
+
+    def summary(self, done: Outcomes) -> tuple[int, dict[Tier, int]]:
+        """Tokens restored, and by tier."""
+        plan, attached = self._plan, self._group._pools.attached
+        names = {a.number: name for name, a in attached.items()}
+        good = {name: span(needed.start, len(needed)) for name in plan.needs for needed in [plan.needed(name)]}
+        for outcome, groups in done.items():
+            if outcome is not PageOutcome.LOADED:
+                for number, bits in groups.items():
+                    good[names[number]] &= ~bits
+        chunks, size = plan.restorable(good), plan.page_tokens
+        peers = stored = 0
+        for pages in plan.peers.values():
+            for name, (some, _) in pages.groups.items():
+                peers |= bits_of(some) & self._wanted.get(name, 0)
+        for name, bits in plan.stored.items():
+            stored |= bits & self._wanted.get(name, 0)
+        counts = {Tier.PEER: (peers & ~stored & span(0, chunks)).bit_count() * size}
+        left = (stored & span(0, chunks)).bit_count() * size
+        if self._inner is not None and self._inner.result is not None:
+            for tier, tokens in sorted(self._inner.result.tiers.items(), reverse=True):
+                if tier is not Tier.DEVICE:
+                    counts[tier] = min(tokens, left)
+                    left -= counts[tier]
+        counts[Tier.DEVICE] = chunks * size - sum(counts.values())
+        return chunks * size, {tier: n for tier, n in sorted(counts.items()) if n > 0}
+
+
+def _from(pools: GpuPools, ids: Mapping[int, UnitIds], first: int) -> dict[int, Sequence[int]]:
+    """The units of the chunks from ``first`` on."""
+    found: dict[int, Sequence[int]] = {}
+    for a in pools.attached.values():
+        if a.number in ids:
+            found[a.number] = ids[a.number][a.device.unit_range(a.group, first)[0] :]
+    return found

@@ -1,0 +1,146 @@
+"""Publishing: the leaves of pages in this rank's units are summed by its GPU, then the pages enter its table."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvfs.gpu.device import Event
+from kvfs.gpu.gpu_io import GpuPools
+from kvfs.gpu.lane import ALIGN, CommandBuffer, DmaLane
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.ranks.geometry import granule_tokens, page_of, sub_of, units_of
+from kvfs.ranks.shared_files import OwnTable
+from kvfs.transfer.workers import Attached
+
+POLL_SECONDS = 1e-3  # nothing waits for the end of a publication
+
+
+@dataclass
+class _Batch:
+    attached: Attached
+    hashes: bytes
+    subs: array[int]
+    units: array[int]
+    epochs: list[int]  # of the units, when the engine published them
+
+
+class Publisher:
+    """Owns the entries of this rank. ``run`` on one thread; ``announce`` and ``retract`` on any."""
+
+    def __init__(self, pools: GpuPools, lane: DmaLane, table: OwnTable) -> None:
+        self._pools, self._lane, self._table = pools, lane, table
+        self._lock = threading.Lock()
+        self._epochs = {name: array("Q", [0]) * a.device.units for name, a in pools.attached.items()}
+
+    def announce(
+        self, hashes: Sequence[bytes], units: dict[int, Any], first: int, after: Any, deadline: float
+    ) -> Callable[[], None]:
+        """What ``run`` on the thread does: publish the chunks from ``first`` on whose units are all there."""
+        batches = []
+        for a in self._pools.attached.values():
+            ids, page = units.get(a.number, ()), page_of(a)
+            held = [(c, units_of(a, ids, c)) for c in range(first, len(hashes))]
+            held = [(c, some) for c, some in held if some]
+            most = max(1, self._lane.nbytes // a.page_bytes)
+            for at in range(0, len(held), most):
+                some = held[at : at + most]
+                flat = array("I", [unit for _, each in some for unit in each])
+                epochs = self._epochs[a.group.name]
+                batches.append(_Batch(
+                    a, b"".join(hashes[c] for c, _ in some), array("I", [sub_of(a, page, c) for c, _ in some]), flat,
+                    [epochs[unit] for unit in flat],
+                ))  # fmt: skip
+        return lambda: self._run(batches, after, deadline)
+
+    def _run(self, batches: Sequence[_Batch], after: Any, deadline: float) -> None:
+        clock, device = self._pools.files.monotonic, self._pools.device
+        device.enter()
+        if device.orders(after):
+            self._lane.kernels.after(after)
+        else:
+            while after is not None and not after.query():
+                if clock() >= deadline:
+                    self._pools.counters.add("publications_late")
+                    return
+                self._pools.files.sleep(POLL_SECONDS)
+        for batch in batches:
+            leaves = self._summed(batch)
+            self._enter(batch, leaves)
+
+    def _summed(self, batch: _Batch) -> bytes:
+        """The leaf tables of a batch of pages, one behind the other."""
+        pools, lane, a = self._pools, self._lane, batch.attached
+        shape, page, count = pools.shapes[a.number], page_of(a), len(batch.subs)
+        nbytes = count * page.leaves * WORD
+        lists = (count * a.group.granules * GRANULE_WORDS + HEAD_WORDS + len(batch.units)) * WORD
+        commands = lane.commands(lists + nbytes + 4 * ALIGN)
+        try:
+            scratch = lane.slice(count * a.page_bytes, lane.kernels)
+            assert scratch is not None, "a batch of a publication was not finished"
+            ids = commands.put(array("q", batch.units))
+            table = commands.room(nbytes)
+            words = granule_words(
+                0, shape.layers * shape.leaf_bytes, granule_tokens(a, page, batch.subs), [0] * count, a.group.granules
+            )
+            work = commands.put(pack(
+                shape, words, scratch=scratch.address, unit_ids=commands.address(ids), units=len(batch.units), flags=0,
+                leaves=commands.address(table), buffers=pools.tables[a.number].address,
+            ))  # fmt: skip
+            self._launch(commands, ids, work, len(batch.units), a)
+            commands.fetch(lane.kernels, table, nbytes, into=table)
+            lane.finished(scratch, lane.kernels)
+            self._await(lane.kernels.record())
+            return bytes(commands.back(table, nbytes))
+        except BaseException:
+            lane.quiet()
+            raise
+        finally:
+            lane.give_back(commands)
+
+    def _launch(self, commands: CommandBuffer, ids: int, work: int, units: int, a: Attached) -> None:
+        lane = self._lane
+        for at in (ids, work):
+            commands.send(lane.kernels, at)
+        lane.kernels.gather(commands.work(work, commands.words(ids, units)), self._pools.shapes[a.number])
+
+    def _await(self, event: Event) -> None:
+        while not event.query():
+            self._pools.files.sleep(POLL_SECONDS)
+
+    def _enter(self, batch: _Batch, leaves: bytes) -> None:
+        """The pages whose units have not been retracted since."""
+        name, page = batch.attached.group.name, page_of(batch.attached)
+        with self._lock:
+            epochs = self._epochs[name]
+            same = [epochs[unit] == was for unit, was in zip(batch.units, batch.epochs, strict=True)]
+            if all(same):
+                self._table.publish(name, batch.hashes, batch.subs, batch.units, leaves)
+            else:
+                for i, sub in enumerate(batch.subs):
+                    at = i * page.units
+                    if all(same[at : at + page.units]):
+                        self._table.publish(
+                            name, batch.hashes[32 * i : 32 * (i + 1)], array("I", [sub]),
+                            batch.units[at : at + page.units],
+                            leaves[i * page.leaves * WORD : (i + 1) * page.leaves * WORD],
+                        )  # fmt: skip
+        self._pools.counters.add("pages_published", len(batch.subs))
+
+    def retract(self, units: dict[int, Any]) -> array[int]:
+        """Retract all pages in these units; the entries that they had."""
+        entries = array("I")
+        with self._lock:
+            for a in self._pools.attached.values():
+                mine = array("I", [unit for unit in units.get(a.number, ()) if unit >= 0])
+                epochs = self._epochs[a.group.name]
+                for unit in mine:
+                    epochs[unit] += 1
+                entries.extend(self._table.retract(a.group.name, mine))
+        return entries
+
+    def leased(self, entries: array[int]) -> bool:
+        return self._table.leased(entries)
