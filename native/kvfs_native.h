@@ -362,10 +362,14 @@ typedef struct {
     uint64_t n_slots, slot_bytes;
 } kvfs_leases;
 
-/* Reader: take a lease with this state (deadline and nonce, not 0) on n entries: the number of its slot; -EBUSY: all
- * are taken. Pre for protection: the reader asks kvfs_unchanged afterwards, and reads only what is good. */
-KVFS_PUBLIC int64_t kvfs_lease(
-    const kvfs_leases *leases, uint64_t state, uint64_t now_ms, const uint32_t *entries, uint64_t n);
+/* Reader: take a slot for a lease with this state (deadline and nonce, not 0), on nothing yet: its number; -EBUSY: all
+ * are taken. */
+KVFS_PUBLIC int64_t kvfs_lease(const kvfs_leases *leases, uint64_t state, uint64_t now_ms);
+
+/* Reader: the lease is also on entries first + each of n. Pre for protection: the reader asks kvfs_unchanged
+ * afterwards, and reads only what is good. */
+KVFS_PUBLIC void kvfs_lease_entries(
+    const kvfs_leases *leases, uint64_t slot, uint64_t first, const uint32_t *entries, uint64_t n);
 
 /* Reader: end it. Harmless if its slot was taken meanwhile. */
 KVFS_PUBLIC void kvfs_end_lease(const kvfs_leases *leases, uint64_t slot, uint64_t state);

@@ -194,7 +194,7 @@ static uint64_t words(const kvfs_leases *l) { return (l->slot_bytes - sizeof(str
 
 static uint64_t deadline_of(uint64_t state) { return state >> KVFS_NONCE_BITS; }
 
-int64_t kvfs_lease(const kvfs_leases *l, uint64_t state, uint64_t now, const uint32_t *entries, uint64_t n) {
+int64_t kvfs_lease(const kvfs_leases *l, uint64_t state, uint64_t now) {
     for (uint64_t i = 0; i < l->n_slots; i++) {
         struct slot *s = slot_at(l, i);
         uint64_t before = __atomic_load_n(&s->state, __ATOMIC_ACQUIRE);
@@ -203,12 +203,18 @@ int64_t kvfs_lease(const kvfs_leases *l, uint64_t state, uint64_t now, const uin
         /* a holder that slept here until its grace was over may clear the bits of the next one: that one still finds
          * out whether its entries changed */
         memset(s->bits, 0, 8 * words(l));
-        for (uint64_t j = 0; j < n; j++)
-            if (entries[j] / 64 < words(l)) s->bits[entries[j] / 64] |= 1ull << entries[j] % 64;
-        __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before the caller looks at the entries again: kvfs_unchanged */
         return (int64_t)i;
     }
     return -EBUSY;
+}
+
+void kvfs_lease_entries(const kvfs_leases *l, uint64_t slot, uint64_t first, const uint32_t *entries, uint64_t n) {
+    struct slot *s = slot_at(l, slot % l->n_slots);
+    for (uint64_t j = 0; j < n; j++) {
+        uint64_t number = first + entries[j];
+        if (number / 64 < words(l)) s->bits[number / 64] |= 1ull << number % 64;
+    }
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before the caller looks at the entries again: kvfs_unchanged */
 }
 
 void kvfs_end_lease(const kvfs_leases *l, uint64_t number, uint64_t state) {

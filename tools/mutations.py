@@ -188,7 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for the end of a load before the next one begins", "kvfs/gpu/gpu_io.py",
-        "threading.Semaphore(UNDER_WAY)", "threading.Semaphore(1)", ("tests/gpu/test_load_overlap.py",),
+        "Turns(UNDER_WAY)", "Turns(1)", ("tests/gpu/test_load_overlap.py",),
     ),
     Mutation(
         "give the command buffer of a load to the next one", "kvfs/gpu/lane.py",

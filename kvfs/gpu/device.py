@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from kvfs.errors import ConfigError
@@ -24,8 +25,6 @@ from kvfs.kernels.work_list import Shape, Work
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
 QUICK_PROGRAMS = 264  # two for each multiprocessor of an H100: sums at 2,240 GB/s in place of 860
-#: See ``kvfs.kernels.pull``. Smaller tiles keep less under way, and take more programs.
-PULL_PROGRAMS, PULL_PROGRAMS_MAX, PULL_WARPS = 32, 128, 8
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
 
@@ -98,6 +97,9 @@ class Device(Protocol):
 
     def current(self) -> AbstractContextManager[object]:
         """Make it current on the calling thread, any thread, inside."""
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread captures a graph: most calls would end that."""
 
     def stream(self, *, urgent: bool = False) -> Stream:
         """``urgent``: its kernels begin before those of other streams that wait for room on the GPU."""
@@ -237,13 +239,12 @@ class _Stream:
     def pull(self, work: Work, shape: Shape) -> None:
         from kvfs.kernels import pull
 
-        cut = pull.tiles(shape)
-        programs = min(PULL_PROGRAMS_MAX, PULL_PROGRAMS * -(-pull.TILE_BYTES_MAX * cut.count // shape.leaf_bytes))
-        self._launch(
-            ("pull", shape.buffers, shape.states, shape.element, shape.unit_tokens % shape.states == 0, cut),
-            lambda: pull.gather(work.words, shape, cut, programs=programs, warps=PULL_WARPS),
-            programs, work.address,
-        )  # fmt: skip
+        for cut in pull.tiles(shape):
+            self._launch(
+                ("pull", shape.states, cut),
+                partial(pull.gather, work.words, shape, cut, programs=cut.programs, warps=cut.warps),
+                cut.programs, work.address,
+            )  # fmt: skip
 
     def _sum(self, work: Work, shape: Shape, *, check: bool, programs: int = SUM_PROGRAMS) -> None:
         from kvfs.kernels import xxh3
@@ -339,6 +340,9 @@ class Gpu:
                 yield
             finally:
                 driver.restore_capture(mode)
+
+    def is_capturing(self) -> bool:
+        return bool(self._torch.cuda.is_current_stream_capturing())
 
     def stream(self, *, urgent: bool = False) -> Stream:
         return _Stream(self._torch, self._torch.cuda.Stream(self.index, priority=-urgent), self._constants)

@@ -30,8 +30,9 @@ from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.preregister import register_hottest, register_match
 from kvfs.gpu.registration import Arena, PinnedBudget, Probe, RegisteredMaps, probe
 from kvfs.gpu.registration_cache import MAKING_SECONDS, REGION_BYTES, RegistrationCache
-from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext
+from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext, LinkPace
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
+from kvfs.gpu.turns import Turns
 from kvfs.kernels.driver import CudaError
 from kvfs.kernels.work_list import Shape, pack, shape_of
 from kvfs.lookup.prefix_match import PrefixMatch
@@ -150,8 +151,8 @@ class GpuIO(HostIO):
             context = GpuTransportContext(
                 self._c, appender, reader, self._identity, descriptor, ring, keep, self._codec,
                 Writes(self._c.files.monotonic), process, device, shapes, tables, saves, loads, regions, readers,
-                self._pinned.address, load_bytes // BATCHES, threading.Semaphore(UNDER_WAY), deque(), later,
-                JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
+                self._pinned.address, load_bytes // BATCHES, Turns(UNDER_WAY), LinkPace(), deque(),
+                later, JobThreads("end", 1, partial(_clean_up_rest, later, callbacks)), callbacks,
             )  # fmt: skip
             undo.pop_all()
             if shared >= 0:
@@ -238,7 +239,8 @@ class GpuIO(HostIO):
             files.close(fd)
 
     def _load_threads(self, threads: int) -> JobThreads:
-        return JobThreads("read", threads, self._gpu_context.ends.dismiss)
+        context = self._gpu_context
+        return JobThreads("read", threads, partial(_last_load, context.turns, context.ends))
 
     # -- for callers -------------------------------------------------------------------------
 
@@ -372,6 +374,12 @@ class GpuIO(HostIO):
         elif context.regions is not None:
             with self._device.current():
                 context.regions.close()
+
+
+def _last_load(turns: Turns, ends: JobThreads) -> None:
+    """Last call of the load thread: the end thread ends behind all loads that were enqueued."""
+    turns.close(CLOSE_SECONDS)
+    ends.dismiss()
 
 
 def _clean_up_rest(later: deque[Callable[[], None]], callbacks: JobThreads) -> None:

@@ -141,6 +141,11 @@ class DmaLane:
                 return self._ends[(self._finished - 1 - back) % QUEUED]
         return None
 
+    @staticmethod
+    def takes(batches: int, calls: int) -> bool:
+        """Whether so many batches, and calls of the driver, are enqueued without waiting, if none is under way."""
+        return batches < QUEUED and calls <= CALLS
+
     def slice(self, nbytes: int, stream: Stream) -> ScratchSlice | None:
         """Scratch for a batch, which ``stream`` will fill; that stream waits for the last uses of it.
 
@@ -196,6 +201,10 @@ class DmaLane:
             self._buffers.append(buffer)
         buffer.reset()
         return buffer
+
+    def has_commands(self, nbytes: int) -> bool:
+        """Whether ``commands`` would find a buffer. From any thread."""
+        return any(one.nbytes >= nbytes for one in list(self._free))
 
     def give_back(self, buffer: CommandBuffer) -> None:
         """Nothing uses it any more. From any thread."""

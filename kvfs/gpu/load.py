@@ -26,6 +26,7 @@ How loads overlap, so that the link does not run dry between two of them:
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +34,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from kvfs.gpu.batches import FLAG, Batches, LayerBand, Window, commands_bytes
+from kvfs.gpu.batches import BATCH_CALLS, FLAG, Batches, LayerBand, Window, commands_bytes
 from kvfs.gpu.device import Device
 from kvfs.gpu.lane import LaunchQueue
 from kvfs.gpu.page_feed import GroupPages, MatchFeed, PageFeed, RestoreFeed
 from kvfs.gpu.page_source import PageSource, streaks
+from kvfs.gpu.registration_cache import REGION_BYTES, RegionLease
 from kvfs.gpu.resources import POLL_SECONDS, SWITCH_SECONDS, GpuTransportContext, wait_for_event
 from kvfs.kernels.work_list import Shape
 from kvfs.pages.chunk_set import bits_of, members, span
@@ -47,11 +49,17 @@ from kvfs.transfer.load import LoadRequest
 from kvfs.transfer.workers import Attached, fail
 from kvfs.types import PageOutcome, TransferState
 
+log = logging.getLogger("kvfs")
 BANDS = 8  # of a layer-wise load, at most
+SMALL_BATCHES = 4  # of a group, about: those towards its end
 #: Of a band, and of a page's share in it: what smaller ones cost the host exceeds the time of their copies.
 BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
 #: The waiter of a load needs about 200 us to wake up. LATER_MAX bounds the loads with deferred cleanup.
 CLEAN_UP_SECONDS, LATER_MAX = 1e-3, 4
+
+
+class _NotReadyError(Exception):
+    """Something has to be waited for."""
 
 
 @dataclass
@@ -76,7 +84,7 @@ class GroupLoad:
 
 
 class GpuLoad:
-    """A load in progress: the load thread calls ``run``, the end thread ``finish``."""
+    """A load in progress: its caller calls ``run_now``, or the load thread ``run``; then the end thread ``finish``."""
 
     def __init__(self, request: LoadRequest) -> None:
         assert isinstance(request.context, GpuTransportContext)
@@ -84,11 +92,18 @@ class GpuLoad:
         self._request, self._transfer = request, request.transfer
         ahead = request.lookahead
         self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
+        self._planned: dict[int, tuple[list[Run], int]] = {}  # by group number, where all pages are one window
+        self._regions = RegionLease()  # of the plan: so that none is dropped before its copies are enqueued
+        self._room = 0  # bytes of its first command buffer
+        self._batches = 0  # about, where nothing is under way
+        self._begun = False  # in the caller's thread
         self._groups: list[GroupLoad] = []
         #: (group, band) in order of arrival, from when its end is enqueued until one of the threads sees it
         self._coming: deque[tuple[GroupLoad, LayerBand]] = deque()
         self._announcing = threading.Lock()
-        self._bands: SimpleQueue[bool] = SimpleQueue()  # True for each band, at last False
+        #: for each band the bytes up to its end, at last None
+        self._bands: SimpleQueue[int | None] = SimpleQueue()
+        self._sent, self._since = 0, 0.0  # bytes up to the end of the last band; when the first copy was enqueued
         self._moving = contextlib.ExitStack()  # the transfer's step
         self._handed_over = False
         self._launches: LaunchQueue | None = None
@@ -96,23 +111,106 @@ class GpuLoad:
         self._afterwards: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """On the load thread: enqueue all of it."""
-        gpu, transfer = self._gpu, self._transfer
-        gpu.under_way.acquire()
+        """On the load thread: enqueue all of it, unless ``run_now`` has begun to and was interrupted."""
+        gpu = self._gpu
+        if self._begun:
+            return
+        gpu.turns.begin(self)
         try:
             gpu.device.enter()
             self._feed.begin()
-            if wait_for_event(gpu, transfer, self._request.after):
-                transfer.enter(TransferState.LOADING)
-                self._feed.hold()
-                if self._moving.enter_context(transfer.step(tell=False)):
-                    with gpu.loads.kernels.use():
-                        self._enqueue()
+            if wait_for_event(gpu, self._transfer, self._request.after):
+                self._move()
         except Exception as exc:
-            fail(transfer, exc)
+            fail(self._transfer, exc)
         finally:
-            self._bands.put(False)
-            self._hand_over()
+            self._end_enqueuing()
+
+    def run_now(self) -> bool:
+        """In the caller's thread: enqueue all of it, if nothing is under way and nothing has to be waited for."""
+        gpu = self._gpu
+        if not self._is_short() or gpu.device.is_capturing():
+            return False
+        try:
+            if not gpu.turns.begin_alone(self):
+                return False
+            with gpu.device.current():
+                if not self._is_ready():
+                    return False
+                try:
+                    self._begun = True
+                    self._move()
+                except Exception as exc:
+                    fail(self._transfer, exc)
+                finally:
+                    self._end_enqueuing()
+        finally:
+            if not self._begun:
+                gpu.turns.over(self)
+        return True
+
+    def _is_short(self) -> bool:
+        """Whether the lane takes all of it without waiting for a batch, if it is empty."""
+        request, gpu = self._request, self._gpu
+        if gpu.regions is None or not isinstance(self._feed, MatchFeed):
+            return False
+        self._batches = sum(
+            2 * self._bands_of(a, len(chunks)) + SMALL_BATCHES + len(chunks) * a.page_bytes // gpu.batch_bytes
+            for a, chunks in request.pages if chunks
+        )  # fmt: skip
+        return self._batches > 0 and gpu.loads.takes(self._batches, BATCH_CALLS * self._batches)
+
+    def _is_ready(self) -> bool:
+        """Whether the event has come, and the page cache and registered memory hold all that is needed; plans it."""
+        request, gpu, query = self._request, self._gpu, getattr(self._request.after, "query", None)
+        assert isinstance(self._feed, MatchFeed)
+        try:
+            if query is None or not query() or not gpu.loads.has_commands(self._commands_bytes()):
+                return False
+            self._feed.hold()
+            copies = sum(
+                self._plan_at_once(a, chunks) * self._bands_of(a, len(chunks)) for a, chunks in request.pages if chunks
+            )
+        except _NotReadyError:
+            return False
+        except Exception:  # the load thread meets it again, and accounts for it
+            log.debug("a load cannot be planned in its caller's thread", exc_info=True)
+            return False
+        self._feed.at_once = gpu.loads.takes(self._batches, copies + BATCH_CALLS * self._batches)
+        return self._feed.at_once
+
+    def _plan_at_once(self, a: Attached, chunks: list[int]) -> int:
+        """Plan one group, and read its leaf tables; how many copies it takes. Raises _NotReadyError."""
+        gpu, regions, files = self._gpu, self._gpu.regions, self._gpu.store.files
+        assert regions is not None
+        gm = self._request.match.group(a.group.name).for_part(a.part, a.page_bytes)
+        runs, covered = plan_runs(gm.cut(chunks[0], chunks[-1] - chunks[0] + 1), self._feed.held)
+        shape, copies = gpu.shapes[a.number], 0
+        if not shape.sums or bits_of(chunks) & ~covered:  # the CPU has to make some pages
+            raise _NotReadyError
+        for run in runs:
+            if regions.ranges(run.held, run.offset, run.span, 0, self._regions, register=False) is None:
+                raise _NotReadyError
+            copies += 1 + run.span // REGION_BYTES
+            if run.leaf:
+                tables = bytearray(run.leaf_bytes * run.count)
+                if not files.read_cached(run.held.fd, memoryview(tables), run.leaf):
+                    raise _NotReadyError
+                run.tables = bytes(tables)
+        self._planned[a.number] = runs, covered
+        return copies
+
+    def _move(self) -> None:
+        self._transfer.enter(TransferState.LOADING)
+        self._feed.hold()
+        if self._moving.enter_context(self._transfer.step(tell=False)):
+            with self._gpu.loads.kernels.use():
+                self._enqueue()
+
+    def _end_enqueuing(self) -> None:
+        self._bands.put(None)
+        self._hand_over()
+        self._gpu.turns.enqueued(self)
 
     def _hand_over(self) -> None:
         if not self._handed_over:
@@ -122,6 +220,7 @@ class GpuLoad:
 
     def _enqueue(self) -> None:
         launches = self._launches = LaunchQueue(self._gpu.loads, self._commands_bytes)
+        self._since = self._gpu.store.files.monotonic()
         try:
             for pages in self._feed.groups():
                 self._send_group(launches, pages)
@@ -154,13 +253,14 @@ class GpuLoad:
     def _commands_bytes(self) -> int:
         """Room for the work lists of all pages that the load may have."""
         shapes, units = self._gpu.shapes, self._request.units
-        return sum(
+        self._room = self._room or sum(
             commands_bytes(
                 shapes[a.number], a.group.granules, pages=len(chunks), units=len(units[a.number]),
                 bands=self._bands_of(a, len(chunks)),
             )
             for a, chunks in self._feed.at_most() if chunks
         )  # fmt: skip
+        return self._room
 
     def _bands_of(self, attached: Attached, pages: int) -> int:
         """The most bands that so many pages come in."""
@@ -181,7 +281,9 @@ class GpuLoad:
 
     def _band_enqueued(self, number: int, band: LayerBand) -> None:
         self._coming.append((self._groups[number], band))
-        self._bands.put(True)
+        group = self._groups[number]
+        self._sent += len(group.pages.wanted) * group.pages.attached.page_bytes * band.rows // group.shape.layers
+        self._bands.put(self._sent)
         self._hand_over()
 
     def _stop(self) -> bool:
@@ -214,7 +316,10 @@ class GpuLoad:
     def _window(self, group: GroupLoad, now: list[int], left: int) -> Window:
         """Where these pages of a group are stored."""
         chunks = bits_of(now)
-        runs, covered = plan_runs(group.pages.gm.cut(now[0], now[-1] - now[0] + 1), self._feed.held)
+        planned = self._planned.get(group.number)
+        if planned is None:
+            planned = plan_runs(group.pages.gm.cut(now[0], now[-1] - now[0] + 1), self._feed.held)
+        runs, covered = planned
         runs = list(_cut(runs, chunks))
         group.runs += runs
         group.covered |= covered & chunks
@@ -240,6 +345,8 @@ class GpuLoad:
             groups = self._groups if not self._unknown else []
             for group in groups:  # all of them, even if settling one fails
                 group.source.release()
+            if gpu.regions is not None and not self._unknown:
+                gpu.regions.release(self._regions)
             for group in groups:
                 self._settle(group)
         except Exception as exc:
@@ -249,7 +356,7 @@ class GpuLoad:
             if self._launches is not None and not self._unknown:
                 self._launches.give_back()
             gpu.arriving.popleft()
-            gpu.under_way.release()
+            gpu.turns.over(self)
             if transfer.calls_back:
                 gpu.callbacks.put(partial(_end, gpu.device, transfer))
             else:
@@ -274,16 +381,21 @@ class GpuLoad:
 
     def _wait_for_bands(self) -> None:
         """Until nothing more is enqueued, and all that was has arrived; after an error until the lane is quiet."""
-        bands = iter(self._bands.get, False)
+        gpu, clock = self._gpu, self._gpu.store.files.monotonic
+        bands = iter(self._bands.get, None)
         try:
-            self._gpu.device.enter()
-            for _ in bands:
+            gpu.device.enter()
+            for sent in bands:
+                early = gpu.pace.early(sent, clock() - self._since)
+                if early > 0:
+                    gpu.store.files.sleep(early)
                 self._await_announcements()
+                gpu.pace.arrived(sent, clock() - self._since)
         except Exception as exc:
             fail(self._transfer, exc)
             deque(bands, maxlen=0)
             self._unknown = True
-            self._gpu.loads.wait()
+            gpu.loads.wait()
             self._unknown = False
             for group in self._groups:
                 group.sent = False

@@ -77,7 +77,7 @@ class PageFeed(Protocol):
         """What can be done while the engine still uses its units."""
 
     def hold(self) -> None:
-        """Hold the segments until ``release``."""
+        """Hold the segments until ``release``. May be called again."""
 
     def groups(self) -> Iterator[GroupPages]:
         """Ask for the next one when the last one is sent."""
@@ -96,24 +96,30 @@ class MatchFeed:
         self.held: Mapping[int, OpenSegment] = {}
         self.tails: Mapping[int, int] = request.match.tails
         self._opened: AbstractContextManager[Mapping[int, OpenSegment]] | None = None
+        self.at_once = False  # one window for all pages of a group
 
     def begin(self) -> None:
         pass
 
     def hold(self) -> None:
+        if self._opened is not None:
+            return
         self._opened = self._request.context.reader.open_segments(self.match)
         self.held = self._opened.__enter__()
 
     def groups(self) -> Iterator[GroupPages]:
         match, pages = self.match, self._request.pages
-        whole = {g.name: span(g.first, g.count) for g in match.groups}
         for number, (a, chunks) in enumerate(pages):
-            left = {name: bits & ~self.ruled_out.get(name, 0) for name, bits in whole.items()}
-            limit = match.chunks if match.keyed else match.restorable(left)
+            limit = match.chunks
+            if self.ruled_out and not match.keyed:
+                limit = match.restorable(
+                    {g.name: span(g.first, g.count) & ~self.ruled_out.get(g.name, 0) for g in match.groups}
+                )
             wanted = [chunk for chunk in chunks if chunk < limit]
             if wanted and not self._request.transfer.stopped:
                 gm = match.group(a.group.name).for_part(a.part, a.page_bytes)
-                first = len(wanted) if self._request.layerwise else WINDOW_PAGES  # each band needs all pages
+                # each band needs all pages
+                first = len(wanted) if self._request.layerwise or self.at_once else WINDOW_PAGES
                 yield GroupPages(a, gm, wanted, pages[number + 1 :], first)
 
     def at_most(self) -> Pages:

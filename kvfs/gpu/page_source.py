@@ -319,7 +319,9 @@ class PageSource:
             return b"", b"\1" * run.count
         c, size = self._context.store, self.table_bytes
         try:
-            raw = c.files.read(run.held.fd, size * run.count, run.leaf) if run.leaf and run.leaf_bytes == size else b""
+            raw = run.tables
+            if not raw and run.leaf and run.leaf_bytes == size:
+                raw = c.files.read(run.held.fd, size * run.count, run.leaf)
         except OSError:
             c.counters.add("read_errors")
             raw = b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from kvfs.gpu.device import Device, Event, Memory
 from kvfs.gpu.lane import DmaLane
 from kvfs.gpu.registration_cache import RegistrationCache
+from kvfs.gpu.turns import Turns
 from kvfs.kernels.work_list import Shape
 from kvfs.system.thread_pool import Pool
 from kvfs.transfer.control import TransferControl
@@ -21,12 +21,28 @@ POLL_SECONDS = 20e-6  # between two queries of an event
 SAVE_POLL_SECONDS = 1e-3  # the same of a save: each query takes the GIL, and nothing waits for the end of a save
 UNDER_WAY = 3  # loads between their first copy and their end
 SWITCH_SECONDS = 1e-6  # a sleep that hands the GIL to another thread that wants it
+EARLY = 0.8  # of the time that a load takes at the least: until then nothing asks whether it has arrived
 YIELD_SECONDS = 200e-6  # a sleep in which a waiter wakes up, before deferrable work takes the GIL again
+
+
+class LinkPace:
+    """The highest rate at which a load has arrived. Each look at an event costs CPU time and the GIL."""
+
+    def __init__(self) -> None:
+        self._best = 0.0  # bytes per second
+
+    def early(self, nbytes: int, seconds: float) -> float:
+        """How long so many bytes, ``seconds`` after their first copy was enqueued, need not be looked for."""
+        return EARLY * nbytes / self._best - seconds if self._best else 0.0
+
+    def arrived(self, nbytes: int, seconds: float) -> None:
+        if seconds > 0:
+            self._best = max(self._best, nbytes / seconds)
 
 
 @dataclass(frozen=True)
 class GpuTransportContext(TransportContext):
-    """What all jobs of one GpuIO share. Each lane is used by one thread."""
+    """What all jobs of one GpuIO share. Each lane is used by one thread at a time."""
 
     device: Device
     shapes: Mapping[int, Shape]  # by group number
@@ -37,7 +53,8 @@ class GpuTransportContext(TransportContext):
     readers: Pool
     ring_address: int
     batch_bytes: int  # of loads, at most; scratch holds several
-    under_way: threading.Semaphore  # UNDER_WAY permits, one for each load
+    turns: Turns  # of loads
+    pace: LinkPace  # for the end thread alone
     arriving: deque[Callable[[], bool]]  # of the loads that were handed over and have not ended: whether they arrived
     later: deque[Callable[[], None]]  # deferred cleanup of loads; for the end thread alone
     ends: JobThreads  # the end thread: ends loads, one after the other

@@ -116,7 +116,8 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, c_void_p),
     ),
     "kvfs_unchanged": (c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_void_p)),
-    "kvfs_lease": (c_int64, (POINTER(LeaseSlots), c_uint64, c_uint64, c_void_p, c_uint64)),
+    "kvfs_lease": (c_int64, (POINTER(LeaseSlots), c_uint64, c_uint64)),
+    "kvfs_lease_entries": (None, (POINTER(LeaseSlots), c_uint64, c_uint64, c_void_p, c_uint64)),
     "kvfs_end_lease": (None, (POINTER(LeaseSlots), c_uint64, c_uint64)),
     "kvfs_leased": (c_uint64, (POINTER(LeaseSlots), c_uint64, c_void_p, c_uint64, c_void_p)),
 }  # fmt: skip

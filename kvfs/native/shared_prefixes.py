@@ -117,12 +117,18 @@ class SharedLeases:
         self._native = native.held
         self._slots = LeaseSlots(address, slots, slot_bytes(entries))
 
-    def take(self, nonce: int, now_ms: int, deadline_ms: int, entries: Sequence[int]) -> tuple[int, int] | None:
-        """A lease until ``deadline_ms`` (CLOCK_MONOTONIC): what ``end`` takes; None if all slots are taken."""
+    def take(
+        self, nonce: int, now_ms: int, deadline_ms: int, entries: Sequence[tuple[int, array[int]]]
+    ) -> tuple[int, int] | None:
+        """A lease until ``deadline_ms`` (CLOCK_MONOTONIC) on ``entries``, u32 from a first number on each: what ``end``
+        takes; None if all slots are taken. Ask ``SharedPrefixes.unchanged`` afterwards."""
         state = deadline_ms << NONCE_BITS | (nonce & (1 << NONCE_BITS) - 1)
-        numbers = array("I", entries)
-        slot = self._native.kvfs_lease(self._slots, state, now_ms, _address(numbers), len(numbers))
-        return None if slot < 0 else (slot, state)
+        slot = self._native.kvfs_lease(self._slots, state, now_ms)
+        if slot < 0:
+            return None
+        for first, numbers in entries:
+            self._native.kvfs_lease_entries(self._slots, slot, first, _address(numbers), len(numbers))
+        return slot, state
 
     def end(self, lease: tuple[int, int]) -> None:
         self._native.kvfs_end_lease(self._slots, *lease)

@@ -6,19 +6,24 @@ from array import array
 from collections.abc import Sequence
 
 from kvfs.native.shared_prefixes import Page
+from kvfs.pages.layout import Group, Part
 from kvfs.transfer.workers import Attached
 
 
 def page_of(a: Attached) -> Page:
-    """What an entry holds for one page of this group."""
-    states, tokens = a.group.states, a.device.unit_tokens
-    leaves = a.group.leaves(a.part)
+    """What an entry of this rank holds for one page of this group."""
+    return page_in(a.group, a.part, a.device.unit_tokens)
+
+
+def page_in(group: Group, part: Part, tokens: int) -> Page:
+    """The same for units of so many tokens, which may be those of a peer."""
+    states, leaves = group.states, group.leaves(part)
     if states == 1:
         return Page(1, leaves, 1)
     return Page(states // tokens, leaves, 1) if tokens <= states else Page(1, leaves, tokens // states)
 
 
-def sub_of(a: Attached, page: Page, chunk: int) -> int:
+def sub_of(page: Page, chunk: int) -> int:
     """Number of a page within its unit, where a unit holds several."""
     return chunk % page.per_unit
 

@@ -21,11 +21,11 @@ from kvfs.lookup.prompt_pages import PromptPages
 from kvfs.native.shared_prefixes import Found
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.ranks.geometry import page_of
-from kvfs.ranks.memory import PeerMemory, describe
+from kvfs.ranks.memory import PeerGroup, PeerMemory, describe
 from kvfs.ranks.plan import PeerPages, RankPlan, RankTables, native_library, table_name
 from kvfs.ranks.publish import Publisher
 from kvfs.ranks.pull import POLL_SECONDS, Pull, Source, gathers
-from kvfs.ranks.shared_files import DIRECTORY, OwnTable
+from kvfs.ranks.shared_files import DIRECTORY, OwnTable, PeerTable
 from kvfs.transfer.control import OnDone, Outcomes, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
 from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, to_load
@@ -218,6 +218,8 @@ class RankGroup:
             table = self.tables.table(rank)
             if table is not None and table.instance not in self._sources and table.instance not in self._refused:
                 self._open(rank, table)
+        tables = {rank: self.tables.table(rank) for rank in range(self.tables.ranks)}
+        self._own.reach(sum(1 << rank for rank, t in tables.items() if t is not None and t.instance in self._sources))
         alive = {table.instance for rank in range(self.tables.ranks) if (table := self.tables.table(rank))}
         for instance in [one for one in self._sources if one not in alive]:
             with self._lock, self._pulling:  # what was enqueued before ends before the memory is unmapped
@@ -229,19 +231,22 @@ class RankGroup:
                 self._lane.wait()
                 memory.close()
 
-    def _open(self, rank: int, table: Any) -> None:
+    def _open(self, rank: int, table: PeerTable) -> None:
         pools = self._pools
+        groups: Mapping[str, PeerGroup]
         try:
             if rank == self.rank:
                 groups = {
-                    name: (a.device.units, pools.shapes[a.number], pools.tables[a.number])
+                    name: PeerGroup(a.device.units, pools.shapes[a.number], pools.tables[a.number], page_of(a))
                     for name, a in pools.attached.items()
                 }
-                source = Source(table, groups)
             else:
                 memory = PeerMemory(pools, table.description)
                 self._memories[table.instance] = memory
-                source = Source(table, {name: tuple(group) for name, group in memory.groups.items()})  # type: ignore[misc]
+                groups = memory.groups
+            if any(table.sections[name].page != peer.page for name, peer in groups.items()):
+                raise ConfigError("its table and its memory differ in the units of a page")
+            source = Source(table, groups)
             with self._pulling:
                 gathers(pools, source, self._lane)
             self._sources[table.instance] = source
@@ -348,7 +353,12 @@ class _Load:
             units[name] = ids
         self._parts = 2
         self._inner = self._group._io.load(
-            plan.match, units, self._after, deadline, self._first_token, on_page=self._inner_pages.append,
+            plan.match,
+            units,
+            self._after,
+            deadline,
+            self._first_token,
+            on_page=self._inner_pages.append,
             on_done=lambda _: self._end_part(),
         )
 
@@ -391,7 +401,7 @@ class _Load:
         query = getattr(self._after, "query", None)
         if self._nbytes() > INLINE_BYTES or (query is not None and not query()):
             return False
-        if not group._pulling.acquire(blocking=False):
+        if group._pools.device.is_capturing() or not group._pulling.acquire(blocking=False):
             return False
         try:
             with group._pools.device.current():

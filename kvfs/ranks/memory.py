@@ -10,8 +10,10 @@ from kvfs.gpu.device import Device, Memory
 from kvfs.gpu.gpu_io import GpuPools
 from kvfs.kernels.driver import IPC_BYTES, CudaError
 from kvfs.kernels.work_list import Shape, shape_of
+from kvfs.native.shared_prefixes import Page
 from kvfs.pages.device_kv import DeviceKV, KVBuffer
 from kvfs.pages.layout import PageLayout
+from kvfs.ranks.geometry import page_in
 from kvfs.transfer.workers import Attached
 
 ALLOCATIONS_MAX = 4096
@@ -46,6 +48,7 @@ class PeerGroup(NamedTuple):
     units: int
     shape: Shape
     table: Memory  # buffer table of the shape, on this device
+    page: Page  # what an entry of the peer must hold
 
 
 class PeerMemory:
@@ -64,7 +67,9 @@ class PeerMemory:
             for name, a in pools.attached.items():
                 device = _device_kv(a, text, allocations, pools.layout)
                 shape = shape_of(a.group, a.part, device)
-                self.groups[name] = PeerGroup(device.units, shape, pools.upload(shape.table))
+                self.groups[name] = PeerGroup(
+                    device.units, shape, pools.upload(shape.table), page_in(a.group, a.part, device.unit_tokens)
+                )  # fmt: skip
         except BaseException as exc:
             self.close()
             if isinstance(exc, (LookupError, TypeError, ValueError)) and not isinstance(exc, ConfigError):

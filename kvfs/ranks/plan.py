@@ -142,13 +142,13 @@ class RankTables:
         """The longest prefix of a prompt that the ranks, and the store as its last ``look`` found it, hold together.
 
         ``first``: chunks that the engine has. ``leave``: tokens at the end that it computes in any case. ``rank``:
-        the one that will load; its own GPU is asked first. A page comes from a GPU if one has it, and of GPUs from
+        the one that will load; its own GPU is asked first, and then those that it reaches. A page comes from a GPU if one has it, and of GPUs from
         the one that has most. Takes no lock and touches no disk; pages that come from the store are held.
         """
         size = self._layout.page_tokens
         chunks = max(0, min(pages.chunks, (pages.tokens - leave) // size))
         joined = pages.joined_hashes(chunks)
-        order = sorted(range(self.ranks), key=lambda one: one != rank)
+        order = self._reached(rank)
         held = {group.name: self._held(group.name, group.need.kind, joined, order) for group in self._groups}
         needs = {group.name: group.need.chunks(size) for group in self._groups}
         good = {name: pages.stored[name] & span(0, chunks) for name in needs}
@@ -166,6 +166,14 @@ class RankTables:
             starts = {name: members(bits)[0] for name, bits in stored.items() if bits}
             match = pages.select(starts, end)
         return RankPlan(self._namespace, end * size, size, first, needs, peers, stored, match)
+
+    def _reached(self, rank: int | None) -> list[int]:
+        """The ranks to ask, ``rank`` first."""
+        if rank is None:
+            return list(range(self.ranks))
+        table = self.table(rank)
+        reached = table.reached() if table is not None else 0
+        return sorted((one for one in range(self.ranks) if reached >> one & 1), key=lambda one: one != rank)
 
     def _held(
         self, group: str, kind: str, joined: bytes, order: Sequence[int]

@@ -51,7 +51,7 @@ class Publisher:
                 flat = array("I", [unit for _, each in some for unit in each])
                 epochs = self._epochs[a.group.name]
                 batches.append(_Batch(
-                    a, b"".join(hashes[c] for c, _ in some), array("I", [sub_of(a, page, c) for c, _ in some]), flat,
+                    a, b"".join(hashes[c] for c, _ in some), array("I", [sub_of(page, c) for c, _ in some]), flat,
                     [epochs[unit] for unit in flat],
                 ))  # fmt: skip
         return lambda: self._run(batches, after, deadline)

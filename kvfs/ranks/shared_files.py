@@ -1,6 +1,7 @@
 """The shared memory of one rank: a table that it alone writes, and the leases that its peers take.
 
-    NAME-RANK        magic, bytes of the description (u64), the description (JSON), the entries of each group
+    NAME-RANK        magic, bytes of the description (u64), ranks whose memory it reaches (u64, a bit for each), the
+                     description (JSON), the entries of each group
     NAME-RANK.ID     the leases: SLOTS of them, a state and one bit for each entry of all groups
 
 Files of /dev/shm (or another directory of a memory file system), readable by one user only. The rank holds the table
@@ -38,7 +39,7 @@ from kvfs.system.files import Files
 
 DIRECTORY = "/dev/shm"
 MAGIC, FORMAT = b"kvfsrnk1", 1
-HEAD_BYTES = 16
+HEAD_BYTES, REACHED_AT = 24, 16
 DESCRIPTION_BYTES_MAX = 4 << 20
 TABLE_BYTES_MAX = 1 << 36
 SLOTS = 64  # leases on one rank at a time
@@ -66,7 +67,10 @@ class OwnTable:
         self, files: Files, directory: str, name: str, native: Library, pages: Mapping[str, tuple[Page, int]],
         description: dict[str, Any],
     ) -> None:  # fmt: skip
-        """``pages``: of each group what an entry holds, and how many units there are. ConfigError if the rank is taken."""
+        """``pages``: of each group what an entry holds, and how many units there are.
+
+        ConfigError if a process that is alive has the rank, or if there is no room.
+        """
         self._files, self._name = files, name
         self._folder = _open_directory(files, directory)
         self.instance = files.random(8).hex()
@@ -89,14 +93,14 @@ class OwnTable:
             self._file, self._map = self._create(f"{name}.new-{self.instance}", start + offset)
             assert files.flock(self._file.fd, fcntl.LOCK_EX), "a new file is locked"
             self._map[HEAD_BYTES : HEAD_BYTES + len(text)] = text
-            self._map[:HEAD_BYTES] = MAGIC + len(text).to_bytes(8, "little")
+            self._map[:REACHED_AT] = MAGIC + len(text).to_bytes(8, "little")
             self._lease_file, self._lease_map = self._create(leases, SLOTS * slot_bytes(first))
             files.rename(f"{name}.new-{self.instance}", name, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
         except OSError as exc:
             self._unlink(f"{name}.new-{self.instance}", leases)
             raise ConfigError(
-                f"{directory} cannot hold the table of this rank ({exc}): pass directory=, of a memory file system that "
-                f"all ranks share, with {start + offset + SLOTS * slot_bytes(first)} bytes free"
+                f"{directory} cannot hold the table of this rank ({exc}): pass directory=, of a memory file system "
+                f"that all ranks share, with {start + offset + SLOTS * slot_bytes(first)} bytes free"
             ) from None
         base, lease_base = _address(self._map), _address(self._lease_map)
         self.sections = {s.group: s for s in sections}
@@ -104,6 +108,10 @@ class OwnTable:
         self._leases = SharedLeases(native, lease_base, SLOTS, first)
         self._holders = {group: array("I", [NONE]) * (units * page.per_unit) for group, (page, units) in pages.items()}
         self._stamp = 0
+
+    def reach(self, ranks: int) -> None:
+        """The ranks that this one can pull from, as bits: processes that only plan read it."""
+        self._map[REACHED_AT:HEAD_BYTES] = ranks.to_bytes(8, "little")
 
     def publish(self, group: str, hashes: bytes, subs: array[int], units: array[int], leaves: bytes) -> None:
         """Pages of ``group``: 32 bytes of hash, number within the unit, units, leaf table of each."""
@@ -166,7 +174,7 @@ class PeerTable:
     def __init__(
         self, files: Files, file: Descriptor, nbytes: int, start: int, leases: mmap.mmap, native: Library, text: Any
     ) -> None:  # fmt: skip
-        """``start``: of the entries in the table, which has ``nbytes``. ValueError, KeyError, TypeError: see ``open``."""
+        """``start``: of the entries in the table, which has ``nbytes``. What it raises means: no table of a rank."""
         self.description: dict[str, Any] = text
         self.instance = str(text["instance"])
         self._files, self._file, self._lease_map = files, file, leases
@@ -193,7 +201,7 @@ class PeerTable:
             file = Descriptor.open(files, name, os.O_RDONLY, dir_fd=folder.fd)
             nbytes = _size(files, file)
             head = files.read(file.fd, HEAD_BYTES, 0)
-            size = int.from_bytes(head[8:], "little")
+            size = int.from_bytes(head[8:REACHED_AT], "little")
             if head[:8] != MAGIC or size > min(DESCRIPTION_BYTES_MAX, nbytes - HEAD_BYTES):
                 return None
             text = json.loads(files.read(file.fd, size, HEAD_BYTES))
@@ -217,6 +225,10 @@ class PeerTable:
                 self._files.flock(self._file.fd, fcntl.LOCK_UN)
         return not free
 
+    def reached(self) -> int:
+        """The ranks that this one can pull from, as bits."""
+        return ctypes.c_uint64.from_address(self._map.address + REACHED_AT).value
+
     def held(self, group: str, hashes: bytes, misses_max: int) -> Found:
         """The entries of these chunks, until ``misses_max`` of them are not there."""
         table = self._tables.get(group)
@@ -231,13 +243,10 @@ class PeerTable:
 
     def lease(self, found: Mapping[str, Found], seconds: float) -> tuple[int, int] | None:
         """Take a lease on these entries; None if SLOTS others are in force."""
-        numbers = array("I")
-        for group, some in found.items():
-            first = self.sections[group].first
-            numbers.extend(first + entry for entry in some.entries)
+        entries = [(self.sections[group].first, some.entries) for group, some in found.items()]
         now = now_ms(self._files)
         nonce = int.from_bytes(self._files.random(3), "little") | 1
-        return self._leases.take(nonce, now, now + max(1, int(seconds * 1000)), numbers)
+        return self._leases.take(nonce, now, now + max(1, int(seconds * 1000)), entries)
 
     def end_lease(self, lease: tuple[int, int]) -> None:
         self._leases.end(lease)

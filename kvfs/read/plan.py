@@ -60,6 +60,7 @@ class Run:
     leaf_bytes: int  # of the leaf table of one page
     roots: bytes
     seqs: list[int]
+    tables: bytes = b""  # the leaf tables, if they were read ahead
 
     @property
     def count(self) -> int:
@@ -79,6 +80,7 @@ class Run:
             self.held, self.segment, self.offset + first * self.stride, self.stride, self.chunk + first,
             self.leaf and self.leaf + first * self.leaf_bytes, self.leaf_bytes,
             self.roots[first * ROOT_BYTES : (first + count) * ROOT_BYTES], self.seqs[first : first + count],
+            self.tables[first * self.leaf_bytes : (first + count) * self.leaf_bytes],
         )  # fmt: skip
 
 

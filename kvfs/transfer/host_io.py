@@ -212,7 +212,8 @@ class HostIO:
         transfer = TransferControl(task, partial(self._forget_load, hold))
         handle = Transfer(transfer)
         request = LoadRequest(self._context, transfer, match, pages, ids, after, first_token, tiers, layerwise)
-        return self._submit(handle, transfer, self._reads, self._load(request).run)
+        job = self._load(request)
+        return self._submit(handle, transfer, self._reads, job.run, job.run_now)
 
     def restore(
         self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
@@ -371,8 +372,9 @@ class HostIO:
         """Upkeep, every second; none in host memory."""
 
     def _submit(
-        self, handle: Transfer, transfer: TransferControl, pool: JobThreads, run: Callable[[], None]
-    ) -> Transfer:
+        self, handle: Transfer, transfer: TransferControl, pool: JobThreads, run: Callable[[], None],
+        run_now: Callable[[], bool] = lambda: False,
+    ) -> Transfer:  # fmt: skip
         if pool is self._reads and self._context.read_hangs():
             return _refuse(handle, transfer, "disk")
         with self._lock:
@@ -381,7 +383,15 @@ class HostIO:
                 self._unfinished.add(transfer)
         if busy:
             return _refuse(handle, transfer, "busy")
-        pool.put(run)
+        began = False
+        try:
+            began = not pool.waiting and run_now()
+        except BaseException:  # an interrupt: the caller has no handle, so nothing more is to reach its units
+            transfer.stop("cancelled")
+            raise
+        finally:
+            if not began:
+                pool.put(run)
         return handle
 
     def _backlog(self, pool: JobThreads) -> int:

@@ -62,7 +62,11 @@ def finish_lookup(request: LoadRequest) -> LoadRequest:
 class LoadJob(Protocol):
     """A load that a transport has accepted."""
 
-    def run(self) -> None: ...
+    def run(self) -> None:
+        """On a thread of the transport: all of it, or all that has to be done before its end."""
+
+    def run_now(self) -> bool:
+        """The same in the caller's thread, if nothing has to be waited for; False: nothing was done."""
 
 
 class HostLoad:
@@ -72,6 +76,9 @@ class HostLoad:
         self._request = request
         self._context, self._transfer = request.context, request.transfer
         self._possible: dict[str, int] = {}  # chunks that may still be good, as bits, by group name
+
+    def run_now(self) -> bool:
+        return False
 
     def run(self) -> None:
         """On a read thread."""

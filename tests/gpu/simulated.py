@@ -28,6 +28,9 @@ from kvfs.kernels.driver import IPC_BYTES, CudaError
 from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, Shape, Work
 
 
+_INTERPRETER = threading.Lock()  # Triton's interpreter replaces functions of its language while a kernel runs
+
+
 class Happened:
     """An event of the past."""
 
@@ -116,29 +119,35 @@ class SimulatedStream:
         self._move(work, shape, to_page=False)
 
     def pull(self, work: Work, shape: Shape) -> None:
-        self._device.launches += 1
-        self._device.before_launch()
+        self._launched()
         if self._device.interpreted:
-            pull.gather(work.words, shape, pull.tiles(shape), programs=2, warps=4)
+            with _INTERPRETER:
+                for cut in pull.tiles(shape):
+                    pull.gather(work.words, shape, cut, programs=2, warps=4)
         else:
             torch_fallback.move(work, shape, at_host, to_page=True)
 
-    def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
+    def _launched(self) -> None:
         self._device.launches += 1
         self._device.before_launch()
         if self._device.launches == self._device.fails_at:
             raise CudaError("launch: out of resources")
+
+    def _move(self, work: Work, shape: Shape, *, to_page: bool) -> None:
+        self._launched()
         if shape.kernels and not self._device.triton:
             raise ImportError("No module named 'triton'")
         if shape.kernels and self._device.interpreted:
-            cells.move(work.words, shape, to_page=to_page, programs=2)
+            with _INTERPRETER:
+                cells.move(work.words, shape, to_page=to_page, programs=2)
         else:
             moved = work if to_page or not shape.sums else _without_flagged_pages(work)
             torch_fallback.move(moved, shape, at_host, to_page=to_page)
 
     def _sum(self, work: Work, shape: Shape, *, check: bool) -> None:
         if self._device.interpreted:
-            xxh3.leaves(work.words, self._device.constants, shape, check=check, programs=2)
+            with _INTERPRETER:
+                xxh3.leaves(work.words, self._device.constants, shape, check=check, programs=2)
         else:
             _sum_on_host(work, check=check)
 
@@ -236,6 +245,9 @@ class SimulatedDevice:
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        return False
 
     def stream(self, *, urgent: bool = False) -> Stream:
         return SimulatedStream(self)

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import torch
 
 import kvfs
+from kvfs.gpu.load import GpuLoad
 from kvfs.kernels import cells
 from kvfs.pages.layout import Group, PageLayout
 from kvfs.types import Tier, TransferState
@@ -188,6 +189,43 @@ def test_a_prompt_is_looked_up_while_its_first_pages_move(store: kvfs.Store, way
             assert result is not None and (result.tokens, result.declined) == (16 * stored, 0), result
             assert target.same(source, stored)
             assert all((tensor[:, stored:] == -1).all() for tensor in target.tensors)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_of_registered_pages_is_enqueued_by_its_caller_unless_that_captures_a_graph(
+    store: kvfs.Store, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch, layerwise: bool, capturing: bool
+) -> None:
+    ns = store.namespace("model", LAYOUT, "1")
+    source, target, tokens = Rank(seed=11), Rank(), list(range(1024))
+    save(ns, source, tokens, range(64))
+    begun, run_now = list[bool](), GpuLoad.run_now
+
+    def noted(job: GpuLoad) -> bool:
+        begun.append(run_now(job))
+        return begun[-1]
+
+    monkeypatch.setattr(GpuLoad, "run_now", noted)
+    with ns.attach(target.kv, **way) as io, ns.match(tokens) as match:
+        in_place = io.warm(match) >= match.nbytes and io.kernels == "triton"
+        for _ in range(3):
+            for tensor in target.tensors:
+                tensor.fill_(-1)
+            after, graph, sums = event(), torch.cuda.CUDAGraph(), torch.zeros(4, device="cuda")
+            torch.cuda.synchronize()
+            if capturing:
+                with torch.cuda.graph(graph):
+                    sums += 1
+                    transfer = io.load(match, range(64), after, layerwise=layerwise)
+                graph.replay()
+                assert sums.tolist() == [1.0] * 4
+            else:
+                transfer = io.load(match, range(64), after, layerwise=layerwise)
+            result = transfer.wait(SECONDS)
+            assert result is not None and result.tokens == 1024, result
+            assert target.same(source, 64)
+            assert all((tensor[:, 64:] == -1).all() for tensor in target.tensors)
+    assert begun == [in_place and not capturing] * 3
 
 
 def test_a_save_waits_for_the_forward_that_writes_the_blocks(store: kvfs.Store) -> None:

@@ -57,7 +57,7 @@ class LateDevice(SimulatedDevice):
         super().__init__()
         self.asks = asks
 
-    def stream(self) -> Stream:
+    def stream(self, *, urgent: bool = False) -> Stream:
         return LateStream(self)
 
 

@@ -126,7 +126,7 @@ class Ordered(SimulatedDevice):
         super().__init__()
         self.log: list[str] = []
 
-    def stream(self) -> Any:
+    def stream(self, *, urgent: bool = False) -> Any:
         return Order(self)
 
 

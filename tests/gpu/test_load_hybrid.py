@@ -75,7 +75,7 @@ class CountingDevice(SimulatedDevice):
         super().__init__()
         self.copies: list[tuple[int, int]] = []
 
-    def stream(self) -> Stream:
+    def stream(self, *, urgent: bool = False) -> Stream:
         return CountingStream(self)
 
     def ring_copies(self, io: HostIO) -> list[int]:
@@ -160,7 +160,7 @@ class GatedDevice(SimulatedDevice):
         super().__init__()
         self.link = self.Link()
 
-    def stream(self) -> Stream:
+    def stream(self, *, urgent: bool = False) -> Stream:
         return GatedStream(self)
 
 

@@ -108,7 +108,7 @@ class LateDevice(SimulatedDevice):
         self.scatters = 0
         self.refuses_at = -1
 
-    def stream(self) -> Any:
+    def stream(self, *, urgent: bool = False) -> Any:
         self.streams.append(LateStream(self))
         return self.streams[-1]
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
+from kvfs.gpu.load import GpuLoad
 from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
 from tools.benchmarks.measure import (
     BenchError,
@@ -40,7 +41,7 @@ from tools.benchmarks.report import Report, Table, rates
 SECONDS = 60.0
 SEGMENT = "256MiB"
 REPLAYS = 1000
-PARTS = ("saves", "active", "sealed", "layerwise", "several", "cold")
+PARTS = ("saves", "active", "sealed", "threads", "layerwise", "several", "cold")
 SEVERAL = 16  # prompts that are loaded at once, at most
 
 
@@ -57,7 +58,8 @@ class Plan:
     @property
     def need_bytes(self) -> int:
         token_bytes = [sum(g.page_bytes for g in SHAPES[s]().groups) // SHAPES[s]().page_tokens for s in self.shapes]
-        return (5 + len(self.tokens) + max(1, self.rounds // 3)) * max(token_bytes) * max(self.tokens)
+        saves = max(1, self.rounds // 3) if "saves" in self.parts else 0
+        return (5 + len(self.tokens) + saves) * max(token_bytes) * max(self.tokens)
 
 
 def run(report: Report, folder: Path, plan: Plan) -> None:
@@ -96,6 +98,9 @@ class _Bench:
             with self._store() as (store, ns):
                 if "sealed" in parts:
                     self._loads(ns, self.plan.tokens, "sealed")
+                if "threads" in parts:
+                    for tokens in self.plan.tokens:
+                        self._threads(ns, tokens)
                 if "layerwise" in parts:
                     self._layerwise(ns, self.most)
                 if "several" in parts:
@@ -324,6 +329,41 @@ class _Bench:
             io.close()
         self._report("load", tokens, state, samples, "pinned memcpy")
 
+    def _threads(self, ns: kvfs.Namespace, tokens: int) -> None:
+        """The same load, enqueued by its caller's thread where that is possible, and always by the load thread."""
+        io = self._attach(ns, self.target, registered_bytes="32GiB")
+        with ns.match(self._tokens(tokens, 7)) as match:
+            if io.warm(match) < match.nbytes:
+                raise BenchError("not all pages of the load are registered")
+        load, begun = self._load(lambda: io, ns, tokens), list[bool]()
+
+        def counted(job: GpuLoad) -> bool:
+            begun.append(run_now(job))
+            return begun[-1]
+
+        def of_load_thread() -> Sample:
+            with replaced(GpuLoad, "run_now", lambda job: False):
+                return load()
+
+        def poison() -> None:
+            self.target.fill(None)
+
+        def check() -> None:
+            self._check(tokens)
+
+        nbytes, run_now = self.source.needed(tokens), GpuLoad.run_now
+        rows = [
+            Contender("pinned memcpy", self._memcpy(nbytes, to_host=False)),
+            Contender("of the caller's thread", load, poison, check),
+            Contender("of the load thread", of_load_thread, poison, check),
+            Contender("restored", self._restore(io, tokens), poison, check),
+        ]
+        with replaced(GpuLoad, "run_now", counted):
+            samples = interleave(rows, self.plan.rounds)
+        io.close()
+        note = f"{sum(begun)} of {len(begun)} loads were enqueued by the caller's thread"
+        self._report("load", tokens, "sealed", samples, "pinned memcpy", note)
+
     def _several(self, ns: kvfs.Namespace, tokens: int) -> None:
         """Prompts that are asked for at once, and one after the other."""
         count = min(SEVERAL, self.most // tokens, self.pinned.numel() // self.source.needed(tokens))
@@ -549,6 +589,17 @@ class _Bench:
         for name, taken in samples.items():
             table.add(way=name, **rates(taken), ratio=rate_ratio(taken, samples[base]) if name != base else None)
         self.report.show(table)
+
+
+@contextmanager
+def replaced(owner: type, name: str, value: object) -> Iterator[None]:
+    """An attribute of a class, inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _text(spread: Spread) -> str:

@@ -1,7 +1,7 @@
 """Pulls between the GPUs of one host: ``python -m tools.benchmarks.ranks``. Needs two CUDA devices or more.
 
-The baseline, in the same round: one copy of as many bytes by the copy engine, out of plain memory of the same peer, in
-the same process. A pull's time is that of ``RankGroup.load`` and wait, with verification on the GPU; the lookup is shown
+The baseline, in the same round: one copy of as many bytes by the copy engine, out of plain memory of the same peer,
+in the same process. A pull's time is that of ``RankGroup.load`` and wait, with verification on the GPU; the lookup is shown
 beside it. Targets are poisoned before each pull, and compared after it, bit for bit.
 """
 
@@ -93,7 +93,8 @@ def pulls(source: Rank, reader: Rank, shape: str, sizes: Sequence[int], rounds: 
         spread = ratios(pairs)
         say(
             row="pull", shape=shape + label, tokens=count, mib=nbytes >> 20, gb_s=statistics.median(best),
-            of_memcpy=[round(x, 3) for x in spread], memcpy_gb_s=nbytes / statistics.median([b for b, _ in pairs]) / 1e9,
+            of_memcpy=[round(x, 3) for x in spread],
+            memcpy_gb_s=nbytes / statistics.median([base for base, _ in pairs]) / 1e9,
             plan_ms=1000 * statistics.median([one["plan"] for one in found]), publish_ms=1000 * seconds, exact=good,
         )  # fmt: skip
         if not good:
@@ -173,10 +174,14 @@ def main(
                     source.call("publish", 100 + number_of, count)
                     say(row="trace", shape=shape, tokens=count, us=reader.call("trace", 100 + number_of, count, 50))
             if "programs" in parts and shape == shapes[0]:
-                for programs, warps in ((16, 16), (16, 8), (32, 16), (64, 8)):
+                for programs, warps in ((16, 16), (32, 8), (128, 8)):
                     reader.call("programs", programs, warps)
                     pulls(source, reader, shape, sizes[-1:], rounds, f", {programs} programs of {warps} warps")
-                reader.call("programs", 32, 8)
+                reader.call("programs", 64, 8, 528)
+                for three in ((32, 64, 264), (48, 96, 264), (96, 192, 264)):
+                    reader.call("checks", *three)
+                    pulls(source, reader, shape, sizes[-1:], rounds, f", checks by {three}")
+                reader.call("checks", 64, 128, 264)
             if "cache" in parts and shape == shapes[0]:
                 cache(source, reader, shape, most, rounds)
             reader.call("drop")

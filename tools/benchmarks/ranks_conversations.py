@@ -188,6 +188,8 @@ def run(path: str, *, unreachable: bool = False, seed: int = 1) -> None:
             tokens=total, computed=results[way], of_shared_cache=results[way] / ideal,
             hit_rate=1 - results[way] / total, ttft_p50_ms=1000 * times[len(times) // 2],
             ttft_p99_ms=1000 * times[len(times) * 99 // 100], wrong=sum(row["wrong"] for row in rows),
-            counters={k: v for k, v in pair[0].call("counters").items() if any(w in k for w in ("pull", "publ", "peer"))},
+            counters={
+                name: n for name, n in pair[0].call("counters").items() if any(w in name for w in ("pull", "publ", "peer"))
+            },
         )  # fmt: skip
         both(pair, "stop")

@@ -14,7 +14,7 @@ from typing import Any
 
 import kvfs
 from kvfs.gpu import device as gpu_device
-from kvfs.kernels import driver
+from kvfs.kernels import driver, pull
 from kvfs.ranks import RankGroup
 from kvfs.types import Tier
 from tools.benchmarks.gpu_engine import BLOCK, SHAPES, Engine, torch_with_cuda
@@ -108,7 +108,8 @@ class Worker:
 
     def trace(self, prompt: int, count: int, rounds: int) -> dict[str, float]:
         """Where the time of a pull goes, in us: medians of ``rounds`` in a row."""
-        from kvfs.ranks import group, pull
+        from kvfs.ranks import group
+        from kvfs.ranks import pull as pulls
 
         marks: dict[str, float] = {}
         stack = contextlib.ExitStack()
@@ -128,10 +129,10 @@ class Worker:
             stack.callback(setattr, owner, name, plain)
 
         mark(group._Load, "_enqueue", "enqueue", "enqueued")
-        mark(pull.Pull, "_leased", "lease", "leased")
-        mark(pull.Pull, "_batch", "first batch", "last batch")
+        mark(pulls.Pull, "_leased", "lease", "leased")
+        mark(pulls.Pull, "_batch", "first batch", "last batch")
         mark(gpu_device._Stream, "pull", "gather", "gathered")
-        mark(pull.Pull, "settle", "settle", "settled")
+        mark(pulls.Pull, "settle", "settle", "settled")
         rows: list[dict[str, float]] = []
         pages = self.ns.prompt(tokens_of(prompt, count))
         units, event = self.units(count), self.event()
@@ -149,11 +150,10 @@ class Worker:
         names = sorted(rows[-1], key=lambda name: rows[-1][name])
         return {name: sorted(row[name] for row in rows)[len(rows) // 2] for name in names}
 
-    def quick(self, sums: int, copies: int, quick: int) -> None:
+    def checks(self, sums: int, copies: int, quick: int) -> None:
+        """Programs of the kernels behind a pull, from now on."""
         gpu_device.SUM_PROGRAMS, gpu_device.COPY_PROGRAMS, gpu_device.QUICK_PROGRAMS = sums, copies, quick
-        gpu_device._Stream.scatter.__kwdefaults__["quick"] = False
-        for stream in (self.group._lane.dma, self.group._lane.kernels):
-            stream._launches.clear()  # type: ignore[attr-defined]
+        self.group._lane.kernels._launches.clear()  # type: ignore[attr-defined]
 
     def load(self, prompt: int, count: int) -> dict[str, Any]:
         """One load of the same prompt from the store's page cache."""
@@ -175,12 +175,11 @@ class Worker:
         with self.ns.match(tokens_of(prompt, count)) as match:
             return self.io.warm(match, SECONDS)
 
-    def programs(self, programs: int, warps: int) -> None:
+    def programs(self, programs: int, warps: int, most: int = 0) -> None:
         """Of the kernel that reads a peer's memory, from now on."""
-        gpu_device.PULL_PROGRAMS, gpu_device.PULL_WARPS = programs, warps
-        for lane in (self.group._lane,):
-            for stream in (lane.dma, lane.kernels):
-                stream._launches.clear()  # type: ignore[attr-defined]
+        pull.PROGRAMS, pull.PROGRAMS_MAX, pull.WARPS = programs, max(programs, most), warps
+        for stream in (self.group._lane.dma, self.group._lane.kernels):
+            stream._launches.clear()  # type: ignore[attr-defined]
 
     # -- one copy of the same bytes ------------------------------------------------------------
 
@@ -287,8 +286,15 @@ class Worker:
         times.sort()
         longest = times[-1]
         open(f"{self.path}.stop", "w").close()
-        return {"pulls": pulls, "wrong": wrong, "whole": whole, "short": short, "none": none, "longest": longest,
-                "median": times[len(times) // 2]}
+        return {
+            "pulls": pulls,
+            "wrong": wrong,
+            "whole": whole,
+            "short": short,
+            "none": none,
+            "longest": longest,
+            "median": times[len(times) // 2],
+        }
 
     def pull_until_gone(self, prompt: int, count: int, seconds: float) -> dict[str, Any]:
         """Pulls while the source is killed: the longest one, and how many brought what."""
