@@ -253,21 +253,20 @@ class HostIO:
         """Run loads that have not begun in the caller's thread, until ``seconds`` have passed: small ones, of pages
         that the page cache holds. For an engine that computes nothing until a load has ended. Waits for no disk.
         """
-        end, loaded = time.monotonic() + seconds, list[HostLoad]()
+        end, runs, loaded = time.monotonic() + seconds, list[Callable[[], None]](), list[HostLoad]()
         try:
-            while time.monotonic() < end and (run := self._reads.take()) is not None:
-                job, there = getattr(run, "__self__", None), False
-                try:
-                    if isinstance(job, HostLoad) and job.run_at_once():
-                        there = True
-                        loaded.append(job)
-                finally:
-                    if not there:
-                        self._reads.put(run)
-                if not there:
+            while (run := self._reads.take()) is not None:
+                runs.append(run)  # all of them first: a thread that has one takes turns of the interpreter
+            while runs and time.monotonic() < end:
+                job = getattr(runs[0], "__self__", None)
+                if not isinstance(job, HostLoad) or not job.run_at_once():
                     break
-        finally:  # in a thread that runs no signal handler
-            if loaded:
+                loaded.append(job)
+                del runs[0]
+        finally:
+            for run in runs:
+                self._reads.put(run)
+            if loaded:  # in a thread that runs no signal handler
                 self._reads.put(partial(_end_all, loaded))
 
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
