@@ -10,8 +10,8 @@
  *  - kvfs_walk, kvfs_there, kvfs_parts never wait, neither for a disk (RWF_NOWAIT or cachestat) nor for a lock: they take
  *    none. kvfs_hold asks no disk for a name (RESOLVE_CACHED), and tries a lock once. All of them are called with
  *    the interpreter held.
- *  - kvfs_read, kvfs_copy, kvfs_sum, kvfs_roots, kvfs_write are called with the interpreter released. They touch only
- *    memory that the caller keeps alive.
+ *  - kvfs_read, kvfs_copy, kvfs_sum, kvfs_roots, kvfs_write, kvfs_cells are called with the interpreter released. They
+ *    touch only memory that the caller keeps alive. kvfs_publish to kvfs_leased are called with it held.
  */
 #ifndef KVFS_NATIVE_H
 #define KVFS_NATIVE_H
@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 5 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 6 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -284,6 +284,40 @@ KVFS_PUBLIC int64_t kvfs_write(
 KVFS_PUBLIC int64_t kvfs_append(
     const kvfs_record *records, uint64_t n_records, int fd, const kvfs_span *spans, uint64_t count, int64_t offset,
     uint64_t most);
+
+/* -- cells --------------------------------------------------------------------------------------------------- */
+
+/* What the pages of one part and one buffer of an engine share (kvfs.pages.device_kv.KVBuffer). Strides in bytes. */
+typedef struct {
+    uint64_t states, granule_states;   /* of a page; of one of its granules */
+    uint64_t unit_states;              /* of a unit */
+    uint64_t page_layers, page_heads;  /* of the part */
+    uint64_t heads;                    /* that the buffer and the part share */
+    uint64_t cell, nbytes;             /* bytes of a cell; those that the buffer has of it */
+    uint64_t page_at;                  /* of the first of these, from the beginning of a row of a granule */
+    uint64_t first;                    /* states of the prompt before this one are left alone */
+    uint64_t first_unit;               /* number of the unit of the prompt that units[0] is */
+    int64_t unit_step, state_step, head_step;
+} kvfs_shape;
+
+/* A layer that the buffer and the part share. */
+typedef struct {
+    uint64_t row;            /* in the part */
+    uint8_t *base;           /* of (unit 0, state 0, the first shared head) */
+} kvfs_layer;
+
+typedef struct {
+    uint8_t *memory;
+    uint64_t state;          /* of the prompt: the page's first */
+} kvfs_page;
+
+/* kvfs.pages.host_copy: copies the cells of pages from the buffer (to_page != 0) or to it. units[i]: the unit with the
+ * states of the prompt from (first_unit + i) * unit_states on; -1: there is none.
+ * Pre: units has all units of all states of the pages that are not before ``first``; every cell of the buffer that they
+ * name is memory of the caller. */
+KVFS_PUBLIC void kvfs_cells(
+    const kvfs_shape *shape, const kvfs_layer *layers, uint64_t n_layers, const kvfs_page *pages, uint64_t n_pages,
+    const int64_t *units, int to_page);
 
 /* -- ranks ------------------------------------------------------------------------------------------------------ */
 

@@ -244,6 +244,9 @@ class GpuIO(HostIO):
 
     # -- for callers -------------------------------------------------------------------------
 
+    def load_at_once(self, seconds: float) -> None:
+        """Nothing: the copies of loads take no thread's time."""
+
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         super().warm(match, deadline)
         regions, end = self._gpu_context.regions, self._c.files.monotonic() + deadline

@@ -1,8 +1,9 @@
 """Copies between an engine's host buffers and canonical pages, [granule][layer][head slot][state][cell].
 
 ``gather`` reads the buffers and writes a page, ``scatter`` does the reverse; both copy exactly the bytes that the
-descriptor names. With numpy, one call copies a whole run of tokens; without it, ``memmove`` copies what is contiguous
-on both sides. The descriptor must have passed ``DeviceKV.check``; unit ids are checked here, against ``units``.
+descriptor names. The native library copies many pages in one call; without it, numpy copies a whole run of tokens in
+one; without numpy, ``memmove`` copies what is contiguous on both sides. The descriptor must have passed
+``DeviceKV.check``; unit ids are checked here, against ``units``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvfs.errors import ConfigError
+from kvfs.native import cells, library
 from kvfs.pages.device_kv import DeviceKV, KVBuffer
 from kvfs.pages.layout import Group, Part
-from kvfs.system.memory_views import byte_view
+from kvfs.system.memory_views import address_of, address_of_readonly, byte_view
 from kvfs.types import BufferLike
 
 RUNS_PER_GRANULE = 4  # with more runs than this, numpy copies each layer by index, in one call
@@ -60,8 +63,7 @@ def gather(
     end of chunk i); -1 = none. The page's bytes of states without a unit, of tokens before ``first_token``, and of
     layers and heads that the buffers do not hold, are not touched. ConfigError for a wrong size or unit id.
     """
-    data = _page(page, group, part, writable=True)
-    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=True)
+    return gather_pages([page], group, part, device_kv, units, [chunk], first_token=first_token)
 
 
 def scatter(
@@ -69,38 +71,100 @@ def scatter(
     first_token: int = 0,
 ) -> int:  # fmt: skip
     """Copy page ``chunk`` of a prompt to the engine's buffers; returns the bytes copied. As ``gather``, reversed."""
-    data = _page(page, group, part, writable=False)
-    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=False)
+    return scatter_pages([page], group, part, device_kv, units, [chunk], first_token=first_token)
 
 
-def _page(page: BufferLike, group: Group, part: Part, *, writable: bool) -> memoryview:
-    view = byte_view(page, "page", writable=writable)
-    if len(view) != group.part_bytes(part):
-        raise ConfigError(f"page of group {group.name} has {len(view)} bytes: pass {group.part_bytes(part)}")
-    return view
+def gather_pages(
+    pages: Sequence[BufferLike], group: Group, part: Part, device_kv: DeviceKV, units: Sequence[int],
+    chunks: Sequence[int], *, first_token: int = 0,
+) -> int:  # fmt: skip
+    """``gather`` for several pages of a prompt, of ascending chunks."""
+    views = _views(pages, group, part, writable=True)
+    return _move(views, group, part, device_kv, units, chunks, first_token, to_page=True)
+
+
+def scatter_pages(
+    pages: Sequence[BufferLike], group: Group, part: Part, device_kv: DeviceKV, units: Sequence[int],
+    chunks: Sequence[int], *, first_token: int = 0,
+) -> int:  # fmt: skip
+    """``scatter`` for several pages of a prompt, of ascending chunks."""
+    views = _views(pages, group, part, writable=False)
+    return _move(views, group, part, device_kv, units, chunks, first_token, to_page=False)
+
+
+def _views(pages: Sequence[BufferLike], group: Group, part: Part, *, writable: bool) -> list[memoryview]:
+    nbytes = group.part_bytes(part)
+    views = [byte_view(page, "page", writable=writable) for page in pages]
+    wrong = next((view for view in views if len(view) != nbytes), None)
+    if wrong is not None:
+        raise ConfigError(f"page of group {group.name} has {len(wrong)} bytes: pass {nbytes}")
+    return views
 
 
 def _move(
-    page: memoryview, group: Group, part: Part, device_kv: DeviceKV, units: Sequence[int], chunk: int,
-    first_token: int, *, to_page: bool,
+    pages: Sequence[memoryview], group: Group, part: Part, device_kv: DeviceKV, units: Sequence[int],
+    chunks: Sequence[int], first_token: int, *, to_page: bool,
 ) -> int:  # fmt: skip
     moved = 0
-    numpy = _numpy()
+    native, numpy = library.loaded(), _numpy()
     for buffer in device_kv.buffers:
         rows = _rows(buffer, group, part)
-        spans = list(_spans(buffer, group, units, chunk, first_token))
-        if not spans or not rows.heads or not rows.layers:
+        if not rows.heads or not rows.layers:
             continue
-        runs = _merge(spans, buffer, group.granule_states)
-        copy = _Copy(page, group, part, buffer, rows, to_page)
+        states = 0
+        if native is not None and chunks:
+            states = _move_native(native, pages, group, part, buffer, rows, units, chunks, first_token, to_page)
+        else:
+            for page, chunk in zip(pages, chunks, strict=True):
+                copy = _Copy(page, group, part, buffer, rows, to_page)
+                states += _move_page(numpy, copy, units, chunk, first_token)
+        moved += states * len(rows.layers) * rows.heads * buffer.cell[1]
+    return moved
+
+
+def _move_page(numpy: Any, copy: _Copy, units: Sequence[int], chunk: int, first_token: int) -> int:
+    """Copy one page; how many states of it."""
+    spans = list(_spans(copy.buffer, copy.group, units, chunk, first_token))
+    if spans:
+        runs = _merge(spans, copy.buffer, copy.group.granule_states)
         if numpy is None:
             copy.with_memmove(runs)
-        elif len(runs) > RUNS_PER_GRANULE * group.granules:
+        elif len(runs) > RUNS_PER_GRANULE * copy.group.granules:
             copy.by_index(numpy, spans)
         else:
             copy.by_run(numpy, runs)
-        moved += sum(span.states for span in spans) * len(rows.layers) * rows.heads * buffer.cell[1]
-    return moved
+    return sum(span.states for span in spans)
+
+
+def _move_native(
+    native: library.Library, pages: Sequence[memoryview], group: Group, part: Part, buffer: KVBuffer, rows: _Rows,
+    units: Sequence[int], chunks: Sequence[int], first_token: int, to_page: bool,
+) -> int:  # fmt: skip
+    """Copy pages in one call; how many states of them."""
+    per, size = buffer.states, group.cell.nbytes
+    first = 0 if group.states == 1 else first_token
+    begin, end = max(chunks[0] * group.states, first), (chunks[-1] + 1) * group.states
+    low, high = begin // per, max(begin // per, -(-end // per))
+    ids = array("q", units[low:high])
+    if ids and not -1 <= min(ids) <= max(ids) < buffer.units:
+        for index in range(low, high):
+            _unit(buffer, units, index)  # names the wrong one
+    whole = begin == chunks[0] * group.states and len(ids) == high - low and min(ids) >= 0
+    ids.extend([-1] * (high - low - len(ids)))
+    shape = cells.Shape(
+        group.states, group.granule_states, per, part.layers, part.heads, rows.heads, size, buffer.cell[1],
+        rows.page_head * group.granule_states * size + buffer.cell[0], first, low, *buffer.stride,
+    )  # fmt: skip
+    head = rows.buffer_head * buffer.stride[2]
+    address = address_of_readonly if pages[0].readonly else address_of
+    cells.move(
+        native, shape, [(row, buffer.bases[index] + head) for row, index in rows.layers],
+        [(address(page), chunk * group.states) for page, chunk in zip(pages, chunks, strict=True)], ids,
+        to_page=to_page,
+    )  # fmt: skip
+    if whole:
+        return len(chunks) * group.states
+    return sum(span.states for chunk in chunks for span in _spans(buffer, group, units, chunk, first_token))
 
 
 @functools.cache

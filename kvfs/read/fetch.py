@@ -101,6 +101,27 @@ class Fetcher:
             return None
         return sum(job.bits() for job, yes in zip(jobs, direct, strict=True) if yes)
 
+    def fetch_at_once(self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview) -> bool:
+        """``fetch`` in this thread, without waiting for a disk. False if that cannot be, or if a page does not verify:
+        ``out`` is undefined then, and nothing was counted."""
+        native = self._native()
+        if native is None or not jobs:
+            return False
+        summed = [self.must_verify(job) for job in jobs]
+        read = self._read_native(native, jobs, summed, leaf_bytes, out, workers=1)
+        if not read.supported or read.left():
+            return False
+        for number, job in enumerate(jobs):
+            if summed[number] and b"".join(_roots(job, read.table(number), leaf_bytes)) != job.roots:
+                return False
+        for job in jobs:
+            self._remember(job.held.segment_id, job.seqs)
+        return True
+
+    def _native(self) -> library.Library | None:
+        """The library, unless the tests replace the system calls."""
+        return library.loaded() if type(self._c.files) is Files else None
+
     def _seems_cached(self, job: ReadJob) -> bool:
         """Whether the end of a job is in the page cache. Asking about all of it costs a tenth of reading it."""
         return self._c.segments.cached_bytes(job.held, job.offset + job.nbytes - 1, 1) != 0
@@ -111,14 +132,15 @@ class Fetcher:
         self, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers
     ) -> tuple[list[Found], list[ReadJob]]:
         """(what was found, jobs that cannot be read without waiting for a disk)."""
-        native = library.loaded()
-        if native is not None and type(self._c.files) is Files and jobs:
-            read = self._read_native(native, jobs, leaf_bytes, out)
-            if read is not None:
-                return read
+        native = self._native()
         summed = [self.must_verify(job) for job in jobs]
+        if native is not None and jobs:
+            most = sum(-(-job.nbytes // _step(leaf_bytes)) for job in jobs)
+            read = self._read_native(native, jobs, summed, leaf_bytes, out, max(1, min(most, self._c.threads)))
+            if read.supported:
+                return self._found_native(read, jobs, summed, leaf_bytes)
         pieces: list[_Piece] = []
-        step = max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
+        step = _step(leaf_bytes)
         firsts = []
         for number, job in enumerate(jobs):
             firsts.append(len(pieces))
@@ -139,10 +161,11 @@ class Fetcher:
         return found, [jobs[number] for number in sorted(left)]
 
     def _read_native(
-        self, native: library.Library, jobs: Sequence[ReadJob], leaf_bytes: int, out: memoryview | PageBuffers
-    ) -> tuple[list[Found], list[ReadJob]] | None:
-        """``_from_cache`` with one call per thread; None where the file system does not say what is cached."""
-        summed = [self.must_verify(job) for job in jobs]
+        self, native: library.Library, jobs: Sequence[ReadJob], summed: Sequence[bool], leaf_bytes: int,
+        out: memoryview | PageBuffers, workers: int,
+    ) -> payloads.CachedRead:  # fmt: skip
+        """Read what the page cache has, with one call per thread; not ``supported`` where the file system does not say
+        what that is."""
         places = [job.out for job in jobs]
         if isinstance(out, PageBuffers):
             places = [address_of(out[job.out : job.out + job.nbytes]) for job in jobs]
@@ -154,12 +177,13 @@ class Fetcher:
             payloads.Stretch(job.held.fd, job.offset, place, job.nbytes, leaf_bytes * yes)
             for job, place, yes in zip(jobs, places, summed, strict=True)
         ]
-        step = max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
-        workers = max(1, min(sum(-(-job.nbytes // step) for job in jobs), self._c.threads))
-        read = payloads.CachedRead(native, stretches, step, start, workers)
+        read = payloads.CachedRead(native, stretches, _step(leaf_bytes), start, workers)
         self._team.each(read.work, [read.share] * workers)
-        if not read.supported:
-            return None
+        return read
+
+    def _found_native(
+        self, read: payloads.CachedRead, jobs: Sequence[ReadJob], summed: Sequence[bool], leaf_bytes: int
+    ) -> tuple[list[Found], list[ReadJob]]:
         left, found = set(read.left()), []
         for number, job in enumerate(jobs):
             if number not in left:
@@ -248,7 +272,7 @@ class Fetcher:
         if self._c.verify is not Verify.ALWAYS:
             read(job.held, target, job.offset, direct=direct)
             return None
-        step = len(target) if direct else max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
+        step = len(target) if direct else _step(leaf_bytes)
         tables = []
         for at in range(0, len(target), step):
             piece = target[at : at + step]
@@ -283,8 +307,7 @@ class Fetcher:
 
     def _verify_job(self, job: ReadJob, table: bytes, leaf_bytes: int) -> Found:
         """Which pages of a job have the roots that the index holds; ``table``: leaf tables of what was read."""
-        step = job.size // leaf_bytes * LEAF_BYTES
-        roots = [root_of(table[at : at + step]) for at in range(0, len(table), step)]
+        roots = _roots(job, table, leaf_bytes)
         if b"".join(roots) == job.roots:
             self._remember(job.held.segment_id, job.seqs)
             return job.bits(), []
@@ -304,6 +327,17 @@ class Fetcher:
             if len(self._verified) >= VERIFIED_MAX:
                 self._verified.clear()
             self._verified.update([(segment, seq) for seq in seqs])
+
+
+def _step(leaf_bytes: int) -> int:
+    """Bytes of a piece: whole leaves."""
+    return max(1, PIECE_BYTES // leaf_bytes) * leaf_bytes
+
+
+def _roots(job: ReadJob, table: bytes, leaf_bytes: int) -> list[bytes]:
+    """Root of each page of a job, from its leaf table."""
+    step = job.size // leaf_bytes * LEAF_BYTES
+    return [root_of(table[at : at + step]) for at in range(0, len(table), step)]
 
 
 def _chunk(job: ReadJob) -> int:

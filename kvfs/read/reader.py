@@ -20,7 +20,7 @@ from kvfs.pages.chunk_set import span
 from kvfs.pages.layout import Group
 from kvfs.read.assemble import assemble, decode_page
 from kvfs.read.fetch import COLD_THREADS, READ_BYTES, Fetcher
-from kvfs.read.plan import ReadJob, plan_reads
+from kvfs.read.plan import ReadJob, plan_reads, plan_runs
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.system.files import Files
 from kvfs.system.files import Mapping as FileMapping
@@ -94,10 +94,24 @@ class Reader:
         good, cold = self._load_group(match, gm, group, out, held)
         return good, {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
 
+    def load_run_at_once(
+        self, match: PrefixMatch, gm: GroupMatch, group: Group, out: memoryview, held: Mapping[int, OpenSegment]
+    ) -> tuple[int, dict[Tier, int]]:
+        """``load_run`` in this thread, without waiting for a disk: all chunks, or none if that cannot be."""
+        jobs, covered = plan_reads(gm, held, READ_BYTES)
+        wanted = span(gm.first, gm.count)
+        if covered != wanted or not self._fetcher.fetch_at_once(jobs, group.leaf_bytes(gm.want), out):
+            return 0, {}
+        self._note(match, gm, wanted, held)
+        return wanted, {Tier.HOST: wanted}
+
     def note(self, match: PrefixMatch, gm: GroupMatch, good: int) -> None:
         """After a load: access times and counts of the chunks in ``good`` (bits)."""
         with self.open_segments(match) as held:
-            self._note_access(match, gm, good, held)
+            self._note(match, gm, good, held)
+
+    def _note(self, match: PrefixMatch, gm: GroupMatch, good: int, held: Mapping[int, OpenSegment]) -> None:
+        self._note_access(match, gm, good, held)
         self._c.counters.add_of(match.namespace, "bytes_loaded", good.bit_count() * gm.part_bytes)
 
     def touch(self, match: PrefixMatch) -> None:
@@ -123,7 +137,7 @@ class Reader:
             bits, faults = self._assemble_rest(gm, group, rest, out, held)
             good |= bits
             bad += faults
-        self.note(match, gm, good)
+        self._note(match, gm, good, held)
         self.forget(match, gm, bad)
         return good, cold
 
@@ -239,6 +253,12 @@ class Reader:
 
     def _chunk_tiers(self, gm: GroupMatch, held: Mapping[int, OpenSegment]) -> dict[Tier, int]:
         """The chunks, as bits, that are in the page cache now, and those that are only on the disk."""
+        wanted = span(gm.first, gm.count)
+        runs, _ = plan_runs(gm, held)
+        if sum(run.count for run in runs) == gm.count and all(
+            self._c.segments.cached_bytes(run.held, run.offset, run.span) == run.span for run in runs
+        ):  # the usual case, without an object for each page
+            return {Tier.DISK: 0, Tier.HOST: wanted}
         sources, cold = gm.sources(), 0
         spans: dict[int, tuple[int, int]] = {}  # of each segment, from its first page to its last one
         for each in sources.values():
@@ -252,7 +272,7 @@ class Reader:
             for chunk in range(gm.first, gm.first + gm.count):
                 if not all(self._in_cache(held, s.place) for s in sources.get(chunk, [])):
                     cold |= 1 << chunk
-        return {Tier.DISK: cold, Tier.HOST: span(gm.first, gm.count) & ~cold}
+        return {Tier.DISK: cold, Tier.HOST: wanted & ~cold}
 
     def _in_cache(self, held: Mapping[int, OpenSegment], place: Place) -> bool:
         begin = place.block * fmt.BLOCK

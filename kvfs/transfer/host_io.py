@@ -249,6 +249,26 @@ class HostIO:
         )  # fmt: skip
         return self._submit(handle, transfer, self._reads, self._load(request).run)
 
+    def load_at_once(self, seconds: float) -> None:
+        """Run loads that have not begun in the caller's thread, until ``seconds`` have passed: small ones, of pages
+        that the page cache holds. For an engine that computes nothing until a load has ended. Waits for no disk.
+        """
+        end, runs, loaded = time.monotonic() + seconds, list[Callable[[], None]](), list[HostLoad]()
+        try:
+            while (run := self._reads.take()) is not None:
+                runs.append(run)  # all of them first: a thread that has one takes turns of the interpreter
+            while runs and time.monotonic() < end:
+                job = getattr(runs[0], "__self__", None)
+                if not isinstance(job, HostLoad) or not job.run_at_once():
+                    break
+                loaded.append(job)
+                del runs[0]
+        finally:
+            for run in runs:
+                self._reads.put(run)
+            if loaded:  # in a thread that runs no signal handler
+                self._reads.put(partial(_end_all, loaded))
+
     def warm(self, match: PrefixMatch, deadline: float = WARM_SECONDS) -> int:
         """Register what a match needs ahead of its load, on a GPU; bytes of it that need not go through the ring then.
 
@@ -396,6 +416,11 @@ def _refuse(handle: Transfer, transfer: TransferControl, reason: str) -> Transfe
     transfer.stop(reason)
     transfer.end()
     return handle
+
+
+def _end_all(loads: Sequence[HostLoad]) -> None:
+    for load in loads:
+        load.end()
 
 
 def _check_plan(plan: SavePlan) -> None:

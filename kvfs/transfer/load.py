@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from kvfs.lookup.incremental import Lookahead
 from kvfs.lookup.prefix_match import GroupMatch, PrefixMatch
 from kvfs.pages.chunk_set import bits_of, span
-from kvfs.pages.host_copy import scatter
+from kvfs.pages.host_copy import scatter_pages
 from kvfs.segments.open_segments import OpenSegment
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.outcome import TierAccounting, restored
@@ -20,6 +20,7 @@ from kvfs.types import PageOutcome, Tier, TransferState
 
 #: The chunks of each group.
 Pages: TypeAlias = "Sequence[tuple[Attached, list[int]]]"
+AT_ONCE_BYTES = 8 << 20  # of a load that an engine's own thread may copy: about 2 ms
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,50 @@ class HostLoad:
                 lookahead.release()
             transfer.end()
 
+    def run_at_once(self) -> bool:
+        """In the engine's thread, which has nothing else to do: load everything, if it is little and nothing has to be
+        waited for. Otherwise False, and ``run`` is to follow. ``end`` follows in any case.
+
+        Such a thread needs no turn of the interpreter for each step; where many loads are small, that is most of their
+        time.
+        """
+        request, transfer = self._request, self._transfer
+        nbytes = sum(attached.page_bytes * len(chunks) for attached, chunks in request.pages)
+        hold = request.match.hold
+        if (
+            request.lookahead is not None or request.after is not None or transfer.stopped
+            or nbytes > AT_ONCE_BYTES or hold is None or not hold.acquire()
+        ):  # fmt: skip
+            return False
+        try:
+            transfer.enter(TransferState.LOADING)
+            for attached, chunks in request.pages:
+                if not self._load_at_once(attached, chunks, hold.held):
+                    return False
+                transfer.layers_ready(attached.group.layers)
+        except Exception as exc:
+            fail(transfer, exc)
+        finally:
+            hold.release()
+        return True
+
+    def _load_at_once(self, attached: Attached, chunks: list[int], held: Mapping[int, OpenSegment]) -> bool:
+        if not chunks:
+            return True
+        gm = self._request.match.group(attached.group.name).for_part(attached.part, attached.page_bytes)
+        ring, now = self._context.ring, self._context.store.files.monotonic()
+        lease = ring.acquire(len(chunks), now, page_bytes=attached.page_bytes) if ring.free else None
+        if lease is None:
+            return False
+        try:
+            return self._load_batch(attached, gm, chunks, lease, held, at_once=True) == len(chunks)
+        finally:
+            lease.release()
+
+    def end(self) -> None:
+        """After ``run_at_once``."""
+        self._transfer.end()
+
     def _load(self, attached: Attached, chunks: list[int], held: Mapping[int, OpenSegment]) -> bool:
         """Load a group; whether all of its pages were loaded."""
         context, transfer, match = self._context, self._transfer, self._request.match
@@ -128,17 +173,24 @@ class HostLoad:
         return loaded == len(chunks)
 
     def _load_batch(
-        self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: Mapping[int, OpenSegment]
-    ) -> int:
-        """Read into the slots and verify, then copy the pages that are good; how many were."""
+        self, attached: Attached, gm: GroupMatch, chunks: list[int], lease: Lease, held: Mapping[int, OpenSegment],
+        *, at_once: bool = False,
+    ) -> int:  # fmt: skip
+        """Read into the slots and verify, then copy the pages that are good; how many were.
+
+        ``at_once``: all or none, without waiting for a disk.
+        """
         transfer, good, read = self._transfer, 0, list[tuple[Tier, int]]()
+        load = self._context.reader.load_run_at_once if at_once else self._context.reader.load_run
         self._context.reading.add(transfer)
         try:
             for first, memory in lease.runs(attached.page_bytes):
                 there = chunks[first : first + len(memory) // attached.page_bytes]
-                good |= self._read(gm, attached, there, memory, held, read)
+                good |= self._read(load, gm, attached, there, memory, held, read)
         finally:
             self._context.reading.discard(transfer)
+        if at_once and good != bits_of(chunks):
+            return 0
         lease.move(SlotState.FULL)
         with transfer.step() as allowed:
             if not allowed:  # it has ended, perhaps while the read was waiting for the disk
@@ -147,12 +199,11 @@ class HostLoad:
             for tier, those in read:
                 self._request.tiers.note(attached.number, those, tier)
             units = self._request.units[attached.number]
-            for page, chunk in zip(lease.views(), chunks, strict=True):
-                if good >> chunk & 1:
-                    scatter(
-                        page, attached.group, attached.part, attached.device, units, chunk,
-                        first_token=self._request.first_token,
-                    )  # fmt: skip
+            fine = [(page, chunk) for page, chunk in zip(lease.views(), chunks, strict=True) if good >> chunk & 1]
+            scatter_pages(
+                [page for page, _ in fine], attached.group, attached.part, attached.device, units,
+                [chunk for _, chunk in fine], first_token=self._request.first_token,
+            )  # fmt: skip
             bad = bits_of(chunks) & ~good
             if bad:
                 transfer.note("unreadable")
@@ -162,8 +213,8 @@ class HostLoad:
         return good.bit_count()
 
     def _read(
-        self, gm: GroupMatch, attached: Attached, chunks: list[int], memory: memoryview,
-        held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
+        self, load: Callable[..., tuple[int, dict[Tier, int]]], gm: GroupMatch, attached: Attached, chunks: list[int],
+        memory: memoryview, held: Mapping[int, OpenSegment], read: list[tuple[Tier, int]],
     ) -> int:  # fmt: skip
         """Read pages one behind the other; neighbours in the prompt in one call. The good ones, as bits.
 
@@ -174,9 +225,7 @@ class HostLoad:
             if i < len(chunks) and chunks[i] == chunks[i - 1] + 1:
                 continue
             run = gm.cut(chunks[first], i - first)
-            bits, tiers = self._context.reader.load_run(
-                self._request.match, run, attached.group, memory[first * size : i * size], held
-            )
+            bits, tiers = load(self._request.match, run, attached.group, memory[first * size : i * size], held)
             good |= bits
             read += tiers.items()
             first = i

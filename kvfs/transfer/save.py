@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_set import bits_of
-from kvfs.pages.host_copy import gather
+from kvfs.pages.host_copy import gather_pages
 from kvfs.transfer.control import Outcomes, TransferControl
 from kvfs.transfer.staging import Lease, SlotState
 from kvfs.transfer.units import UnitIds
@@ -147,11 +147,9 @@ class Save:
             self.writers[lane](partial(self._write, append, lane))
 
     def _fill(self, batch: Batch) -> None:
-        attached = batch.attached
-        for page, chunk in zip(batch.lease.views(), batch.chunks, strict=True):
-            units = self.units[attached.number]
-            copied = gather(page, attached.group, attached.part, attached.device, units, chunk)
-            assert copied == attached.page_bytes, f"page {chunk} has {copied} of {attached.page_bytes} bytes"
+        a, chunks = batch.attached, batch.chunks
+        copied = gather_pages(batch.lease.views(), a.group, a.part, a.device, self.units[a.number], chunks)
+        assert copied == batch.nbytes, f"pages {chunks} have {copied} of {batch.nbytes} bytes"
 
     def _write(self, batches: Sequence[Batch], lane: int) -> None:
         """On a write thread."""

@@ -10,15 +10,15 @@ load ends at its deadline in the middle of a read; the read keeps its slots.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from kvfs.context import Context
@@ -59,7 +59,7 @@ class Writes:
         self._monotonic, self._lock = monotonic, threading.Lock()
         self._running, self._nbytes, self._since = 0, 0, 0.0
 
-    @contextmanager
+    @contextlib.contextmanager
     def one(self, nbytes: int) -> Iterator[None]:
         """``nbytes`` are being written inside."""
         with self._lock:
@@ -147,6 +147,15 @@ class JobThreads:
 
     def put(self, run: Callable[[], None]) -> None:
         self._queue.put(run)
+
+    def take(self) -> Callable[[], None] | None:
+        """The oldest call that has not begun, for the caller to run; None if there is none."""
+        with contextlib.suppress(Empty):
+            run = self._queue.get_nowait()
+            if run is not None:
+                return run
+            self._queue.put(None)  # for one of the threads, which is to end
+        return None
 
     @property
     def waiting(self) -> int:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from kvfs.errors import ConfigError
+from kvfs.native import library
 from kvfs.pages import host_copy
 from kvfs.pages.describe import describe
-from kvfs.pages.host_copy import gather, scatter
+from kvfs.pages.host_copy import gather, gather_pages, scatter, scatter_pages
 from kvfs.pages.layout import Cell, Group, Need, PageLayout, Part
 from tests.cells import GUARD, ORDERS, POISON, Case, guarded, reference
 
 
-@pytest.fixture(params=["numpy", "memmove"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["native", "numpy", "memmove"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "native" and library.loaded() is None:
+        pytest.skip(f"the native library is {library.state()}")
     if request.param == "memmove":
         monkeypatch.setattr(host_copy, "_numpy", lambda: None)
-    return str(request.param)
+    with library.paused() if request.param != "native" else contextlib.nullcontext():
+        yield str(request.param)
 
 
 @pytest.mark.parametrize(("order", "block"), ORDERS)
@@ -85,8 +92,34 @@ def test_what_is_contiguous_on_both_sides_moves_in_one_call(monkeypatch: pytest.
     calls = []
     monkeypatch.setattr(host_copy.ctypes, "memmove", lambda to, source, n: calls.append(n))
     case = Case("block,layer,head,token,2*dim", 64, 16)
-    gather(bytearray(case.group.page_bytes), case.group, case.part, case.kv, [3, 4, 6, 5], 0)
+    with library.paused():
+        gather(bytearray(case.group.page_bytes), case.group, case.part, case.kv, [3, 4, 6, 5], 0)
     assert calls == [case.group.page_bytes // 2] + [case.group.page_bytes // 4] * 2
+
+
+@pytest.mark.parametrize(("order", "block", "first"), [("block,head,token,2*dim", 16, 0), ("slot,head,dim", 0, 37)])
+def test_several_pages_are_those_that_single_calls_move(order: str, block: int, first: int, way: str) -> None:
+    """Also when pages in between are left out, and units of the last one are missing."""
+    case = Case(order, 32, block, units=160)
+    ids, chunks = list(range(159, -1, -1))[: 3 * 32 // max(1, block) + 16 // max(1, block)], [0, 1, 3]
+    singly = [bytearray([POISON]) * case.group.page_bytes for _ in chunks]
+    together = [bytearray(page) for page in singly]
+    moved = sum(
+        gather(page, case.group, case.part, case.kv, ids, chunk, first_token=first)
+        for page, chunk in zip(singly, chunks, strict=True)
+    )
+    assert gather_pages(together, case.group, case.part, case.kv, ids, chunks, first_token=first) == moved > 0
+    assert together == singly
+    before = case.snapshot()
+    for raw in case.memory.values():
+        raw[GUARD:-GUARD] = 0
+    expected = [np.frombuffer(old, "uint8") for old in before]
+    assert scatter_pages(together, case.group, case.part, case.kv, ids, chunks, first_token=first) == moved
+    cells = sum(int(np.count_nonzero(raw[GUARD:-GUARD])) for raw in case.memory.values())
+    assert 0 < cells <= moved
+    for raw, old in zip(case.memory.values(), expected, strict=True):
+        there = raw != 0
+        assert (raw[there] == old[there]).all()
 
 
 def test_scales_in_separate_tensors(way: str) -> None:

@@ -331,12 +331,12 @@ def stalled(where: str, io: HostIO, ns: kvfs.Namespace, files: GatedFiles, monke
         return submit(None), gate.open
     if state == "copying":
         gate.shut()
-        real = host_save.gather
-        monkeypatch.setattr(host_save, "gather", lambda *a: (gate(), real(*a))[1])
+        real = host_save.gather_pages
+        monkeypatch.setattr(host_save, "gather_pages", lambda *a: (gate(), real(*a))[1])
     elif state == "scattering":
         gate.shut()
-        scatter = host_load.scatter
-        monkeypatch.setattr(host_load, "scatter", lambda *a, **k: (gate(), scatter(*a, **k))[1])
+        scatter = host_load.scatter_pages
+        monkeypatch.setattr(host_load, "scatter_pages", lambda *a, **k: (gate(), scatter(*a, **k))[1])
     elif state in ("writing", "loading"):
         gate = files.writes if state == "writing" else files.reads
         gate.shut()
@@ -481,8 +481,8 @@ def test_a_full_ring_declines_before_gathering(
 ) -> None:
     saved(ns, 3)
     gathered: list[int] = []
-    real = host_save.gather
-    monkeypatch.setattr(host_save, "gather", lambda *a: (gathered.append(a[-1]), real(*a))[1])
+    real = host_save.gather_pages
+    monkeypatch.setattr(host_save, "gather_pages", lambda *a: (gathered.extend(a[-1]), real(*a))[1])
     files.writes.shut()
     with ns.attach(Engine().kv, ring_bytes=4 * max(4096, LAYOUT.page_bytes)) as io:
         first = io.save(ns.plan_save(prompt(5, 1000)), blocks(5), deadline=0.2)
@@ -1044,13 +1044,13 @@ def test_close_ends_transfers_that_do_not_finish_in_time(ns: kvfs.Namespace, fil
 
 def test_a_save_that_gathers_beyond_the_close_ends(ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, log = Gate(), Log()
-    gather = host_save.gather
+    gather = host_save.gather_pages
 
     def slow(*args: Any, **options: Any) -> int:
         gate()
         return gather(*args, **options)
 
-    monkeypatch.setattr(host_save, "gather", slow)
+    monkeypatch.setattr(host_save, "gather_pages", slow)
     gate.shut()
     io = ns.attach(Engine().kv)
     t = io.save(ns.plan_save(prompt(2)), blocks(2), deadline=LATE, **log.hooks)

@@ -136,8 +136,13 @@ def test_sets_of_pages_with_gaps_are_right(store_path: Path) -> None:
 def test_no_group_is_gathered_behind_a_page_that_full_attention_lacks(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, gathered, real = hybrid(2, 6), [], host_save.gather
-    monkeypatch.setattr(host_save, "gather", lambda *a: (gathered.append((a[1].name, a[-1])), real(*a))[1])
+    layout, gathered, real = hybrid(2, 6), [], host_save.gather_pages
+
+    def gather(*a: Any) -> int:
+        gathered.extend((a[1].name, chunk) for chunk in a[-1])
+        return int(real(*a))
+
+    monkeypatch.setattr(host_save, "gather_pages", gather)
     lacking = [-1 if block == 8 else block for block in range(2 * CHUNKS)]
     with kvfs.open(store_path, capacity="64MiB") as store:
         ns = store.namespace("hybrid", layout, "1")

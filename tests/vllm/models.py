@@ -74,3 +74,21 @@ def build_adapter(folder: Path, seed: int, layers: int = 4) -> Path:
               "task_type": "CAUSAL_LM", "base_model_name_or_path": "m"}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def build_eagle(folder: Path, seed: int = 0) -> Path:
+    """Write a random head of EAGLE for the models of ``CONFIGS``: one layer, with the model's embeddings."""
+    generator = torch.Generator().manual_seed(seed)
+    LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **_BASE).save_pretrained(folder)
+    hidden, inner = int(_BASE["hidden_size"]), int(_BASE["intermediate_size"])
+    shapes = {
+        "fc": (hidden, 2 * hidden), "layers.0.self_attn.q_proj": (128, hidden),
+        "layers.0.self_attn.k_proj": (64, hidden), "layers.0.self_attn.v_proj": (64, hidden),
+        "layers.0.self_attn.o_proj": (hidden, 128),
+        "layers.0.mlp.gate_proj": (inner, hidden), "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    weights = {f"{name}.weight": torch.randn(*shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    save_file(weights, folder / "model.safetensors")
+    return folder

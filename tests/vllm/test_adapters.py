@@ -31,7 +31,8 @@ def test_an_engine_with_a_drafter_finds_what_one_without_stored(model: Models, p
     drafting = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
     with Engine(model("llama"), tmp_path / "store") as plain:
         first, second = plain.generate(prompt(1), prompt(2))
-    with Engine(model("llama"), tmp_path / "store", speculative_config=drafting) as engine:
+    left_out = {"drafter": False}
+    with Engine(model("llama"), tmp_path / "store", extra=left_out, speculative_config=drafting) as engine:
         assert engine.generate(prompt(1)) == [(640, first[1])]
         third = engine.generate(prompt(3))
         assert engine.generate(prompt(3)) == [(640, third[0][1])]

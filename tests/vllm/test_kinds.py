@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvfs.integrations.vllm.drafters import drafter_of
 from kvfs.integrations.vllm.metrics import Metrics
 from tests.vllm.simulated import SimulatedEngine
 
@@ -187,6 +188,62 @@ def test_a_state_inside_a_block_is_kept(engine_config: VllmConfig, tmp_path: Pat
         with SimulatedEngine(config, KINDS["states"], store) as engine:
             assert engine.connector._manager._model.page_tokens == 16
             assert engine.generate(one) == [cached]
+
+
+class Kept(Drafting):
+    """EAGLE with weights that are identified."""
+
+    def __init__(self, config: VllmConfig, draft: Any = None) -> None:
+        self.draft_model_config, self.draft_parallel_config = draft or config.model_config, config.parallel_config
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+def test_the_layers_of_a_drafter_are_kept(
+    engine_config: VllmConfig, tmp_path: Path, prompt: Prompt, own_group: bool
+) -> None:
+    """In a group of their own of the layout. Its weights are part of the identity."""
+    store, config = tmp_path / "store", copy.deepcopy(engine_config)
+    config.speculative_config = Kept(config)  # type: ignore[assignment]
+    own = {"mtp.layers.0.self_attn.attn": _window(48)} if own_group else {"model.layers.4.self_attn.attn": _full()}
+    layers = {**_attention(range(4), _full()), **own}
+    with SimulatedEngine(config, layers, store) as first:
+        groups = [s for g in first.connector._manager._model.groups for s in g.stored]
+        assert [sorted(s.layers.values()) for s in groups if s.name.startswith("draft")] == [list(own)]
+        assert sum(s.drafts for s in groups) == 1
+        assert first.generate(prompt(1, 500)) == [0]
+    with SimulatedEngine(config, layers, store) as second:
+        size = second.connector._manager._model.page_tokens
+        assert second.generate(prompt(1, 500)) == [499 // size * size] and second.checked
+    with SimulatedEngine(config, layers, store, drafter=False, drafters=list(own)) as without:
+        assert without.generate(prompt(1, 500)) == [0], "its pages are those of an engine without a drafter"
+    config.speculative_config.method = "mtp"  # type: ignore[union-attr]
+    with SimulatedEngine(config, layers, store, drafters=list(own)) as other:
+        assert other.generate(prompt(1, 500)) == [0]
+
+
+@pytest.mark.parametrize("why", ["weights", "method", "dtype", "ranks", "setting"])
+def test_a_drafter_that_cannot_be_kept_is_left_out(engine_config: VllmConfig, why: str) -> None:
+    """The engine starts, and stores what it would store without the drafter."""
+    config = copy.deepcopy(engine_config)
+    draft = copy.copy(config.model_config)
+    config.speculative_config = drafting = Kept(config, draft)  # type: ignore[assignment]
+    layers = [{**_attention(range(4), _full()), "model.layers.4.self_attn.attn": _full()}]
+
+    def kept() -> bool:
+        return drafter_of(config, layers, "", [FullAttentionSpec]) is not None
+
+    assert kept() and drafter_of(config, [_attention(range(4), _full())], "", [FullAttentionSpec]) is None
+    if why == "weights":
+        draft.model = "unknown/model"
+    elif why == "method":
+        drafting.method = "dflash"
+    elif why == "dtype":
+        draft.dtype = torch.float16
+    elif why == "ranks":
+        drafting.draft_parallel_config = SimpleNamespace(tensor_parallel_size=7)
+    else:
+        layers[0]["model.layers.4.self_attn.attn"] = _window(48)
+    assert not kept()
 
 
 @pytest.mark.parametrize("own_group", [False, True])

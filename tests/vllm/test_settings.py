@@ -116,7 +116,7 @@ def test_the_manual_lists_every_setting_with_its_default() -> None:
         if field.default not in ("", None) and isinstance(field.default, (int, float, str)):
             shown = {
                 "max_tokens": "2^24", "load_seconds": "30", "store_seconds": "2", "read_only": "false",
-                "offload_prompt_only": "true", "dp_pulls": "false",
+                "offload_prompt_only": "true", "drafter": "true", "dp_pulls": "false",
             }  # fmt: skip
             assert shown.get(field.name, str(field.default)) in listed[field.name], field.name
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import ScheduleEndContext, TransferJob
 
 from kvfs.errors import ConfigError
+from kvfs.integrations.vllm import tier as tier_module
 from kvfs.integrations.vllm.tier import KvfsTier, identity_of
 from tests.vllm.engine import Engine
 
@@ -114,6 +117,46 @@ def test_hashes_that_differ_between_processes_are_neither_found_nor_stored(tmp_p
     assert found(one, [key]) == [False]
     assert not run(one, 1, [key], [0], load=False).success and not run(one, 2, [key], [1], load=True).success
     one.shutdown()
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["store", "load"])
+@pytest.mark.parametrize("end", ["drain_jobs", "shutdown"])
+def test_a_disk_that_hangs_keeps_no_reset_and_no_end_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: bool, end: str
+) -> None:
+    """Its jobs have failed, those that had not begun as well, and no row moves when the disk answers at last."""
+    monkeypatch.setattr(tier_module, "DRAIN_SECONDS", 0.05)
+    rows = np.random.default_rng(3).integers(0, 256, (8, ROW), dtype=np.uint8)
+    one = tier(tmp_path / "s", rows, threads=1)
+    assert run(one, 1, KEYS[:2], [0, 1], load=False).success
+    reached, answers, ended = threading.Event(), threading.Event(), threading.Event()
+    get, put = one._ns.get, one._ns.put_keys
+
+    def hangs(call: Callable[..., Any], *arguments: Any) -> Any:
+        reached.set()
+        assert answers.wait(20)
+        try:
+            return call(*arguments)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(one._ns, "get", partial(hangs, get))
+    monkeypatch.setattr(one._ns, "put_keys", partial(hangs, put))
+    for job_id in (2, 3):
+        keys = KEYS[:2] if load else KEYS[2:4]
+        job = TransferJob(job_id, keys, np.array([4, 5]), load, ReqContext("r"))
+        (one.submit_load if load else one.submit_store)(job)
+    assert reached.wait(20)
+    before = rows.copy()
+    getattr(one, end)()
+    results = list(one.get_finished_jobs())
+    assert [(r.job_id, r.success, r.successful_keys) for r in results] == [(2, False, None), (3, False, None)]
+    answers.set()
+    assert ended.wait(20)
+    one._pool.close()
+    assert (rows == before).all() and not list(one.get_finished_jobs())
+    if end == "drain_jobs":
+        one.shutdown()
 
 
 @pytest.mark.parametrize("missing", ["path", "weights_id"])

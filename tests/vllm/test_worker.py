@@ -39,6 +39,7 @@ def _idle_step(monkeypatch: pytest.MonkeyPatch, loads: int, ending: int, seconds
     half._jobs = {n: _TransferJob(transfer, True, 0, 0.0) for n, transfer in enumerate(transfers)}
     ends = Ends(transfers, ending)
     half._ended = ends  # type: ignore[assignment]
+    half._io = SimpleNamespace(load_at_once=lambda seconds: None)  # type: ignore[assignment]
     half.wait_idle()
     return sum(transfer.done.is_set() for transfer in transfers), ends.waits
 

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,47 @@ def batch(rounds: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def loads(rounds: int) -> None:
+    """The loads of such a batch alone, without an engine: 32 of 12 pages in host memory, submitted together. CPU ms of
+    the process, and ms until the last one has ended."""
+    import torch
+
+    import kvfs
+    from kvfs.native import library
+
+    layout = kvfs.PageLayout.kv(layers=4, kv_heads=2, head_dim=32, dtype=torch.bfloat16, page_tokens=64)
+    tensors = [torch.zeros(1024, 2, 32, 64, dtype=torch.bfloat16) for _ in range(4)]
+    described = kvfs.describe(layout.groups[0], tensors, "block,head,token,2*dim")
+    ways = {"threads": False, "the caller helps": True, "threads, KVFS_NATIVE=0": False}
+    seen: dict[str, list[tuple[float, float]]] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kvfs.open(f"{folder}/s", capacity="1GiB") as store,
+        ExitStack() as stack,
+    ):
+        ns = store.namespace("m", layout, "1")
+        io = stack.enter_context(ns.attach([described], ring_bytes="256MiB", threads=2))
+        matches = []
+        for n in range(32):
+            prompt = [random.Random(f"{n} {i}").randrange(5, 900) for i in range(12 * 64)]
+            ns.put(prompt, random.Random(n).randbytes(12 * layout.page_bytes))
+            matches.append(stack.enter_context(ns.match(prompt)))
+        for _ in range(rounds + 1):
+            for way, helps in ways.items():
+                with library.paused() if "NATIVE" in way else nullcontext():
+                    began, busy = time.perf_counter(), time.process_time()
+                    transfers = [io.load(match, [n * 24 + i for i in range(24)]) for n, match in enumerate(matches)]
+                    if helps:
+                        io.load_at_once(1.0)
+                    done = [transfer.wait(STORE_SECONDS) for transfer in transfers]
+                    took = time.process_time() - busy, time.perf_counter() - began
+                assert all(result is not None and result.pages == 12 for result in done)
+                seen.setdefault(way, []).append((1000 * took[0], 1000 * took[1]))
+    for way, values in seen.items():
+        cpu, whole = zip(*values[1:], strict=True)  # the first round warms up
+        print(f"| {way} | {ratios(list(cpu))} | {ratios(list(whole))} |")
+
+
 def lookups(rounds: int) -> None:
     """Prompts per second that a scheduler with each connector gets answered."""
     vllm_lookups.run(rounds, CONNECTORS)
@@ -239,14 +280,21 @@ def _bench_model(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["scheduler", "engines", "batch", "lookups", "faults", "serve"])
+    parser.add_argument("what", choices=["scheduler", "engines", "batch", "loads", "lookups", "faults", "serve"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--reports", type=Path, help="of serve: a directory for the pages with plots")
     arguments = parser.parse_args()
     if arguments.what == "serve":
         vllm_serve.run(arguments.rounds, CONNECTORS, arguments.reports)
         return
-    modes = {"scheduler": scheduler, "engines": engines, "batch": batch, "lookups": lookups, "faults": faults}
+    modes = {
+        "scheduler": scheduler,
+        "engines": engines,
+        "batch": batch,
+        "loads": loads,
+        "lookups": lookups,
+        "faults": faults,
+    }
     modes[arguments.what](arguments.rounds)
 
 

@@ -95,7 +95,8 @@ class KvfsOffloadingSpec(OffloadingSpec):
 
         ``layers``: as for ``model_of``. May be called again when they are known.
         """
-        model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id, layers)
+        kept = self.settings.drafter and not self.settings.share  # other engines do not have its layers
+        model = model_of(vllm_config, cache, self.blocks_per_chunk, self.settings.weights_id, layers, drafter=kept)
         if self.settings.share:
             model = shared_model(vllm_config, model, self.settings.weights_id)
         if self._store is None:

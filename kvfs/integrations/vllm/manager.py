@@ -319,7 +319,7 @@ class KvfsManager(OffloadingManager):
         state.tiers = {(page.group, page.chunk): page.tier for page in refs}
         slow = [ref for ref in refs if ref.tier is Tier.DISK and not state.peers.get(ref.group, 0) >> ref.chunk & 1]
         cold = bits_of(sorted({page.chunk for page in slow}))
-        if len(layout.groups) == 1:
+        if all(group.need.kind == "all" for group in layout.groups):
             worth = self.costs.best_end(first, end, cold, size, layout.page_bytes)
         else:
             nbytes = sum(match.group(page.group).part_bytes for page in slow)

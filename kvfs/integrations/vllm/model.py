@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -34,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvfs.errors import UnsupportedModelError
+from kvfs.integrations.vllm.drafters import drafter_of, is_drafters, number_in
 from kvfs.integrations.vllm.weights import weights_id
 from kvfs.pages.hf_config import config_digest
 from kvfs.pages.layout import GRANULE_TOKENS, LAYERS_MAX, PAGE_TOKENS_MAX, Cell, Group, Need, PageLayout
@@ -43,9 +43,7 @@ _ATTENTION = (
     FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec,
     ChunkedLocalAttentionSpec,
 )  # fmt: skip
-_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 _LENGTH_SCALED = ("dynamic", "longrope", "su")  # rope kinds that vLLM scales by max_model_len at start
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in its name
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class StoredGroup:
     spec: Any  # of each layer
     layers: Mapping[int, str]  # layer id in the layout -> name, of the layers that this process knows
     layer_ids: tuple[int, ...]  # in the layout
+    drafts: bool = False  # whether they are the drafter's
 
     @property
     def whole(self) -> bool:
@@ -71,7 +70,8 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """One KV cache group of the engine: layers that share block tables. Nothing is stored if all are a drafter's."""
+    """One KV cache group of the engine: layers that share block tables. Nothing is stored if all are those of a
+    drafter that is left out."""
 
     index: int  # of the group in the engine
     block_tokens: int  # of all ranks together
@@ -137,21 +137,26 @@ def needs_all_ranks(config: VllmConfig, cache: KVCacheConfig) -> bool:
 
 def model_of(
     config: VllmConfig, cache: KVCacheConfig, blocks_per_chunk: int, given_weights: str,
-    layers: LayerSpecs | None = None,
+    layers: LayerSpecs | None = None, *, drafter: bool = True,
 ) -> EngineModel:  # fmt: skip
     """Identity and groups. Raises UnsupportedModelError or ConfigError if KV of this engine cannot be reused safely.
 
     ``given_weights``: the setting ``weights_id``; "" if it is derived from the weights. ``layers``: of all ranks, where
-    this process was not told of all of them, or not of all shapes.
+    this process was not told of all of them, or not of all shapes. ``drafter``: whether its layers are kept, if that
+    can be.
     """
     _check(config, cache)
     known = layer_specs(cache) if layers is None else layers
+    drafting = drafter_of(config, known, given_weights, _ATTENTION) if drafter else None
     taken: set[int] = set()  # layer ids of the layout
     engine, groups = [], []
     for index in cache.prefix_cacheable_group_ids:
         spec = cache.kv_cache_groups[index].kv_cache_spec
         tokens = block_tokens(config, spec)
         found = list(_stored(config, index, _shapes(config, known[index]), taken, whole=len(known) == 1))
+        if drafting is not None:
+            shapes = _shapes(config, known[index], drafts=True)
+            found += _stored(config, index, shapes, taken, whole=False, drafts=True)
         engine.append(EngineGroup(index, tokens, tokens * blocks_per_chunk, tuple(found)))
         groups += found
     if not groups:
@@ -162,8 +167,9 @@ def model_of(
     name = model.model.rstrip("/").rpartition("/")[2] if model.model.startswith(("/", ".")) else model.model
     blocks = {stored.name: group.block_tokens for group in engine for stored in group.stored}
     return EngineModel(
-        name, layout, given_weights or weights_id(model, config.load_config), _extra(config, groups, blocks),
-        tuple(engine), blocks_per_chunk, _hashes_items(config), _adapters(config),
+        name, layout, given_weights or weights_id(model, config.load_config),
+        _extra(config, groups, blocks, drafting), tuple(engine), blocks_per_chunk, _hashes_items(config),
+        _adapters(config),
     )  # fmt: skip
 
 
@@ -225,34 +231,18 @@ def _check(config: VllmConfig, cache: KVCacheConfig) -> None:
 # -- groups ----------------------------------------------------------------------------------
 
 
-def _shapes(config: VllmConfig, layers: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
-    """The layers of an engine's group by their spec, without those of a drafter."""
+def _shapes(config: VllmConfig, layers: Mapping[str, Any], *, drafts: bool = False) -> list[tuple[Any, list[str]]]:
+    """The layers of an engine's group by their spec: those of the model, or those of its drafter."""
     shapes: dict[Any, list[str]] = {}
     for name, spec in layers.items():
-        if not is_drafters(config, name):
+        if is_drafters(config, name) is drafts:
             shapes.setdefault(spec, []).append(name)
     return sorted(shapes.items(), key=lambda item: min(map(_place, item[1])))
 
 
 def _place(name: str) -> tuple[int, str]:
     """Order of layers, and of shapes in a group: that of the model, equal in all processes."""
-    number = _NUMBER.search(name)
-    return int(number[0]) if number is not None else 0, name
-
-
-def is_drafters(config: VllmConfig, name: str) -> bool:
-    """Whether a layer belongs to the drafter of speculative decoding.
-
-    Its KV is left out: the engine verifies each draft, so a drafter without the KV of a restored prompt only costs
-    some accepted drafts, and engines with another drafter, or none, share the pages.
-    """
-    drafting = config.speculative_config
-    if drafting is None or drafting.method in _DRAFTERS_WITHOUT_KV:
-        return False
-    if any(part.startswith(("mtp", "draft")) for part in name.split(".")):
-        return True
-    number = _NUMBER.search(name)
-    return number is not None and int(number[0]) >= config.model_config.get_total_num_hidden_layers()
+    return number_in(name) or 0, name
 
 
 class _Shape(NamedTuple):
@@ -261,8 +251,9 @@ class _Shape(NamedTuple):
 
 
 def _stored(
-    config: VllmConfig, index: int, shapes: list[tuple[Any, list[str]]], taken: set[int], *, whole: bool
-) -> Iterable[StoredGroup]:
+    config: VllmConfig, index: int, shapes: list[tuple[Any, list[str]]], taken: set[int], *, whole: bool,
+    drafts: bool = False,
+) -> Iterable[StoredGroup]:  # fmt: skip
     """The groups of the layout for one group of the engine. Adds their layer ids to ``taken``.
 
     ``whole``: the group has all layers of the model, of which a stage of a pipeline knows its own.
@@ -274,22 +265,21 @@ def _stored(
         while taken & {base + number for number in names}:  # an indexer has the number of its layer's attention
             base += LAYERS_MAX
         ids = {base + number: name for number, name in sorted(names.items())}
-        what = "state" if kind == "state" else "window" if _window(spec) else "full"
+        what = "draft" if drafts else "state" if kind == "state" else "window" if _window(spec) else "full"
         name = f"{what}{index}" if not n else f"{what}{index}.{n}"
         packed = kind == "tokens" and bool(_packing(config, spec))
         in_layout = tuple(ids)
         if whole and len(distinct) == 1 and config.parallel_config.pipeline_parallel_size > 1:
             in_layout = tuple(range(config.model_config.get_total_num_hidden_layers()))
         taken.update(in_layout)
-        yield StoredGroup(name, kind, packed, spec, ids, in_layout)
+        yield StoredGroup(name, kind, packed, spec, ids, in_layout, drafts)
 
 
 def _numbered(names: list[str]) -> list[dict[int, str]]:
     """Names by the first number in them; several mappings where a model layer has several of these caches."""
     found: list[dict[int, str]] = []
     for name in names:
-        match = _NUMBER.search(name)
-        number = int(match[0]) if match is not None else 0
+        number = number_in(name) or 0
         place = next((names for names in found if number not in names), None)
         if place is None:
             found.append(place := {})
@@ -360,7 +350,8 @@ def total_heads(config: VllmConfig, group: StoredGroup) -> int:
     size, spec = config.parallel_config.tensor_parallel_size, group.spec
     if group.kind != "tokens":
         return int(size)
-    total = int(config.model_config.get_total_num_kv_heads())
+    of = config.model_config if not group.drafts else config.speculative_config.draft_model_config
+    total = int(of.get_total_num_kv_heads())
     if size == 1:
         return int(spec.num_heads)
     if spec.num_heads != spec.num_kv_heads or spec.num_kv_heads != max(1, total // size):
@@ -427,9 +418,11 @@ def _encoding(config: VllmConfig, group: StoredGroup) -> str:
     return f"{text} vllm {packing}" if packing else text
 
 
-def _extra(config: VllmConfig, groups: list[StoredGroup], blocks: Mapping[str, int]) -> dict[str, Any]:
+def _extra(
+    config: VllmConfig, groups: list[StoredGroup], blocks: Mapping[str, int], drafter: Mapping[str, str] | None
+) -> dict[str, Any]:
     model = config.model_config
-    extra = {
+    extra: dict[str, Any] = {
         "engine": "vllm",
         # some models write the engine's max_model_len into their config when they load
         "config": config_digest(model.hf_config, {"max_model_len"}),
@@ -440,6 +433,8 @@ def _extra(config: VllmConfig, groups: list[StoredGroup], blocks: Mapping[str, i
         "implementation": str(model.model_impl),
         "groups": [[group.name, blocks[group.name]] if group.whole else [group.name] for group in groups],
     }
+    if drafter is not None:
+        extra["drafter"] = dict(drafter)
     rope = json.dumps(getattr(model.hf_text_config, "rope_parameters", None), default=str)
     if any(f'"{kind}"' in rope for kind in _LENGTH_SCALED):
         extra["max_model_len"] = model.max_model_len

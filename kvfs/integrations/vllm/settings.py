@@ -38,6 +38,7 @@ class VllmSettings:
     min_tokens: int = 0  # shorter prompts are neither looked up nor stored
     max_tokens: int = 1 << 24  # tokens of a prompt beyond this are neither looked up nor stored
     read_only: bool = False  # load, never store
+    drafter: bool = True  # keep the KV of the drafter's layers, where its weights are identified
     offload_prompt_only: bool = True  # a setting of vLLM; if false, generated tokens are also stored
     codec: str | None = None  # of pages stored from now on; None: the store's
     load_seconds: float = 30.0  # a load that takes longer is recomputed
@@ -94,7 +95,7 @@ def _check(name: str, value: Any) -> None:
     elif name == "bucket_seconds" and value is not None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 600:
             raise ConfigError(f"bucket_seconds is {value!r}: pass 0 to 600 seconds; 0 asks no bucket")
-    elif name in ("read_only", "offload_prompt_only", "self_describing_kv_events", "dp_pulls"):
+    elif name in ("read_only", "drafter", "offload_prompt_only", "self_describing_kv_events", "dp_pulls"):
         if type(value) is not bool:  # vLLM would read "false" as true
             raise ConfigError(f"{name} is {value!r}: pass true or false")
     elif name == "threads":

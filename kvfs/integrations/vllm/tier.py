@@ -10,9 +10,10 @@ verified; a page that fails verification is a failed promotion, which vLLM recom
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
@@ -26,8 +27,10 @@ from kvfs.errors import ConfigError
 from kvfs.namespace import Namespace
 from kvfs.pages.layout import GRANULE_TOKENS, PAGE_TOKENS_MAX, PageLayout
 from kvfs.store import open_store
+from kvfs.system.thread_pool import Pool
 
 logger = init_logger(f"vllm.{__name__}")
+DRAIN_SECONDS = 10.0  # longest wait for jobs before a reset and at the end; a job whose disk hangs has failed then
 KEY_BYTES = 32 + 4  # a SHA-256 hash and the number of the group
 #: fields of vLLM's OffloadingConfig that name the bytes of a row
 _GROUP = ("tokens_per_block", "layer_names", "group_id")
@@ -45,7 +48,11 @@ class _Lookups(AsyncLookupManager):
 
 
 class KvfsTier(SecondaryTierManager):
-    """Moves rows between vLLM's CPU tier and the store. Runs in the scheduler's process; I/O is left to its threads."""
+    """Moves rows between vLLM's CPU tier and the store. Runs in the scheduler's process; I/O is left to its threads.
+
+    Owns the jobs that are open. A thread touches a row only under the lock, while its job is open: a disk that hangs
+    keeps a thread and its copy of a row, but no row.
+    """
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -67,8 +74,9 @@ class KvfsTier(SecondaryTierManager):
             offloading_spec.config.model.name.rstrip("/").rpartition("/")[2], _layout(offloading_spec, self._rows),
             weights_id, extra=identity_of(offloading_spec.config),
         )  # fmt: skip
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvfs-tier")
-        self._running: set[Any] = set()
+        self._pool = Pool(threads, "kvfs-tier")
+        self._changed = threading.Condition()  # of the jobs
+        self._open: dict[int, TransferJob] = {}  # without a result
         self._finished: SimpleQueue[tuple[JobResult, Collection[OffloadKey]]] = SimpleQueue()
         self._lookups = _Lookups(self._ns, tier_type)
 
@@ -84,36 +92,57 @@ class KvfsTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, lambda key, row: bool(self._ns.put_keys([key], row).declined == 0))
+        self._submit(job_metadata, self._store_row)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._load)
+        self._submit(job_metadata, self._load_row)
 
-    def _load(self, key: OffloadKey, row: memoryview) -> bool:
+    def _store_row(self, job_id: int, key: OffloadKey, number: int) -> bool:
+        with self._changed:
+            if job_id not in self._open:
+                return False
+            row = self._rows[number].tobytes()
+        return bool(self._ns.put_keys([key], row).declined == 0)
+
+    def _load_row(self, job_id: int, key: OffloadKey, number: int) -> bool:
+        row = bytearray(self._rows.shape[1])
         with self._ns.match_keys([key]) as match:
-            return bool(match) and self._ns.get(match, row) == 1
+            if not match or self._ns.get(match, row) != 1:
+                return False
+        with self._changed:
+            if job_id not in self._open:
+                return False
+            self._rows[number] = np.frombuffer(row, dtype=np.uint8)
+        return True
 
-    def _submit(self, job: TransferJob, move: Callable[[OffloadKey, memoryview], bool]) -> None:
-        future = self._pool.submit(self._run, job, move)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
+    def _submit(self, job: TransferJob, move: Callable[[int, OffloadKey, int], bool]) -> None:
+        with self._changed:
+            self._open[job.job_id] = job
+        self._pool.begin([partial(self._run, job, move)])
 
-    def _run(self, job: TransferJob, move: Callable[[OffloadKey, memoryview], bool]) -> None:
-        began, keys, moved = time.monotonic(), list(job.keys), []
+    def _run(self, job: TransferJob, move: Callable[[int, OffloadKey, int], bool]) -> None:
+        began, moved = time.monotonic(), list[OffloadKey]()
         try:
-            for key, chunk in zip(keys, job.chunk_ids, strict=True):
-                if not _is_stable(key) or not move(key, memoryview(self._rows[int(chunk)])):
+            for key, number in zip(job.keys, job.chunk_ids, strict=True):
+                if job.job_id not in self._open or not _is_stable(key) or not move(job.job_id, key, int(number)):
                     break
                 moved.append(key)
         except Exception:  # of any kind: the job must end, or its rows stay pinned forever
             logger.exception("kvfs: a job of the tier failed")
+        self._end(job, moved, time.monotonic() - began)
+
+    def _end(self, job: TransferJob, moved: Sequence[OffloadKey], seconds: float) -> None:
+        """Report a job, once."""
+        keys = list(job.keys)
         whole = len(moved) == len(keys)
         failed = () if whole or not job.is_promotion else keys[len(moved) :]
         result = JobResult(
-            job.job_id, whole, None if whole or not moved else tuple(moved), time.monotonic() - began,
-            len(moved) * self.block_size_bytes,
-        )  # fmt: skip
-        self._finished.put((result, failed))
+            job.job_id, whole, None if whole or not moved else tuple(moved), seconds, len(moved) * self.block_size_bytes
+        )
+        with self._changed:
+            if self._open.pop(job.job_id, None) is not None:
+                self._finished.put((result, failed))
+                self._changed.notify_all()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results: list[JobResult] = []
@@ -132,11 +161,19 @@ class KvfsTier(SecondaryTierManager):
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        wait(list(self._running))
+        """Wait for all jobs, at most DRAIN_SECONDS; those that are left have failed, and touch no row any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, DRAIN_SECONDS)
+            left = list(self._open.values())
+            for job in left:
+                self._end(job, (), DRAIN_SECONDS)
+        if left:
+            logger.warning("kvfs: %d jobs of the tier did not end within %s s: kvfs doctor", len(left), DRAIN_SECONDS)
 
     def shutdown(self) -> None:
         self._lookups.shutdown()
-        self._pool.shutdown(wait=True)
+        self.drain_jobs()
+        self._pool.close(timeout=0.1)
         self._store.close()
 
 

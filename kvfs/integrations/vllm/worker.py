@@ -26,6 +26,7 @@ from kvfs.types import SavePlan, TransferState
 logger = init_logger(f"vllm.{__name__}")
 IDLE_SECONDS = 0.002  # longest wait of a step without a forward pass: a loop that spins starves the transfer threads
 GATHER_SECONDS = 0.01  # longest wait of such a step for further loads, after one has ended: about one step
+AT_ONCE_SECONDS = 0.025  # longest time in which such a step copies loads in host memory itself: about one step
 NEXT_SECONDS = 0.002  # between two of these loads
 LATE_SECONDS = 1.0  # time after its deadline in which a load may still end by itself
 FLUSH_SECONDS = 1.0  # longest wait of a flush; pages that are not copied by then are not stored
@@ -254,6 +255,8 @@ class KvfsWorker(OffloadingWorker):
 
         Loads that end shortly after one another are reported together, so that one step computes all of their requests.
         """
+        if self._jobs:
+            self._io.load_at_once(AT_ONCE_SECONDS)
         if self._jobs and not self._over():
             self._ended.wait(IDLE_SECONDS)
         self._ended.clear()

@@ -1,0 +1,46 @@
+"""Copies of cells between an engine's buffer and pages by the compiled library, with the interpreter released."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvfs.native.library import Library
+
+_SHAPE = struct.Struct("<11Q3q")
+_PAIR = struct.Struct("<QQ")
+
+
+class Shape(NamedTuple):
+    """kvfs_shape of native/kvfs_native.h."""
+
+    states: int
+    granule_states: int
+    unit_states: int
+    page_layers: int
+    page_heads: int
+    heads: int
+    cell: int
+    nbytes: int
+    page_at: int
+    first: int
+    first_unit: int
+    unit_step: int
+    state_step: int
+    head_step: int
+
+
+def move(
+    native: Library, shape: Shape, layers: Iterable[tuple[int, int]], pages: Iterable[tuple[int, int]],
+    units: array[int], *, to_page: bool,
+) -> None:  # fmt: skip
+    """``layers``: (row in the part, address) each; ``pages``: (address, its first state in the prompt) each; ``units``:
+    of type q, checked. The caller keeps all memory."""
+    rows, places = [_PAIR.pack(*row) for row in layers], [_PAIR.pack(*page) for page in pages]
+    address, _ = units.buffer_info()
+    native.free.kvfs_cells(
+        _SHAPE.pack(*shape), b"".join(rows), len(rows), b"".join(places), len(places), ctypes.c_void_p(address), to_page
+    )

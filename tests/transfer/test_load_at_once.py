@@ -1,0 +1,125 @@
+"""Loads that the engine's own thread copies: small ones, of pages that the page cache holds, without any wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs.native import library
+from kvfs.transfer import load as host_load
+from kvfs.transfer.host_io import HostIO
+from tests.transfer.test_host_io import LATE, LAYOUT, SECONDS, Engine, Gate, Log, blocks, flip, prompt, saved, settled
+
+
+@pytest.fixture
+def store(store_path: Path) -> Iterator[kvfs.Store]:
+    if library.loaded() is None:
+        pytest.skip(f"the native library is {library.state()}")
+    with kvfs.open(store_path, capacity="64MiB") as opened:
+        yield opened
+
+
+@pytest.fixture
+def ns(store: kvfs.Store) -> kvfs.Namespace:
+    return store.namespace("model", LAYOUT, revision="1")
+
+
+@pytest.fixture
+def busy(ns: kvfs.Namespace) -> Iterator[Callable[[HostIO], Gate]]:
+    """Keeps the only read thread of a transport at work until the gate opens."""
+    gates: list[Gate] = []
+
+    def start(io: HostIO) -> Gate:
+        gate = Gate()
+        gate.shut()
+        gates.append(gate)
+        io.load(ns.match([]), [], after=gate, deadline=LATE)
+        assert gate.reached.wait(SECONDS)
+        return gate
+
+    yield start
+    for gate in gates:
+        gate.open()
+
+
+def test_the_caller_copies_what_no_thread_has_begun(ns: kvfs.Namespace, busy: Callable[[HostIO], Gate]) -> None:
+    source, target, logs = saved(ns, 6), Engine(seed=None), [Log(), Log()]
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(6)) as match, ns.match(prompt(2)) as short:
+        gate = busy(io)
+        transfers = [
+            io.load(match, blocks(6, 20), deadline=LATE, **logs[0].hooks),
+            io.load(short, blocks(2, 40), deadline=LATE, first_token=16, **logs[1].hooks),
+        ]
+        io.load_at_once(SECONDS)
+        assert target.tokens(blocks(6, 20)) == source.tokens(blocks(6))
+        assert target.tokens(blocks(2, 40)[1:]) == source.tokens(blocks(2)[1:])
+        assert (target.memory[:, 40] == 0xA5A5).all(), "tokens before the first one are left alone"
+        io.load_at_once(SECONDS)  # nothing is left, and the ends wait for the thread
+        gate.open()
+        results = [transfer.wait(SECONDS) for transfer in transfers]
+        assert [(r.pages, r.declined) for r in results if r is not None] == [(6, 0), (2, 0)]
+        for log, transfer, pages in zip(logs, transfers, (6, 2), strict=True):
+            log.check(transfer, pages)
+        settled(io)
+
+
+def test_a_damaged_page_is_left_to_the_threads(
+    store: kvfs.Store, ns: kvfs.Namespace, busy: Callable[[HostIO], Gate], store_path: Path
+) -> None:
+    source, target = saved(ns, 4), Engine(seed=None)
+    flip(store_path, source.memory[0, 4, 0, 0].tobytes())
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(4)) as match:
+        gate = busy(io)
+        transfer = io.load(match, blocks(4), deadline=LATE)
+        io.load_at_once(SECONDS)
+        assert (target.memory == 0xA5A5).all()
+        gate.open()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.declined and result.reason == "unreadable"
+        assert store.stats()["counters"]["pages_corrupt"] == 1
+        settled(io)
+
+
+@pytest.mark.parametrize("why", ["event", "size", "stopped", "no time"])
+def test_what_may_wait_is_left_to_the_threads(
+    ns: kvfs.Namespace, busy: Callable[[HostIO], Gate], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    source, target = saved(ns, 3), Engine(seed=None)
+    if why == "size":
+        monkeypatch.setattr(host_load, "AT_ONCE_BYTES", 1)
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(3)) as match:
+        gate = busy(io)
+        event = (lambda: None) if why == "event" else None
+        transfer = io.load(match, blocks(3), after=event, deadline=LATE)
+        if why == "stopped":
+            assert transfer.withdraw(SECONDS)
+        io.load_at_once(0.0 if why == "no time" else SECONDS)
+        assert (target.memory == 0xA5A5).all()
+        gate.open()
+        assert transfer.done.wait(SECONDS)
+        assert (target.tokens(blocks(3)) == source.tokens(blocks(3))) is (why != "stopped")
+        settled(io)
+
+
+def test_an_interrupt_leaves_the_load_to_the_threads(
+    ns: kvfs.Namespace, busy: Callable[[HostIO], Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, scatter = saved(ns, 3), Engine(seed=None), host_load.scatter_pages
+
+    def interrupted(*_: object, **__: object) -> int:
+        monkeypatch.setattr(host_load, "scatter_pages", scatter)
+        raise KeyboardInterrupt
+
+    with ns.attach(target.kv, threads=1) as io, ns.match(prompt(3)) as match:
+        gate = busy(io)
+        transfer = io.load(match, blocks(3), deadline=LATE)
+        monkeypatch.setattr(host_load, "scatter_pages", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            io.load_at_once(SECONDS)
+        gate.open()
+        result = transfer.wait(SECONDS)
+        assert result is not None and result.pages == 3 and target.tokens(blocks(3)) == source.tokens(blocks(3))
+        settled(io)
