@@ -23,7 +23,7 @@ from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, ROWS
 
 COLS_MAX = 256  # of a tile: a whole cell of MLA
 TILE_BYTES_MAX = 32 << 10
-PROGRAMS, PROGRAMS_MAX, WARPS = 64, 528, 8  # of tiles of TILE_BYTES_MAX, and of small ones
+PROGRAMS, PROGRAMS_MAX, WARPS = 32, 528, 8  # of tiles of TILE_BYTES_MAX, and of small ones
 
 _HEAD = tl.constexpr(HEAD_WORDS)
 _GRANULE = tl.constexpr(GRANULE_WORDS)

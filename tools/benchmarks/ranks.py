@@ -1,8 +1,8 @@
 """Pulls between the GPUs of one host: ``python -m tools.benchmarks.ranks``. Needs two CUDA devices or more.
 
 The baseline, in the same round: one copy of as many bytes by the copy engine, out of plain memory of the same peer,
-in the same process. A pull's time is that of ``RankGroup.load`` and wait, with verification on the GPU; the lookup is shown
-beside it. Targets are poisoned before each pull, and compared after it, bit for bit.
+in the same process. A pull's time is that of ``RankGroup.load`` and wait, with verification on the GPU; the lookup is
+shown beside it. Targets are poisoned before each pull, and compared after it, bit for bit.
 """
 
 from __future__ import annotations
@@ -174,14 +174,10 @@ def main(
                     source.call("publish", 100 + number_of, count)
                     say(row="trace", shape=shape, tokens=count, us=reader.call("trace", 100 + number_of, count, 50))
             if "programs" in parts and shape == shapes[0]:
-                for programs, warps in ((16, 16), (32, 8), (128, 8)):
+                for programs, warps in ((16, 16), (64, 8)):
                     reader.call("programs", programs, warps)
                     pulls(source, reader, shape, sizes[-1:], rounds, f", {programs} programs of {warps} warps")
-                reader.call("programs", 64, 8, 528)
-                for three in ((32, 64, 264), (48, 96, 264), (96, 192, 264)):
-                    reader.call("checks", *three)
-                    pulls(source, reader, shape, sizes[-1:], rounds, f", checks by {three}")
-                reader.call("checks", 64, 128, 264)
+                reader.call("programs", 32, 8, 528)
             if "cache" in parts and shape == shapes[0]:
                 cache(source, reader, shape, most, rounds)
             reader.call("drop")

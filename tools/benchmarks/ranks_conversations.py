@@ -44,7 +44,10 @@ class EngineWorker(Worker):
 
     def unreachable(self) -> None:
         """As where the GPUs cannot reach each other."""
-        self.group._sources = {k: s for k, s in self.group._sources.items() if k not in self.group._memories}
+        for instance in list(self.group._memories):
+            self.group._refused[instance] += 1  # so that it is not opened again
+            self.group._sources.pop(instance)
+        self.group._publications.put(self.group._look_around)
 
     def _compute(self, tokens: int) -> None:
         torch = self.torch
@@ -189,7 +192,9 @@ def run(path: str, *, unreachable: bool = False, seed: int = 1) -> None:
             hit_rate=1 - results[way] / total, ttft_p50_ms=1000 * times[len(times) // 2],
             ttft_p99_ms=1000 * times[len(times) * 99 // 100], wrong=sum(row["wrong"] for row in rows),
             counters={
-                name: n for name, n in pair[0].call("counters").items() if any(w in name for w in ("pull", "publ", "peer"))
+                name: n
+                for name, n in pair[0].call("counters").items()
+                if any(word in name for word in ("pull", "publ", "peer"))
             },
         )  # fmt: skip
         both(pair, "stop")

@@ -160,7 +160,6 @@ class Worker:
         self.target.fill(None)
         event = self.event()
         event.synchronize()
-        begin = time.perf_counter()
         with self.ns.match(tokens_of(prompt, count)) as match:
             planned = time.perf_counter()
             result = self.io.load(match, self.units(match.tokens), event, SECONDS).wait(SECONDS)
