@@ -380,6 +380,8 @@ static void check_cells(void) {
     CHECK(!memcmp(pages, again, sizeof pages));
 }
 
+#include "ranks.h"
+
 int main(int argc, char **argv) {
     CHECK(argc == 2 && kvfs_abi() == KVFS_ABI);
     printf("features %u\n", kvfs_features());
@@ -388,6 +390,7 @@ int main(int argc, char **argv) {
     check_lookups(argv[1]);
     check_payloads(argv[1]);
     check_cells();
+    check_ranks();
     puts("ok");
     return 0;
 }
