@@ -162,8 +162,8 @@ MUTATIONS = (
     ),
     Mutation(
         "load in the wrong direction", "kvfs/pages/host_copy.py",
-        "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=False)",
-        "    return _move(data, group, part, device_kv, units, chunk, first_token, to_page=True)",
+        "    return _move(views, group, part, device_kv, units, chunks, first_token, to_page=False)",
+        "    return _move(views, group, part, device_kv, units, chunks, first_token, to_page=True)",
         ("tests/pages/test_host_copy.py",),
     ),
     Mutation(
