@@ -30,6 +30,7 @@ from kvfs.ranks.shared_files import DIRECTORY, OwnTable, PeerTable
 from kvfs.ranks.tokens import TokenCopies, checked_slots
 from kvfs.transfer.control import OnDone, Outcomes, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
+from kvfs.transfer.unfinished import Unfinished
 from kvfs.transfer.units import UnitIds, Units, check_enough, checked_units, to_load
 from kvfs.transfer.workers import JobThreads, fail
 from kvfs.types import PageDone, PageOutcome, Tier, TransferState
@@ -74,7 +75,6 @@ class RankGroup:
         self._io, self._pools, self._pid = io, pools, os.getpid()
         self._closed = False
         self._lock = threading.RLock()
-        self._unfinished: set[TransferControl] = set()
         self._sources: dict[str, Source] = {}  # by instance
         self._memories: dict[str, PeerMemory] = {}
         self._refused: Counter[str] = Counter()  # instances whose memory cannot be reached
@@ -93,6 +93,7 @@ class RankGroup:
             self._publisher = Publisher(pools, sums, own)
             self._pulling = threading.Lock()  # who enqueues pulls
             self._tokens = TokenCopies(pools, self._lane)
+            self._unfinished = Unfinished(pools.files.monotonic)
             self._pulls, self._publications = JobThreads("rank-pull", 1), JobThreads("rank-publish", 1)
             self._undo = undo.pop_all()
         self._own = own
@@ -235,8 +236,7 @@ class RankGroup:
         return event
 
     def _forget(self, transfer: TransferControl) -> None:
-        with self._lock:
-            self._unfinished.discard(transfer)
+        self._unfinished.discard(transfer)
         self._pools.counters.add(f"pulls_{transfer.state.value}")
         if transfer.result is not None:  # the load from the store counts its own
             pulled = transfer.result.tiers.get(Tier.PEER, 0)
@@ -260,10 +260,11 @@ class RankGroup:
                 self._open(rank, table)
         tables = {rank: self.tables.table(rank) for rank in range(self.tables.ranks)}
         self._own.reach(sum(1 << rank for rank, t in tables.items() if t is not None and t.instance in self._sources))
-        alive = {table.instance for rank in range(self.tables.ranks) if (table := self.tables.table(rank))}
+        alive = {table.instance for table in tables.values() if table is not None}
+        self._refused = Counter({instance: 1 for instance in self._refused if instance in alive})
         for instance in [one for one in self._sources if one not in alive]:
-            with self._lock, self._pulling:  # what was enqueued before ends before the memory is unmapped
-                if self._unfinished:
+            with self._pulling:  # what was enqueued before ends before the memory is unmapped
+                if len(self._unfinished):
                     continue
                 del self._sources[instance]
             memory = self._memories.pop(instance, None)
@@ -338,11 +339,10 @@ class RankGroup:
         self._own.close()  # peers see that this rank has ended
         for threads in (self._pulls, self._publications):
             threads.close(max(0.1, end - time.monotonic()))
-        with self._lock:
-            left = list(self._unfinished)
-        for transfer in left:
+        for transfer in self._unfinished.wait(0.0):
             transfer.stop("closed")
             transfer.try_end()
+        self._unfinished.dismiss()
         with self._pools.device.current():
             self._lane.quiet()
             for memory in self._memories.values():
@@ -391,6 +391,8 @@ class _Load:
                 for i in a.device.unit_range(a.group, chunk):
                     ids[i] = self._ids[a.number][i]
             units[name] = ids
+        if not self._moving.enter_context(self.transfer.step(tell=False)):  # until that load has ended, too
+            return
         self._parts = 2
         self._inner = self._group._io.load(
             plan.match,

@@ -11,7 +11,7 @@ WHOLE = re.compile(
     r"(?:name=f?|thread_name_prefix=|Executor\([^\"\n]*, |\bPool\(\w+, |Team\([^\"\n]*, |Worker\()"
     r"\"(kvfs-[a-z]+(?:-[a-z]+)*)"
 )
-X
+PARTS = re.compile(r"(?:JobThreads|TaskQueue\[\w+\])\(\"([a-z]+(?:-[a-z]+)*)\"")
 
 
 def started() -> set[str]:

@@ -289,6 +289,20 @@ def test_a_pull_whose_event_does_not_come_ends_at_its_deadline(pair: tuple[Rank,
     assert result is not None and (result.pages, result.reason) == (0, "deadline")
 
 
+def test_a_pull_behind_one_that_waits_ends_at_its_own_deadline(pair: tuple[Rank, Rank]) -> None:
+    source, reader = pair
+    source.publish(prompt(6), UNITS)
+    plan = reader.group.longest(reader.pages(prompt(6)))
+    late = Pending()
+    first = reader.group.load(plan, OTHERS, late)
+    second = reader.group.load(plan, OTHERS, Pending(), deadline=0.05)
+    result = second.wait(SECONDS)
+    assert result is not None and (result.pages, result.reason) == (0, "deadline")
+    assert first.result is None and kept(reader, [])
+    late.happened.set()
+    assert first.wait(SECONDS) is not None and reader.bytes(OTHERS) == source.bytes(UNITS)
+
+
 def test_an_error_of_the_driver_ends_one_pull_and_not_the_next(pair: tuple[Rank, Rank]) -> None:
     source, reader = pair
     source.publish(prompt(6), UNITS)
