@@ -548,7 +548,7 @@ def heartbeat(data: bytes) -> str:
     directory: Any = ImageDirectory()
     directory.files.names |= {"ab" * 16 + ".live": Image.of(data), "x.live": Image.of(data)}
     fake: Any = Liveness.__new__(Liveness)
-    fake._files, fake._run, fake._directory, fake.owner, fake.boot = directory.files, 0, directory, bytes(16), "another kernel"
+    fake._files, fake._run, fake._directory, fake.owner, fake.boot = directory.files, 0, directory, bytes(16), "another"
     fake.refuse_foreign_kernel()
     return "alone"
 
