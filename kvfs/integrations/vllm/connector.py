@@ -153,9 +153,12 @@ def warn_of_capacity(store: Store, given: int | str | None) -> None:
 
 @dataclass
 class KvfsHandshake(KVConnectorHandshakeMetadata):
-    """From the workers to the scheduler: the layers of all ranks, each with its own spec; where this one publishes."""
+    """From the workers to the scheduler: the layers of all ranks, each with its own spec; where this one publishes.
 
-    layers: LayerSpecs
+    ``layers``: None where the scheduler sees as much. Only a worker can tell: the scheduler may see one spec for all.
+    """
+
+    layers: LayerSpecs | None
     place: PeerPlace | None = None
 
 
@@ -412,7 +415,7 @@ class KvfsConnector(ConnectorShell):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         """What the workers know of the layers and the scheduler does not. Called before the first request."""
         told = [each for each in metadata.values() if isinstance(each, KvfsHandshake)]
-        if told and self._lacks_layers():
+        if told and told[0].layers is not None:
             assert self._kv_cache_config is not None
             model = self._spec.open(self._vllm_config, self._kv_cache_config, told[0].layers)
             self._manager.use(self._spec.namespace, model)
@@ -431,10 +434,11 @@ class KvfsConnector(ConnectorShell):
         """None unless the scheduler needs it: below MultiConnector, there is room for one connector's."""
         worker = self.connector_worker
         place = worker.place if isinstance(worker, KvfsConnectorWorker) else None
-        return KvfsHandshake(self._layers, place) if place is not None or self._lacks_layers() else None
+        layers = self._layers if self._scheduler_lacks_layers() else None
+        return None if layers is None and place is None else KvfsHandshake(layers, place)
 
-    def _lacks_layers(self) -> bool:
-        """Whether the scheduler does not see all layers, or not each with its own spec."""
+    def _scheduler_lacks_layers(self) -> bool:
+        """Whether the scheduler does not see all layers, or not each with its own spec. For a worker, which does."""
         shapes = any(len({*specs.values()}) > 1 for specs in self._layers)
         return shapes or needs_all_ranks(self._vllm_config, self._kv_cache_config)
 
