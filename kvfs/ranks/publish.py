@@ -103,8 +103,7 @@ class Publisher:
 
     def _launch(self, commands: CommandBuffer, ids: int, work: int, units: int, a: Attached) -> None:
         lane = self._lane
-        for at in (ids, work):
-            commands.send(lane.kernels, at)
+        commands.send(lane.kernels, ids)
         lane.kernels.gather(commands.work(work, commands.words(ids, units)), self._pools.shapes[a.number])
 
     def _await(self, event: Event) -> None:

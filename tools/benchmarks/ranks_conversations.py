@@ -63,7 +63,7 @@ class EngineWorker(Worker):
         torch.cuda.synchronize()
 
     def _take(self, count: int) -> list[int]:
-        """Free units; what was used least recently is evicted, once nobody reads it."""
+        """Free units; what was used least recently is evicted, once no peer reads it."""
         lacking = count - len(self.free)
         if lacking > 0:
             old = [self.cached.popitem(last=False)[1] for _ in range(lacking)]

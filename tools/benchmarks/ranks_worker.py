@@ -150,11 +150,6 @@ class Worker:
         names = sorted(rows[-1], key=lambda name: rows[-1][name])
         return {name: sorted(row[name] for row in rows)[len(rows) // 2] for name in names}
 
-    def checks(self, sums: int, copies: int, quick: int) -> None:
-        """Programs of the kernels behind a pull, from now on."""
-        gpu_device.SUM_PROGRAMS, gpu_device.COPY_PROGRAMS, gpu_device.QUICK_PROGRAMS = sums, copies, quick
-        self.group._lane.kernels._launches.clear()  # type: ignore[attr-defined]
-
     def load(self, prompt: int, count: int) -> dict[str, Any]:
         """One load of the same prompt from the store's page cache."""
         self.target.fill(None)
