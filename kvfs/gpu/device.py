@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from kvfs.errors import ConfigError
 from kvfs.kernels import driver, torch_fallback
 from kvfs.kernels.driver import CudaError
 from kvfs.kernels.launch import Launch, launch_of
+from kvfs.kernels.moves import Tiles
 from kvfs.kernels.work_list import Shape, Work
 
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
@@ -74,8 +75,11 @@ class Stream(Protocol):
         ``quick``: with all of the GPU, where something waits for it and nothing else is under way.
         """
 
-    def pull(self, work: Work, shape: Shape) -> None:
-        """Copy cells of a peer, whose buffers ``work`` and ``shape`` describe, to pages. Nothing is summed."""
+    def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
+        """Copy cells of a peer into units (``kvfs.kernels.pull``)."""
+
+    def sum_units(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
+        """Sum the leaves of cells in units, and flag bad pages (``check``) or write the sums. ``quick`` as above."""
 
 
 class Memory(Protocol):
@@ -236,15 +240,27 @@ class _Stream:
             programs, work.address,
         )  # fmt: skip
 
-    def pull(self, work: Work, shape: Shape) -> None:
+    def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
         from kvfs.kernels import pull
 
-        for cut in pull.tiles(shape):
+        for cut in tiles:
             self._launch(
-                ("pull", shape.states, cut),
-                partial(pull.gather, work.words, shape, cut, programs=cut.programs, warps=cut.warps),
-                cut.programs, work.address,
+                ("pull", cut),
+                partial(pull.copy, work.words, cut, programs=pull.PROGRAMS, warps=pull.WARPS),
+                pull.PROGRAMS, work.address,
             )  # fmt: skip
+
+    def sum_units(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
+        from kvfs.kernels import unit_sums
+
+        programs = QUICK_PROGRAMS if quick else SUM_PROGRAMS
+        one_unit = shape.unit_tokens % shape.states == 0
+        kernel = ("units", check, programs, shape.buffers, shape.states, shape.cell_bytes, shape.element, one_unit)
+        self._launch(
+            kernel,
+            lambda: unit_sums.leaves(work.words, self._constants, shape, check=check, programs=programs),
+            programs, work.address, self._constants.data_ptr(),
+        )  # fmt: skip
 
     def _sum(self, work: Work, shape: Shape, *, check: bool, programs: int = SUM_PROGRAMS) -> None:
         from kvfs.kernels import xxh3

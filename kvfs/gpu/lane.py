@@ -1,4 +1,4 @@
-"""A lane: what one direction of transfers keeps on a GPU - scratch, command buffers, streams for DMA and kernels.
+"""A lane: what one direction of transfers keeps on a GPU - streams for copies and kernels, command buffers, scratch.
 
     load   DMA of a batch into scratch -> leaves checked -> cells scattered      (meanwhile the next batches are coming)
     save   cells gathered into scratch -> leaves summed  -> DMA to pinned slots
@@ -112,21 +112,15 @@ class CommandBuffer:
         self._back.close()
 
 
-class DmaLane:
-    """Owns the scratch, the streams and the command buffers of one direction. Used by one thread at a time."""
+class Lane:
+    """The streams and command buffers of one direction, and how many batches are under way. One thread at a time."""
 
-    def __init__(
-        self, device: Device, nbytes: int, *, pinned_commands: bool = False, urgent_copies: bool = False
-    ) -> None:
+    def __init__(self, device: Device, *, pinned_commands: bool = False, urgent_copies: bool = False) -> None:
         """``pinned_commands``: see ``CommandBuffer``. ``urgent_copies``: its copies are kernels, too."""
-        self.device, self.nbytes = device, aligned(nbytes)
+        self.device = device
         self._pinned_commands = pinned_commands
         self.dma = device.stream(urgent=True) if urgent_copies else device.stream()
         self.kernels = device.stream()
-        self._scratch: Memory = device.memory(self.nbytes + ALIGN)
-        self._base = aligned(self._scratch.address)
-        self._slices: deque[ScratchSlice] = deque()  # oldest first, round the scratch
-        self._events: list[tuple[Event, Event]] = []  # to be used again
         self._buffers: list[CommandBuffer] = []
         self._free: list[CommandBuffer] = []  # of these
         self._ends = [self.dma.event() for _ in range(QUEUED)]  # of the last batches, round and round
@@ -147,41 +141,11 @@ class DmaLane:
         """Whether so many batches, and calls of the driver, are enqueued without waiting, if none is under way."""
         return batches < QUEUED and calls <= CALLS
 
-    def slice(self, nbytes: int, stream: Stream) -> ScratchSlice | None:
-        """Scratch for a batch, which ``stream`` will fill; that stream waits for the last uses of it.
-
-        None if one of those uses is not ``finished`` yet: the caller finishes it first.
-        """
-        while self._slices and self._slices[0].enqueued and self._slices[0].done.query():
-            self._retire()
-        first = self._slices[-1].end if self._slices else 0
-        if first + nbytes > self.nbytes:
-            first = 0
-        end = first + aligned(nbytes)
-        assert end <= self.nbytes, f"a batch of {nbytes} bytes is larger than the scratch"
-        over = [i for i, one in enumerate(self._slices) if one.first < end and first < one.end]
-        if over:  # the older ones are done by then
-            last = self._slices[over[-1]]
-            if not last.enqueued:
-                return None
-            stream.after(last.done)
-            for _ in range(over[-1] + 1):
-                self._retire()
-        events = self._events.pop() if self._events else (self.dma.event(), self.dma.event())
-        self._slices.append(ScratchSlice(first, end, self._base + first, *events))
-        return self._slices[-1]
-
-    def _retire(self) -> None:
-        one = self._slices.popleft()
-        self._events.append((one.arrived, one.done))
-
-    def finished(self, scratch: ScratchSlice, stream: Stream, calls: int = 0) -> None:
-        """``stream`` has been given the last use of a slice; ``calls`` of the driver enqueued its batch."""
-        stream.record(scratch.done)
+    def enqueued(self, stream: Stream, calls: int = 0) -> None:
+        """``stream`` has been given the end of a batch, which ``calls`` of the driver enqueued."""
         stream.record(self._ends[self._finished % QUEUED])
         self._calls.appendleft(calls)
         self._finished += 1
-        scratch.enqueued = True
 
     def commands(self, nbytes: int) -> CommandBuffer:
         """An empty command buffer, until it is given back: the smallest that suffices, else a new one.
@@ -216,16 +180,62 @@ class DmaLane:
         for stream in (self.dma, self.kernels):
             stream.record().synchronize()
 
+    def close(self) -> None:
+        self._free.clear()
+        while self._buffers:
+            self._buffers.pop().close()
+
+
+class DmaLane(Lane):
+    """A lane with scratch, through which the batches go."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        super().__init__(device)
+        self.nbytes = aligned(nbytes)
+        self._scratch: Memory = device.memory(self.nbytes + ALIGN)
+        self._base = aligned(self._scratch.address)
+        self._slices: deque[ScratchSlice] = deque()  # oldest first, round the scratch
+        self._events: list[tuple[Event, Event]] = []  # to be used again
+
+    def slice(self, nbytes: int, stream: Stream) -> ScratchSlice | None:
+        """Scratch for a batch, which ``stream`` will fill; that stream waits for the last uses of it.
+
+        None if one of those uses is not ``finished`` yet: the caller finishes it first.
+        """
+        while self._slices and self._slices[0].enqueued and self._slices[0].done.query():
+            self._retire()
+        first = self._slices[-1].end if self._slices else 0
+        if first + nbytes > self.nbytes:
+            first = 0
+        end = first + aligned(nbytes)
+        assert end <= self.nbytes, f"a batch of {nbytes} bytes is larger than the scratch"
+        over = [i for i, one in enumerate(self._slices) if one.first < end and first < one.end]
+        if over:  # the older ones are done by then
+            last = self._slices[over[-1]]
+            if not last.enqueued:
+                return None
+            stream.after(last.done)
+            for _ in range(over[-1] + 1):
+                self._retire()
+        events = self._events.pop() if self._events else (self.dma.event(), self.dma.event())
+        self._slices.append(ScratchSlice(first, end, self._base + first, *events))
+        return self._slices[-1]
+
+    def _retire(self) -> None:
+        one = self._slices.popleft()
+        self._events.append((one.arrived, one.done))
+
+    def finished(self, scratch: ScratchSlice, stream: Stream, calls: int = 0) -> None:
+        """``stream`` has been given the last use of a slice; ``calls`` of the driver enqueued its batch."""
+        stream.record(scratch.done)
+        self.enqueued(stream, calls)
+        scratch.enqueued = True
+
     def quiet(self) -> None:
         """Wait until nothing of this lane is under way; forget batches that were not finished."""
         self.wait()
         while self._slices:
             self._retire()
-
-    def close(self) -> None:
-        self._free.clear()
-        while self._buffers:
-            self._buffers.pop().close()
 
 
 class LaunchQueue:

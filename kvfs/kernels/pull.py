@@ -1,152 +1,104 @@
-"""Gather from the memory of another GPU: cells of a peer's units become canonical pages in scratch of this one.
+"""Copies from the memory of another GPU: cells of a peer's units go straight into units of this one.
 
-What ``kvfs.kernels.cells`` does towards pages, for reads that come over a link between GPUs: a read takes a microsecond
-and more, so what counts is how many bytes are under way. One task is one tile, and no loop or mask stands between two
-of them where the buffers allow it. Buffers that differ in their cells (values and scales) get launches of their own. On
-two H100 with NVLink, of 397 GB/s of one copy: 32 programs 367, 16 programs 340; the kernel of ``cells`` 286 and 151 to
-213, single copies of 32 KiB by the copy engine 42, of 2 MiB 350.
+A read over a link between GPUs takes a microsecond and more, so what counts is how many bytes are under way: a program
+takes one tile of TILE_BYTES after the other. The work list (``kvfs.kernels.work_list``) has these words of its own:
+
+    8   moves          address of the table of moves (``kvfs.kernels.moves``)
+    14  source_tokens  tokens of a unit of the peer
+    15  source_ids     address of the peer's unit ids, i64
+    16  granules x (first token in the peer's units, first token in the own ones, page)
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-from array import array
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from kvfs.kernels.cells import KINDS
-from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, ROWS_MAX, Shape
+from kvfs.kernels.moves import MOVE_WORDS, Tiles
+from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS
 
-COLS_MAX = 256  # of a tile: a whole cell of MLA
-TILE_BYTES_MAX = 32 << 10
-PROGRAMS, PROGRAMS_MAX, WARPS = 32, 528, 8  # of tiles of TILE_BYTES_MAX, and of small ones
+PROGRAMS, WARPS = 24, 8
 
 _HEAD = tl.constexpr(HEAD_WORDS)
 _GRANULE = tl.constexpr(GRANULE_WORDS)
 _BUFFER = tl.constexpr(BUFFER_WORDS)
-
-
-class Tiles(NamedTuple):
-    """How the cells of a granule in one layer of neighbouring buffers are cut: what the kernel is compiled for."""
-
-    first: int  # of the buffers
-    buffers: int
-    rows: int
-    cols: int
-    row_tiles: int
-    col_tiles: int
-    element: int
-    full: bool  # every tile is full, and every buffer has every layer
-    one_unit: bool  # all states of a granule are in one unit
-
-    @property
-    def programs(self) -> int:
-        """Programs that keep enough under way: more, the less a tile holds."""
-        tile = self.rows * self.cols * self.element
-        return max(PROGRAMS, min(PROGRAMS_MAX, PROGRAMS * TILE_BYTES_MAX // tile))
-
-    @property
-    def warps(self) -> int:
-        return max(1, min(WARPS, self.rows * self.cols // 32))
-
-
-@functools.lru_cache(maxsize=256)
-def tiles(shape: Shape) -> tuple[Tiles, ...]:
-    """The launches for buffers of this shape."""
-    table, size = array("q", shape.table), BUFFER_WORDS + shape.layers
-    kinds: list[tuple[int, int, int, bool]] = []  # of each buffer: lines, elements of a line, their bytes, is whole
-    for at in range(0, size * shape.buffers, size):
-        bases = table[at + BUFFER_WORDS : at + size]
-        element = math.gcd(8, *table[at : at + 5], shape.cell_bytes, shape.leaf_bytes, *bases)
-        kinds.append((table[at + 6] * shape.states, table[at + 4] // element, element, all(bases)))
-    found, one_unit = list[Tiles](), shape.unit_tokens % shape.states == 0
-    for kind, same in itertools.groupby(range(shape.buffers), kinds.__getitem__):
-        numbers, (lines, elements, element, whole) = list(same), kind
-        if not lines:
-            continue
-        rows = min(ROWS_MAX, _power(lines))
-        cols = min(COLS_MAX, _power(elements), max(1, TILE_BYTES_MAX // (rows * element)))
-        full = whole and not lines % rows and not elements % cols
-        found.append(Tiles(
-            numbers[0], len(numbers), rows, cols, -(-lines // rows), -(-elements // cols), element, full, one_unit
-        ))  # fmt: skip
-    return tuple(found)
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+_MOVE = tl.constexpr(MOVE_WORDS)
 
 
 @triton.jit
 def _pull(  # type: ignore[no-untyped-def]
-    work, FIRST: tl.constexpr, BUFFERS: tl.constexpr, STATES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr,
-    ONE_UNIT: tl.constexpr,
+    work, FIRST: tl.constexpr, MOVES: tl.constexpr, LINES: tl.constexpr, STATES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, PIECES: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr, LINE: tl.constexpr,
+    VECTORS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.load(work + 1)
+    layers = tl.load(work + 1).to(tl.int32)
     first_row = tl.load(work + 2)
-    leaf_bytes = tl.load(work + 3)
-    cell_bytes = tl.load(work + 4)
-    unit_tokens = tl.load(work + 5)
-    scratch = tl.load(work + 8)
+    unit_tokens = tl.load(work + 5).to(tl.int32)
+    units = tl.load(work + 6).to(tl.int32)
+    first_token = tl.load(work + 7).to(tl.int32)
+    moves = tl.load(work + 8).to(tl.pointer_type(tl.int64))
     unit_ids = tl.load(work + 9).to(tl.pointer_type(tl.int64))
-    table = tl.load(work + 12).to(tl.pointer_type(tl.int64))
-    row_words = tl.load(work + 13)
-    total = tl.load(work) * rows * (BUFFERS * ROW_TILES * COL_TILES)
+    move_words = _MOVE + 2 * (tl.load(work + 13) - _BUFFER)
+    source_tokens = tl.load(work + 14).to(tl.int32)
+    source_ids = tl.load(work + 15).to(tl.pointer_type(tl.int64))
+    total = tl.load(work).to(tl.int32) * layers * (MOVES * LINES * PIECES)
     lane = tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
-    for task in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
-        tile = task % (BUFFERS * ROW_TILES * COL_TILES)
-        rest = task // (BUFFERS * ROW_TILES * COL_TILES)
-        row = rest % rows
-        granule = work + _HEAD + (rest // rows) * _GRANULE
-        buffer = table + (FIRST + tile // (ROW_TILES * COL_TILES)) * row_words
-        line = (tile // COL_TILES) % ROW_TILES * ROWS + lane
-        at = (tile % COL_TILES) * COLS + col
-        base = tl.load(buffer + _BUFFER + first_row + row)
-        token = tl.load(granule + 1)
-        head = line // STATES
+    for start in range(tl.program_id(0) * ROWS, total, tl.num_programs(0) * ROWS):
+        number = start + lane
+        here = number < total
+        piece = number % PIECES
+        line = number // PIECES % LINES
+        rest = number // (PIECES * LINES)
+        move = moves + (FIRST + rest % MOVES) * move_words
+        rest = rest // MOVES
+        granule = work + _HEAD + (rest // layers) * _GRANULE
+        bases = move + _MOVE + 2 * (first_row + rest % layers)
+        source = tl.load(bases, mask=here, other=0)
+        target = tl.load(bases + 1, mask=here, other=0)
+        here = here & (source != 0)
+        head = (line // STATES).to(tl.int64)
         state = line % STATES
-        if ONE_UNIT:
-            index = token // unit_tokens
-            start = (
-                base + tl.load(unit_ids + index) * tl.load(buffer) + (token - index * unit_tokens) * tl.load(buffer + 1)
-            )
-            cells = start + state * tl.load(buffer + 1) + head * tl.load(buffer + 2)
-        else:
-            position = token + state
-            index = position // unit_tokens
-            inside = position - index * unit_tokens
-            cells = (
-                base
-                + tl.load(unit_ids + index) * tl.load(buffer)
-                + (inside * tl.load(buffer + 1) + head * tl.load(buffer + 2))
-            )
-        page = scratch + tl.load(granule) + row * leaf_bytes + tl.load(buffer + 3)
-        place = page + ((tl.load(buffer + 5) + head) * STATES + state) * cell_bytes
-        source = cells.to(tl.pointer_type(KIND))
-        target = place.to(tl.pointer_type(KIND))
-        if FULL:
-            value = tl.load(source[:, None] + at[None, :])
-            tl.store(target[:, None] + at[None, :], value)
-        else:
-            here = (line < tl.load(buffer + 6) * STATES) & (base != 0)
-            mask = here[:, None] & (at < tl.load(buffer + 4) // ELEMENT)[None, :]
-            value = tl.load(source[:, None] + at[None, :], mask=mask)
-            tl.store(target[:, None] + at[None, :], value, mask=mask)
+        position = tl.load(granule, mask=here, other=0).to(tl.int32) + state
+        index = position // source_tokens
+        inside = (position - index * source_tokens).to(tl.int64)
+        source += tl.load(source_ids + index, mask=here, other=0) * tl.load(move)
+        source += inside * tl.load(move + 1) + head * tl.load(move + 2)
+        position = tl.load(granule + 1, mask=here, other=0).to(tl.int32) + state
+        index = position // unit_tokens
+        inside = (position - index * unit_tokens).to(tl.int64)
+        if SOME:
+            here = here & (index < units) & (position >= first_token)
+        unit = tl.load(unit_ids + index, mask=here, other=-1)
+        if SOME:
+            here = here & (unit >= 0)
+        target += unit * tl.load(move + 3)
+        target += inside * tl.load(move + 4) + head * tl.load(move + 5)
+        source += piece.to(tl.int64) * (COLS * ELEMENT)
+        target += piece.to(tl.int64) * (COLS * ELEMENT)
+        mask = here[:, None]
+        if LINE % COLS != 0:
+            if PIECES == 1:
+                mask = mask & (col < LINE)[None, :]
+            else:
+                mask = mask & (col[None, :] < (LINE - piece * COLS)[:, None])
+        read = source.to(tl.pointer_type(KIND))[:, None] + col[None, :]
+        write = target.to(tl.pointer_type(KIND))[:, None] + col[None, :]
+        if VECTORS:
+            read = tl.multiple_of(read, (1, 16))
+            write = tl.multiple_of(write, (1, 16))
+        tl.store(write, tl.load(read, mask=mask), mask=mask)
 
 
-def gather(work: Any, shape: Shape, cut: Tiles, *, programs: int, warps: int) -> Any:
-    """Run on the current stream. ``cut``: one of ``tiles``. ``work``: an i64 tensor that begins with a work list whose
-    buffer table is the peer's, with addresses as this device sees them. Every unit that a granule needs must be there.
+def copy(work: Any, tiles: Tiles, *, programs: int, warps: int) -> Any:
+    """Run on the current stream. ``tiles``: of the moves of ``work``, an i64 tensor that begins with a work list.
 
     Returns the compiled kernel; None under the interpreter.
     """
     return _pull[(programs,)](
-        work, cut.first, cut.buffers, shape.states, cut.rows, cut.cols, cut.row_tiles, cut.col_tiles, cut.element,
-        KINDS[cut.element], cut.full, cut.one_unit, num_warps=warps,
+        work, tiles.first, tiles.moves, tiles.lines, tiles.states, tiles.rows, tiles.cols, tiles.pieces, tiles.element,
+        KINDS[tiles.element], tiles.line, tiles.vectors, tiles.some, num_warps=warps,
     )  # fmt: skip

@@ -117,8 +117,13 @@ def _power(n: int) -> int:
 
 def granule_words(offset: int, step: int, tokens: Sequence[int], pages: Sequence[int], granules: int = 1) -> array[int]:
     """Words of granules ``step`` bytes apart from ``offset`` on; ``granules`` of each of ``pages``."""
+    return words_of(range(offset, offset + step * len(tokens), step), tokens, pages, granules)
+
+
+def words_of(first: Sequence[int], tokens: Sequence[int], pages: Sequence[int], granules: int = 1) -> array[int]:
+    """Words of granules, of which ``first`` holds the first ones; ``granules`` of each of ``pages``."""
     words = array("q", bytes(len(tokens) * GRANULE_WORDS * WORD))
-    words[0::GRANULE_WORDS] = array("q", range(offset, offset + step * len(tokens), step))
+    words[0::GRANULE_WORDS] = array("q", first)
     words[1::GRANULE_WORDS] = array("q", tokens)
     for i in range(granules):
         words[2 + i * GRANULE_WORDS :: granules * GRANULE_WORDS] = array("q", pages)
@@ -128,11 +133,15 @@ def granule_words(offset: int, step: int, tokens: Sequence[int], pages: Sequence
 def pack(
     shape: Shape, granules: array[int], *, scratch: int, unit_ids: int, units: int, flags: int, leaves: int,
     buffers: int, first_token: int = 0, first_row: int = 0, rows: int | None = None,
+    source: tuple[int, int] = (0, 0),
 ) -> bytes:  # fmt: skip
-    """The work list; the keyword arguments but the last four are addresses, ``units`` is their number."""
+    """The work list; ``units`` is the number of unit ids, and the other arguments before the last four are addresses.
+
+    ``source``: tokens of a unit of the source, and the address of its unit ids (``kvfs.kernels.pull``).
+    """
     rows = shape.layers if rows is None else rows
     words = array("q", [
         len(granules) // GRANULE_WORDS, rows, first_row, shape.leaf_bytes, shape.cell_bytes, shape.unit_tokens, units,
-        first_token, scratch, unit_ids, flags, leaves, buffers, BUFFER_WORDS + shape.layers, 0, 0,
+        first_token, scratch, unit_ids, flags, leaves, buffers, BUFFER_WORDS + shape.layers, *source,
     ])  # fmt: skip
     return words.tobytes() + granules.tobytes()

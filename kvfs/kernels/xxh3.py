@@ -84,6 +84,14 @@ def _scrambled(lanes, scramble):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _digest(lanes, constants, lane, size, LEAVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    even, odd = tl.split(tl.reshape(lanes ^ tl.load(constants + _MERGE + lane)[None, :], (LEAVES, 4, 2)))
+    digest = tl.sum((even * odd) ^ tl.umulhi(even, odd), axis=1) + size.to(tl.uint64) * _PRIME64_1
+    digest = (digest ^ (digest >> 37)) * _AVALANCHE
+    return digest ^ (digest >> 32)
+
+
+@triton.jit
 def _leaves(  # type: ignore[no-untyped-def]
     work, constants, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr
 ):
@@ -126,10 +134,7 @@ def _leaves(  # type: ignore[no-untyped-def]
             at += 64
         data = _words((address + size - 64)[:, None] + (lane * 8)[None, :], mask, ALIGNED)
         lanes += _product(data, tl.load(constants + _LAST + lane)[None, :]) + _swap(plain + data, LEAVES)
-        even, odd = tl.split(tl.reshape(lanes ^ tl.load(constants + _MERGE + lane)[None, :], (LEAVES, 4, 2)))
-        digest = tl.sum((even * odd) ^ tl.umulhi(even, odd), axis=1) + size.to(tl.uint64) * _PRIME64_1
-        digest = (digest ^ (digest >> 37)) * _AVALANCHE
-        digest = digest ^ (digest >> 32)
+        digest = _digest(lanes, constants, lane, size, LEAVES)
         if CHECK:
             expected = tl.load(leaves + leaf, mask=there, other=0)
             page = tl.load(granule + 2, mask=there, other=0)

@@ -12,20 +12,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
 from kvfs.gpu.device import Event
 from kvfs.gpu.gpu_io import GpuIO, GpuPools
-from kvfs.gpu.lane import BATCHES, DmaLane, aligned
+from kvfs.gpu.lane import Lane
 from kvfs.kernels.driver import CudaError
+from kvfs.kernels.unit_table import sums_in_units, unit_table
 from kvfs.lookup.prompt_pages import PromptPages
 from kvfs.native.shared_prefixes import Found
 from kvfs.pages.chunk_set import bits_of, members, span
 from kvfs.ranks.geometry import page_of
-from kvfs.ranks.memory import PeerGroup, PeerMemory, describe
+from kvfs.ranks.memory import PeerGroup, PeerMemory, describe, peer_group
 from kvfs.ranks.plan import PeerPages, RankPlan, RankTables, native_library, table_name
 from kvfs.ranks.publish import Publisher
-from kvfs.ranks.pull import POLL_SECONDS, Pull, Source, gathers
+from kvfs.ranks.pull import POLL_SECONDS, Pull, Source, prepare
 from kvfs.ranks.shared_files import DIRECTORY, OwnTable, PeerTable
 from kvfs.ranks.tokens import TokenCopies, checked_slots
 from kvfs.transfer.control import OnDone, Outcomes, TransferControl, TransferTask
@@ -38,8 +38,6 @@ from kvfs.types import PageDone, PageOutcome, Tier, TransferState
 log = logging.getLogger("kvfs")
 LOAD_SECONDS, PUBLISH_SECONDS, CLOSE_SECONDS = 30.0, 2.0, 10.0
 QUEUE_MAX = 256  # pulls, and publications, that have not ended
-SCRATCH_BYTES = "512MiB"
-PUBLISH_BYTES = 64 << 20  # of scratch
 CHECK_SECONDS = 1.0  # between two looks at who is alive
 #: A pull of at most so many bytes is enqueued by the caller: to wake a thread takes a tenth of its time and more.
 INLINE_BYTES = 640 << 20
@@ -49,15 +47,13 @@ class RankGroup:
     """One of ``ranks`` ranks of a host that hold the same parts of one model's pages. Any thread may use it.
 
     ``io``: its attached buffers, on a GPU. ``rank``: 0 to ranks - 1, one process for each. ``name``: separates groups
-    that would otherwise be one. ``directory``: of a memory file system that all ranks see. ``scratch_bytes`` of GPU
-    memory hold what is on its way, and PUBLISH_BYTES what is summed.
+    that would otherwise be one. ``directory``: of a memory file system that all ranks see.
 
     Close it before ``io``. A forked child must not use it. Raises ConfigError.
     """
 
     def __init__(
-        self, io: GpuIO, rank: int, ranks: int, *, name: str = "", directory: str = DIRECTORY,
-        scratch_bytes: int | str = SCRATCH_BYTES,
+        self, io: GpuIO, rank: int, ranks: int, *, name: str = "", directory: str = DIRECTORY
     ) -> None:  # fmt: skip
         pools = getattr(io, "pools", None)
         if not isinstance(pools, GpuPools):
@@ -67,7 +63,7 @@ class RankGroup:
         )
         if type(rank) is not int or not 0 <= rank < ranks:
             raise ConfigError(f"rank is {rank!r}: pass 0 to {ranks - 1}")
-        if not all(shape.sums for shape in pools.shapes.values()):
+        if not all(map(sums_in_units, pools.shapes.values())):
             raise ConfigError(
                 "ranks need pages that the GPU can verify: Triton's kernels, and leaves of 241 bytes or more"
             )
@@ -79,18 +75,17 @@ class RankGroup:
         self._memories: dict[str, PeerMemory] = {}
         self._refused: Counter[str] = Counter()  # instances whose memory cannot be reached
         self._check_at = 0.0
-        page = max(aligned(a.page_bytes + 4096) for a in pools.attached.values())
         with contextlib.ExitStack() as undo, pools.device.current():
-            scratch = max(parse_size(scratch_bytes, "scratch_bytes"), BATCHES * page)
-            self._lane = DmaLane(pools.device, scratch, pinned_commands=True, urgent_copies=True)
+            self._lane = Lane(pools.device, pinned_commands=True, urgent_copies=True)
             undo.callback(self._lane.close)
-            sums = DmaLane(pools.device, max(PUBLISH_BYTES, page), pinned_commands=True)
+            sums = Lane(pools.device, pinned_commands=True)
             undo.callback(sums.close)
             pages = {name: (page_of(a), a.device.units) for name, a in pools.attached.items()}
             self.offers = True  # whether peers can open the memory of this rank
             own = self._own_table(pages, io, name, directory)
             undo.callback(own.close)
-            self._publisher = Publisher(pools, sums, own)
+            self._unit_tables = {number: pools.upload(unit_table(shape)) for number, shape in pools.shapes.items()}
+            self._publisher = Publisher(pools, sums, own, self._unit_tables)
             self._pulling = threading.Lock()  # who enqueues pulls
             self._tokens = TokenCopies(pools, self._lane)
             self._unfinished = Unfinished(pools.files.monotonic)
@@ -264,8 +259,6 @@ class RankGroup:
         self._refused = Counter({instance: 1 for instance in self._refused if instance in alive})
         for instance in [one for one in self._sources if one not in alive]:
             with self._pulling:  # what was enqueued before ends before the memory is unmapped
-                if len(self._unfinished):
-                    continue
                 del self._sources[instance]
             memory = self._memories.pop(instance, None)
             if memory is not None:
@@ -277,10 +270,7 @@ class RankGroup:
         groups: Mapping[str, PeerGroup]
         try:
             if rank == self.rank:
-                groups = {
-                    name: PeerGroup(a.device.units, pools.shapes[a.number], pools.tables[a.number], page_of(a))
-                    for name, a in pools.attached.items()
-                }
+                groups = {name: peer_group(pools, a, a.device) for name, a in pools.attached.items()}
             else:
                 memory = PeerMemory(pools, table.description)
                 self._memories[table.instance] = memory
@@ -289,7 +279,7 @@ class RankGroup:
                 raise ConfigError("its table and its memory differ in the units of a page")
             source = Source(table, groups)
             with self._pulling:
-                gathers(pools, source, self._lane)
+                prepare(pools, self._unit_tables, source, self._lane)
             self._sources[table.instance] = source
         except Exception as exc:
             self._refused[table.instance] += 1
@@ -344,7 +334,7 @@ class RankGroup:
             transfer.try_end()
         self._unfinished.dismiss()
         with self._pools.device.current():
-            self._lane.quiet()
+            self._lane.wait()
             for memory in self._memories.values():
                 memory.close()
             self._memories.clear()
@@ -487,7 +477,7 @@ class _Load:
         transfer.enter(TransferState.LOADING)
         if not self._moving.enter_context(transfer.step(tell=False)):
             return
-        self._pull = Pull(group._pools, group._lane, transfer, self._ids, self._first_token)
+        self._pull = Pull(group._pools, group._unit_tables, group._lane, transfer, self._ids, self._first_token)
         try:
             self._pull.enqueue(self._peers(), pause)
         except Exception as exc:

@@ -9,6 +9,8 @@ from kvfs.errors import ConfigError
 from kvfs.gpu.device import Device, Memory
 from kvfs.gpu.gpu_io import GpuPools
 from kvfs.kernels.driver import IPC_BYTES, CudaError
+from kvfs.kernels.moves import Tiles, moves_of
+from kvfs.kernels.unit_table import sums_in_units, unit_table
 from kvfs.kernels.work_list import Shape, shape_of
 from kvfs.native.shared_prefixes import Page
 from kvfs.pages.device_kv import DeviceKV, KVBuffer
@@ -42,13 +44,34 @@ def describe(device: Device, attached: Iterable[Attached]) -> dict[str, Any]:
     return {"allocations": handles, "buffers": groups}
 
 
+class MovesHere(NamedTuple):
+    """A table of moves (``kvfs.kernels.moves``) on this device, and the launches for it."""
+
+    table: Memory
+    tiles: tuple[Tiles, ...]
+
+
 class PeerGroup(NamedTuple):
     """One group in the memory of a peer, as this device sees it."""
 
     units: int
     shape: Shape
-    table: Memory  # buffer table of the shape, on this device
+    table: Memory  # unit table of the shape, on this device
     page: Page  # what an entry of the peer must hold
+    whole: MovesHere  # into the units of this rank, of granules of which all states move, and of others
+    some: MovesHere
+
+
+def peer_group(pools: GpuPools, a: Attached, device: DeviceKV) -> PeerGroup:
+    """``device``: the buffers of group ``a`` at the peer, at addresses of this device."""
+    shape, own = shape_of(a.group, a.part, device), pools.shapes[a.number]
+    if not sums_in_units(shape):
+        raise ConfigError(f"a peer keeps group {a.group.name} in {shape.buffers} buffers, too many to sum")
+    moves = [moves_of(shape, own, some=some) for some in (False, True)]
+    return PeerGroup(
+        device.units, shape, pools.upload(unit_table(shape)), page_in(a.group, a.part, device.unit_tokens),
+        *(MovesHere(pools.upload(table), tiles) for table, tiles in moves),
+    )  # fmt: skip
 
 
 class PeerMemory:
@@ -65,11 +88,7 @@ class PeerMemory:
         try:
             allocations = [self._open(*one) for one in _allocations(text)]
             for name, a in pools.attached.items():
-                device = _device_kv(a, text, allocations, pools.layout)
-                shape = shape_of(a.group, a.part, device)
-                self.groups[name] = PeerGroup(
-                    device.units, shape, pools.upload(shape.table), page_in(a.group, a.part, device.unit_tokens)
-                )  # fmt: skip
+                self.groups[name] = peer_group(pools, a, _device_kv(a, text, allocations, pools.layout))
         except BaseException as exc:
             self.close()
             if isinstance(exc, (LookupError, TypeError, ValueError)) and not isinstance(exc, ConfigError):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.gpu.device import Event
+from kvfs.gpu.device import Event, Memory
 from kvfs.gpu.gpu_io import GpuPools
-from kvfs.gpu.lane import ALIGN, CommandBuffer, DmaLane
-from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.gpu.lane import ALIGN, Lane
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, pack, words_of
 from kvfs.ranks.geometry import granule_tokens, page_of, sub_of, units_of
 from kvfs.ranks.shared_files import OwnTable
 from kvfs.transfer.workers import Attached
 
 POLL_SECONDS = 1e-3  # nothing waits for the end of a publication
+BATCH_BYTES = 1 << 30  # of pages that are summed by one launch: 1 ms of a part of an H100
 
 
 @dataclass
@@ -31,8 +32,8 @@ class _Batch:
 class Publisher:
     """Owns the entries of this rank. ``run`` on one thread; ``announce`` and ``retract`` on any."""
 
-    def __init__(self, pools: GpuPools, lane: DmaLane, table: OwnTable) -> None:
-        self._pools, self._lane, self._table = pools, lane, table
+    def __init__(self, pools: GpuPools, lane: Lane, table: OwnTable, unit_tables: Mapping[int, Memory]) -> None:
+        self._pools, self._lane, self._table, self._unit_tables = pools, lane, table, unit_tables
         self._lock = threading.Lock()
         self._epochs = {name: array("Q", [0]) * a.device.units for name, a in pools.attached.items()}
 
@@ -45,7 +46,7 @@ class Publisher:
             ids, page = units.get(a.number, ()), page_of(a)
             held = [(c, units_of(a, ids, c)) for c in range(first, len(hashes))]
             held = [(c, some) for c, some in held if some]
-            most = max(1, self._lane.nbytes // a.page_bytes)
+            most = max(1, BATCH_BYTES // a.page_bytes)
             for at in range(0, len(held), most):
                 some = held[at : at + most]
                 flat = array("I", [unit for _, each in some for unit in each])
@@ -79,32 +80,24 @@ class Publisher:
         lists = (count * a.group.granules * GRANULE_WORDS + HEAD_WORDS + len(batch.units)) * WORD
         commands = lane.commands(lists + nbytes + 4 * ALIGN)
         try:
-            scratch = lane.slice(count * a.page_bytes, lane.kernels)
-            assert scratch is not None, "a batch of a publication was not finished"
             ids = commands.put(array("q", batch.units))
             table = commands.room(nbytes)
-            words = granule_words(
-                0, shape.layers * shape.leaf_bytes, granule_tokens(a, page, batch.subs), [0] * count, a.group.granules
-            )
+            tokens = granule_tokens(a, page, batch.subs)
             work = commands.put(pack(
-                shape, words, scratch=scratch.address, unit_ids=commands.address(ids), units=len(batch.units), flags=0,
-                leaves=commands.address(table), buffers=pools.tables[a.number].address,
+                shape, words_of(tokens, tokens, [0] * count, a.group.granules), scratch=0,
+                unit_ids=commands.address(ids), units=len(batch.units), flags=0, leaves=commands.address(table),
+                buffers=self._unit_tables[a.number].address,
             ))  # fmt: skip
-            self._launch(commands, ids, work, len(batch.units), a)
+            commands.send(lane.kernels, ids)
+            lane.kernels.sum_units(commands.work(work, commands.words(ids, len(batch.units))), shape, check=False)
             commands.fetch(lane.kernels, table, nbytes, into=table)
-            lane.finished(scratch, lane.kernels)
             self._await(lane.kernels.record())
             return bytes(commands.back(table, nbytes))
         except BaseException:
-            lane.quiet()
+            lane.wait()
             raise
         finally:
             lane.give_back(commands)
-
-    def _launch(self, commands: CommandBuffer, ids: int, work: int, units: int, a: Attached) -> None:
-        lane = self._lane
-        commands.send(lane.kernels, ids)
-        lane.kernels.gather(commands.work(work, commands.words(ids, units)), self._pools.shapes[a.number])
 
     def _await(self, event: Event) -> None:
         while not event.query():

@@ -1,4 +1,4 @@
-"""A load from the GPUs of peers: gathered over the link into scratch, checked there, and only then scattered.
+"""A load from the GPUs of peers: cells are copied over the link into the units of this rank, and summed there.
 
 As with loads from the store (``kvfs.gpu.load``), all of it is enqueued and the host does not wait in between. Two
 things make the bytes right: the sums of their leaves, which the peer published, and the entry of each page, which must
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvfs.gpu.device import Event
+from kvfs.gpu.device import Event, Memory
 from kvfs.gpu.gpu_io import GpuPools
-from kvfs.gpu.lane import ALIGN, BATCHES, CommandBuffer, DmaLane
-from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, granule_words, pack
+from kvfs.gpu.lane import ALIGN, CommandBuffer, Lane
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, pack, words_of
 from kvfs.native.shared_prefixes import Found
 from kvfs.pages.chunk_set import bits_of
 from kvfs.ranks.geometry import granule_tokens, prompt_tokens, sub_of
@@ -24,12 +24,13 @@ from kvfs.ranks.memory import PeerGroup
 from kvfs.ranks.plan import PeerPages
 from kvfs.ranks.shared_files import PeerTable
 from kvfs.transfer.control import TransferControl
+from kvfs.transfer.units import UnitIds
 from kvfs.transfer.workers import Attached
 from kvfs.types import PageOutcome
 
-#: Of the first batch, and of the last ones at least: the link is idle while the host prepares the first one, and
-#: nothing hides the kernels of the last one.
-FIRST_BYTES = 32 << 20
+#: Of a batch: three quarters of what is left, but not less and not more. The host prepares the next one while a large
+#: one is copied, and nothing hides the sums of the last one.
+LAST_BYTES, BATCH_BYTES = 64 << 20, 256 << 20
 FLAG = 4  # bytes
 POLL_SECONDS = 20e-6
 LEASE_SECONDS = 5.0  # at most: a pull of 32k tokens takes 12 ms
@@ -50,6 +51,7 @@ class _Sent:
     attached: Attached
     chunks: list[int]
     found: Found
+    whole: int  # of the pages, the first ones: the others move in part
     flags: int = 0  # offset of the first one's flag in the command buffer, and where they come back
     back: int = 0
     enqueued: int = 0  # how many of them
@@ -60,13 +62,15 @@ class Pull:
     """One pull. ``enqueue``, then ``ended`` until it is true, then ``settle``; one thread at a time."""
 
     pools: GpuPools
-    lane: DmaLane
+    tables: Mapping[int, Memory]  # unit tables of this rank, by group number
+    lane: Lane
     transfer: TransferControl
-    units: Mapping[int, array[int]]  # of this rank, by group number
+    units: Mapping[int, UnitIds]  # of this rank, by group number
     first_token: int = 0
     _commands: CommandBuffer | None = None
     _sent: list[_Sent] = field(default_factory=list)
     _leases: list[tuple[PeerTable, tuple[int, int]]] = field(default_factory=list)
+    _event: Event | None = None
     _end: Event | None = None
 
     def enqueue(self, peers: Sequence[tuple[Source, PeerPages]], pause: Callable[[], bool]) -> None:
@@ -90,7 +94,7 @@ class Pull:
                 commands.fetch(kernels, sent.flags, FLAG * len(sent.chunks), into=sent.back)
             self._end = kernels.record()
         except BaseException:
-            self.lane.quiet()
+            self.lane.wait()
             self._sent.clear()
             raise
 
@@ -110,49 +114,53 @@ class Pull:
             if not all(good):
                 kept = [i for i, fine in enumerate(good) if fine]
                 self.pools.counters.add("pages_retracted", len(good) - len(kept))
-                chunks = [chunks[i] for i in kept]
-                found = Found(array("I", [found.entries[i] for i in kept]), array("Q", [found.seqs[i] for i in kept]))
+                chunks, found = [chunks[i] for i in kept], _some(found, kept)
             if chunks:
-                sent.append(_Sent(source, self.pools.attached[group], list(chunks), found))
+                sent.append(self._whole_first(source, self.pools.attached[group], list(chunks), found))
         return sent
+
+    def _whole_first(self, source: Source, a: Attached, chunks: list[int], found: Found) -> _Sent:
+        """The pages of which every state moves before those of which the engine has some, or has no unit for some."""
+        mine, first = self.units[a.number], self.first_token if a.group.states > 1 else 0
+        if mine.complete and first <= chunks[0] * a.group.states:
+            return _Sent(source, a, chunks, found, len(chunks))
+        whole = [
+            chunk * a.group.states >= first and min(mine[i] for i in a.device.unit_range(a.group, chunk)) >= 0
+            for chunk in chunks
+        ]
+        order = sorted(range(len(chunks)), key=lambda i: not whole[i])
+        return _Sent(source, a, [chunks[i] for i in order], _some(found, order), sum(whole))
 
     def _room(self, sent: _Sent) -> int:
         """Room in the command buffer, at most."""
         a, n = sent.attached, len(sent.chunks)
         page = sent.source.groups[a.group.name].page
-        lists = 2 * GRANULE_WORDS * a.group.granules * WORD
-        each = page.units * WORD + page.leaves * WORD + lists
-        batches = 6 + -(-n // max(1, self.lane.nbytes // BATCHES // a.page_bytes))
-        return (
-            n * each
-            + batches * (2 * HEAD_WORDS * WORD + 6 * ALIGN)
-            + 2 * FLAG * n
-            + 4 * ALIGN
-            + len(self.units[a.number]) * WORD
-        )
+        each = page.units * WORD + page.leaves * WORD + 2 * GRANULE_WORDS * a.group.granules * WORD + 2 * FLAG
+        batches = 8 + n * a.page_bytes // LAST_BYTES
+        return n * each + batches * (2 * HEAD_WORDS * WORD + 4 * ALIGN) + len(self.units[a.number]) * WORD + 4 * ALIGN
 
     def _send(self, sent: _Sent, commands: CommandBuffer, own: int, pause: Callable[[], bool]) -> bool:
         """Enqueue the batches of a group; False: the pull ends before the last one."""
         a, table = sent.attached, sent.source.table
         peer = sent.source.groups[a.group.name]
-        most = max(1, self.lane.nbytes // BATCHES // a.page_bytes)
-        least = max(1, min(most, FIRST_BYTES // a.page_bytes))
-        first, size, left = 0, least, len(sent.chunks)
-        while left:
+        first = 0
+        while first < len(sent.chunks):
             if not pause():
                 return False
-            now = min(size, left)
+            left = (sent.whole if first < sent.whole else len(sent.chunks)) - first
+            wanted = max(LAST_BYTES, min(BATCH_BYTES, left * a.page_bytes * 3 // 4))
+            now = min(left, max(1, wanted // a.page_bytes))
             found = Found(sent.found.entries[first : first + now], sent.found.seqs[first : first + now])
             units, leaves, good = table.collect(a.group.name, found, peer.units)
-            if all(good):
-                self._batch(sent, first, now, (units, leaves), peer, commands, own, last=now == left)
-            else:  # retracted since it was leased, or the peer's table is wrong: the engine computes what follows
+            if not all(
+                good
+            ):  # retracted since it was leased, or the peer's table is wrong: the engine computes the rest
                 self.pools.counters.add("pages_retracted", good.count(0))
-                sent.chunks, sent.found = sent.chunks[:first], _cut(sent.found, first)
+                sent.chunks, sent.found = sent.chunks[:first], _some(sent.found, range(first))
                 return True
-            first, left = first + now, left - now
-            sent.enqueued = first
-            size = most if left > most else max(least, left * 3 // 4)
+            last = first + now == len(sent.chunks)
+            self._batch(sent, first, now, (units, leaves), peer, commands, own, last=last)
+            first = sent.enqueued = first + now
         return True
 
     def _batch(
@@ -160,34 +168,37 @@ class Pull:
         commands: CommandBuffer, own: int, *, last: bool,
     ) -> None:  # fmt: skip
         pools, lane, a = self.pools, self.lane, sent.attached
-        shape, granules = pools.shapes[a.number], a.group.granules
-        chunks = sent.chunks[first : first + count]
+        shape, granules, whole = pools.shapes[a.number], a.group.granules, first < sent.whole
+        moves = peer.whole if whole else peer.some
+        chunks, pages, mine = sent.chunks[first : first + count], range(first, first + count), self.units[a.number]
         units, leaves = entry
-        step = shape.layers * shape.leaf_bytes
-        scratch = lane.slice(count * a.page_bytes, lane.dma)
-        assert scratch is not None, "a batch of a pull was not finished"
-        table = commands.put(leaves)
-        ids = commands.put(array("q", units))
-        mine = self.units[a.number]
-        words = granule_words(0, step, prompt_tokens(a, chunks), range(first, first + count), granules)
+        ids, sums = commands.put(array("q", units)), commands.put(leaves)
+        there = granule_tokens(a, peer.page, [sub_of(peer.page, chunk) for chunk in chunks])
+        flags = commands.address(sent.flags)
         work = commands.put(pack(
-            shape, words, scratch=scratch.address, unit_ids=commands.address(own), units=len(mine),
-            flags=commands.address(sent.flags), leaves=commands.address(table),
-            buffers=pools.tables[a.number].address, first_token=self.first_token if a.group.states > 1 else 0,
+            shape, words_of(there, prompt_tokens(a, chunks), pages, granules), scratch=moves.table.address,
+            unit_ids=commands.address(own), units=len(mine), flags=flags, leaves=commands.address(sums),
+            buffers=self.tables[a.number].address, first_token=self.first_token if a.group.states > 1 else 0,
+            source=(peer.shape.unit_tokens, commands.address(ids)),
         ))  # fmt: skip
-        scatter = commands.work(work, commands.words(own, len(mine)))
-        tokens = granule_tokens(a, peer.page, [sub_of(peer.page, chunk) for chunk in chunks])
-        words = granule_words(0, step, tokens, [0] * count, granules)
-        work = commands.put(pack(
-            peer.shape, words, scratch=scratch.address, unit_ids=commands.address(ids), units=len(units), flags=0,
-            leaves=0, buffers=peer.table.address,
-        ))  # fmt: skip
-        calls = commands.send(lane.dma, table)
-        lane.dma.pull(commands.work(work, commands.words(ids, len(units))), peer.shape)
-        lane.dma.record(scratch.arrived)
-        lane.kernels.after(scratch.arrived)
-        lane.kernels.scatter(scatter, shape, check=True, quick=last)
-        lane.finished(scratch, lane.kernels, calls + 8)
+        copies = checks = commands.work(work, commands.words(own, len(mine)))
+        if not whole:  # what does not move cannot be summed here: sum what the peer has
+            work = commands.put(pack(
+                peer.shape, words_of(there, there, pages, granules), scratch=0, unit_ids=commands.address(ids),
+                units=len(units), flags=flags, leaves=commands.address(sums), buffers=peer.table.address,
+            ))  # fmt: skip
+            checks = commands.work(work, commands.words(ids, len(units)))
+        calls = commands.send(lane.dma, ids)
+        lane.dma.pull(copies, moves.tiles)
+        lane.kernels.after(lane.dma.record(self._arrived()))
+        lane.kernels.sum_units(checks, shape if whole else peer.shape, check=True, quick=last)
+        lane.enqueued(lane.kernels, calls + len(moves.tiles) + 4)
+
+    def _arrived(self) -> Event:
+        """The event that the sums of a batch wait for; a wait that is enqueued is for the record before it."""
+        if self._event is None:
+            self._event = self.lane.dma.event()
+        return self._event
 
     def ended(self) -> bool:
         """Whether all that was enqueued has been done."""
@@ -229,29 +240,30 @@ class Pull:
             self._commands = None
 
 
-def _cut(found: Found, count: int) -> Found:
-    return Found(found.entries[:count], found.seqs[:count])
+def _some(found: Found, numbers: Sequence[int]) -> Found:
+    entries, seqs = found
+    return Found(array("I", [entries[i] for i in numbers]), array("Q", [seqs[i] for i in numbers]))
 
 
-def gathers(pools: GpuPools, source: Source, lane: DmaLane) -> None:
+def prepare(pools: GpuPools, tables: Mapping[int, Memory], source: Source, lane: Lane) -> None:
     """Compile and run the kernels of pulls from this peer once, on no granules. Any error of a compiler."""
     for name, peer in source.groups.items():
-        shape, buffers = peer.shape, peer.table
+        a = pools.attached[name]
+        mine, table = pools.shapes[a.number], tables[a.number]
         commands = lane.commands(1 << 16)
         try:
-            work = commands.put(pack(
-                shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=buffers.address
-            ))  # fmt: skip
-            commands.send(lane.dma, work)
-            lane.dma.pull(commands.work(work, commands.words(0, 0)), shape)
-            a = pools.attached[name]
-            mine, table = pools.shapes[a.number], pools.tables[a.number]
-            work = commands.put(pack(
-                mine, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
-            ))  # fmt: skip
-            commands.send(lane.kernels, work)
-            for quick in (False, True):
-                lane.kernels.scatter(commands.work(work, commands.words(0, 0)), mine, check=True, quick=quick)
+            for shape, buffers in ((mine, table), (peer.shape, peer.table)):
+                work = commands.put(pack(
+                    shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=buffers.address,
+                    source=(1, 0),
+                ))  # fmt: skip
+                commands.send(lane.dma, work)
+                none = commands.work(work, commands.words(0, 0))
+                for moves in (peer.whole, peer.some):
+                    lane.dma.pull(none, moves.tiles)
+                lane.kernels.after(lane.dma.record())
+                for quick in (False, True):
+                    lane.kernels.sum_units(none, shape, check=True, quick=quick)
         finally:
-            lane.quiet()
+            lane.wait()
             lane.give_back(commands)

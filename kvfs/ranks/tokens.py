@@ -10,7 +10,7 @@ from typing import Any
 from kvfs.errors import ConfigError
 from kvfs.gpu.device import Event
 from kvfs.gpu.gpu_io import GpuPools
-from kvfs.gpu.lane import CommandBuffer, DmaLane
+from kvfs.gpu.lane import CommandBuffer, Lane
 from kvfs.ranks.pull import Source
 from kvfs.transfer.workers import Attached
 
@@ -22,7 +22,7 @@ WAITING_MAX = 64  # copies whose command buffers are kept; a further one is decl
 class TokenCopies:
     """Enqueues copies of tokens. Use it under the lock of the lane, with the device entered."""
 
-    def __init__(self, pools: GpuPools, lane: DmaLane) -> None:
+    def __init__(self, pools: GpuPools, lane: Lane) -> None:
         self._pools, self._lane = pools, lane
         self._sent: deque[tuple[Event, CommandBuffer]] = deque()
 
@@ -66,7 +66,7 @@ class TokenCopies:
                 token_copy.copy(commands.work(at, commands.words(0, 0)).words, tiles, programs=PROGRAMS)
             event = lane.dma.record()
         except BaseException:
-            lane.quiet()
+            lane.wait()
             lane.give_back(commands)
             raise
         self._sent.append((event, commands))

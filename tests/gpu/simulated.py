@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ import torch
 import xxhash
 
 from kvfs.gpu.device import Event, Pinned, Stream
-from kvfs.kernels import cells, pull, torch_fallback, xxh3
+from kvfs.kernels import cells, pull, torch_fallback, unit_sums, xxh3
 from kvfs.kernels.driver import IPC_BYTES, CudaError
-from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, Shape, Work
+from kvfs.kernels.moves import MOVE_WORDS, Tiles
+from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, Shape, Work
 
 _INTERPRETER = threading.Lock()  # Triton's interpreter replaces functions of its language while a kernel runs
 
@@ -117,14 +119,22 @@ class SimulatedStream:
             self._sum(work, shape, check=True)
         self._move(work, shape, to_page=False)
 
-    def pull(self, work: Work, shape: Shape) -> None:
+    def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
+        self._launched()
+        for cut in tiles:
+            if self._device.interpreted:
+                with _INTERPRETER:
+                    pull.copy(work.words, cut, programs=2, warps=4)
+            else:
+                _copy_on_host(work, cut)
+
+    def sum_units(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
         self._launched()
         if self._device.interpreted:
             with _INTERPRETER:
-                for cut in pull.tiles(shape):
-                    pull.gather(work.words, shape, cut, programs=2, warps=4)
+                unit_sums.leaves(work.words, self._device.constants, shape, check=check, programs=2)
         else:
-            torch_fallback.move(work, shape, at_host, to_page=True)
+            _sum_units_on_host(work, shape, check=check)
 
     def _launched(self) -> None:
         self._device.launches += 1
@@ -168,6 +178,47 @@ def _sum_on_host(work: Work, *, check: bool) -> None:
                 leaf.value = digest
             elif leaf.value != digest:
                 _flag(flags, page).value = 1
+
+
+def _sum_units_on_host(work: Work, shape: Shape, *, check: bool) -> None:
+    """What the kernel ``unit_sums.leaves`` does: the same by way of pages."""
+    granules, size = _granules(work), shape.layers * shape.leaf_bytes
+    pages = ctypes.create_string_buffer(max(1, len(granules)) * size)
+    words = work.host[: HEAD_WORDS + len(granules) * GRANULE_WORDS].tolist()
+    words[8] = ctypes.addressof(pages)
+    for i in range(len(granules)):
+        words[HEAD_WORDS + i * GRANULE_WORDS] = i * size
+    moved = work._replace(host=memoryview(array("q", words)))
+    torch_fallback.move(moved, shape, at_host, to_page=True)
+    _sum_on_host(moved, check=check)
+
+
+def _copy_on_host(work: Work, tiles: Tiles) -> None:
+    """What the kernel ``pull.copy`` does, line by line."""
+
+    def i64(address: int, count: int) -> Any:
+        return (ctypes.c_int64 * count).from_address(address)
+
+    layers, first_row, tokens, units, first_token, table, unit_ids = (work.host[i] for i in (1, 2, 5, 6, 7, 8, 9))
+    source_tokens, source_ids, size = work.host[14], work.host[15], MOVE_WORDS + 2 * (work.host[13] - BUFFER_WORDS)
+    for (there, here, _), move, layer, line in itertools.product(
+        _granules(work), range(tiles.first, tiles.first + tiles.moves), range(layers), range(tiles.lines)
+    ):
+        words = i64(table + 8 * size * move, size)
+        source, target = words[MOVE_WORDS + 2 * (first_row + layer) :][:2]
+        head, state = divmod(line, tiles.states)
+        (unit, inside), (index, place) = divmod(there + state, source_tokens), divmod(here + state, tokens)
+        if not source or (tiles.some and (index >= units or here + state < first_token)):
+            continue
+        mine = i64(unit_ids + 8 * index, 1)[0]
+        if mine < 0:
+            assert tiles.some
+            continue
+        theirs = i64(source_ids + 8 * unit, 1)[0]
+        ctypes.memmove(
+            target + mine * words[3] + place * words[4] + head * words[5],
+            source + theirs * words[0] + inside * words[1] + head * words[2], words[6],
+        )  # fmt: skip
 
 
 def _flag(flags: int, page: int) -> ctypes.c_int32:

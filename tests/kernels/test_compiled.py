@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvfs.kernels import cells, launch, token_copy, xxh3
+from kvfs.kernels import cells, launch, pull, token_copy, unit_sums, xxh3
 
 
 def compile_for(capability, kernel, pointers, warps, constants):
@@ -35,6 +35,15 @@ for capability in map(int, sys.argv[1:]):
             compile_for(capability, cells._cells, ["work"], 8, {**constants, "TO_PAGE": to_page})
         tiles = {"BUFFERS": 2, "ROWS": 8, "COLS": 32, "ROW_TILES": 2, "COL_TILES": 1, "ELEMENT": element, "KIND": kind}
         compile_for(capability, token_copy._copy, ["work"], 4, tiles)
+        for lines, states, some in ((1, 1, False), (2, 1, False), (32, 16, True)):
+            for line, cols, rows in ((4096, 4096, 2), (5000, 4096, 2), (9, 16, 128)):
+                tiles = {"FIRST": 1, "MOVES": 2, "LINES": lines, "STATES": states, "ROWS": rows, "COLS": cols}
+                tiles |= {"PIECES": -(-line // cols), "ELEMENT": element, "KIND": kind, "LINE": line, "SOME": some}
+                compile_for(capability, pull._pull, ["work"], pull.WARPS, {**tiles, "VECTORS": element == 8})
+        for one_unit in (False, True):
+            constants = {"LEAVES": unit_sums.LEAVES, "CHECK": one_unit, "BUFFERS": 4, "STATES": 16, "CELL": 264}
+            constants |= {"ELEMENT": element, "KIND": kind, "ONE_UNIT": one_unit}
+            compile_for(capability, unit_sums._unit_leaves, ["work", "constants"], unit_sums.WARPS, constants)
     for aligned in (False, True):
         for check in (False, True):
             constants = {"LEAVES": xxh3.LEAVES, "ALIGNED": aligned, "CHECK": check}

@@ -1,8 +1,7 @@
-"""The kernel that reads a peer's memory, against a reference that walks every byte."""
+"""The kernel that copies from a peer's units into own ones, against a reference that walks every byte."""
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
@@ -10,82 +9,139 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from kvfs.kernels import pull
-from kvfs.kernels.work_list import granule_words, pack, shape_of
+from kvfs.kernels.moves import Moves, Tiles, moves_of
+from kvfs.kernels.work_list import pack, shape_of, words_of
 from kvfs.pages.describe import describe
+from kvfs.pages.device_kv import DeviceKV
 from kvfs.pages.layout import Cell, Group, Need, PageLayout
 from tests.cells import Case, guarded, reference
 from tests.kernels.test_cells import address, words
 
+PAGES = 2
 
-def pulled(group: Group, part: Any, kv: Any, ids: list[int], pages: int) -> tuple[np.ndarray, tuple[pull.Tiles, ...]]:
-    """``pages`` pages, each between poison, whose units follow one another in ``ids``."""
-    shape, size = shape_of(group, part, kv), group.part_bytes(part)
-    scratch = np.full(pages * size + 128, 0xA5, dtype="uint8")
-    units, table = np.array(ids, dtype="int64"), np.frombuffer(bytearray(shape.table), dtype="uint8")
+
+class Pool:
+    """One side: described buffers, the memory behind them, and the units of PAGES pages."""
+
+    def __init__(self, kv: DeviceKV, memory: dict[int, np.ndarray], ids: list[int]) -> None:
+        self.kv, self.memory, self.ids = kv, memory, ids
+
+    def poison(self) -> None:
+        for raw in self.memory.values():
+            raw[...] = 0xA5
+
+    def snapshot(self) -> list[bytes]:
+        return [raw.tobytes() for raw in self.memory.values()]
+
+
+def of(case: Case) -> Pool:
+    return Pool(case.kv, case.memory, list(case.ids))
+
+
+def copied(group: Group, source: Pool, target: Pool, *, some: bool = False, first_token: int = 0) -> tuple[Tiles, ...]:
+    """Copy PAGES pages into poison, and compare all memory of the target."""
+    part = target.kv.part(group)
+    mine, theirs = shape_of(group, part, target.kv), shape_of(group, part, source.kv)
+    moves: Moves = moves_of(theirs, mine, some=some)
+    table, ids = np.frombuffer(bytearray(moves.table), dtype="uint8"), np.array(target.ids, dtype="int64")
+    source_ids = np.array(source.ids, dtype="int64")
     states, step = group.states, group.granule_states
-    tokens = range(0, pages * states, step) if states > 1 else range(pages)
-    lists = granule_words(64, shape.layers * shape.leaf_bytes, tokens, [0] * pages, group.granules)
+    tokens = range(0, PAGES * states, step) if states > 1 else range(PAGES)
     work = words(pack(
-        shape, array("q", lists), scratch=address(scratch), unit_ids=address(units), units=len(ids), flags=0, leaves=0,
-        buffers=address(table),
+        mine, words_of(tokens, tokens, range(PAGES), group.granules), scratch=address(table), unit_ids=address(ids),
+        units=len(ids), flags=0, leaves=0, buffers=0, first_token=first_token,
+        source=(theirs.unit_tokens, address(source_ids)),
     ))  # fmt: skip
-    cuts = pull.tiles(shape)
-    for cut in cuts:
-        pull.gather(work, shape, cut, programs=3, warps=4)
-    return scratch, cuts
+    target.poison()
+    for tiles in moves.tiles:
+        pull.copy(work, tiles, programs=3, warps=4)
+    got = target.snapshot()
+    target.poison()
+    for chunk in range(PAGES):
+        from_peer = {
+            at: raw[i] for at, raw, i in reference(group, part, source.kv, source.memory, source.ids, chunk, 0)
+        }
+        for at, raw, i in reference(group, part, target.kv, target.memory, target.ids, chunk, first_token):
+            raw[i] = from_peer[at]
+    assert got == target.snapshot()
+    return moves.tiles
 
 
-@pytest.mark.parametrize(
-    ("order", "page", "block", "heads", "dim"),
-    [
-        ("block,kv,token,head,dim", 16, 16, 2, 16),  # every tile is full
-        ("kv,block,token,head,dim", 32, 16, 2, 3),  # lines of 12 bytes
-        ("block,head,token,2*dim", 16, 16, 3, 8),
-        ("layer,slot,head,2*dim", 16, 1, 2, 8),  # a unit for each token
-        ("layer,block,token,head,2*dim", 32, 8, 2, 5),  # two units for a granule
-    ],
-)
-def test_a_pull_makes_the_pages_that_the_reference_makes(
-    order: str, page: int, block: int, heads: int, dim: int
+ORDERS = [
+    ("block,kv,token,head,dim", 16),
+    ("kv,block,token,head,dim", 16),
+    ("block,head,token,2*dim", 16),
+    ("block,kv,head,token,dim", 32),  # several granules in a unit
+    ("layer,slot,head,2*dim", 1),  # a unit for each token
+    ("layer,block,token,head,2*dim", 8),  # two units for a granule
+]
+
+
+@pytest.mark.parametrize("there", ORDERS)
+@pytest.mark.parametrize("here", ORDERS)
+def test_a_pull_between_any_two_orders_moves_every_byte_and_no_other(
+    here: tuple[str, int], there: tuple[str, int]
 ) -> None:
-    case = Case(order, page, block, heads=heads, dim=dim)
-    scratch, cuts = pulled(case.group, case.part, case.kv, case.ids, 2)
-    size = case.group.part_bytes(case.part)
-    want = np.full(2 * size + 128, 0xA5, dtype="uint8")
-    for chunk in (0, 1):
-        for at, raw, index in reference(case.group, case.part, case.kv, case.memory, case.ids, chunk, 0):
-            want[64 + chunk * size + at] = raw[index]
-    assert bytes(scratch) == bytes(want)
-    assert all(cut.full for cut in cuts) == (dim in (8, 16) and heads != 3)
-    assert [cut.one_unit for cut in cuts] == [block % 16 == 0] * len(cuts)
+    source, target = (Case(order, 32, block, heads=2, dim=8) for order, block in (there, here))
+    tiles = copied(source.group, of(source), of(target))
+    if here == there and here[1] >= 16:
+        expected = 2 if "kv" in here[0] else 1  # K and V have lines of their own
+        assert [(t.lines, t.states) for t in tiles] == [(2 if here[1] == 32 else 1, 1)]
+        assert tiles[0].moves == expected, "the states of a granule follow one another in both"
+
+
+@pytest.mark.parametrize("dim", [3, 5])
+def test_lines_that_no_power_of_two_divides_are_masked(dim: int) -> None:
+    order, block = ORDERS[0]
+    source, target = (Case(order, 16, block, heads=1, dim=dim) for _ in range(2))
+    (tiles,) = copied(source.group, of(source), of(target))
+    assert tiles.line % tiles.cols
+
+
+@pytest.mark.parametrize(("order", "block"), ORDERS)
+@pytest.mark.parametrize("first_token", [0, 5, 16, 37])
+def test_tokens_that_the_engine_has_and_those_without_a_unit_are_left_out(
+    order: str, block: int, first_token: int
+) -> None:
+    source, target = (Case(order, 32, block, heads=2, dim=8) for _ in range(2))
+    pool = of(target)
+    pool.ids[len(pool.ids) // 2] = -1
+    copied(source.group, of(source), pool, some=True, first_token=first_token)
 
 
 def test_values_and_scales_are_read_by_launches_of_their_own() -> None:
-    """Quantised cells: of one launch for both, the small tiles of the scales would set the pace of all."""
+    """Quantised cells: of one launch for both, the short lines of the scales would set the pace of all."""
     group = PageLayout.kv(layers=2, kv_heads=2, head_dim=16, dtype="int8", scale="float32", page_tokens=16).groups[0]
     dice = np.random.default_rng(1)
-    rows, memory = [], {}
-    for _ in range(2):
-        made = [guarded((3, 16, 2, 16), "int8", dice) for _ in range(2)]
-        made += [guarded((3, 16, 2), "float32", dice) for _ in range(2)]
-        memory.update({raw.__array_interface__["data"][0]: raw for _, raw in made})
-        rows.append(tuple(array for array, _ in made))
-    kv = describe(group, rows, ["block,token,head,dim"] * 2 + ["block,token,head"] * 2)
-    scratch, cuts = pulled(group, kv.part(group), kv, [2, 0], 2)
-    assert [(cut.first, cut.buffers, cut.element) for cut in cuts] == [(0, 2, 8), (2, 2, 4)]
-    size = group.page_bytes
-    want = np.full(2 * size + 128, 0xA5, dtype="uint8")
-    for chunk in (0, 1):
-        for at, raw, index in reference(group, kv.part(group), kv, memory, [2, 0], chunk, 0):
-            want[64 + chunk * size + at] = raw[index]
-    assert bytes(scratch) == bytes(want)
+
+    def pool(ids: list[int]) -> Pool:
+        rows: list[Any] = []
+        memory = {}
+        for _ in range(2):
+            made = [guarded((3, 16, 2, 16), "int8", dice) for _ in range(2)]
+            made += [guarded((3, 16, 2), "float32", dice) for _ in range(2)]
+            memory.update({raw.__array_interface__["data"][0]: raw for _, raw in made})
+            rows.append(tuple(array for array, _ in made))
+        return Pool(describe(group, rows, ["block,token,head,dim"] * 2 + ["block,token,head"] * 2), memory, ids)
+
+    tiles = copied(group, pool([2, 0]), pool([0, 1]))
+    assert [(t.first, t.moves, t.lines, t.cols * t.element) for t in tiles] == [(0, 2, 1, 512), (2, 2, 1, 128)]
 
 
 def test_a_state_of_a_recurrent_layer_is_one_line() -> None:
     group = Group("state", (0, 1), 1, Cell("raw", 600), Need.exact(), 1)
     dice = np.random.default_rng(1)
-    arrays = [guarded((4, 1, 600), "uint8", dice)[0] for _ in range(2)]
-    kv = describe(group, arrays, "block,head,dim")
-    scratch, _ = pulled(group, kv.part(group), kv, [3, 1], 2)
-    want = np.concatenate([array[unit].reshape(-1) for unit in (3, 1) for array in arrays])
-    assert bytes(scratch) == b"\xa5" * 64 + want.tobytes() + b"\xa5" * 64
+
+    def pool(ids: list[int]) -> Pool:
+        made = [guarded((4, 1, 600), "uint8", dice) for _ in range(2)]
+        memory = {raw.__array_interface__["data"][0]: raw for _, raw in made}
+        return Pool(describe(group, [array for array, _ in made], "block,head,dim"), memory, ids)
+
+    (tiles,) = copied(group, pool([3, 1]), pool([0, 2]))
+    assert tiles.lines == tiles.moves == 1
+
+
+def test_layers_that_only_one_side_has_in_a_buffer_are_moved_by_the_buffers_that_have_them() -> None:
+    """One side keeps all layers in one tensor, the other one a tensor for each."""
+    source, target = Case("layer,block,token,head,2*dim", 16, 16, dim=8), Case("block,kv,token,head,dim", 16, 16, dim=8)
+    copied(source.group, of(source), of(target))

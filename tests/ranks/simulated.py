@@ -54,7 +54,7 @@ class Rank:
             ring_bytes="1MiB", threads=1, dirty_bytes=None, queue_max=16, scratch_bytes="1MiB",
             registered_bytes="64MiB",
         )  # fmt: skip
-        settings = {"directory": str(folder), "scratch_bytes": "1MiB", **changes}
+        settings = {"directory": str(folder), **changes}
         self.group = RankGroup(self.io, rank, ranks, **settings)
 
     def pages(self, tokens: Sequence[int]) -> kvfs.PromptPages:

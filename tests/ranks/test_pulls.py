@@ -110,7 +110,6 @@ def test_a_flipped_byte_in_the_memory_of_a_peer_ends_the_prefix_there(pair: tupl
     result = reader.load(prompt(6), OTHERS)
     assert (result.tokens, result.pages, result.reason) == (3 * PAGE, 5, "unreadable")
     assert reader.bytes(OTHERS[:6]) == source.bytes(UNITS[:6])
-    assert set(reader.bytes(OTHERS[6:8])) == {0xA5}, "unverified bytes reached a unit"
     assert reader.counters()["pages_pull_corrupt"] == 1
 
 
@@ -330,7 +329,6 @@ def test_a_large_pull_is_enqueued_by_a_thread(pair: tuple[Rank, Rank], monkeypat
         ({"ranks": 65}, "ranks is 65: pass how many there are, 1 to 64"),
         ({"directory": "/nonexistent"}, "/nonexistent cannot be opened"),
         ({"rank": 0}, "belongs to a process that is alive: pass another rank"),
-        ({"scratch_bytes": "much"}, "scratch_bytes"),
     ],
 )
 def test_wrong_settings_are_refused(

@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from kvfs.kernels.pull import PROGRAMS, WARPS
 from tools.benchmarks import ranks_worker
 from tools.benchmarks.gpu_engine import SHAPES
 from tools.benchmarks.measure import BenchError, Spread
@@ -174,10 +175,10 @@ def main(
                     source.call("publish", 100 + number_of, count)
                     say(row="trace", shape=shape, tokens=count, us=reader.call("trace", 100 + number_of, count, 50))
             if "programs" in parts and shape == shapes[0]:
-                for programs, warps in ((16, 16), (64, 8)):
+                for programs, warps in ((16, WARPS), (64, WARPS)):
                     reader.call("programs", programs, warps)
                     pulls(source, reader, shape, sizes[-1:], rounds, f", {programs} programs of {warps} warps")
-                reader.call("programs", 32, 8, 528)
+                reader.call("programs", PROGRAMS, WARPS)
             if "cache" in parts and shape == shapes[0]:
                 cache(source, reader, shape, most, rounds)
             reader.call("drop")

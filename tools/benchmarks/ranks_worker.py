@@ -169,9 +169,9 @@ class Worker:
         with self.ns.match(tokens_of(prompt, count)) as match:
             return self.io.warm(match, SECONDS)
 
-    def programs(self, programs: int, warps: int, most: int = 0) -> None:
+    def programs(self, programs: int, warps: int) -> None:
         """Of the kernel that reads a peer's memory, from now on."""
-        pull.PROGRAMS, pull.PROGRAMS_MAX, pull.WARPS = programs, max(programs, most), warps
+        pull.PROGRAMS, pull.WARPS = programs, warps
         for stream in (self.group._lane.dma, self.group._lane.kernels):
             stream._launches.clear()  # type: ignore[attr-defined]
 
