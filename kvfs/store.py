@@ -70,7 +70,7 @@ def open_store(
     ``counted=False`` is for processes that only inspect a store: their calls stay out of the counters that
     all processes share, and they take part in the upkeep (eviction, TTLs) only once they load, store or evict.
     Raises StoreNotFoundError, FormatError, StoreAccessError, StoreLockedError, NoSpaceError or ConfigError; each
-    message names the remedy.
+    message names the remedy. A disk that hangs raises StoreLockedError after ten seconds without progress.
 
     Operators may set ``KVFS_DISABLE=1`` (every match misses, every put declines, no file is touched) and
     ``KVFS_READONLY=1`` (as ``read_only=True``, but puts decline instead of raising).
@@ -92,20 +92,23 @@ def open_store(
 
         return Store(DisabledStore(OpenOptions(where, files, verify=policy, threads=threads)))
     read_only = read_only or forced
-    if not read_only and create and not root.is_store(where):
-        if capacity is None:
-            capacity = os.environ.get("KVFS_CAPACITY")
-        if capacity is None:
-            raise ConfigError(
-                f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one"
+
+    def prepare() -> None:
+        if not read_only and create and not root.is_store(where):
+            limit = os.environ.get("KVFS_CAPACITY") if capacity is None else capacity
+            if limit is None:
+                raise ConfigError(
+                    f"{where} holds no store yet: pass capacity=, for example capacity='200GiB', to create one"
+                )
+            settings = config.make_settings(
+                limit, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas, codec=codec
             )
-        settings = config.make_settings(
-            capacity, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, quotas=quotas, codec=codec
-        )
-        with root.translate_os_errors(where):
-            io_mode.check(where, settings, files)
-        root.create(where, config.to_toml(settings), files)
-    root.check_filesystem(where)
+            with root.translate_os_errors(where):
+                io_mode.check(where, settings, files)
+            root.create(where, config.to_toml(settings), files)
+        root.check_filesystem(where)
+
+    registry.watched(where, prepare)
     declines = "read-only" if forced else ""
     return Store(registry.acquire(OpenOptions(where, files, read_only, policy, threads, declines, not counted)))
 
@@ -647,7 +650,10 @@ class Store:
             raise ConfigError(f"the store {self._shared.path} was closed: open it again")
 
     def close(self) -> None:
-        """Release the store. The last user closes the index cleanly, so that the next open needs no rebuild."""
+        """Release the store. The last user closes the index cleanly, so that the next open needs no rebuild.
+
+        If the disk hangs, a thread goes on with the close, after ten seconds without progress.
+        """
         self._closed = True
         if self._finalizer.detach() is not None:
             registry.release(self._shared)

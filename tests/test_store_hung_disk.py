@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ import pytest
 
 import kvfs
 from kvfs.errors import StoreLockedError
+from kvfs.runtime import registry
 from kvfs.system import worker
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
@@ -141,3 +145,77 @@ def test_figures_are_as_of_the_last_call_while_the_disk_hangs(
         while name == "events" and FIGURES[name](store) == last:
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def test_a_close_ends_although_its_disk_hangs_and_goes_on_when_it_answers(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It lasted as long as the disk hung, in the update of counters or the truncation of a segment."""
+    monkeypatch.setattr(worker, "HUNG_SECONDS", 0.3)
+    files = FrozenFiles()
+    store = kvfs.open(memory_path / "store", capacity="32MiB", files=files)
+    ns = store.namespace("m", tiny(), revision="r1")
+    assert ns.put(TOKENS, PAGES).stored == CHUNKS
+    files.answers.clear()
+    try:
+        with caplog.at_level(logging.WARNING, "kvfs"):
+            store.close()
+        assert "the disk hangs: the close goes on" in caplog.text
+        assert store._shared.c.counters.snapshot()["closes_left"] == 1
+        assert ns.put(tokens_of(2, 1), PAGES[:TINY_BYTES]).reason == "closed"
+        monkeypatch.setattr(registry, "WAIT_SECONDS", 0.1)
+        with pytest.raises(StoreLockedError, match="still being opened or closed"):
+            kvfs.open(memory_path / "store", files=files)
+    finally:
+        files.answers.set()
+    monkeypatch.setattr(registry, "WAIT_SECONDS", 60.0)
+    with kvfs.open(memory_path / "store", files=files) as again:
+        assert again._shared.rebuilt is None, "the index was not left clean"
+        assert restored(again.namespace("m", tiny(), revision="r1"), TOKENS) == PAGES
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_an_open_raises_while_its_disk_hangs(memory_path: Path, monkeypatch: pytest.MonkeyPatch, new: bool) -> None:
+    """It lasted as long as the disk hung, in the caller's thread."""
+    monkeypatch.setattr(worker, "HUNG_SECONDS", 0.3)
+    files, path = FrozenFiles(), memory_path / "store"
+    if not new:
+        kvfs.open(path, capacity="32MiB").close()
+    files.answers.clear()
+    try:
+        for _ in range(3):  # those after the first one come at once
+            with pytest.raises(StoreLockedError, match=f"{path}: the disk has not answered.*kvfs doctor"):
+                kvfs.open(path, capacity="32MiB", files=files)
+        assert [one.name for one in threading.enumerate()].count("kvfs-call") == 1, "threads pile up"
+    finally:
+        files.answers.set()
+    end = time.monotonic() + 60
+    while registry._CALLS and any(calls.busy() for calls in registry._CALLS.values()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not registry._STORES and not registry._OPENING, "what no caller waits for stays open"
+    with kvfs.open(path, capacity="32MiB", files=files) as store:
+        assert store.namespace("m", tiny(), revision="r1").put(TOKENS, PAGES).stored == CHUNKS
+    assert not registry._CALLS
+
+
+EXITS = """
+import sys, kvfs
+from kvfs.system import worker
+from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
+from tests.test_store_hung_disk import HangingFiles
+worker.HUNG_SECONDS = 0.3
+files = HangingFiles()
+store = kvfs.open(sys.argv[1], capacity="32MiB", files=files)
+store.namespace("m", tiny(), revision="r1").put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
+files.answers.clear()
+"""
+
+
+def test_an_interpreter_ends_although_the_disk_of_an_open_store_hangs(memory_path: Path) -> None:
+    run = [sys.executable, "-c", EXITS, str(memory_path / "store")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the disk hangs: the close goes on" in done.stderr
+    with kvfs.open(memory_path / "store") as again:
+        assert restored(again.namespace("m", tiny(), revision="r1"), TOKENS) == PAGES

@@ -310,6 +310,20 @@ class OpenStore:
 
     # -- close and fork ----------------------------------------------------------------------
 
+    def end_transfers(self) -> None:
+        """End the transfers of engines: their own deadlines bound that."""
+        for io in living(self.c.attached):
+            io.close()
+
+    def leave(self) -> None:
+        """The disk hangs, and nobody waits for the close any longer: what is left does not use the store."""
+        self.c.declines = CLOSED
+        self.c.counters.add("closes_left")
+        log.warning(
+            "%s: the disk hangs: the close goes on in a thread when it answers; if the process ends first, the next "
+            "open may rebuild the index", self.path,
+        )  # fmt: skip
+
     def close(self) -> None:
         self._closing = True  # a rebuild in progress ends; it must not outlive the descriptors that it uses
         if self._services is not None:
@@ -318,8 +332,7 @@ class OpenStore:
             bucket_process = self._bucket_process
         if bucket_process is not None:
             bucket_process.close(BUCKET_SECONDS)
-        for io in living(self.c.attached):
-            io.close()
+        self.end_transfers()
         self.c.calls.join(CLOSE_SECONDS)
         self.background.stop()
         if self._services is not None:

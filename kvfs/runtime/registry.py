@@ -8,12 +8,14 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from kvfs.directory import root
 from kvfs.errors import ConfigError, StoreLockedError, StoreNotFoundError
 from kvfs.runtime.open_store import CLOSE_SECONDS, OpenOptions, OpenStore
 from kvfs.system.worker import WatchedCalls
 
+T = TypeVar("T")
 log = logging.getLogger("kvfs")
 WAIT_SECONDS = 30.0  # how long an open waits for the same directory to be closed in this process
 #: How long a forked child waits in ``os.fork`` for a disk that does not answer, where nothing else of it can run.
@@ -25,42 +27,97 @@ _STORES: dict[Key, OpenStore] = {}
 #: What another thread opens or closes, outside of the lock: a fork must not wait. The event is set when that is over.
 _OPENING: dict[Key, tuple[OpenStore, threading.Event]] = {}
 _CLOSING: dict[Key, tuple[OpenStore, threading.Event]] = {}
+#: Of directories that are being opened, or whose disk hangs: one call waits for each such disk, others fail at once.
+_CALLS: dict[str, WatchedCalls] = {}
+
+
+def watched(path: str, function: Callable[[], T]) -> T:
+    """Result of a step of an open; StoreLockedError if the disk hangs. The step goes on when the disk answers."""
+    calls = _CALLS.setdefault(path, WatchedCalls(path))
+    try:
+        return calls.run(function)
+    finally:
+        if not calls.busy():
+            _CALLS.pop(path, None)
+
+
+class _Opening:
+    """A store that a thread opens, and whose caller may leave meanwhile."""
+
+    def __init__(self, options: OpenOptions) -> None:
+        self.store = OpenStore(options)
+        self.store.on_forgotten = partial(_release_forgotten, self.store, watch=False)
+        self._options = options
+        self._over = threading.Event()
+        self._key: Key | None = None
+        self._begun = self._left = self._used = False  # under _LOCK
+
+    def register(self, key: Key) -> None:
+        self._key = key
+        _OPENING[key] = self.store, self._over
+
+    def run(self) -> OpenStore:
+        assert self._key is not None
+        with _LOCK:
+            if self._left:
+                return self.store
+            self._begun = True
+        try:
+            self.store.start()
+            with _LOCK:
+                if not self._left:
+                    _STORES[self._key] = self.store
+                    _use(self.store, self._options)
+                    self._used = True
+            if self._left and not self._used:
+                self.store.close()
+        finally:
+            self._forget()
+        return self.store
+
+    def leave(self) -> None:
+        """The caller raises: what it has opened, or will have, is closed."""
+        with _LOCK:
+            self._left, used = True, self._used
+            if not self._begun:
+                self._forget()
+        if used:
+            release(self.store)
+
+    def _forget(self) -> None:
+        if self._key is not None:
+            _OPENING.pop(self._key, None)
+        self._over.set()
 
 
 def acquire(options: OpenOptions) -> OpenStore:
-    """The open store of a directory; ``release`` it when done.
+    """The open store of a directory; ``release`` it when done. StoreLockedError if its disk hangs.
 
     One that is being opened or closed is waited for: LMDB refuses an index that the process has open, which looks like
     damage.
     """
     end = options.files.monotonic() + WAIT_SECONDS
-    opening, key = (OpenStore(options), threading.Event()), _key(options.path)
+    opening = _Opening(options)
     try:
         while True:
+            key = watched(options.path, partial(_key, options.path))
             with _LOCK:
-                key = _key(options.path)
                 store, busy = _STORES.get(key), _OPENING.get(key) or _CLOSING.get(key)
                 forgotten = store is not None and 0 < store.users <= len(store.forgotten)
                 if busy is None and store is not None and not forgotten:
                     return _use(store, options)
                 if busy is None and store is None:
-                    _OPENING[key] = opening
+                    opening.register(key)
                     break
             if busy is None:
                 assert store is not None
                 _release_forgotten(store)
             elif not busy[1].wait(max(0.0, end - options.files.monotonic())):
                 raise StoreLockedError(f"{options.path} is still being opened or closed in this process: try again")
-        store = opening[0]
-        store.on_forgotten = partial(_release_forgotten, store)
-        store.start()
-        with _LOCK:
-            _STORES[key] = store
-            return _use(store, options)
-    finally:
-        if _OPENING.get(key) is opening:
-            del _OPENING[key]
-        opening[1].set()
+        return watched(options.path, opening.run)
+    except BaseException:
+        opening.leave()
+        raise
 
 
 def _key(path: str) -> Key:
@@ -91,8 +148,8 @@ def _use(store: OpenStore, options: OpenOptions) -> OpenStore:
     return store
 
 
-def release(store: OpenStore) -> None:
-    """One user less; the last one closes the store, outside of the lock."""
+def release(store: OpenStore, *, watch: bool = True) -> None:
+    """One user less; the last one closes the store, outside of the lock. ``watch``: as of ``_close``."""
     if store.disabled:  # is not registered
         store.close()
         return
@@ -104,11 +161,34 @@ def release(store: OpenStore) -> None:
         del _STORES[key]
         over = threading.Event()
         _CLOSING[key] = store, over
+    closes = list[None]()
+
+    def close() -> None:
+        closes.append(None)
+        try:
+            store.close()
+        finally:
+            _CLOSING.pop(key, None)
+            over.set()
+
     try:
-        store.close()
+        _close(store, close, watch)
     finally:
-        _CLOSING.pop(key, None)
-        over.set()
+        if not closes:  # an interrupt came first
+            _CLOSING.pop(key, None)
+            over.set()
+
+
+def _close(store: OpenStore, close: Callable[[], None], watch: bool = True) -> None:
+    """Close a store; ``watch``: leave that to a daemon thread if the disk hangs. Its locks are held until it ends."""
+    store.end_transfers()  # in any case before the caller goes on: it may free their buffers
+    if not watch:
+        close()
+        return
+    try:
+        WatchedCalls(store.path).run(close)
+    except StoreLockedError:
+        store.leave()
 
 
 def release_later(store: OpenStore) -> None:
@@ -119,13 +199,14 @@ def release_later(store: OpenStore) -> None:
     store.forgotten.append(None)
 
 
-def _release_forgotten(store: OpenStore) -> None:
+def _release_forgotten(store: OpenStore, *, watch: bool = True) -> None:
+    """``watch=False``: by the store's background thread, which a close in another thread would wait for."""
     while store.forgotten:
         try:
             store.forgotten.pop()
         except IndexError:  # another thread was faster
             return
-        release(store)
+        release(store, watch=watch)
 
 
 # -- forks and exits -------------------------------------------------------------------------
@@ -156,6 +237,7 @@ def _after_in_child() -> None:
             store.release_in_child().close()
     _OPENING.clear()
     _CLOSING.clear()
+    _CALLS.clear()
     for key, store in list(_STORES.items()):
         try:
             WatchedCalls(store.path, RESTART_SECONDS).run(store.restart_in_child)
@@ -169,7 +251,7 @@ def _after_in_child() -> None:
 
 def _close_all() -> None:
     for store in list(_STORES.values()):
-        store.close()
+        _close(store, store.close)
     _STORES.clear()
     for _, over in list(_CLOSING.values()):  # by threads that end with the interpreter
         over.wait(CLOSE_SECONDS)

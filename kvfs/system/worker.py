@@ -164,6 +164,10 @@ class WatchedCalls:
             "begun goes on when it does: then look what is there, and try again"
         )
 
+    def busy(self) -> bool:
+        """Whether a call runs, or hangs."""
+        return any(one.is_alive() for one in [*self._threads, *self._hung])
+
     def join(self, seconds: float) -> None:
         """Wait for calls whose callers were interrupted; not for those that hang."""
         end = time.monotonic() + seconds
