@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import kvfs
 from kvfs.errors import StoreLockedError
-from kvfs.runtime import registry
+from kvfs.runtime import open_store, registry
 from kvfs.system import worker
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
@@ -172,6 +172,49 @@ def test_a_close_ends_although_its_disk_hangs_and_goes_on_when_it_answers(
     with kvfs.open(memory_path / "store", files=files) as again:
         assert again._shared.rebuilt is None, "the index was not left clean"
         assert restored(again.namespace("m", tiny(), revision="r1"), TOKENS) == PAGES
+
+
+class SlowIO:
+    """Transfers that hang."""
+
+    timeouts: ClassVar[list[float]] = []
+
+    def close(self, timeout: float = 10.0) -> None:
+        self.timeouts.append(timeout)
+        time.sleep(timeout)
+
+
+def test_transfers_that_hang_share_one_deadline(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had ten seconds of its own: a close with three of them lasted 30 s."""
+    monkeypatch.setattr(open_store, "CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(open_store, "MOMENT_SECONDS", 0.01)
+    store = kvfs.open(memory_path / "store", capacity="32MiB")
+    attached: Any = store._shared.c.attached
+    hanging = [SlowIO(), SlowIO(), SlowIO()]
+    SlowIO.timeouts.clear()
+    for one in hanging:
+        attached.add(one)
+    store._shared.end_transfers()
+    for one in hanging:
+        attached.discard(one)
+    store.close()
+    assert len(SlowIO.timeouts) == 3 and sum(SlowIO.timeouts) < 0.4
+
+
+def test_a_close_that_proceeds_slowly_is_left_too(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "CLOSE_MAX_SECONDS", 0.2)
+    store, over = kvfs.open(memory_path / "store", capacity="32MiB"), threading.Event()
+    reader = store._shared.services().reader
+
+    def busy() -> None:
+        while not over.wait(0.001):
+            pass
+
+    monkeypatch.setattr(reader, "close", busy)
+    store.close()
+    assert store._shared.c.counters.snapshot()["closes_left"] == 1
+    over.set()
+    kvfs.open(memory_path / "store").close()
 
 
 @pytest.mark.parametrize("new", [False, True])

@@ -45,7 +45,8 @@ READY_SECONDS = 5.0  # how long open waits for a rebuild, by this process or ano
 READY_POLL_SECONDS = 0.02
 BUCKET_SECONDS = 2.0  # how long close waits for the bucket process, which may wait for the bucket
 NOTED_SECONDS = 60.0  # within which a change of settings that another process has noted is not noted again
-CLOSE_SECONDS = 10.0  # how long close waits for a rebuild in progress to notice that it is cancelled
+CLOSE_SECONDS = 10.0  # how long close waits for transfers, for a rebuild to notice that it is cancelled, for a task
+MOMENT_SECONDS = 0.1  # for transfers after that: those that no disk holds up end at once
 THREADS_MAX = 4  # default of OpenOptions.threads, where there are as many cores
 
 
@@ -311,9 +312,10 @@ class OpenStore:
     # -- close and fork ----------------------------------------------------------------------
 
     def end_transfers(self) -> None:
-        """End the transfers of engines: their own deadlines bound that."""
+        """End the transfers of all engines within CLOSE_SECONDS: what hangs for one of them would hang for each."""
+        end = self._files.monotonic() + CLOSE_SECONDS
         for io in living(self.c.attached):
-            io.close()
+            io.close(max(MOMENT_SECONDS, end - self._files.monotonic()))
 
     def leave(self) -> None:
         """The disk hangs, and nobody waits for the close any longer: what is left does not use the store."""

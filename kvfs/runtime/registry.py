@@ -18,6 +18,7 @@ from kvfs.system.worker import WatchedCalls
 T = TypeVar("T")
 log = logging.getLogger("kvfs")
 WAIT_SECONDS = 30.0  # how long an open waits for the same directory to be closed in this process
+CLOSE_MAX_SECONDS = 20.0  # how long a close waits in all, once transfers have ended: several of its steps may wait
 #: How long a forked child waits in ``os.fork`` for a disk that does not answer, where nothing else of it can run.
 RESTART_SECONDS = 5.0
 Key = tuple[int, int]  # device and inode of the directory
@@ -186,7 +187,7 @@ def _close(store: OpenStore, close: Callable[[], None], watch: bool = True) -> N
         close()
         return
     try:
-        WatchedCalls(store.path).run(close)
+        WatchedCalls(store.path).run(close, CLOSE_MAX_SECONDS)
     except StoreLockedError:
         store.leave()
 

@@ -9,6 +9,7 @@ finishes it if it has.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -127,10 +128,11 @@ class WatchedCalls:
         self._threads: list[_WatchedThread] = []
         self._hung: list[_WatchedThread] = []
 
-    def run(self, function: Callable[[], T]) -> T:
+    def run(self, function: Callable[[], T], at_most: float = math.inf) -> T:
         """Result of ``function``; raises what it raised. A call by such a call runs in its thread.
 
-        An interrupt of the caller ends its wait, not the call.
+        ``at_most``: seconds, after which the caller leaves even a call that proceeds. An interrupt of the caller ends
+        its wait, not the call.
         """
         if isinstance(threading.current_thread(), _WatchedThread):
             return function()
@@ -144,13 +146,14 @@ class WatchedCalls:
             return function()
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         patience = HUNG_SECONDS if self._hung_seconds is None else self._hung_seconds
-        used, since = thread.cpu_seconds(), time.monotonic()
+        used, begin = thread.cpu_seconds(), time.monotonic()
+        since = begin
         while thread.is_alive():
-            thread.join(LOOK_SECONDS)
+            thread.join(min(LOOK_SECONDS, max(0.0, begin + at_most - time.monotonic())))
             now, last = time.monotonic(), used
             used = thread.cpu_seconds()
             since = since if used == last else now
-            if now - since >= patience and thread.is_alive():
+            if (now - since >= patience or now - begin >= at_most) and thread.is_alive():
                 self._hung.append(thread)
                 raise self._error()
         self._threads = [one for one in self._threads if one is not thread]  # else its result would stay in memory
