@@ -123,7 +123,7 @@ def stub_sgl_kernel() -> None:
 
     class Finder:
         def find_spec(self, name: str, *_: Any) -> Any:
-            mine = name.partition(".")[0] == "sgl_kernel"
+            mine = name.partition(".")[0] == "sgl_kernel" and name != "sgl_kernel.scalar_type"
             return importlib.util.spec_from_loader(name, self, is_package=True) if mine else None  # type: ignore[arg-type]
 
         def create_module(self, spec: Any) -> Any:
@@ -357,7 +357,7 @@ def lightllm_buffer(bench: Bench, size: int) -> Any:
 
 
 def lightllm_cpu_cache(bench: Bench, folder: Path, buffer: Any) -> None:
-    """LightLLM's two kernels between its pool and pages of its CPU cache in pinned memory, as its operators call them."""
+    """LightLLM's two kernels between its pool and pinned pages of its CPU cache, called as its operators do."""
     kernels = module_at(folder, "lightllm/common/basemodel/triton_kernel/kv_cache_offload")
     torch, pages = bench.torch, bench.tokens // PAGE
     shape = (pages, bench.layers, PAGE, 2 * bench.heads, bench.dim)
