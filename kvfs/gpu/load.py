@@ -96,7 +96,7 @@ class GpuLoad:
         ahead = request.lookahead
         self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
         self._planned: dict[int, tuple[list[Run], int]] = {}  # by group number, where all pages are one window
-        self._regions = RegionLease()  # of the plan: so that none is dropped before its copies are enqueued
+        self._regions = RegionLease()  # of the plan, whose runs are copied from them
         self._room = 0  # bytes of its first command buffer
         self._batches = 0  # about, where nothing is under way
         self._begun = False  # in the caller's thread
@@ -194,8 +194,10 @@ class GpuLoad:
         if not shape.sums or bits_of(chunks) & ~covered:  # the CPU has to make some pages
             raise _NotReadyError
         for run in runs:
-            if regions.ranges(run.held, run.offset, run.span, 0, self._regions, register=False) is None:
+            ranges = regions.ranges(run.held, run.offset, run.span, 0, self._regions, register=False)
+            if ranges is None:
                 raise _NotReadyError
+            run.ranges = ranges
             copies += 1 + run.span // REGION_BYTES
             if run.leaf:
                 tables = bytearray(run.leaf_bytes * run.count)

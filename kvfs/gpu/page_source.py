@@ -17,7 +17,7 @@ from kvfs.format.checksums import LEAF_BYTES, leaf_table, root_of
 from kvfs.gpu.device import Event
 from kvfs.gpu.page_feed import GroupPages, PageFeed
 from kvfs.gpu.populate import PageCachePrefetch
-from kvfs.gpu.registration_cache import RegionLease, RegisteredRange
+from kvfs.gpu.registration_cache import RegionLease
 from kvfs.gpu.resources import GpuTransportContext
 from kvfs.lookup.prefix_match import Source
 from kvfs.pages.chunk_set import span
@@ -64,12 +64,14 @@ class PageSource:
 
     # -- registered regions ------------------------------------------------------------------
 
-    def registered(self, run: Run, *, prefetched: bool = False) -> list[RegisteredRange] | None:
-        """Registered memory of a run, from now until ``release``; None if it has to come through the ring.
+    def registered(self, run: Run, *, prefetched: bool = False) -> Sequence[tuple[int, int]] | None:
+        """(address, bytes) of registered memory, until ``release``; None if the run has to come through the ring.
 
         Only what the page cache holds is registered now: faulting a cold map in takes longer than reading the file.
         ``prefetched``: the run has just been read for this.
         """
+        if run.ranges:  # leased by the load
+            return run.ranges
         regions = self._context.regions
         if regions is None or not self._summed:
             return None
@@ -96,10 +98,12 @@ class PageSource:
     def expect(self, runs: Sequence[Run]) -> None:
         """Announce the runs that will be sent, before any of them is."""
         if self._summed:
-            self._prefetch.expect(runs)
+            self._prefetch.expect(run for run in runs if not run.ranges)
 
     def prepare(self, run: Run) -> None:
         """Begin the reads that a later ``send`` of this run would wait for."""
+        if run.ranges:
+            return
         in_place = self._context.regions is not None and self._summed
         if in_place and (self._may_register(run) or self._prefetch.begin(run)):
             return
@@ -115,7 +119,7 @@ class PageSource:
     def send(self, run: Run, target: int) -> Iterator[Run]:
         """Enqueue the copies of a run, gaps included, to ``target``; yields the parts of it that are coming."""
         dma, reading_ahead = self._context.loads.dma, (run.segment, run.offset) in self._reads
-        prefetched = self._await_prefetch(run)
+        prefetched = not run.ranges and self._await_prefetch(run)
         ranges = self.registered(run, prefetched=prefetched)
         if ranges is None and self._summed and not reading_ahead and self._prefetch.begin(run):
             prefetched = self._await_prefetch(run)
@@ -165,7 +169,7 @@ class PageSource:
             target += count * width
 
     def _copy_rows(
-        self, ranges: Sequence[RegisteredRange], offset: int, pitch: int, count: int, width: int, target: int
+        self, ranges: Sequence[tuple[int, int]], offset: int, pitch: int, count: int, width: int, target: int
     ) -> None:
         """Rows ``pitch`` apart; one strided copy for each range, two plain ones where a row is in two."""
         dma, start = self._context.loads.dma, 0
@@ -179,7 +183,7 @@ class PageSource:
                 if count and offset < end:
                     head = end - offset
                     dma.copy_in(target, address + offset - start, head)
-                    dma.copy_in(target + head, ranges[number + 1].address, width - head)
+                    dma.copy_in(target + head, ranges[number + 1][0], width - head)
                     offset, target, count = offset + pitch, target + width, count - 1
             start = end
         assert not count, "rows reach beyond what is registered"
@@ -319,7 +323,7 @@ class PageSource:
             return b"", b"\1" * run.count
         c, size = self._context.store, self.table_bytes
         try:
-            raw = run.tables
+            raw = run.tables if run.leaf_bytes == size else b""
             if not raw and run.leaf and run.leaf_bytes == size:
                 raw = c.files.read(run.held.fd, size * run.count, run.leaf)
         except OSError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfs.format import segment as fmt
@@ -61,6 +61,7 @@ class Run:
     roots: bytes
     seqs: list[int]
     tables: bytes = b""  # the leaf tables, if they were read ahead
+    ranges: Sequence[tuple[int, int]] = ()  # (address, bytes) of registered memory that holds it, if that was looked up
 
     @property
     def count(self) -> int:
@@ -81,7 +82,19 @@ class Run:
             self.leaf and self.leaf + first * self.leaf_bytes, self.leaf_bytes,
             self.roots[first * ROOT_BYTES : (first + count) * ROOT_BYTES], self.seqs[first : first + count],
             self.tables[first * self.leaf_bytes : (first + count) * self.leaf_bytes],
+            self.ranges and _within(self.ranges, first * self.stride, count * self.stride),
         )  # fmt: skip
+
+
+def _within(ranges: Sequence[tuple[int, int]], first: int, nbytes: int) -> list[tuple[int, int]]:
+    """``nbytes`` bytes of ``ranges``, which follow one another, from byte ``first`` on."""
+    found, end = [], first + nbytes
+    for address, size in ranges:
+        begin, stop = max(0, first), min(size, end)
+        if begin < stop:
+            found.append((address + begin, stop - begin))
+        first, end = first - size, end - size
+    return found
 
 
 def plan_runs(gm: GroupMatch, held: Mapping[int, OpenSegment]) -> tuple[list[Run], int]:

@@ -384,3 +384,18 @@ def test_nothing_looks_for_a_load_before_it_can_have_arrived() -> None:
     pace.arrived(10, 0.0)
     assert pace.early(500, 1.0) == pytest.approx(0.8 * 5.0 - 1.0)
     assert pace.early(500, 6.0) < 0
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_registered_memory_of_a_short_load_is_looked_up_once(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, monkeypatch: pytest.MonkeyPatch, layerwise: bool
+) -> None:
+    regions, asked = io._gpu_context.regions, list[str]()
+    assert regions is not None
+    for name in ("ranges", "covers", "touched", "missing"):
+        plain = getattr(regions, name)
+        monkeypatch.setattr(
+            regions, name, lambda *a, plain=plain, name=name, **k: (asked.append(name), plain(*a, **k))[1]
+        )
+    assert ended(load(io, ns, layerwise=layerwise)) == CHUNKS * PAGE and same(source, target)
+    assert asked == ["ranges"]

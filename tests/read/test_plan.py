@@ -55,3 +55,15 @@ def test_runs_have_no_gaps_whatever_a_row_says() -> None:
 def test_pages_with_gaps_between_them_are_read_singly() -> None:
     row = hit({j: place(10 + 2 * j, 1 + j) for j in range(3)})
     assert planned((row,), 3) == [(0, 1, 10, b"\1"), (1, 1, 12, b"\2"), (2, 1, 14, b"\3")]
+
+
+def test_a_part_of_a_run_has_its_part_of_the_registered_memory() -> None:
+    row = hit({j: place(10 + j, 1 + j) for j in range(4)})
+    gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 4, (row,), 32)
+    (run,) = plan_runs(gm, {1: OpenSegment(1, bytes(16), -1, "")})[0]
+    assert not run.cut(1, 2).ranges
+    first, second = 0x100000, 0x900000
+    run.ranges = [(first, PAGE + 512), (second, 3 * PAGE - 512)]
+    assert run.cut(0, 1).ranges == [(first, PAGE)]
+    assert run.cut(1, 2).ranges == [(first + PAGE, 512), (second, 2 * PAGE - 512)]
+    assert run.cut(1, 3).cut(1, 2).ranges == [(second + PAGE - 512, 2 * PAGE)]
