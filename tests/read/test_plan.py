@@ -67,3 +67,32 @@ def test_a_part_of_a_run_has_its_part_of_the_registered_memory() -> None:
     assert run.cut(0, 1).ranges == [(first, PAGE)]
     assert run.cut(1, 2).ranges == [(first + PAGE, 512), (second, 2 * PAGE - 512)]
     assert run.cut(1, 3).cut(1, 2).ranges == [(second + PAGE - 512, 2 * PAGE)]
+
+
+def test_a_read_with_gaps_takes_pages_at_their_stride_and_others_one_at_a_time() -> None:
+    """Half a block of payload to a page: the pages of a segment are further apart than those of a buffer."""
+    size = PAGE // 2
+    places = {j: place(10 + j, 1 + j)._replace(stored_bytes=size) for j in range(4)}
+    gm = GroupMatch(0, "full", WANT, None, size, 1, 4, (hit(places),), 32)
+    held = {1: OpenSegment(1, bytes(16), -1, "")}
+    (job,), _ = plan_reads(gm, held, 1 << 20, gaps=True)
+    assert (job.chunk, job.offset, job.out, job.count) == (1, 11 * PAGE, 0, 3), "from the first chunk that is wanted"
+    assert (job.size, job.stride, job.nbytes, job.bits()) == (size, PAGE, 2 * PAGE + size, 0b1110)
+    data = memoryview(bytearray(job.nbytes))
+    data[PAGE : PAGE + size] = bytes([7]) * size
+    assert bytes(job.page(data, 1)) == bytes([7]) * size and job.root(1) == (3).to_bytes(16, "little")
+    jobs, _ = plan_reads(gm, held, 1 << 20)
+    assert [(j.chunk, j.offset, j.out, j.stride) for j in jobs] == [
+        (1, 11 * PAGE, 0, size), (2, 12 * PAGE, size, size), (3, 13 * PAGE, 2 * size, size),
+    ]  # fmt: skip
+
+
+def test_a_single_read_is_of_one_page_although_they_are_neighbours() -> None:
+    gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 3, (hit({j: place(10 + j, 1 + j) for j in range(3)}),), 32)
+    jobs, _ = plan_reads(gm, {1: OpenSegment(1, bytes(16), -1, "")}, 1 << 20, single=True)
+    assert [job.count for job in jobs] == [1, 1, 1]
+
+
+def test_pages_of_a_dropped_segment_are_covered_and_not_read() -> None:
+    gm = GroupMatch(0, "full", WANT, None, PAGE, 0, 3, (hit({j: place(10 + j, 1 + j) for j in range(3)}),), 32)
+    assert plan_reads(gm, {}, 1 << 20) == ([], 0b111)

@@ -125,6 +125,25 @@ for line in (2, 5):
     assert run_in_a_small_tree(tmp_path, code).split() == ["tests/test_one.py::test_one", "tests/test_one.py::test_two"]
 
 
-def test_a_run_without_a_mutant_that_finds_no_test_is_an_error(tmp_path: Path) -> None:
-    code = '(tree.root / "tests" / "test_one.py").unlink(); tree.run(["tests"], learn=True)'
+def test_tests_of_all_packages_are_learnt_file_by_file_until_the_time_is_over(tmp_path: Path) -> None:
+    code = """
+import time
+from tools.mutants.__main__ import learn
+for name in ("write/test_near.py", "crash/test_far.py", "crash/test_slow.py"):
+    file = tree.root / "tests" / name
+    file.parent.mkdir(exist_ok=True)
+    mark = "import pytest\\npytestmark = pytest.mark.slow\\n" if "slow" in name else ""
+    file.write_text(mark + "def test_it():\\n    pass\\n")
+print(learn(tree, 0.0), tree.reach.files)
+print(learn(tree, time.monotonic() + 100.0))
+print(Tree(Path("folder")).reach.files)
+"""
+    printed = run_in_a_small_tree(tmp_path, code).splitlines()
+    files = ["tests/write/test_near.py", "tests/crash/test_far.py", "tests/crash/test_slow.py"]
+    assert printed[0] == "False []"
+    assert "True" in printed and printed[-1] == repr(files)
+
+
+def test_a_run_without_a_mutant_of_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    code = 'tree.run(["tests/test_none.py"], learn=True)'
     assert "ToolError the tests could not be run" in run_in_a_small_tree(tmp_path, code)

@@ -39,7 +39,7 @@ PACKAGES = (
 )  # fmt: skip
 #: Tests of other packages that see much of the store, asked together with those of the mutant's own package.
 BROAD = ("tests/test_namespace.py", "tests/test_store_open.py", "tests/crash/test_order_of_writes.py")
-#: Asked when those have noticed nothing: all that do not drive a GPU, an engine or the documentation.
+#: Any of these may run a mutant's function: all that do not drive a GPU, an engine or the documentation.
 WIDE = (
     "tests/bundles", "tests/catalog", "tests/cli", "tests/crash", "tests/directory", "tests/eviction", "tests/format",
     "tests/fuzz", "tests/golden", "tests/index", "tests/lookup", "tests/maintenance", "tests/multiprocess",
@@ -47,8 +47,8 @@ WIDE = (
     "tests/transfer", "tests/write", "tests/test_store_switches.py", "tests/test_architecture.py",
 )  # fmt: skip
 NAMED_SECONDS = 900.0  # of all tests of a named bug; a busy machine must not look like a hang
-NEAR_SECONDS, WIDE_SECONDS = 1.0, 6.0  # of one test that is asked first, and of one of all others
-FIRST_TESTS, REACHED_SECONDS = 8, 12.0  # that are asked at once; of all tests that run the mutant's function
+NEAR_SECONDS, WIDE_SECONDS = 5.0, 20.0  # of one test that runs the mutant's function, and of one of all others
+FIRST_TESTS, REACHED_SECONDS = 8, 30.0  # that are asked at once; of all tests that run the mutant's function
 
 FOLDER = click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 
@@ -150,15 +150,29 @@ def mutated(change: MutationSpec) -> str:
     return str(text)
 
 
-def learn(tree: Tree, *, wide: bool) -> None:
-    """Run tests without a bug, each once: their seconds, which of them fail here, and which functions they run."""
-    load_libraries()
+def files_of_tests(tree: Tree) -> list[str]:
+    """The files whose tests may be asked: those near the mutants first, since a run may end while it learns."""
     here = [f"tests/{package}" for package in PACKAGES]
-    for folder in dict.fromkeys(exists(tree, *here, *BROAD, *(WIDE if wide else ()))):
-        if folder not in tree.reach.folders:
-            verdict = tree.run([folder], learn=True)
-            click.echo(f"{folder}: {len(verdict.ran)} tests without a mutant in {verdict.seconds:.0f} s")
+    paths = (tree.root / path for path in exists(tree, *here, *BROAD, *WIDE))
+    files = (file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path]))
+    return list(dict.fromkeys(str(file.relative_to(tree.root)) for file in files))
+
+
+def learn(tree: Tree, end: float) -> bool:
+    """Run tests without a bug, each once: their seconds, which of them fail here, and which functions they run.
+
+    File by file, so that a run which ends meanwhile goes on where it was. Whether all are known.
+    """
+    load_libraries()
+    for file in files_of_tests(tree):
+        if file in tree.reach.files:
+            continue
+        if time.monotonic() > end:
+            return False
+        verdict = tree.run([file], learn=True)
+        click.echo(f"{file}: {len(verdict.ran)} tests without a mutant in {verdict.seconds:.0f} s")
     click.echo(f"failing without a mutant: {tree.known.failing}")
+    return True
 
 
 def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: bool = False, wide: bool) -> None:
@@ -166,7 +180,8 @@ def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: boo
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     tree, end = Tree(folder), time.monotonic() + seconds
-    learn(tree, wide=wide)
+    if not learn(tree, end):
+        return
     for item in items:
         if time.monotonic() > end:
             return
@@ -185,7 +200,7 @@ def work(folder: Path, db: WorkDB, items: list[Any], seconds: float, *, new: boo
 
 
 SECONDS = click.option("--seconds", default=1e9, show_default="no limit", help="Start no further mutant after this.")
-WIDER = click.option("--wide", is_flag=True, help="Ask all tests, not only fast ones that run the mutant's function.")
+WIDER = click.option("--wide", is_flag=True, help="Ask all tests, not only those seen to run the mutant's function.")
 
 
 @main.command(help="Judge the mutants that have no result yet.")

@@ -34,7 +34,7 @@ class Reach:
     """Functions, as ``module:first line``, with the tests that run them. Kept in a file."""
 
     path: Path
-    folders: list[str] = field(default_factory=list)  # of tests that were noted
+    files: list[str] = field(default_factory=list)  # of tests that were noted
     functions: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -44,14 +44,14 @@ class Reach:
         data = json.loads(path.read_text())
         names = data["tests"]
         functions = {key: [names[i] for i in tests] for key, tests in data["functions"].items()}
-        return cls(path, data["folders"], functions)
+        return cls(path, data["files"], functions)
 
     def save(self) -> None:
         names = sorted({test for tests in self.functions.values() for test in tests})
         number = {test: i for i, test in enumerate(names)}
         functions = {key: [number[t] for t in tests] for key, tests in self.functions.items()}
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps({"folders": self.folders, "tests": names, "functions": functions}))
+        new.write_text(json.dumps({"files": self.files, "tests": names, "functions": functions}))
         new.replace(self.path)
 
     def of(self, module: str, source: str, line: int) -> list[str]:
