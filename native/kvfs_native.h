@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFS_ABI 6 /* changes with any signature or struct below; the loader refuses another one */
+#define KVFS_ABI 7 /* changes with any signature or struct below; the loader refuses another one */
 #define KVFS_PUBLIC __attribute__((visibility("default")))
 
 enum { KVFS_FEATURE_SHA = 1, KVFS_FEATURE_AVX2 = 2, KVFS_FEATURE_NEON = 4 };
@@ -360,11 +360,18 @@ KVFS_PUBLIC uint64_t kvfs_held(
     const kvfs_prefixes *prefixes, const uint8_t *hashes, uint64_t n, uint64_t misses_max, uint32_t *entries,
     uint64_t *seqs);
 
-/* Any process: units and leaves of n entries. good: 1 if the entry has this seq and its units are below units_max.
- * Returns how many are good. */
-KVFS_PUBLIC uint64_t kvfs_collect(
-    const kvfs_prefixes *prefixes, const uint32_t *entries, const uint64_t *seqs, uint64_t n, uint64_t units_max,
-    uint32_t *units, uint64_t *leaves, uint8_t *good);
+/* How pages of one group are read: states of a page, its granules of step states, and the units of the rank. */
+#define KVFS_GRANULE_WORDS 3
+typedef struct {
+    uint64_t states, granules, step, units_max;
+} kvfs_pull;
+
+/* Reader: what a copy of n pages needs, until one whose entry does not have its seq or names a unit that is none. Of
+ * each page its units and its leaves, and of each granule the words of kvfs/kernels/pull.py: its first token in units,
+ * its first token in the prompt, and the page's number from first on. Returns how many pages. */
+KVFS_PUBLIC uint64_t kvfs_pull_list(
+    const kvfs_prefixes *prefixes, const kvfs_pull *pull, const uint32_t *entries, const uint64_t *seqs,
+    const uint32_t *chunks, uint64_t n, uint64_t first, int64_t *units, uint64_t *leaves, int64_t *words);
 
 /* Any process: good: 1 if the entry still has this seq. Returns how many are good. */
 KVFS_PUBLIC uint64_t kvfs_unchanged(

@@ -156,24 +156,29 @@ uint64_t kvfs_held(
     return i;
 }
 
-uint64_t kvfs_collect(
-    const kvfs_prefixes *p, const uint32_t *entries, const uint64_t *seqs, uint64_t n, uint64_t units_max,
-    uint32_t *units, uint64_t *leaves, uint8_t *good) {
-    uint64_t all = 0;
-    for (uint64_t i = 0; i < n; i++) {
+uint64_t kvfs_pull_list(
+    const kvfs_prefixes *p, const kvfs_pull *pull, const uint32_t *entries, const uint64_t *seqs,
+    const uint32_t *chunks, uint64_t n, uint64_t first, int64_t *units, uint64_t *leaves, int64_t *words) {
+    uint64_t i;
+    for (i = 0; i < n; i++) {
         entry *e = at(p, entries[i] % (p->buckets * KVFS_WAYS));
-        uint32_t *to = units + i * p->n_units;
-        good[i] = seq_of(e) == seqs[i];
-        memcpy(to, units_of(e), 4 * p->n_units);
+        int64_t *to = units + i * p->n_units;
+        int good = seq_of(e) == seqs[i];
+        for (uint64_t j = 0; j < p->n_units; j++) {
+            to[j] = units_of(e)[j];
+            good &= (uint64_t)to[j] < pull->units_max;
+        }
         memcpy(leaves + i * p->n_leaves, leaves_of(p, e), 8 * p->n_leaves);
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        good[i] &= __atomic_load_n(&e->seq, __ATOMIC_RELAXED) == seqs[i];
-        for (uint64_t j = 0; j < p->n_units; j++)
-            if (to[j] >= units_max) good[i] = 0;
-        if (!good[i]) memset(to, 0, 4 * p->n_units);
-        all += good[i];
+        if (!good || __atomic_load_n(&e->seq, __ATOMIC_RELAXED) != seqs[i]) break;
+        uint64_t source = (i * p->per_unit + chunks[i] % p->per_unit) * pull->states;
+        for (uint64_t g = 0; g < pull->granules; g++, words += KVFS_GRANULE_WORDS) {
+            words[0] = (int64_t)(source + g * pull->step);
+            words[1] = (int64_t)(chunks[i] * pull->states + g * pull->step);
+            words[2] = (int64_t)(first + i);
+        }
     }
-    return all;
+    return i;
 }
 
 uint64_t kvfs_unchanged(

@@ -23,7 +23,7 @@ ALLOWED: dict[str, str] = {
     "bench": "errors namespace pages store",
     "metrics": "directory errors pages store version",
     "integrations": "directory errors format lookup namespace pages ranks remote store system transfer types",
-    "ranks": "directory errors gpu kernels lookup native pages system transfer types",
+    "ranks": "errors gpu kernels lookup native pages system transfer types",
     "store": (
         "bundles catalog directory errors eviction format index lookup maintenance namespace native pages "
         "remote runtime system types version"

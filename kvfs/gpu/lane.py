@@ -67,12 +67,20 @@ class CommandBuffer:
         self._host[at : at + len(raw)] = raw
         return at
 
+    def write(self, offset: int, data: bytes) -> None:
+        """Into room that was appended, on the host's side."""
+        self._host[offset : offset + len(data)] = data
+
     def room(self, nbytes: int) -> int:
-        """Append room for bytes that come from the device; its offset."""
+        """Append room for bytes that come from the device, or are written in place; its offset."""
         at = self._used
         assert at + nbytes <= self.nbytes, "a command buffer is full"
         self._used = at + aligned(nbytes)
         return at
+
+    def host(self, offset: int) -> int:
+        """Address on the host's side."""
+        return self._address + offset
 
     def address(self, offset: int) -> int:
         """On the device."""

@@ -130,18 +130,21 @@ def words_of(first: Sequence[int], tokens: Sequence[int], pages: Sequence[int], 
     return words
 
 
-def pack(
-    shape: Shape, granules: array[int], *, scratch: int, unit_ids: int, units: int, flags: int, leaves: int,
-    buffers: int, first_token: int = 0, first_row: int = 0, rows: int | None = None,
-    source: tuple[int, int] = (0, 0),
+def pack(shape: Shape, granules: array[int], **fields: Any) -> bytes:
+    """The work list; ``fields`` as of ``head``."""
+    return head(shape, len(granules) // GRANULE_WORDS, **fields) + granules.tobytes()
+
+
+def head(
+    shape: Shape, granules: int, *, scratch: int, unit_ids: int, units: int, flags: int, leaves: int, buffers: int,
+    first_token: int = 0, first_row: int = 0, rows: int | None = None, source: tuple[int, int] = (0, 0),
 ) -> bytes:  # fmt: skip
-    """The work list; ``units`` is the number of unit ids, and the other arguments before the last four are addresses.
+    """The first HEAD_WORDS words; ``granules`` and ``units`` are numbers, the others without a default addresses.
 
     ``source``: tokens of a unit of the source, and the address of its unit ids (``kvfs.kernels.pull``).
     """
     rows = shape.layers if rows is None else rows
-    words = array("q", [
-        len(granules) // GRANULE_WORDS, rows, first_row, shape.leaf_bytes, shape.cell_bytes, shape.unit_tokens, units,
-        first_token, scratch, unit_ids, flags, leaves, buffers, BUFFER_WORDS + shape.layers, *source,
-    ])  # fmt: skip
-    return words.tobytes() + granules.tobytes()
+    return array("q", [
+        granules, rows, first_row, shape.leaf_bytes, shape.cell_bytes, shape.unit_tokens, units, first_token, scratch,
+        unit_ids, flags, leaves, buffers, BUFFER_WORDS + shape.layers, *source,
+    ]).tobytes()  # fmt: skip

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-ABI = 6  # of native/kvfs_native.h
+ABI = 7  # of native/kvfs_native.h
 NAME = "_kvfs_native.so"
 SWITCHED_OFF = "off: KVFS_NATIVE=0"  # a ``state``
 FEATURE_SHA = 1  # of the CPU: its own SHA-256 instructions
@@ -63,6 +63,12 @@ class Prefixes(ctypes.Structure):
         ("entries", c_void_p), ("buckets", c_uint64), ("entry_bytes", c_uint64), ("n_units", c_uint64),
         ("n_leaves", c_uint64), ("per_unit", c_uint64),
     )  # fmt: skip
+
+
+class PullPages(ctypes.Structure):
+    """kvfs_pull."""
+
+    _fields_ = (("states", c_uint64), ("granules", c_uint64), ("step", c_uint64), ("units_max", c_uint64))
 
 
 class LeaseSlots(ctypes.Structure):
@@ -119,8 +125,12 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "kvfs_retract": (c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_void_p)),
     "kvfs_held": (c_uint64, (POINTER(Prefixes), c_char_p, c_uint64, c_uint64, c_void_p, c_void_p)),
-    "kvfs_collect": (
-        c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, c_void_p),
+    "kvfs_pull_list": (
+        c_uint64,
+        (
+            POINTER(Prefixes), POINTER(PullPages), c_void_p, c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p,
+            c_void_p,
+        ),
     ),
     "kvfs_unchanged": (c_uint64, (POINTER(Prefixes), c_void_p, c_void_p, c_uint64, c_void_p)),
     "kvfs_lease": (c_int64, (POINTER(LeaseSlots), c_uint64, c_uint64)),

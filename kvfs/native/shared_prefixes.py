@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfs.native import library
-from kvfs.native.library import LeaseSlots, Library, Prefixes
+from kvfs.native.library import LeaseSlots, Library, Prefixes, PullPages
 
 WAYS, NONCE_BITS = 8, 24  # of native/kvfs_native.h
 NONE = 0xFFFFFFFF
@@ -79,17 +79,19 @@ class SharedPrefixes:
         looked = self._native.kvfs_held(self._table, hashes, count, misses_max, _address(entries), _address(seqs))
         return Found(entries[:looked], seqs[:looked])
 
-    def collect(self, found: Found, units_max: int) -> tuple[array[int], bytearray, bytearray]:
-        """(units, leaf tables, 1 for each page that is as it was found and has units below ``units_max``)."""
-        count = len(found.entries)
-        units, good = array("I", bytes(4 * count * self.page.units)), bytearray(count)
-        leaves = bytearray(LEAF_BYTES * count * self.page.leaves)
-        if count:
-            self._native.kvfs_collect(
-                self._table, _address(found.entries), _address(found.seqs), count, units_max, _address(units),
-                _writable(leaves), _writable(good),
-            )  # fmt: skip
-        return units, leaves, good
+    def pull_list(
+        self, pull: PullPages, found: Found, chunks: array[int], pages: range, units: int, leaves: int, words: int
+    ) -> int:
+        """Of ``pages`` (numbers in ``found`` and ``chunks``, u32), those that are as they were found, until one that
+        is not: how many. ``units``, ``leaves``, ``words``: addresses with room for i64 units, leaf tables, and the
+        words of granules (``kvfs.kernels.pull``)."""
+        entries, seqs = found
+        assert pages.stop <= len(entries) == len(seqs) == len(chunks)
+        first = pages.start
+        return int(self._native.kvfs_pull_list(
+            self._table, pull, _address(entries) + 4 * first, _address(seqs) + 8 * first, _address(chunks) + 4 * first,
+            len(pages), first, units, leaves, words,
+        ))  # fmt: skip
 
     def unchanged(self, found: Found) -> bytearray:
         """1 for each page that is as it was found."""

@@ -46,16 +46,6 @@ def granule_tokens(a: Attached, page: Page, subs: Sequence[int]) -> Sequence[int
     )
 
 
-def prompt_tokens(a: Attached, chunks: Sequence[int]) -> Sequence[int]:
-    """First token of each granule of these chunks of a prompt; for groups of one state per page the chunk."""
-    states, step = a.group.states, a.group.granule_states
-    if states == 1:
-        return chunks
-    if chunks[-1] - chunks[0] + 1 == len(chunks):
-        return range(chunks[0] * states, (chunks[-1] + 1) * states, step)
-    return array("q", [t for chunk in chunks for t in range(chunk * states, (chunk + 1) * states, step)])
-
-
 def units_of(a: Attached, ids: Sequence[int], chunk: int) -> list[int]:
     """The units of a chunk; empty if one of them is missing."""
     numbers = a.device.unit_range(a.group, chunk)

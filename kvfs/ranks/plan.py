@@ -231,7 +231,7 @@ def _assign(
         for rank in order:
             bits, table, found = by_rank[rank]
             if bits & left:
-                mine = members(bits & left)
+                mine = array("I", members(bits & left))
                 entries = array("I", [found.entries[c] for c in mine])
                 taken.setdefault(rank, {})[group] = mine, Found(entries, array("Q", [found.seqs[c] for c in mine]))
                 instances[rank] = table.instance

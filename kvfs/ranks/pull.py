@@ -9,17 +9,17 @@ peer that asks from reusing them meanwhile. A page that fails either check does 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvfs.gpu.device import Event, Memory
 from kvfs.gpu.gpu_io import GpuPools
 from kvfs.gpu.lane import ALIGN, CommandBuffer, Lane
-from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, pack, words_of
+from kvfs.kernels.work_list import GRANULE_WORDS, HEAD_WORDS, WORD, head, pack
+from kvfs.native.library import PullPages
 from kvfs.native.shared_prefixes import Found
 from kvfs.pages.chunk_set import bits_of
-from kvfs.ranks.geometry import granule_tokens, prompt_tokens, sub_of
 from kvfs.ranks.memory import PeerGroup
 from kvfs.ranks.plan import PeerPages
 from kvfs.ranks.shared_files import PeerTable
@@ -49,12 +49,18 @@ class _Sent:
 
     source: Source
     attached: Attached
-    chunks: list[int]
+    chunks: array[int]  # u32
     found: Found
     whole: int  # of the pages, the first ones: the others move in part
     flags: int = 0  # offset of the first one's flag in the command buffer, and where they come back
     back: int = 0
     enqueued: int = 0  # how many of them
+
+    def bits(self, numbers: Collection[int]) -> int:
+        """The chunks of pages with these numbers, as bits."""
+        if isinstance(numbers, range) and self.whole == len(self.chunks):
+            return bits_of(self.chunks[: len(numbers)])
+        return bits_of(sorted(self.chunks[i] for i in numbers if i < self.enqueued))
 
 
 @dataclass
@@ -108,18 +114,13 @@ class Pull:
             self.pools.counters.add("pulls_without_lease")
             return []
         self._leases.append((source.table, lease))
-        sent = []
-        for group, (chunks, found) in pages.groups.items():
-            good = source.table.unchanged(group, found)
-            if not all(good):
-                kept = [i for i, fine in enumerate(good) if fine]
-                self.pools.counters.add("pages_retracted", len(good) - len(kept))
-                chunks, found = [chunks[i] for i in kept], _some(found, kept)
-            if chunks:
-                sent.append(self._whole_first(source, self.pools.attached[group], list(chunks), found))
-        return sent
+        return [
+            self._whole_first(source, self.pools.attached[group], _as_array(chunks), found)
+            for group, (chunks, found) in pages.groups.items()
+            if chunks
+        ]
 
-    def _whole_first(self, source: Source, a: Attached, chunks: list[int], found: Found) -> _Sent:
+    def _whole_first(self, source: Source, a: Attached, chunks: array[int], found: Found) -> _Sent:
         """The pages of which every state moves before those of which the engine has some, or has no unit for some."""
         mine, first = self.units[a.number], self.first_token if a.group.states > 1 else 0
         if mine.complete and first <= chunks[0] * a.group.states:
@@ -129,7 +130,7 @@ class Pull:
             for chunk in chunks
         ]
         order = sorted(range(len(chunks)), key=lambda i: not whole[i])
-        return _Sent(source, a, [chunks[i] for i in order], _some(found, order), sum(whole))
+        return _Sent(source, a, array("I", [chunks[i] for i in order]), _some(found, order), sum(whole))
 
     def _room(self, sent: _Sent) -> int:
         """Room in the command buffer, at most."""
@@ -141,7 +142,7 @@ class Pull:
 
     def _send(self, sent: _Sent, commands: CommandBuffer, own: int, pause: Callable[[], bool]) -> bool:
         """Enqueue the batches of a group; False: the pull ends before the last one."""
-        a, table = sent.attached, sent.source.table
+        a = sent.attached
         peer = sent.source.groups[a.group.name]
         first = 0
         while first < len(sent.chunks):
@@ -150,49 +151,51 @@ class Pull:
             left = (sent.whole if first < sent.whole else len(sent.chunks)) - first
             wanted = max(LAST_BYTES, min(BATCH_BYTES, left * a.page_bytes * 3 // 4))
             now = min(left, max(1, wanted // a.page_bytes))
-            found = Found(sent.found.entries[first : first + now], sent.found.seqs[first : first + now])
-            units, leaves, good = table.collect(a.group.name, found, peer.units)
-            if not all(
-                good
-            ):  # retracted since it was leased, or the peer's table is wrong: the engine computes the rest
-                self.pools.counters.add("pages_retracted", good.count(0))
+            done = self._batch(sent, range(first, first + now), peer, commands, own)
+            first = sent.enqueued = first + done
+            if done < now:  # retracted since it was found, or a wrong table: the engine computes what follows
+                self.pools.counters.add("pages_retracted")
                 sent.chunks, sent.found = sent.chunks[:first], _some(sent.found, range(first))
-                return True
-            last = first + now == len(sent.chunks)
-            self._batch(sent, first, now, (units, leaves), peer, commands, own, last=last)
-            first = sent.enqueued = first + now
         return True
 
-    def _batch(
-        self, sent: _Sent, first: int, count: int, entry: tuple[array[int], bytearray], peer: PeerGroup,
-        commands: CommandBuffer, own: int, *, last: bool,
-    ) -> None:  # fmt: skip
+    def _batch(self, sent: _Sent, pages: range, peer: PeerGroup, commands: CommandBuffer, own: int) -> int:
+        """Enqueue those of ``pages`` that are as they were found, until one that is not: how many."""
         pools, lane, a = self.pools, self.lane, sent.attached
-        shape, granules, whole = pools.shapes[a.number], a.group.granules, first < sent.whole
-        moves = peer.whole if whole else peer.some
-        chunks, pages, mine = sent.chunks[first : first + count], range(first, first + count), self.units[a.number]
-        units, leaves = entry
-        ids, sums = commands.put(array("q", units)), commands.put(leaves)
-        there = granule_tokens(a, peer.page, [sub_of(peer.page, chunk) for chunk in chunks])
-        flags = commands.address(sent.flags)
-        work = commands.put(pack(
-            shape, words_of(there, prompt_tokens(a, chunks), pages, granules), scratch=moves.table.address,
-            unit_ids=commands.address(own), units=len(mine), flags=flags, leaves=commands.address(sums),
-            buffers=self.tables[a.number].address, first_token=self.first_token if a.group.states > 1 else 0,
+        shape, granules, whole = pools.shapes[a.number], a.group.granules, pages.start < sent.whole
+        moves, mine = peer.whole if whole else peer.some, self.units[a.number]
+        ids = commands.room(len(pages) * peer.page.units * WORD)
+        sums = commands.room(len(pages) * peer.page.leaves * WORD)
+        work = commands.room((HEAD_WORDS + len(pages) * granules * GRANULE_WORDS) * WORD)
+        first_word = work + HEAD_WORDS * WORD
+        count = sent.source.table.pages(a.group.name).pull_list(
+            PullPages(a.group.states, granules, a.group.granule_states, peer.units), sent.found, sent.chunks, pages,
+            commands.host(ids), commands.host(sums), commands.host(first_word),
+        )  # fmt: skip
+        if not count:
+            return 0
+        flags, units = commands.address(sent.flags), count * peer.page.units
+        commands.write(work, head(
+            shape, count * granules, scratch=moves.table.address, unit_ids=commands.address(own), units=len(mine),
+            flags=flags, leaves=commands.address(sums), buffers=self.tables[a.number].address,
+            first_token=self.first_token if a.group.states > 1 else 0,
             source=(peer.shape.unit_tokens, commands.address(ids)),
         ))  # fmt: skip
         copies = checks = commands.work(work, commands.words(own, len(mine)))
         if not whole:  # what does not move cannot be summed here: sum what the peer has
+            words = array("q", commands.words(first_word, count * granules * GRANULE_WORDS))
+            words[1::GRANULE_WORDS] = words[0::GRANULE_WORDS]
             work = commands.put(pack(
-                peer.shape, words_of(there, there, pages, granules), scratch=0, unit_ids=commands.address(ids),
-                units=len(units), flags=flags, leaves=commands.address(sums), buffers=peer.table.address,
+                peer.shape, words, scratch=0, unit_ids=commands.address(ids), units=units, flags=flags,
+                leaves=commands.address(sums), buffers=peer.table.address,
             ))  # fmt: skip
-            checks = commands.work(work, commands.words(ids, len(units)))
+            checks = commands.work(work, commands.words(ids, units))
         calls = commands.send(lane.dma, ids)
         lane.dma.pull(copies, moves.tiles)
         lane.kernels.after(lane.dma.record(self._arrived()))
+        last = pages.start + count == len(sent.chunks)
         lane.kernels.sum_units(checks, shape if whole else peer.shape, check=True, quick=last)
         lane.enqueued(lane.kernels, calls + len(moves.tiles) + 4)
+        return count
 
     def _arrived(self) -> Event:
         """The event that the sums of a batch wait for; a wait that is enqueued is for the record before it."""
@@ -210,16 +213,15 @@ class Pull:
         for sent in self._sent:
             a, count = sent.attached, sent.enqueued
             same, flagged = sent.source.table.unchanged(a.group.name, sent.found), self._flagged(sent)
-            chunks = sent.chunks[:count]
-            if not all(same[:count]) or flagged:
-                bad = [c for i, c in enumerate(chunks) if not same[i] or i in flagged]
+            bad = {i for i in range(count) if not same[i]} | flagged if not all(same) or flagged else set()
+            if bad:
                 counters.add("pages_retracted", same[:count].count(0))
                 counters.add("pages_pull_corrupt", sum(same[i] for i in flagged if i < count))
                 self.transfer.note("unreadable")
-                self.transfer.settle(a.number, bits_of(bad), PageOutcome.UNREADABLE)
-                chunks = [c for i, c in enumerate(chunks) if same[i] and i not in flagged]
-            pages, nbytes = pages + len(chunks), nbytes + len(chunks) * a.page_bytes
-            self.transfer.settle(a.number, bits_of(chunks), PageOutcome.LOADED)
+                self.transfer.settle(a.number, sent.bits(bad), PageOutcome.UNREADABLE)
+            good = sent.bits(range(count)) & ~sent.bits(bad)
+            pages, nbytes = pages + good.bit_count(), nbytes + good.bit_count() * a.page_bytes
+            self.transfer.settle(a.number, good, PageOutcome.LOADED)
         counters.add("pages_pulled", pages)
         counters.add("bytes_pulled", nbytes)
         self.release()
@@ -238,6 +240,10 @@ class Pull:
         if self._commands is not None:
             self.lane.give_back(self._commands)
             self._commands = None
+
+
+def _as_array(chunks: Sequence[int]) -> array[int]:
+    return chunks if isinstance(chunks, array) else array("I", chunks)
 
 
 def _some(found: Found, numbers: Sequence[int]) -> Found:

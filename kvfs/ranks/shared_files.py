@@ -236,9 +236,9 @@ class PeerTable:
         table = self._tables.get(group)
         return Found(array("I"), array("Q")) if table is None else table.held(hashes, misses_max)
 
-    def collect(self, group: str, found: Found, units: int) -> tuple[array[int], bytearray, bytearray]:
-        """(units, leaf tables, 1 for each page that is still as it was found)."""
-        return self._tables[group].collect(found, units)
+    def pages(self, group: str) -> SharedPrefixes:
+        """The entries of a group that the table has."""
+        return self._tables[group]
 
     def unchanged(self, group: str, found: Found) -> bytearray:
         return self._tables[group].unchanged(found)

@@ -31,7 +31,9 @@ static void check_ranks(void) {
             shown[place] = 0;
         }
         uint8_t hash[32], good;
-        uint32_t entry, there[PER_PAGE];
+        uint32_t entry, chunk = 5;
+        int64_t there[PER_PAGE], words[2 * KVFS_GRANULE_WORDS];
+        kvfs_pull pull = {32, 2, 16, UNITS};
         uint64_t seq, leaves[LEAVES], where = PAGES;
         page_hash(page, hash);
         for (int i = 0; i < PAGES; i++)
@@ -39,14 +41,19 @@ static void check_ranks(void) {
         CHECK(kvfs_held(&p, hash, 1, 9, &entry, &seq) == 1);
         CHECK((entry != 0xffffffff) == (where < PAGES)); /* there is room for every page: none is replaced */
         if (where == PAGES) continue;
-        CHECK(kvfs_collect(&p, &entry, &seq, 1, UNITS, there, leaves, &good) == 1 && good);
-        CHECK(there[0] == 2 * where && there[1] == 2 * where + 1 && leaves[0] == page && leaves[1] == (page ^ 7));
-        CHECK(kvfs_collect(&p, &entry, &seq, 1, 2 * where, there, leaves, &good) == 0 && !good); /* a unit too high */
+        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, there, leaves, words) == 1);
+        CHECK(there[0] == (int64_t)(2 * where) && there[1] == there[0] + 1);
+        CHECK(leaves[0] == page && leaves[1] == (page ^ 7));
+        CHECK(words[0] == 0 && words[1] == 160 && words[2] == 9 && words[3] == 16 && words[4] == 176 && words[5] == 9);
+        pull.units_max = 2 * where; /* a unit too high */
+        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, there, leaves, words) == 0);
+        pull.units_max = UNITS;
         CHECK(kvfs_unchanged(&p, &entry, &seq, 1, &good) == 1);
         uint32_t reused[1] = {(uint32_t)(2 * where + 1)};
         CHECK(kvfs_retract(&p, held, reused, 1, out) == 1 && out[0] == entry);
         shown[where] = 0;
         CHECK(kvfs_unchanged(&p, &entry, &seq, 1, &good) == 0 && !good);
+        CHECK(kvfs_pull_list(&p, &pull, &entry, &seq, &chunk, 1, 9, there, leaves, words) == 0);
     }
 
     static _Alignas(8) uint8_t slots[4 * 24];

@@ -103,6 +103,33 @@ def test_chunks_that_the_engine_has_are_not_moved(pair: tuple[Rank, Rank]) -> No
     assert kept(reader, OTHERS[4:10])
 
 
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_tokens_before_the_first_and_units_that_are_none_are_left_out(
+    ns: kvfs.Namespace, memory_path: Path, block: int
+) -> None:
+    """Pages of which only some tokens move are verified where the peer keeps them."""
+    source = Rank(ns, 0, 2, memory_path, seed=1, units=512 // block, block=block)
+    reader = Rank(ns, 1, 2, memory_path, units=512 // block, block=block)
+    with closing(source, reader):
+        assert reader.group.wait_for_peers(1, SECONDS)
+        theirs, mine = list(range(256 // block)), list(range(256 // block))[::-1]
+        source.publish(prompt(8), theirs)
+        first, left = PAGE + 5, 160 // block
+        given = [*mine[:left], -1, *mine[left + 1 :]]
+        result = reader.load(prompt(8), given, first_token=first)
+        assert (result.tokens, result.pages) == (8 * PAGE, 8 - (2 if block > PAGE else 0))
+        cells = reader.tokens(mine, 256), source.tokens(theirs, 256)
+        size = len(cells[0]) // 4 // 256  # of a token in one layer
+        for layer in range(4):
+            for token in range(256):
+                at = slice((layer * 256 + token) * size, (layer * 256 + token + 1) * size)
+                moved = token >= first and token // block != left
+                assert cells[0][at] == (cells[1][at] if moved else b"\xa5" * size), (layer, token)
+        source.memory.reshape(4, 512, 2, 16)[2, 32, 1, 5] ^= 1  # page 1, which moves in part: a token that does not
+        result = reader.load(prompt(8), given, first_token=first)
+        assert (result.tokens, result.reason) == (PAGE, "unreadable")
+
+
 def test_a_flipped_byte_in_the_memory_of_a_peer_ends_the_prefix_there(pair: tuple[Rank, Rank]) -> None:
     source, reader = pair
     source.publish(prompt(6), UNITS)
