@@ -3,7 +3,7 @@
 ``kvfs.doctor.gpu_checks`` runs it as a script (``python gpu_probe.py FD OFFSET NBYTES``). It imports neither kvfs nor
 torch. It reports each step on stdout, one JSON object per line, before it takes it, so that the last line says where it
 ended. FD is a file of the store; NBYTES bytes of it are registered read-only and read back through each device. With
-the arguments ``link NBYTES`` it measures copies of so many bytes between pinned memory and each device in place of that.
+the arguments ``link NBYTES`` it measures copies of so many bytes between pinned memory and each device instead.
 """
 
 from __future__ import annotations
