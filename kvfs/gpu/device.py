@@ -25,6 +25,7 @@ from kvfs.kernels.work_list import Shape, Work
 
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
+UNIT_SUM_PROGRAMS = 132  # one for each multiprocessor of an H100: pulls wait for them
 QUICK_PROGRAMS = 264  # two for each multiprocessor of an H100: sums at 2,240 GB/s in place of 860
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000
@@ -253,7 +254,7 @@ class _Stream:
     def sum_units(self, work: Work, shape: Shape, *, check: bool, quick: bool = False) -> None:
         from kvfs.kernels import unit_sums
 
-        programs = QUICK_PROGRAMS if quick else SUM_PROGRAMS
+        programs = QUICK_PROGRAMS if quick else UNIT_SUM_PROGRAMS if check else SUM_PROGRAMS
         one_unit = shape.unit_tokens % shape.states == 0
         kernel = ("units", check, programs, shape.buffers, shape.states, shape.cell_bytes, shape.element, one_unit)
         self._launch(

@@ -20,7 +20,7 @@ from kvfs.kernels.cells import KINDS
 from kvfs.kernels.moves import MOVE_WORDS, Tiles
 from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS
 
-PROGRAMS, WARPS = 24, 8
+PROGRAMS, WARPS = 32, 8
 
 _HEAD = tl.constexpr(HEAD_WORDS)
 _GRANULE = tl.constexpr(GRANULE_WORDS)

@@ -17,7 +17,8 @@ from kvfs.kernels.unit_table import BUFFER_BITS, BUFFERS_MAX
 from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, Shape
 from kvfs.kernels.xxh3 import _FIRST, _LAST, _digest, _product, _scrambled, _swap
 
-LEAVES, WARPS = 16, 8  # of a tile; on an H100 faster than 4 warps, and than 8 or 32 leaves
+LEAVES = 16  # of a tile; on an H100 faster than 8 and 32
+WORD_WARPS, PART_WARPS = 8, 4  # where words are read at once, and where they are put together: the other one is slower
 
 _HEAD = tl.constexpr(HEAD_WORDS)
 _GRANULE = tl.constexpr(GRANULE_WORDS)
@@ -132,7 +133,7 @@ def _unit_leaves(  # type: ignore[no-untyped-def]
             tl.store(leaves + leaf, digest, mask=there)
 
 
-def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int, warps: int = WARPS) -> Any:
+def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> Any:
     """Sum the leaves of a batch on the current stream: compare with ``leaves`` and flag (``check``), or write them.
 
     ``work``: an i64 tensor that begins with a work list whose buffer table is a unit table; the first words of its
@@ -142,5 +143,5 @@ def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: in
     one_unit = shape.unit_tokens % shape.states == 0
     return _unit_leaves[(programs,)](
         work, constants, LEAVES, check, shape.buffers, shape.states, shape.cell_bytes, shape.element,
-        KINDS[shape.element], one_unit, num_warps=warps,
+        KINDS[shape.element], one_unit, num_warps=WORD_WARPS if shape.element == 8 else PART_WARPS,
     )  # fmt: skip
