@@ -61,7 +61,7 @@ help:
 
 # The build backend is installed from the same pins, so that building the package asks the network for nothing.
 $(BASE_STAMP): $(DEPS)
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else "kvfs needs Python 3.10 to 3.13; PYTHON=$(PYTHON) is %d.%d" % v[:2])'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 15) else "kvfs needs Python 3.10 to 3.14; PYTHON=$(PYTHON) is %d.%d" % v[:2])'
 	test -x $(PY) || $(PYTHON) -m venv "$(VENV)"
 	$(PIP) hatchling editables
 	touch "$@"

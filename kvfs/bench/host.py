@@ -70,17 +70,17 @@ class Result:
     match_seconds: tuple[float, float, float]
     rounds: int
 
-    def break_even_tokens(self, prefill: float, *, cold: bool) -> int | None:
+    def break_even_tokens(self, prefill: float, *, cold: bool, link: float | None = None) -> int | None:
         """From how many tokens on a load is faster than computing ``prefill`` tokens per second; None: never.
 
-        A load costs a lookup and its bytes at the median rate; the copy to a GPU comes on top, at the rate of its link.
+        A load costs a lookup and its bytes at the median rate, and with ``link`` (GB/s) a copy to a GPU after it.
         """
-        per_token = self.token_bytes / (self.load_cold if cold else self.load).rate[1] / 1e9
-        gain = 1 / prefill - per_token
+        gain = 1 / prefill - 1 / self.tokens_per_second(cold=cold, link=link)
         return None if gain <= 0 else max(1, round(self.match_seconds[1] / gain))
 
-    def tokens_per_second(self, *, cold: bool) -> float:
-        return (self.load_cold if cold else self.load).rate[1] * 1e9 / self.token_bytes
+    def tokens_per_second(self, *, cold: bool, link: float | None = None) -> float:
+        seconds_per_gb = 1 / (self.load_cold if cold else self.load).rate[1] + (1 / link if link else 0.0)
+        return 1e9 / seconds_per_gb / self.token_bytes
 
 
 @dataclass

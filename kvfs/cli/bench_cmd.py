@@ -16,6 +16,7 @@ from kvfs.cli.bench_serve_cmd import serve_command
 
 if TYPE_CHECKING:
     from kvfs.bench.host import Ratio, Result
+    from kvfs.doctor.gpu_checks import Link
 
 PROFILES = ("8b", "70b", "mla")
 
@@ -45,13 +46,15 @@ def bench_command(
     """Measure saves, loads and lookups against bare system calls of the same run; `bench serve` measures a server.
 
     Writes into a new directory, which is removed at the end, on an error and on an interrupt. With --prefill it says
-    from how many tokens on a load is faster than computing. Loads end in host memory: the copy to a GPU comes on top.
+    from how many tokens on a load is faster than computing. Loads end in host memory. Where there is a GPU, the copy
+    to it is measured by itself and counted after the load, on the slowest link; kvfs overlaps the two.
     """
     if ctx.invoked_subcommand is not None:
         return
     from kvfs.bench import host
     from kvfs.cli.output import shown
     from kvfs.directory.config import parse_size
+    from kvfs.doctor.gpu_checks import measure_links
     from kvfs.errors import ConfigError
 
     app = ctx.obj
@@ -72,7 +75,10 @@ def bench_command(
         found = host.measure(
             folder, known.layout, nbytes, rounds, shown(app.out, "measuring", lambda n: f"{n:.0f} rounds")
         )
-    app.out.result(_data(found, profile, place, prefill), lambda: _lines(found, known.about, place, prefill))
+    links = measure_links()
+    app.out.result(
+        _data(found, profile, place, prefill, *links), lambda: _lines(found, known.about, place, prefill, *links)
+    )
 
 
 def _existing(path: str) -> str:
@@ -81,7 +87,13 @@ def _existing(path: str) -> str:
     return path
 
 
-def _data(found: Result, profile: str, place: str, prefill: float | None) -> dict[str, Any]:
+def _slowest(links: list[Link]) -> float | None:
+    return min((link.to_device[1] for link in links), default=None)
+
+
+def _data(
+    found: Result, profile: str, place: str, prefill: float | None, links: list[Link], no_link: str
+) -> dict[str, Any]:
     def ratio(one: Ratio) -> dict[str, list[float]]:
         return {"gb_per_second": [round(n, 3) for n in one.rate], "of_bare": [round(n, 3) for n in one.of_bare]}
 
@@ -90,14 +102,25 @@ def _data(found: Result, profile: str, place: str, prefill: float | None) -> dic
         "rounds": found.rounds, "save": ratio(found.save), "load": ratio(found.load),
         "load_cold": ratio(found.load_cold),
         "match_us": [round(s * 1e6, 1) for s in found.match_seconds],
+        "links": [
+            {
+                "device": link.ordinal, "name": link.name, "to_device": [round(n, 3) for n in link.to_device],
+                "to_host": [round(n, 3) for n in link.to_host],
+            }
+            for link in links
+        ],
+        "no_link": no_link,
     }  # fmt: skip
     if prefill is not None:
-        data["break_even_tokens"] = found.break_even_tokens(prefill, cold=False)
-        data["break_even_tokens_cold"] = found.break_even_tokens(prefill, cold=True)
+        link = _slowest(links)
+        data["break_even_tokens"] = found.break_even_tokens(prefill, cold=False, link=link)
+        data["break_even_tokens_cold"] = found.break_even_tokens(prefill, cold=True, link=link)
     return data
 
 
-def _lines(found: Result, about: str, place: str, prefill: float | None) -> Iterator[str]:
+def _lines(
+    found: Result, about: str, place: str, prefill: float | None, links: list[Link], no_link: str
+) -> Iterator[str]:
     per_prompt = text.size(found.tokens * found.token_bytes)
     yield f"{about}; prompts of {text.count(found.tokens)} tokens, {per_prompt}; {place}"
     yield ""
@@ -113,11 +136,23 @@ def _lines(found: Result, about: str, place: str, prefill: float | None) -> Iter
     low, middle, high = (s * 1e6 for s in found.match_seconds)
     yield f"match   {middle:,.0f} us (min {low:,.0f}, max {high:,.0f})"
     yield ""
+    if links:
+        names = [f"{link.ordinal} {text.printable(link.name)}" for link in links]
+        rates = [[f"{n:.2f}" for way in (one.to_device, one.to_host) for n in _turned(way)] for one in links]
+        yield from text.table(
+            ["GPU", "TO IT", "MIN", "MAX", "FROM IT", "MIN", "MAX"],
+            [[name, *row] for name, row in zip(names, rates, strict=True)],
+            "lrrrrrr",
+        )
+    if no_link:
+        yield f"GPU link: {no_link}."
+    yield ""
+    link, by = _slowest(links), " and the link" if links else ""
     for cold, where in ((False, "the page cache"), (True, "the disk")):
-        speed = found.tokens_per_second(cold=cold)
-        yield f"From {where} it restores {speed:,.0f} tokens per second{'.' if prefill is None else ':'}"
+        speed = found.tokens_per_second(cold=cold, link=link)
+        yield f"From {where}{by} it restores {speed:,.0f} tokens per second{'.' if prefill is None else ':'}"
         if prefill is not None:
-            yield f"  {_verdict(found.break_even_tokens(prefill, cold=cold), prefill)}"
+            yield f"  {_verdict(found.break_even_tokens(prefill, cold=cold, link=link), prefill)}"
     if prefill is None:
         yield "An engine that computes fewer gains; --prefill N says from how many tokens on."
 

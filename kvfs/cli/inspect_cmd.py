@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -122,12 +122,12 @@ def _store(app: App, store: Store) -> None:
     if "used_bytes" not in stats:
         raise StoreLockedError(f"{store.path}: the index does not answer; kvfs doctor says which process holds it")
     used = stats["used_bytes"] + store.settings.index_bytes
-    pins = len(store.pins())
+    pins, quotas = len(store.pins()), stats.get("quotas", {})
     data = {
         "path": store.path, "format": stats["format"], "store_id": stats["store_id"], "mode": stats["mode"],
         "processes": users,
         "capacity_bytes": stats["capacity_bytes"], "used_bytes": used, "segments": stats["segments"], "pins": pins,
-        "index_bytes": stats["index_bytes"], "index_bytes_max": store.settings.index_bytes,
+        "index_bytes": stats["index_bytes"], "index_bytes_max": store.settings.index_bytes, "quotas": quotas,
         "namespaces": [namespace_data(i) for i in infos] if app.out.json else [],
     }  # fmt: skip
 
@@ -143,11 +143,21 @@ def _store(app: App, store: Store) -> None:
         states = ", ".join(f"{n} {state}" for state, n in stats["segments"].items() if n) or "none"
         index = f"{text.size(stats['index_bytes'])} of {text.size(store.settings.index_bytes)}"
         yield f"segments {states}   index {index}   pins {pins}"
+        for name, quota in quotas.items():
+            yield f"quota    {_filled(name, quota)}"
         if infos:
             yield ""
             yield from namespace_table(infos, files.now_us(), app.out.width)
 
     app.out.result(data, lines, (i.digest.hex() for i in infos))
+
+
+def _filled(name: str, quota: Mapping[str, int | None]) -> str:
+    used, cap, guaranteed = quota["used_bytes"] or 0, quota["cap_bytes"], quota["guaranteed_bytes"]
+    line = f"{text.printable(name)}   used {text.size(used)}"
+    if cap is not None:
+        line += f" of {text.size(cap)}  {text.bar(used, cap)}  {text.percent(used, cap)}"
+    return line + (f"   guaranteed {text.size(guaranteed)}" if guaranteed else "")
 
 
 def _namespace(app: App, catalog: Catalog, described: Described) -> None:

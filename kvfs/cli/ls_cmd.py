@@ -121,6 +121,9 @@ def ls_command(
         yield from text.table(listing.heads, map(listing.columns, shown), listing.letters, app.out.width)
         if len(shown) < len(kept):
             yield f"... {len(kept) - len(shown)} more"
+        if len(kept) > 1:
+            pages, nbytes = (sum(map(listing.values[key], kept)) for key in ("pages", "size"))
+            yield f"total {text.pages(pages)}, {text.size(nbytes)}"
 
     app.out.result(data, lines, map(listing.id, shown))
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from statistics import median
 from typing import Any, NamedTuple
 
 from kvfs.directory.root import Directory
@@ -23,6 +24,7 @@ from kvfs.system.files import Files
 SECONDS = 30.0  # longest run of the probe: contexts of several large GPUs take seconds
 KILLED_SECONDS = 2.0  # wait for the end of a killed probe: one that hangs in the driver cannot be ended
 OUTPUT_BYTES_MAX = 256 * 1024  # of the probe's output that are parsed
+LINK_BYTES = 256 << 20  # of one copy over a link: below some tens of MiB the call itself shows in the rate
 PAGE_BYTES_MAX = 2 << 20  # bytes that the probe registers
 SEGMENTS_MAX = 8  # segments that are searched for a page
 _PAGE = 4096
@@ -96,9 +98,13 @@ def _sample(directory: Directory) -> _Sample:
 
 def run_probe(fd: int, offset: int, nbytes: int, seconds: float) -> ProbeOutput:
     """Run the probe; what it reported until it ended, was killed, or ``seconds`` had passed."""
-    command = [sys.executable, "-I", "-S", str(gpu_probe.__file__), str(fd), str(offset), str(nbytes)]
+    return _run([str(fd), str(offset), str(nbytes)], (fd,), seconds)
+
+
+def _run(arguments: list[str], fds: tuple[int, ...], seconds: float) -> ProbeOutput:
+    command = [sys.executable, "-I", "-S", str(gpu_probe.__file__), *arguments]
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(fd,)
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=fds
     ) as child:
         try:
             output, timed_out = child.communicate(timeout=seconds)[0], False
@@ -121,8 +127,8 @@ def _parse(output: bytes, timed_out: bool) -> ProbeOutput:
                 step = report["step"]
             elif "device" in report:
                 devices[report["device"]["ordinal"]] = report["device"]
-            elif "in_place" in report:
-                devices[report["in_place"]] |= report
+            elif "checked" in report:
+                devices[report["checked"]] |= report
             else:
                 facts |= report
     return ProbeOutput(step, facts, devices, timed_out)
@@ -159,6 +165,43 @@ def finding_of(output: ProbeOutput, what: str, seconds: float) -> Finding:
             _REMEDIES.get(fail[0].get("code", 0), "loads go through the ring, which needs nothing"), data,
         )  # fmt: skip
     return Finding("gpu", OK, f"{detail}; reads {what} in place", "", data)
+
+
+class Link(NamedTuple):
+    """Copies between pinned host memory and one device in GB/s: minimum, median, maximum."""
+
+    ordinal: int
+    name: str
+    to_device: tuple[float, float, float]
+    to_host: tuple[float, float, float]
+
+
+def measure_links(seconds: float = SECONDS, nbytes: int = LINK_BYTES) -> tuple[list[Link], str]:
+    """The link of each device, and one line about those that could not be measured, "" if there are none.
+
+    Takes at most about ``seconds``; raises nothing, even if the driver hangs or crashes.
+    """
+    try:
+        output = _run(["link", str(nbytes)], (), seconds)
+    except (OSError, subprocess.SubprocessError) as exc:
+        return [], f"cannot be measured ({exc})"
+    found = []
+    for ordinal, device in sorted(output.devices.items()):
+        if device.get("works"):
+            rates = ([nbytes / 1e9 / s for s in device[way]] for way in ("to_device", "to_host"))
+            found.append(Link(ordinal, device["name"], *((min(r), median(r), max(r)) for r in rates)))
+    if "missing" in output.facts:
+        return found, "no CUDA driver, so there is no link to measure"
+    if output.timed_out:
+        return found, f"the driver did not answer within {seconds:.0f} s ({output.step}): run kvfs doctor"
+    if "failed" in output.facts:
+        return found, f"{output.facts['failed']}: run kvfs doctor"
+    if output.step != "done":
+        return found, f"the driver ended the process that asked it ({output.step}): run kvfs doctor"
+    if not output.devices:
+        return found, "the CUDA driver has no device: run kvfs doctor"
+    bad = [f"device {n}: {d.get('reason', '')}" for n, d in sorted(output.devices.items()) if not d.get("works")]
+    return found, f"{bad[0]}: run kvfs doctor" if bad else ""
 
 
 def _counted(devices: list[dict[str, Any]]) -> list[tuple[str, int]]:

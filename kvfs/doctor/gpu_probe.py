@@ -2,7 +2,8 @@
 
 ``kvfs.doctor.gpu_checks`` runs it as a script (``python gpu_probe.py FD OFFSET NBYTES``). It imports neither kvfs nor
 torch. It reports each step on stdout, one JSON object per line, before it takes it, so that the last line says where it
-ended. FD is a file of the store; NBYTES bytes of it are registered read-only and read back through each device.
+ended. FD is a file of the store; NBYTES bytes of it are registered read-only and read back through each device. With
+the arguments ``link NBYTES`` it measures copies of so many bytes between pinned memory and each device instead.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import json
 import mmap
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 DEVICES_MAX = 16
+LINK_ROUNDS = 5  # copies that count, after one that does not
+_PATTERN = 0xA5
 _PORTABLE, _READ_ONLY = 1, 8
 _HOST_REGISTER, _READ_ONLY_REGISTER = 99, 113  # CUdevice_attribute
 
@@ -54,7 +59,17 @@ class _Driver:
         return value.value
 
 
-def main(fd: int, offset: int, nbytes: int) -> None:
+def main(words: list[str]) -> None:
+    if words[0] == "link":
+        nbytes = int(words[1])
+        each_device("link of", lambda driver, ordinal: measure_link(driver, ordinal, nbytes))
+    else:
+        fd, offset, nbytes = map(int, words)
+        each_device("registration on", lambda driver, ordinal: read_in_place(driver, ordinal, fd, offset, nbytes))
+
+
+def each_device(step: str, check: Callable[[_Driver, int], dict[str, Any]]) -> None:
+    """Run ``check`` on each device, and report what it returns or why it failed."""
     report(step="load")
     try:
         driver = _Driver()
@@ -74,11 +89,10 @@ def main(fd: int, offset: int, nbytes: int) -> None:
         report(step=f"device {ordinal}")
         try:
             report(device=describe(driver, ordinal))
-            report(step=f"registration on device {ordinal}")
-            read_in_place(driver, ordinal, fd, offset, nbytes)
-            report(in_place=ordinal, works=True, reason="")
+            report(step=f"{step} device {ordinal}")
+            report(checked=ordinal, works=True, reason="", **check(driver, ordinal))
         except (_Failed, AttributeError, OSError, ValueError) as exc:
-            report(in_place=ordinal, works=False, reason=str(exc), code=getattr(exc, "code", 0))
+            report(checked=ordinal, works=False, reason=str(exc), code=getattr(exc, "code", 0))
     report(step="done")
 
 
@@ -100,7 +114,7 @@ def describe(driver: _Driver, ordinal: int) -> dict[str, Any]:
     }
 
 
-def read_in_place(driver: _Driver, ordinal: int, fd: int, offset: int, nbytes: int) -> None:
+def read_in_place(driver: _Driver, ordinal: int, fd: int, offset: int, nbytes: int) -> dict[str, Any]:
     """Register a read-only map of the file and read it back through the device. Raises where that does not work."""
     device, context, memory = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
     driver("cuDeviceGet", ctypes.byref(device), ordinal)
@@ -120,6 +134,35 @@ def read_in_place(driver: _Driver, ordinal: int, fd: int, offset: int, nbytes: i
     driver("cuDevicePrimaryCtxRelease_v2", device)
     if back.raw != content:
         raise ValueError("the device read other bytes")
+    return {}
+
+
+def measure_link(driver: _Driver, ordinal: int, nbytes: int) -> dict[str, Any]:
+    """Seconds of each copy to the device and back. Raises where one fails or brings other bytes."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    memory, host, size = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t(nbytes)
+    driver("cuDeviceGet", ctypes.byref(device), ordinal)
+    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    driver("cuCtxSetCurrent", context)
+    driver("cuMemHostAlloc", ctypes.byref(host), size, ctypes.c_uint(_PORTABLE))
+    driver("cuMemAlloc_v2", ctypes.byref(memory), size)
+    ctypes.memset(host, _PATTERN, nbytes)
+    to_device = [_timed(driver, "cuMemcpyHtoD_v2", memory, host, size) for _ in range(LINK_ROUNDS + 1)]
+    ctypes.memset(host, 0, nbytes)
+    to_host = [_timed(driver, "cuMemcpyDtoH_v2", host, memory, size) for _ in range(LINK_ROUNDS + 1)]
+    if ctypes.string_at(host, nbytes).strip(bytes([_PATTERN])):
+        raise ValueError("the device returned other bytes")
+    driver("cuMemFree_v2", memory)
+    driver("cuMemFreeHost", host)
+    driver("cuDevicePrimaryCtxRelease_v2", device)
+    return {"to_device": to_device[1:], "to_host": to_host[1:]}
+
+
+def _timed(driver: _Driver, name: str, *arguments: Any) -> float:
+    begin = time.perf_counter()
+    driver(name, *arguments)
+    driver("cuCtxSynchronize")
+    return time.perf_counter() - begin
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -142,7 +185,7 @@ def address_of(mapping: mmap.mmap) -> int:
 
 if __name__ == "__main__":
     try:
-        main(*(int(word) for word in sys.argv[1:4]))
+        main(sys.argv[1:])
     finally:
         sys.stdout.flush()
         os._exit(0)  # the driver's exit handlers may hang

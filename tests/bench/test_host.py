@@ -10,7 +10,9 @@ import pytest
 from kvfs.bench import host
 from kvfs.bench.host import Ratio, Result
 from kvfs.cli.app import App
+from kvfs.cli.bench_cmd import _data, _lines
 from kvfs.cli.main import run
+from kvfs.doctor.gpu_checks import Link
 from kvfs.errors import KvfsError
 from kvfs.namespace import Namespace
 from tests.stores import tiny
@@ -32,13 +34,25 @@ def test_a_load_pays_where_its_bytes_and_its_lookup_take_less_than_computing() -
     assert found.break_even_tokens(9_000, cold=True) == 270
 
 
+def test_a_copy_over_the_slowest_link_counts_after_the_load() -> None:
+    found = result(load=10.0, cold=1.0, match=0.003)
+    assert found.tokens_per_second(cold=False, link=10.0) == pytest.approx(50_000)
+    assert found.break_even_tokens(25_000, cold=False, link=10.0) == 150  # 3 ms of lookup, 20 us gained per token
+    assert found.break_even_tokens(25_000, cold=False, link=2.5) is None
+
+    links = [Link(n, "H100", (rate - 1, rate, rate + 1), (1.0, 2.0, 3.0)) for n, rate in ((0, 50.0), (1, 10.0))]
+    data = _data(found, "8b", "/srv", 25_000.0, links, "")
+    assert data["break_even_tokens"] == 150 and data["links"][1]["to_device"] == [9.0, 10.0, 11.0]
+    lines = list(_lines(found, "8B", "/srv", 25_000.0, links, ""))
+    assert "0 H100  50.00  49.00  51.00     2.00  1.00  3.00" in lines
+    assert "From the page cache and the link it restores 50,000 tokens per second:" in lines
+
+
 @pytest.mark.parametrize(
     ("match", "said"), [(0.00001, "from the first token on"), (0.003, "from 100 tokens on"), (99, "tokens on")]
 )
 def test_the_verdict_fits_a_terminal_and_reads_as_a_sentence(match: float, said: str) -> None:
-    from kvfs.cli.bench_cmd import _lines
-
-    lines = list(_lines(result(load=10.0, cold=1.0, match=match), "8B", "/srv", 25_000.0))
+    lines = list(_lines(result(load=10.0, cold=1.0, match=match), "8B", "/srv", 25_000.0, [], "no driver"))
     assert all(len(line) <= 80 for line in lines)
     verdicts = [line for line in lines if line.startswith("  ")]
     assert said in verdicts[-2] and "faster than computing 25,000." in verdicts[-2]

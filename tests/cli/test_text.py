@@ -48,6 +48,26 @@ def test_rows_fit_the_terminal_unless_told_otherwise(store: Path) -> None:
     assert LONG in called("-C", str(store), "ls").stdout  # a pipe gets all of it
 
 
+def test_a_list_of_several_ends_with_their_sum(store: Path) -> None:
+    lines = called("-C", str(store), "ls").stdout.splitlines()
+    assert len(lines) == 2, "one item is its own sum"
+    with kvfs.open(store) as s:
+        for number in (2, 3):
+            s.namespace(f"model-{number}", tiny(), "1").put(tokens_of(number, 4), seeded(number, 4 * TINY_BYTES))
+    lines = called("-C", str(store), "ls", "--filter", "name=model-*", "--limit", "1").stdout.splitlines()
+    assert lines[2:] == ["... 1 more", f"total 8 pages, {text.size(8 * TINY_BYTES)}"]
+
+
+def test_inspect_shows_how_full_quotas_are(tmp_path: Path) -> None:
+    quotas = {"full": kvfs.Quota(cap_bytes=1 << 20), "kept": kvfs.Quota(guaranteed_bytes=1 << 20)}
+    with kvfs.open(tmp_path / "store", capacity="64MiB", quotas=quotas) as store:
+        store.namespace("full", tiny(), "1").put(tokens_of(1, 4), seeded(1, 4 * TINY_BYTES))
+    lines = called("-C", str(tmp_path / "store"), "inspect").stdout.splitlines()
+    full, kept = (line for line in lines if line.startswith("quota "))
+    assert full.startswith("quota    full   used ") and "of 1.0 MiB  [" in full and full.endswith(" %")
+    assert kept == "quota    kept   used 0 B   guaranteed 1.0 MiB"
+
+
 def test_labels_show_the_digest_of_weights_behind_its_word(store: Path) -> None:
     with kvfs.open(store) as s:
         for digest in ("8b156518aaaaaaaa", "77fe01b2bbbbbbbb"):

@@ -1,5 +1,5 @@
-/* A driver for tests of kvfs doctor: the calls that kvfs/doctor/gpu_probe.py makes, and their failures.
-   FAKE_CUDA: nothing, or one of init=CODE, hang, crash, none, register=CODE, second=CODE, wrong. */
+/* A driver for tests of kvfs doctor and kvfs bench: the calls that kvfs/doctor/gpu_probe.py makes, and their failures.
+   FAKE_CUDA: nothing, or one of init=CODE, hang, crash, none, register=CODE, second=CODE, pin=CODE, wrong. */
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -43,6 +43,12 @@ int cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
     return code_of("register");
 }
 int cuMemHostUnregister(void *address) { return 0; }
+int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+    if (current == 1 && code_of("pin")) return code_of("pin");
+    return (*address = malloc(size)) ? 0 : 2;
+}
+int cuMemFreeHost(void *address) { free(address); return 0; }
+int cuCtxSynchronize(void) { return 0; }
 int cuMemAlloc_v2(uint64_t *memory, size_t size) { *memory = (uint64_t)(uintptr_t)malloc(size); return 0; }
 int cuMemFree_v2(uint64_t memory) { free((void *)(uintptr_t)memory); return 0; }
 int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) { memcpy((void *)(uintptr_t)to, from, size); return 0; }

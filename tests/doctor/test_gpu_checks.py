@@ -16,7 +16,7 @@ import pytest
 import kvfs
 from kvfs.directory.root import Directory
 from kvfs.doctor.findings import BAD, OK, WARN, Finding
-from kvfs.doctor.gpu_checks import _sample, diagnose_gpu
+from kvfs.doctor.gpu_checks import Link, _sample, diagnose_gpu, measure_links
 from kvfs.system.files import Files
 from tests.stores import seeded, tiny, tokens_of
 
@@ -106,6 +106,48 @@ def test_no_store_and_no_child_raise_nothing(path: Path, monkeypatch: pytest.Mon
     assert diagnose_gpu(str(tmp_path / "none"), Files()).status == WARN
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     assert "cannot be checked" in diagnose_gpu(str(path), Files()).detail
+
+
+def links(driver: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seconds: float = 60.0) -> tuple[list[Link], str]:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("FAKE_CUDA", mode)
+    return measure_links(seconds, 1 << 20)
+
+
+def test_the_link_of_each_device_is_measured(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, why = links(driver, monkeypatch, "")
+    assert [(link.ordinal, link.name) for link in found] == [(0, "Fake 9000"), (1, "Fake 9000")] and why == ""
+    for link in found:
+        assert all(0 < low <= middle <= high for low, middle, high in (link.to_device, link.to_host))
+
+
+@pytest.mark.parametrize(
+    ("mode", "measured", "why"),
+    [
+        ("init=803", 0, "cuInit: error 803 (a fake error): run kvfs doctor"),
+        ("none", 0, "the CUDA driver has no device: run kvfs doctor"),
+        ("pin=2", 1, "device 1: cuMemHostAlloc: error 2 (a fake error): run kvfs doctor"),
+        ("wrong", 0, "device 0: the device returned other bytes: run kvfs doctor"),
+        ("crash", 0, "the driver ended the process that asked it (link of device 0): run kvfs doctor"),
+    ],
+)
+def test_a_link_that_is_not_measured_is_one_line(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, mode: str, measured: int, why: str
+) -> None:
+    found, said = links(driver, monkeypatch, mode)
+    assert (len(found), said) == (measured, why)
+
+
+def test_without_a_driver_or_a_child_there_is_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libcuda.so.1").write_text("no library")  # instead of the host's library
+    assert links(tmp_path, monkeypatch, "") == ([], "no CUDA driver, so there is no link to measure")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    assert "cannot be measured" in measure_links()[1]
+
+
+def test_a_link_whose_driver_hangs_is_given_up(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, why = links(driver, monkeypatch, "hang", seconds=1.0)
+    assert found == [] and why.startswith("the driver did not answer within 1 s (")
 
 
 def probes() -> list[bytes]:

@@ -157,6 +157,19 @@ def test_a_wrong_address_is_refused(
     store.close()
 
 
+def test_a_directory_that_takes_no_text_file_is_one_line(
+    store: kvfs.Store, store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("no directory")
+    for target in (folder / "kvfs.prom", tmp_path / "missing" / "kvfs.prom", Path("/proc/kvfs.prom")):
+        assert run(App(), ["-C", str(store_path), "metrics", "--textfile", str(target)]) == 2
+        seen = capsys.readouterr()
+        assert seen.out == "" and seen.err.count("\n") == 1 and "name a directory that is writable" in seen.err
+    assert folder.read_text() == "no directory"
+    store.close()
+
+
 def test_a_port_in_use_is_one_line(store: kvfs.Store, store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server, _ = exporter.serve(store, "127.0.0.1", 0)
     try:
