@@ -47,6 +47,14 @@ class Bench:
         if self.device == "cuda":
             self.torch.cuda.synchronize()
 
+    def event(self) -> Any:
+        """What kvfs waits for: behind all that was enqueued so far. None without a GPU."""
+        if self.device != "cuda":
+            return None
+        event = self.torch.cuda.Event()
+        event.record()
+        return event
+
     def row(self, name: str, what: str) -> None:
         self.rows.append((name, what))
         print(f"{name:58} {what}", flush=True)
@@ -400,7 +408,7 @@ def lightllm_device_path(bench: Bench, buffer: Any) -> None:
         begin = time.perf_counter()
         prompt = space.prompt(tokens)
         prompt.look()
-        saving = io.save(prompt.plan({group.name: list(range(prompt.chunks))}), source, deadline=SECONDS)
+        saving = io.save(prompt.plan({group.name: list(range(prompt.chunks))}), source, bench.event(), deadline=SECONDS)
         assert saving.wait(SECONDS) is not None
         bench.rate("lightllm, kvfs device path: save, until published", [time.perf_counter() - begin], bench.nbytes)
     with opened() as (space, io):
@@ -411,7 +419,7 @@ def lightllm_device_path(bench: Bench, buffer: Any) -> None:
             bench.poison(list(buffer), bench.torch.tensor(target, device=bench.device))
             begin = time.perf_counter()
             with space.match(tokens) as match:
-                loading = io.load(match, target, deadline=SECONDS, layerwise=True)
+                loading = io.load(match, target, bench.event(), deadline=SECONDS, layerwise=True)
                 queued = time.perf_counter() - begin
                 assert loading.layer_ready(0).wait(SECONDS)
                 first = time.perf_counter() - begin
