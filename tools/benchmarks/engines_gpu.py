@@ -140,7 +140,7 @@ def stub_sgl_kernel() -> None:
         def exec_module(self, module: Any) -> None:
             pass
 
-    sys.meta_path.append(Finder())  # type: ignore[arg-type]
+    sys.meta_path.append(Finder())
 
 
 def sglang_pool(bench: Bench) -> tuple[Any, Any]:
