@@ -156,13 +156,14 @@ class Puller:
 
         ConfigError, FormatError for the bucket; RemoteError if it does not answer at all.
         """
-        self._bucket.check()
         matcher = Matcher(self._c, described.digest, described.layout, self._tiers)
-        shapes = sorted(self._bucket.shapes(described), key=lambda s: (s.group.need.kind != "all", s.number))
         end = len(prompt.hashes)
         reach = end if reach is None else reach
-        work = [s.group.part_bytes(s.part) * (min(reach, end - _first(s, prompt, end)) + 1) for s in shapes]
         with ThreadPoolExecutor(self._requests, "kvfs-pull") as pool:
+            listed = pool.submit(self._bucket.shapes, described)  # one round trip with the marker, in place of two
+            self._bucket.check()
+            shapes = sorted(listed.result(), key=lambda s: (s.group.need.kind != "all", s.number))
+            work = [s.group.part_bytes(s.part) * (min(reach, end - _first(s, prompt, end)) + 1) for s in shapes]
             for number, mine in groupby(range(len(shapes)), key=lambda i: shapes[i].number):
                 reached = []
                 for i in mine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import kvfs
 from kvfs.directory import config_file
+from kvfs.remote.bucket import Bucket
 from kvfs.remote.page_object import encode
 from kvfs.system.files import Files
 from tests.remote.conftest import store_at
@@ -38,6 +40,26 @@ def test_a_prompt_of_one_host_is_restored_on_another(
     assert there.verify().ok
     again = there.pull(other, tokens_of(1, 70))
     assert (again.stored, again.objects) == (0, 0), "nothing is fetched that is here"
+
+
+def test_a_pull_asks_for_the_marker_and_the_shapes_at_once(
+    here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(0, 3), seeded(0, 3 * TINY_BYTES))
+    here.push(["chat"])
+    both, check, shapes = threading.Barrier(2, timeout=10.0), Bucket.check, Bucket.shapes
+
+    def meet_and_check(bucket: Bucket) -> None:
+        both.wait()  # it breaks if one of the two waits for the other
+        check(bucket)
+
+    def meet_and_list(bucket: Bucket, *args: Any) -> Any:
+        both.wait()
+        return shapes(bucket, *args)
+
+    monkeypatch.setattr(Bucket, "check", meet_and_check)
+    monkeypatch.setattr(Bucket, "shapes", meet_and_list)
+    assert there.pull(there.namespace("chat", tiny(), "1a"), tokens_of(0, 3)).stored == 3
 
 
 def test_a_namespace_is_pulled_as_a_whole(here: kvfs.Store, there: kvfs.Store) -> None:
