@@ -61,7 +61,7 @@ def _word(  # type: ignore[no-untyped-def]
 @triton.jit
 def _unit_leaves(  # type: ignore[no-untyped-def]
     work, constants, LEAVES: tl.constexpr, CHECK: tl.constexpr, BUFFERS: tl.constexpr, STATES: tl.constexpr,
-    CELL: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr, ONE_UNIT: tl.constexpr,
+    CELL: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr, ONE_UNIT: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.load(work + 1)
     first_row = tl.load(work + 2)
@@ -101,13 +101,14 @@ def _unit_leaves(  # type: ignore[no-untyped-def]
         for _ in range(blocks):
             sums = tl.zeros((LEAVES, 8), tl.uint64)
             plain = tl.zeros((LEAVES, 8), tl.uint64)
-            for stripe in tl.static_range(16):
-                data = _word(
-                    at + stripe * 64, bases, unit_ids, token, unit_tokens, table, row_words, places, there,
-                    BUFFERS, STATES, CELL, ELEMENT, KIND, ONE_UNIT, LEAVES,
-                )  # fmt: skip
-                sums += _product(data, tl.load(constants + stripe + lane)[None, :])
-                plain += data
+            for some in range(0, 16, UNROLLED):
+                for one in tl.static_range(UNROLLED):
+                    data = _word(
+                        at + (some + one) * 64, bases, unit_ids, token, unit_tokens, table, row_words, places, there,
+                        BUFFERS, STATES, CELL, ELEMENT, KIND, ONE_UNIT, LEAVES,
+                    )  # fmt: skip
+                    sums += _product(data, tl.load(constants + some + one + lane)[None, :])
+                    plain += data
             lanes = _scrambled(lanes + sums + _swap(plain, LEAVES), scramble)
             at += 1024
         plain = tl.zeros((LEAVES, 8), tl.uint64)
@@ -133,6 +134,11 @@ def _unit_leaves(  # type: ignore[no-untyped-def]
             tl.store(leaves + leaf, digest, mask=there)
 
 
+def unrolled(element: int) -> int:
+    """Stripes of a block whose loads are under way together; with elements of a byte, 16 took half a minute to compile."""
+    return 16 if element >= 4 else 4
+
+
 def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: int) -> Any:
     """Sum the leaves of a batch on the current stream: compare with ``leaves`` and flag (``check``), or write them.
 
@@ -140,8 +146,8 @@ def leaves(work: Any, constants: Any, shape: Shape, *, check: bool, programs: in
     granules are not used, and every unit must be there. ``constants``: an i64 tensor that holds ``xxh3.CONSTANTS``.
     Returns the compiled kernel; None under the interpreter.
     """
-    one_unit = shape.unit_tokens % shape.states == 0
+    one_unit, words = shape.unit_tokens % shape.states == 0, shape.element == 8
     return _unit_leaves[(programs,)](
         work, constants, LEAVES, check, shape.buffers, shape.states, shape.cell_bytes, shape.element,
-        KINDS[shape.element], one_unit, num_warps=WORD_WARPS if shape.element == 8 else PART_WARPS,
+        KINDS[shape.element], one_unit, unrolled(shape.element), num_warps=WORD_WARPS if words else PART_WARPS,
     )  # fmt: skip

@@ -43,6 +43,7 @@ for capability in map(int, sys.argv[1:]):
         for one_unit in (False, True):
             constants = {"LEAVES": unit_sums.LEAVES, "CHECK": one_unit, "BUFFERS": 4, "STATES": 16, "CELL": 264}
             constants |= {"ELEMENT": element, "KIND": kind, "ONE_UNIT": one_unit}
+            constants["UNROLLED"] = unit_sums.unrolled(element)
             compile_for(capability, unit_sums._unit_leaves, ["work", "constants"], unit_sums.PART_WARPS, constants)
     for aligned in (False, True):
         for check in (False, True):
