@@ -135,7 +135,7 @@ def _unit_leaves(  # type: ignore[no-untyped-def]
 
 
 def unrolled(element: int) -> int:
-    """Stripes of a block whose loads are under way together; with elements of a byte, 16 took half a minute to compile."""
+    """Stripes of a block whose loads are under way together: 16 of single bytes took half a minute to compile."""
     return 16 if element >= 4 else 4
 
 
