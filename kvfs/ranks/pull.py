@@ -90,12 +90,13 @@ class Pull:
             own = {number: commands.put(self.units[number]) for number in {s.attached.number for s in groups}}
             for sent in groups:
                 sent.flags = commands.put(bytes(FLAG * len(sent.chunks)))
-            commands.send(kernels, min(own.values()))
+            commands.send(self.lane.dma, min(own.values()))
             for sent in groups:
                 sent.back = commands.room(FLAG * len(sent.chunks))
                 self._sent.append(sent)
                 if not self._send(sent, commands, own[sent.attached.number], pause):
                     break
+            kernels.after(self.lane.dma.record(self._arrived()))  # also if no batch was sent
             for sent in self._sent:
                 commands.fetch(kernels, sent.flags, FLAG * len(sent.chunks), into=sent.back)
             self._end = kernels.record()
