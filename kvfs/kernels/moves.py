@@ -6,8 +6,6 @@ little-endian i64 words and then two addresses for each layer of the part, of th
 the two does not have this layer).
 
     0   stride_unit, stride_token, stride_head of the source, then of the target
-    6   bytes of a line
-    7   0
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import NamedTuple
 
 from kvfs.kernels.work_list import BUFFER_WORDS, Shape
 
-MOVE_WORDS = 8
+MOVE_WORDS = 6
 TILE_BYTES = 64 << 10
 COLS_MAX, ROWS_MAX = 4096, 128
 VECTOR_BYTES = 16  # that a thread moves at once where addresses allow it
@@ -43,11 +41,6 @@ class Tiles(NamedTuple):
     line: int  # elements of a line, whose last piece may be shorter
     vectors: bool  # addresses and lines are multiples of VECTOR_BYTES
     some: bool  # states may be left out: those before the first token, and those without a unit
-
-    @property
-    def each(self) -> int:
-        """Pieces of a granule in one layer."""
-        return self.moves * self.lines * self.pieces
 
 
 class Moves(NamedTuple):
@@ -93,8 +86,8 @@ def moves_of(source: Shape, target: Shape, *, some: bool = False) -> Moves:
     together = not some and source.unit_tokens % source.states == 0 == target.unit_tokens % target.states
     kinds = [_kind(move, target.states, together) for move in moves]
     words = array("q")
-    for move, kind in zip(moves, kinds, strict=True):
-        words.extend([*move.source, *move.target, kind.line, 0, *itertools.chain.from_iterable(move.bases)])
+    for move in moves:
+        words.extend([*move.source, *move.target, *itertools.chain.from_iterable(move.bases)])
     return Moves(words.tobytes(), tuple(_tiles(kinds, some)))
 
 

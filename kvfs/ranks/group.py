@@ -17,7 +17,7 @@ from kvfs.gpu.device import Event
 from kvfs.gpu.gpu_io import GpuIO, GpuPools
 from kvfs.gpu.lane import Lane
 from kvfs.kernels.driver import CudaError
-from kvfs.kernels.unit_table import sums_in_units, unit_table
+from kvfs.kernels.unit_table import BUFFERS_MAX, sums_in_units, unit_table
 from kvfs.lookup.prompt_pages import PromptPages
 from kvfs.native.shared_prefixes import Found
 from kvfs.pages.chunk_set import bits_of, members, span
@@ -65,7 +65,8 @@ class RankGroup:
             raise ConfigError(f"rank is {rank!r}: pass 0 to {ranks - 1}")
         if not all(map(sums_in_units, pools.shapes.values())):
             raise ConfigError(
-                "ranks need pages that the GPU can verify: Triton's kernels, and leaves of 241 bytes or more"
+                "ranks need pages that the GPU can verify: Triton's kernels, leaves of 241 bytes or more, and at most "
+                f"{BUFFERS_MAX} buffers of a group"
             )
         self.rank = rank
         self._io, self._pools, self._pid = io, pools, os.getpid()

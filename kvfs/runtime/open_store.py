@@ -318,7 +318,7 @@ class OpenStore:
             io.close(max(MOMENT_SECONDS, end - self._files.monotonic()))
 
     def leave(self) -> None:
-        """The disk hangs, and nobody waits for the close any longer: what is left does not use the store."""
+        """The caller of the close goes on although the disk hangs: every later call on the store is declined."""
         self.c.declines = CLOSED
         self.c.counters.add("closes_left")
         log.warning(

@@ -217,7 +217,7 @@ def _copy_on_host(work: Work, tiles: Tiles) -> None:
         theirs = i64(source_ids + 8 * unit, 1)[0]
         ctypes.memmove(
             target + mine * words[3] + place * words[4] + head * words[5],
-            source + theirs * words[0] + inside * words[1] + head * words[2], words[6],
+            source + theirs * words[0] + inside * words[1] + head * words[2], tiles.line * tiles.element,
         )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def test_a_lock_is_held_by_one_append_of_its_class(
 ) -> None:
     monkeypatch.setattr(class_locks, "APPEND_SECONDS", 0.01)
     locks = ClassLocks()
-    a, b = locks.lock("a"), locks.lock("b")  # held here: a lock that nobody has is forgotten, whatever its state
+    a, b = locks.lock("a"), locks.lock("b")  # references: a class without one gets a new lock, which is free
 
     def enters(key: str) -> bool:
         try:
