@@ -65,17 +65,17 @@ class Server:
         model = self.argument("model_dir")
         return config_file(model) if isinstance(model, str) and Path(model).is_dir() else None
 
-    def check(self) -> None:
-        """ConfigError or UnsupportedModelError, with the flag to change."""
+    def check(self, without: str = "--enable_disk_cache") -> None:
+        """ConfigError or UnsupportedModelError, with the flag to change. ``without``: what LightLLM can do without."""
         if self.argument("enable_multimodal"):
             raise UnsupportedModelError(
                 "LightLLM numbers images and audio again in each run, so pages with one would be found for another: "
-                "pass --disable_vision --disable_audio, or leave --enable_disk_cache out"
+                f"pass --disable_vision --disable_audio, or leave {without} out"
             )
         if self.argument("enable_rl"):
             raise UnsupportedModelError(
                 "--enable_rl changes weights in place, and pages of the old ones would be found: leave --enable_rl or "
-                "--enable_disk_cache out"
+                f"{without} out"
             )
         if self.page_tokens % GRANULE_TOKENS:
             raise ConfigError(
@@ -121,8 +121,27 @@ class Server:
             )
         return self._own(settings, PageLayout.opaque(page_bytes, self.page_tokens), {})
 
-    def canonical(self, settings: LightLLMSettings, page_bytes: int) -> dict[str, Any]:
-        """Arguments of ``Store.namespace`` for pages under token ids. UnsupportedModelError where cells are unknown."""
+    def device(self, settings: LightLLMSettings) -> tuple[str, int | str, dict[str, Any]]:
+        """Directory and capacity of the store, and arguments of ``Store.namespace``, for the pool on the GPU."""
+        if self.argument("run_mode") not in (None, "normal") or int(self.argument("nnodes") or 1) > 1:
+            raise UnsupportedModelError(
+                f'"device" in {VARIABLE} is for servers of one host that compute and answer: leave it out with '
+                "--run_mode prefill or decode and --nnodes"
+            )
+        folder = self.argument("disk_cache_dir")
+        if not settings.path and not folder:
+            raise ConfigError(
+                f'no directory of the store: write "path" into {VARIABLE}, set KVFS_DIR, or pass --disk_cache_dir'
+            )
+        path = settings.path or str(Path(folder, "cache_file.kvfs"))
+        capacity = settings.capacity or int(float(self.argument("disk_cache_storage_size") or 10) * (1 << 30))
+        return path, capacity, self.canonical(settings, None)
+
+    def canonical(self, settings: LightLLMSettings, page_bytes: int | None) -> dict[str, Any]:
+        """Arguments of ``Store.namespace`` for pages under token ids. UnsupportedModelError where cells are unknown.
+
+        ``page_bytes``: of the pages that LightLLM has; None if the caller compares shapes itself.
+        """
         config, switches = self.config, self.switches()
         if config is None:
             raise UnsupportedModelError(f"there is no config.json in --model_dir {self.argument('model_dir')}")
@@ -142,7 +161,7 @@ class Server:
         layout = arguments["layout"]
         if [group.name for group in layout.groups] != ["full"] or "latent" in layout.groups[0].cell.encoding:
             raise UnsupportedModelError("LightLLM's pages are understood of full attention with keys and values only")
-        if layout.page_bytes != page_bytes:
+        if page_bytes is not None and layout.page_bytes != page_bytes:
             raise UnsupportedModelError(
                 f"LightLLM's pages have {page_bytes} bytes, by {config} and --data_type they have {layout.page_bytes}"
             )

@@ -7,10 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
 from kvfs.integrations.settings import check_known, check_value
+from kvfs.system.memory_limits import memory_limit
 
 VARIABLE = "KVFS_LIGHTLLM"
+REGISTERED_SHARE = 4  # of the host's memory may be registered, as in ``kvfs.gpu.gpu_io``
 _EXAMPLE = '\'{"path": "/var/cache/kvfs", "capacity": "200GiB"}\''
 
 
@@ -29,6 +32,8 @@ class LightLLMSettings:
     threads: int = 4  # of copies, per direction
     store_seconds: float = 30.0  # pages that are not copied by then are not stored
     load_seconds: float = 30.0  # pages that are not loaded by then are computed
+    device: bool = False  # between the pool on the GPU and the store, without LightLLM's CPU cache
+    warm_bytes: int | str | None = None  # with device: of the pages used last, registered at the start; None: its share
 
 
 def settings_of(environment: Mapping[str, str] = os.environ) -> LightLLMSettings:
@@ -44,6 +49,17 @@ def settings_of(environment: Mapping[str, str] = os.environ) -> LightLLMSettings
     values = {"path": environment.get("KVFS_DIR") or "", **given}
     if not isinstance(values["path"], str):
         raise ConfigError(f"path in {VARIABLE} is {values['path']!r}: pass text")
+    if not isinstance(values.get("device", False), bool):
+        raise ConfigError(f"device in {VARIABLE} is {values['device']!r}: pass true or false")
+    if values.get("warm_bytes") is not None:
+        parse_size(values["warm_bytes"], f"warm_bytes in {VARIABLE}")
     for name, value in values.items():
         check_value(name, value, VARIABLE, seconds_max=60, why=", since LightLLM waits 120")
     return LightLLMSettings(**values)
+
+
+def warm_bytes(settings: LightLLMSettings, ranks: int) -> int:
+    """How much a rank registers when it starts: by default its share of what all ``ranks`` of the host may register."""
+    if settings.warm_bytes is not None:
+        return parse_size(settings.warm_bytes, "warm_bytes")
+    return (memory_limit() or 0) // REGISTERED_SHARE // ranks
