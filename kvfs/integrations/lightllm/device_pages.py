@@ -213,12 +213,12 @@ class Save:
             if self._came():
                 pages, settings = self._pages, self._pages.settings
                 plan = pages.space.plan_save(self._ids, part=pages.io.parts)
-                left = max(POLL_SECONDS, self._end - time.monotonic())
-                self._saving = pages.io.save(plan, self._slots, self._after, left, settings.ttl)
-                return
-            log.warning(
-                "kvfs: a prompt is not stored: the GPU did not finish it in %s s", self._pages.settings.store_seconds
-            )
+                if any(plan.missing.values()):
+                    left = max(POLL_SECONDS, self._end - time.monotonic())
+                    self._saving = pages.io.save(plan, self._slots, self._after, left, settings.ttl)
+                    return
+            else:
+                log.warning("kvfs: a prompt is not stored: the GPU has not computed it within store_seconds")
         except Exception:
             log.exception("kvfs: a save failed")
         self._over = True
