@@ -26,6 +26,7 @@ from kvfs.system.files import Files
 from tests.integrations.lightllm_cache import SECONDS, SETTINGS, canonical, environment, set_canonical
 
 POISON = 1.5
+FAST = False
 
 
 class MemoryManager:
@@ -34,25 +35,27 @@ class MemoryManager:
     def __init__(self, slots: int, *, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
         self.kv_buffer = torch.full((layers, slots + 1, 2 * heads, dim), POISON, dtype=dtype)
         self.shape: Any = {"layers": layers, "heads": heads, "dim": dim, "dtype": dtype}
-        self._free = list(range(slots))
-        random.Random(1).shuffle(self._free)
+        numbers = list(range(slots))
+        random.Random(1).shuffle(numbers)
+        self._state = torch.tensor(numbers, dtype=torch.int32)  # free ones from ``_start`` on
         self._handed_out = torch.zeros(slots, dtype=torch.int32)
-        self.size = slots
+        self._start, self.size = 0, slots
 
     @property
     def left(self) -> int:
-        return len(self._free)
+        return self.size - self._start
 
     def alloc(self, need_size: int) -> torch.Tensor:
-        mine, self._free = self._free[:need_size], self._free[need_size:]
-        assert len(mine) == need_size
-        self._handed_out[:need_size] = torch.tensor(mine, dtype=torch.int32)
-        return self._handed_out[:need_size]  # a view that the next call overwrites, as LightLLM's
+        assert need_size <= self.left
+        found = self._handed_out[:need_size]  # a view that the next call overwrites, as LightLLM's
+        found.copy_(self._state[self._start : self._start + need_size])
+        self._start += need_size
+        return found
 
     def free(self, slots: torch.Tensor) -> None:
-        numbers = slots.tolist()
-        assert not {*numbers} & {*self._free}, "slots are freed twice"
-        self._free += numbers
+        assert FAST or not torch.isin(slots, self._state[self._start :]).any(), "slots are freed twice"
+        self._start -= len(slots)
+        self._state[self._start : self._start + len(slots)] = slots
 
     def page(self, slots: torch.Tensor) -> bytes:
         """Canonical bytes of the page in these slots."""

@@ -3,7 +3,8 @@
 The inference loop of each rank calls ``begin_loads`` with new requests, ``update`` once per turn, ``ready`` before it
 chooses what to compute, and ``begin_save`` with a request that has finished. The contract:
 
-- No call waits for a disk, the GPU or a lookup. What takes longer than a millisecond runs on threads of kvfs.
+- No call waits for a disk, the GPU or a lookup. What takes longer than a fraction of a millisecond runs on threads of
+  kvfs, and so does what releases the GIL, which another thread would then have for five milliseconds.
 - Ranks of one group make the same calls in the same order, and act on what ``agree`` returns alone: the least of what
   they have found. So they take the same slots, and compute the same prompts.
 - From ``begin_loads`` on a request is held back until its load has ended. Then ``cur_kv_len`` covers what every rank
@@ -22,10 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvfs.errors import UnsupportedModelError
-from kvfs.integrations.lightllm.device_pages import UNKNOWN, DevicePages, Restore, Save, Shard
+from kvfs.integrations.lightllm.device_pages import UNKNOWN, DevicePages, Restore, Save, Shard, Streams
 from kvfs.integrations.lightllm.model import Server
 from kvfs.integrations.lightllm.settings import settings_of
 from kvfs.types import Tier
@@ -99,8 +101,7 @@ class DevicePath:
             parameters = req.sampling_param
             if parameters.shm_param.prompt_logprobs >= 0 or parameters.disable_prompt_cache or req.is_slave_req():
                 continue
-            token_ids = req.shm_req.shm_prompt_ids.arr[:limit].copy()
-            self._loading[req.req_id] = _Loading(req, Restore(self.pages, token_ids))
+            self._loading[req.req_id] = _Loading(req, Restore(self.pages, _token_ids(req, limit)))
 
     def ready(self, reqs: Sequence[Any]) -> list[Any]:
         """Those that are not held back."""
@@ -134,7 +135,7 @@ class DevicePath:
         req, first = one.req, one.req.cur_kv_len
         if one.slots is None and not req.infer_aborted and self._takes(tokens - first):
             one.slots = self._allocate(req, tokens - first)
-            one.restore.load(one.slots, first, self.pages.after(self._streams()))
+            one.restore.load(one.slots, first, self._streams())
             return
         if one.slots is not None:
             kept = max(0, min(tokens - first, len(one.slots)))
@@ -171,25 +172,25 @@ class DevicePath:
         if not tokens:
             req.cpu_cache_task_status = status.FINISHED
             return None
-        row = self._backend.model.req_manager.req_to_token_indexs[req.req_idx, :tokens]
-        slots, after = self.pages.to_host(row, self._streams())
+        rows, row = self._backend.model.req_manager.req_to_token_indexs, req.req_idx
         req.cpu_cache_task_status = status.RUNNING
-        return SaveTask(req, Save(self.pages, req.shm_req.shm_prompt_ids.arr[:tokens].copy(), slots, after))
+        token_ids = _token_ids(req, tokens)
+        return SaveTask(req, Save(self.pages, token_ids, lambda: rows[row, :tokens], self._streams()))
 
-    def _streams(self) -> Callable[[], Any]:
-        """A stream behind all that the engine has enqueued."""
-
-        def stream() -> Any:
-            made = self._context.get_cpu_kv_cache_stream()
-            made.wait_stream(torch.cuda.current_stream())
-            made.wait_stream(self._context.get_overlap_stream())
-            return made
-
-        return stream
+    def _streams(self) -> Streams:
+        if not self.pages.on_gpu:
+            return ()
+        return torch.cuda.current_stream(), self._context.get_overlap_stream()
 
     def close(self) -> None:
         """End what is under way, and close the store. LightLLM ends with its process."""
         self.pages.close()
+
+
+def _token_ids(req: Any, tokens: int) -> Any:
+    """A copy of the first ids of a prompt, made without releasing the GIL."""
+    ids = req.shm_req.shm_prompt_ids.arr[:tokens]
+    return np.frombuffer(ids.tobytes(), dtype=ids.dtype)
 
 
 def _leading(saves: Sequence[SaveTask]) -> int:

@@ -35,6 +35,8 @@ WARM_SECONDS = 10.0
 POLL_SECONDS = 1e-3
 CLOSE_SECONDS = 10.0
 TRANSFERS_MAX = 1024  # unfinished ones
+#: On which the engine enqueues what uses slots. What is enqueued there later may be waited for, too.
+Streams = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class DevicePages:
     store: Store
     space: Namespace
     io: HostIO
+    buffer: torch.Tensor
     on_gpu: bool
     lookups: JobThreads = field(default_factory=lambda: JobThreads("load", 1))
     offloads: JobThreads = field(default_factory=lambda: JobThreads("offload", 1))
@@ -94,25 +97,34 @@ class DevicePages:
         except BaseException:
             store.close()
             raise
-        return cls(settings, store, space, io, on_gpu)
+        return cls(settings, store, space, io, shard.buffer, on_gpu)
 
     @property
     def page_tokens(self) -> int:
         return self.space.layout.page_tokens
 
-    def after(self, stream: Callable[[], Any]) -> Any:
-        """An event behind all that uses the slots now; None in host memory, where nothing is asynchronous."""
-        return _record(stream()) if self.on_gpu else None
+    def after(self, streams: Streams) -> Any:
+        """An event behind all that uses slots now; None in host memory, where nothing is asynchronous."""
+        return self._behind(streams) if self.on_gpu else None
 
-    def to_host(self, row: torch.Tensor, stream: Callable[[], Any]) -> tuple[torch.Tensor, Any]:
+    def to_host(self, row: torch.Tensor, streams: Streams) -> tuple[torch.Tensor, Any]:
         """Slot numbers that are in GPU memory: on their way to the host, and the event with which they have come."""
         if not self.on_gpu:
             return row.clone(), None
         host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-        queue = stream()
-        with torch.cuda.stream(queue):
-            host.copy_(row, non_blocking=True)
-        return host, _record(queue)
+        return host, self._behind(streams, lambda: host.copy_(row, non_blocking=True))
+
+    def _behind(self, streams: Streams, enqueue: Callable[[], object] = lambda: None) -> Any:
+        """An event behind all that the engine has enqueued, and what is enqueued on a stream behind that."""
+        with torch.cuda.device(self.buffer.device):
+            mine = torch.cuda.Stream()
+            for stream in streams:
+                mine.wait_stream(stream)
+            with torch.cuda.stream(mine):
+                enqueue()
+                event = torch.cuda.Event()
+                event.record()
+        return event
 
     def close(self) -> None:
         """End what is under way, and close the store."""
@@ -138,10 +150,10 @@ class Restore:
         self._stopped = False
         pages.lookups.put(self._look)
 
-    def load(self, slots: torch.Tensor, first: int, after: Any) -> None:
-        """Load tokens from number ``first`` on, one for each slot. ``after``: what to wait for before that."""
+    def load(self, slots: torch.Tensor, first: int, streams: Streams) -> None:
+        """Load tokens from number ``first`` on, one for each slot, behind what ``streams`` do."""
         self.tokens = UNKNOWN
-        self._pages.lookups.put(partial(self._load, slots, first, after))
+        self._pages.lookups.put(partial(self._load, slots, first, streams))
 
     def stop(self) -> None:
         """Its request is aborted: the load ends soon. Does not wait."""
@@ -164,7 +176,7 @@ class Restore:
             log.exception("kvfs: a lookup failed")
         self.tokens = found
 
-    def _load(self, slots: torch.Tensor, first: int, after: Any) -> None:
+    def _load(self, slots: torch.Tensor, first: int, streams: Streams) -> None:
         io, seconds = self._pages.io, self._pages.settings.load_seconds
         try:
             assert self._match is not None
@@ -173,7 +185,7 @@ class Restore:
             others = self._match.tokens - first - len(slots)  # that another rank has not found
             units = [*[-1] * (first - whole), *slots.tolist(), *[-1] * others]
             self._transfer = io.load(
-                self._match, units, after, seconds, first, first_unit=whole, on_done=self._loaded,
+                self._match, units, self._pages.after(streams), seconds, first, first_unit=whole, on_done=self._loaded,
             )  # fmt: skip
             if self._stopped:
                 self._transfer.cancel(0.0)
@@ -197,8 +209,11 @@ class Restore:
 class Save:
     """The prompt of one request, to be stored. ``free``: no byte of its slots is read any more."""
 
-    def __init__(self, pages: DevicePages, token_ids: Any, slots: torch.Tensor, after: Any) -> None:
-        self._pages, self._ids, self._slots, self._after = pages, token_ids, slots, after
+    def __init__(
+        self, pages: DevicePages, token_ids: Any, row: Callable[[], torch.Tensor], streams: Streams
+    ) -> None:  # fmt: skip
+        """``row``: the slot numbers, in the memory of the pool, which hold until ``free``."""
+        self._pages, self._ids, self._row, self._streams = pages, token_ids, row, streams
         self._over = False
         self._saving: Transfer | None = None
         self._end = time.monotonic() + pages.settings.store_seconds
@@ -210,29 +225,23 @@ class Save:
 
     def _run(self) -> None:
         try:
-            if self._came():
-                pages, settings = self._pages, self._pages.settings
-                plan = pages.space.plan_save(self._ids, part=pages.io.parts)
-                if any(plan.missing.values()):
+            pages, settings = self._pages, self._pages.settings
+            slots, after = pages.to_host(self._row(), self._streams)
+            plan = pages.space.plan_save(self._ids, part=pages.io.parts)
+            if any(plan.missing.values()):
+                if self._came(after):
                     left = max(POLL_SECONDS, self._end - time.monotonic())
-                    self._saving = pages.io.save(plan, self._slots, self._after, left, settings.ttl)
+                    self._saving = pages.io.save(plan, slots, after, left, settings.ttl)
                     return
-            else:
                 log.warning("kvfs: a prompt is not stored: the GPU has not computed it within store_seconds")
         except Exception:
             log.exception("kvfs: a save failed")
         self._over = True
 
-    def _came(self) -> bool:
+    def _came(self, after: Any) -> bool:
         """Wait for the slot numbers; False if they have not come in time."""
-        while self._after is not None and not self._after.query():
+        while after is not None and not after.query():
             if time.monotonic() >= self._end:
                 return False
             time.sleep(POLL_SECONDS)
         return True
-
-
-def _record(stream: Any) -> Any:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
