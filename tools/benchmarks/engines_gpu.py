@@ -3,6 +3,9 @@
 ``python -m tools.benchmarks.engines_gpu --engines FOLDER``: FOLDER/python holds the engines' sources and what they
 import, FOLDER/lightllm a checkout of LightLLM. Each contender runs by itself; one that cannot run is a row with its
 reason. Targets are poisoned before each load and compared with the saved bytes after it.
+
+Stores have segments of ``--segment``, as stores of 128 GiB and more have by default. By its capacity this benchmark's
+would have some of 19 MB; then registering them costs so much by region that loads go through the ring for good.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import json
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -19,6 +24,7 @@ import threading
 import time
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +48,29 @@ class Bench:
         self.nbytes = self.tokens * self.layers * 2 * self.heads * self.dim * 2
         self.store = Path(tempfile.mkdtemp(prefix="engines-gpu-", dir=args.store))
         self.rows: list[tuple[str, str]] = []
+
+    def capacity(self) -> int:
+        return 4 * self.nbytes + (4 << 30)
+
+    def make_store(self, name: str) -> str:
+        """A new store with segments as large as those of a server's."""
+        import kvfs
+
+        path = str(self.store / name)
+        kvfs.open(path, capacity=self.capacity(), segment_bytes=self.args.segment).close()
+        return path
+
+    def regions(self, name: str, io: Any) -> None:
+        """Say how loads reached the GPU: what is registered, and what the driver has taken for it lately."""
+        regions = io._gpu_context.regions if self.device == "cuda" else None
+        if regions is None:
+            return
+        source = regions.source
+        cost = getattr(source, "_seconds", 0.0) * (1 << 30) / max(1.0, getattr(source, "_registered", 0.0))
+        self.row(
+            f"{name}: registered", f"{regions.nbytes / 1e9:.2f} GB, {source.name}, {cost:.3f} s/GiB, "
+            f"{'loads register more' if source.ready() else 'what is missing goes through the ring'}",
+        )  # fmt: skip
 
     def sync(self) -> None:
         if self.device == "cuda":
@@ -170,7 +199,7 @@ def sglang_linker(bench: Bench, pool: Any, allocator: Any) -> None:
         token_to_kv_pool_allocator=allocator, page_size=PAGE, tp_cache_group=None, attn_tp_cache_group=None, pp_rank=0,
         pp_size=1, mtp_draft_device_pools=(), sidecar_draft_device_pools=(),
     )  # fmt: skip
-    extra = {"path": str(bench.store / "linker"), "capacity": 4 * bench.nbytes + (1 << 30), "weights_id": "0123abcd",
+    extra = {"path": bench.make_store("linker"), "capacity": bench.capacity(), "weights_id": "0123abcd",
              "ring_bytes": bench.args.ring}  # fmt: skip
     source = torch.arange(PAGE, PAGE + bench.tokens, device=bench.device)
     target = source + bench.tokens
@@ -233,6 +262,7 @@ def sglang_linker(bench: Bench, pool: Any, allocator: Any) -> None:
             totals.append(total)
             firsts.append(first)
     bench.rate("sglang, kvfs linker: load after a restart", totals, bench.nbytes, firsts)
+    bench.regions("sglang, kvfs linker", linker._pages._attached.io)
     bench.row(
         "sglang, kvfs linker: longest call on the scheduler, ms",
         ", ".join(f"{k} {v * 1e3:.2f}" for k, v in longest.items()),
@@ -382,7 +412,7 @@ def lightllm_cpu_cache(bench: Bench, folder: Path, buffer: Any) -> None:
     assert bench.same(list(buffer), source, target), "bytes differ"
 
 
-def lightllm_device_path(bench: Bench, buffer: Any) -> None:
+def lightllm_by_hand(bench: Bench, buffer: Any) -> None:
     """kvfs over LightLLM's pool as token slots: save, restart, layer-wise load, without a CPU cache."""
     import kvfs
 
@@ -393,10 +423,13 @@ def lightllm_device_path(bench: Bench, buffer: Any) -> None:
     kv = kvfs.describe(group, list(buffer), "slot,2*head,dim")
     tokens = [n * 7 % 32000 for n in range(bench.tokens)]
     source, target = list(range(bench.tokens)), list(range(bench.tokens, 2 * bench.tokens))
+    random.Random(1).shuffle(source)
+    random.Random(2).shuffle(target)
+    path = bench.make_store("lightllm")
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, Any]]:
-        with kvfs.open(str(bench.store / "lightllm"), capacity=4 * bench.nbytes + (1 << 30)) as store:
+        with kvfs.open(path, capacity=bench.capacity()) as store:
             space = store.namespace("lightllm", layout, revision="0123abcd")
             io = space.attach(kv, ring_bytes=bench.args.ring)
             try:
@@ -410,7 +443,7 @@ def lightllm_device_path(bench: Bench, buffer: Any) -> None:
         prompt.look()
         saving = io.save(prompt.plan({group.name: list(range(prompt.chunks))}), source, bench.event(), deadline=SECONDS)
         assert saving.wait(SECONDS) is not None
-        bench.rate("lightllm, kvfs device path: save, until published", [time.perf_counter() - begin], bench.nbytes)
+        bench.rate("lightllm, kvfs by hand: save, until published", [time.perf_counter() - begin], bench.nbytes)
     with opened() as (space, io):
         if bench.device == "cuda":
             time.sleep(3.0)
@@ -433,8 +466,128 @@ def lightllm_device_path(bench: Bench, buffer: Any) -> None:
                 totals.append(total)
                 firsts.append(first)
                 longest = max(longest, queued)
-        bench.rate("lightllm, kvfs device path: load after a restart", totals, bench.nbytes, firsts)
-        bench.row("lightllm, kvfs device path: lookup and load() return after", f"{longest * 1e3:.2f} ms at most")
+        bench.rate("lightllm, kvfs by hand: layer-wise load after a restart", totals, bench.nbytes, firsts)
+        bench.row("lightllm, kvfs by hand: lookup and load() return after", f"{longest * 1e3:.2f} ms at most")
+        bench.regions("lightllm, kvfs by hand", io)
+
+
+class Slots:
+    """The slots of LightLLM's memory manager, handed out in random order as after many requests."""
+
+    def __init__(self, bench: Bench, size: int) -> None:
+        self._state = bench.torch.randperm(size, generator=bench.torch.Generator().manual_seed(3)).int()
+        self._start = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._state) - self._start
+
+    def alloc(self, need_size: int) -> Any:
+        self._start += need_size
+        return self._state[self._start - need_size : self._start].clone()
+
+    def free(self, slots: Any) -> None:
+        self._start -= len(slots)
+        self._state[self._start : self._start + len(slots)] = slots.cpu()
+
+
+def lightllm_adapter(bench: Bench, buffer: Any) -> None:
+    """The device path as LightLLM's inference loop calls it: save, restart, loads into slots in random order."""
+    import numpy as np
+
+    from kvfs.integrations.lightllm.device import DevicePath
+    from kvfs.integrations.lightllm.device_pages import DevicePages, Shard
+    from kvfs.integrations.lightllm.model import Server
+    from kvfs.integrations.lightllm.settings import settings_of
+
+    torch, name = bench.torch, "lightllm, kvfs device path"
+    model = bench.store / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({
+        "model_type": "llama", "num_hidden_layers": bench.layers, "num_attention_heads": bench.heads,
+        "num_key_value_heads": bench.heads, "head_dim": bench.dim, "hidden_size": bench.heads * bench.dim,
+        "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    }))  # fmt: skip
+    settings = settings_of({"KVFS_LIGHTLLM": json.dumps({
+        "path": bench.make_store("lightllm-adapter"), "capacity": bench.capacity(), "weights_id": "0123abcd",
+        "ring_bytes": bench.args.ring, "device": True, "store_seconds": 60, "load_seconds": 60,
+    })})  # fmt: skip
+    server = Server({"LIGHTLLM_START_ARGS": json.dumps({
+        "model_dir": str(model), "data_type": "bf16", "cpu_cache_token_page_size": PAGE,
+    })})  # fmt: skip
+    pool, rows = Slots(bench, 2 * bench.tokens), torch.zeros((2, bench.tokens + 1), dtype=torch.int32)
+    rows = rows.to(bench.device)
+    overlap = torch.cuda.Stream() if bench.device == "cuda" else None
+    backend = SimpleNamespace(
+        model=SimpleNamespace(mem_manager=pool, req_manager=SimpleNamespace(req_to_token_indexs=rows)),
+        is_master_in_dp=True,
+    )  # fmt: skip
+    context = SimpleNamespace(
+        radix_cache=None, get_can_alloc_token_num=lambda: pool.left, get_overlap_stream=lambda: overlap
+    )
+    ids = np.array([*(n * 7 % 32000 for n in range(bench.tokens)), 1], dtype=np.int64)
+    longest = dict.fromkeys(("begin_save", "begin_loads", "update", "ready"), 0.0)
+
+    def request(number: int) -> Any:
+        """LightLLM's InferReq."""
+        return SimpleNamespace(
+            req_id=number, req_idx=number % 2, cur_kv_len=0, infer_aborted=False, cpu_cache_task_status=None,
+            _CpuCacheTaskStatus=SimpleNamespace(RUNNING="running", FINISHED="finished"), is_slave_req=lambda: False,
+            shm_req=SimpleNamespace(input_len=len(ids), shm_prompt_ids=SimpleNamespace(arr=ids)),
+            sampling_param=SimpleNamespace(
+                shm_param=SimpleNamespace(prompt_logprobs=-1), disable_prompt_cache=False
+            ),
+        )  # fmt: skip
+
+    def called(path: Any, call: str, *given: Any) -> Any:
+        begin = time.perf_counter()
+        found = getattr(path, call)(*given)
+        longest[call] = max(longest[call], time.perf_counter() - begin)
+        return found
+
+    def until(path: Any, saves: Any, done: Callable[[], bool]) -> None:
+        end = time.perf_counter() + SECONDS
+        while not done():
+            assert time.perf_counter() < end, "it goes on without end"
+            called(path, "update", saves)
+            time.sleep(0.0005)
+
+    def same(one: Any, other: Any) -> bool:
+        return bench.same(list(buffer), rows[one, : bench.tokens].long(), rows[other, : bench.tokens].long())
+
+    saves = deque[Any]()
+    first = request(0)
+    rows[0, : bench.tokens] = pool.alloc(bench.tokens).to(bench.device)
+    first.cur_kv_len = bench.tokens
+    for again in (False, True):
+        path = DevicePath(DevicePages.open(settings, server, Shard(buffer, 0, 1)), backend, context, list)
+        if not again:
+            begin = time.perf_counter()
+            saves.append(called(path, "begin_save", first))
+            saving = saves[0].save
+            until(path, saves, lambda: not saves)
+            free = time.perf_counter() - begin
+            assert saving._saving is not None and saving._saving.wait(SECONDS) is not None
+            bench.rate(f"{name}: save, until its slots are free", [free], bench.nbytes)
+            bench.rate(f"{name}: save, until published", [time.perf_counter() - begin], bench.nbytes)
+            path.close()
+    totals = list[float]()
+    for number in range(1, 2 * bench.rounds + 3, 2):
+        bench.poison(list(buffer), pool._state[pool._start :].long().to(bench.device))
+        req = request(number)
+        begin = time.perf_counter()
+        called(path, "begin_loads", [req])
+        until(path, saves, lambda: called(path, "ready", [req]) == [req])  # noqa: B023
+        totals.append(time.perf_counter() - begin)
+        assert req.cur_kv_len == bench.tokens, f"{req.cur_kv_len} of {bench.tokens} tokens are loaded"
+        bench.sync()
+        assert same(0, 1), "bytes differ"
+        pool.free(rows[1, : bench.tokens])
+    bench.rate(f"{name}: first load after a restart", totals[:1], bench.nbytes)
+    bench.rate(f"{name}: load", totals[1:], bench.nbytes)
+    bench.row(f"{name}: longest call, ms", ", ".join(f"{k} {v * 1e3:.2f}" for k, v in longest.items()))
+    bench.regions(name, path.pages.io)
+    path.close()
 
 
 def main() -> int:
@@ -445,6 +598,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ring", default="1GiB")
+    parser.add_argument("--segment", default="256MiB", help="bytes of a segment of the stores")
     parser.add_argument(
         "--store", type=Path, default=None, help="directory of the stores; default: that of temporaries"
     )
@@ -462,7 +616,9 @@ def main() -> int:
             buffer = lightllm_buffer(bench, 2 * bench.tokens)
             bench.fill(list(buffer))
             with bench.part("lightllm, kvfs device path"):
-                lightllm_device_path(bench, buffer)
+                lightllm_adapter(bench, buffer)
+            with bench.part("lightllm, kvfs by hand"):
+                lightllm_by_hand(bench, buffer)
             with bench.part("lightllm, its CPU cache"):
                 lightllm_cpu_cache(bench, args.engines / "lightllm", buffer)
             del buffer
