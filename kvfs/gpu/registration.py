@@ -27,6 +27,7 @@ REMEMBERED_BYTES = 1 << 30  # about so many count: pages that were just written 
 #: Above this cost a load is faster through the ring than by registering first. On two H200 hosts the ring took 0.026
 #: and 0.039 s per GiB, a load that registers 0.01 more than registering alone.
 SECONDS_PER_GIB_MAX = 0.035
+AGAIN_SECONDS = 10.0  # until what was too expensive is measured again: else one bad second decides for good
 FAILURES_MAX = 8  # of the driver, until loads stop asking it
 READ_BYTES = 4 << 20  # one preadv into a block
 LACKED_MAX = 256  # regions that are remembered as lacking from one second to the next
@@ -108,6 +109,7 @@ class RegisteredMaps:
         self._device, self._files, self.budget = device, files, budget
         self.failed = 0  # registrations that the driver refused, one after the other
         self._seconds, self._registered = 0.0, 0.0  # spent lately, on how many bytes
+        self._at = 0.0  # when the last of them was registered
 
     @property
     def wants_prefetch(self) -> bool:
@@ -115,7 +117,11 @@ class RegisteredMaps:
 
     def ready(self) -> bool:
         expensive = self._seconds * (1 << 30) > SECONDS_PER_GIB_MAX * self._registered
-        return self.failed < FAILURES_MAX and not (expensive and self._registered >= MEASURED_BYTES)
+        if expensive and self._registered >= MEASURED_BYTES:
+            if self._files.monotonic() - self._at < AGAIN_SECONDS:
+                return False
+            self._seconds = self._registered = 0.0
+        return self.failed < FAILURES_MAX
 
     def lacks(self, segment_id: bytes, number: int) -> None:
         pass
@@ -155,7 +161,8 @@ class RegisteredMaps:
             return None
         self.failed = 0
         self._registered += region.nbytes
-        self._seconds += self._files.monotonic() - begin
+        self._at = self._files.monotonic()
+        self._seconds += self._at - begin
         if self._registered > REMEMBERED_BYTES:
             self._registered, self._seconds = self._registered / 2, self._seconds / 2
         return region
