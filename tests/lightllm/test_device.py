@@ -188,9 +188,17 @@ class Rank:
         req.cur_kv_len = end
 
     def finish(self, req: Any) -> None:
-        """What the loop does with a request that has ended."""
-        self.turn_until(lambda: self.module.offload_finished_reqs_to_cpu_cache([req]) == [req])
+        """What the loop does with a request that has ended; what was taken is published then."""
+        saves = list[Any]()
+
+        def ended() -> bool:
+            over = bool(self.module.offload_finished_reqs_to_cpu_cache([req]) == [req])
+            saves.extend(task.save for task in self.module.cpu_cache_handle_queue)
+            return over
+
+        self.turn_until(ended)
         self.context.filter_reqs([req])
+        assert all(save._saving is None or save._saving.wait(SECONDS) for save in saves)
 
     def slots(self, req: Any, number: int) -> torch.Tensor:
         return self.rows[req.req_idx, number * PAGE : (number + 1) * PAGE]
