@@ -26,7 +26,7 @@ from kvfs.system.files import Files
 from tests.integrations.lightllm_cache import SECONDS, SETTINGS, canonical, environment, set_canonical
 
 POISON = 1.5
-FAST = False
+FAST = False  # leave out checks that cost the loop time
 
 
 class MemoryManager:
