@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,6 +342,18 @@ def test_ranks_use_no_more_than_the_one_that_restored_least(memory_path: Path) -
 def test_the_device_path_is_off_unless_it_is_asked_for(memory_path: Path) -> None:
     with environment({"path": str(memory_path / "store")}, server_of(model_folder(memory_path / "model"))):
         assert device_module.device_path(None, None, None) is None
+    assert not (memory_path / "store").exists()
+
+
+def test_a_pool_of_another_kind_is_refused(memory_path: Path) -> None:
+    class PPLINT8KVMemoryManager(MemoryManager):
+        pass
+
+    backend = SimpleNamespace(model=SimpleNamespace(mem_manager=PPLINT8KVMemoryManager(256, **SHAPE)))
+    given = {"path": str(memory_path / "store"), "device": True, "weights_id": "0123abcd"}
+    with environment(given, server_of(model_folder(memory_path / "model"))):
+        with pytest.raises(UnsupportedModelError, match="PPLINT8KVMemoryManager.*--llm_kv_type"):
+            device_module.device_path(backend, None, None)
     assert not (memory_path / "store").exists()
 
 

@@ -1,7 +1,7 @@
 """How long the calls of LightLLM's device path take its inference loop: ``python -m tools.benchmarks.lightllm_calls``.
 
-A pool of token slots in random order; prompts of 32k tokens that are saved, looked up and loaded on the tests' simulated
-device, whose kernels do nothing here. Wall time includes what other threads and processes take from the loop.
+A pool of token slots in random order; prompts of 32k tokens that are saved, looked up and loaded on the simulated
+device of the tests, whose kernels do nothing here. Wall time includes what other threads and processes take.
 """
 
 from __future__ import annotations

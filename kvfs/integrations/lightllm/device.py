@@ -157,7 +157,7 @@ class DevicePath:
             tree.free_radix_cache_to_get_enough_token(need_token_num=tokens)
         slots: torch.Tensor = model.mem_manager.alloc(need_size=tokens)
         first = req.cur_kv_len
-        model.req_manager.req_to_token_indexs[req.req_idx, first : first + tokens] = slots
+        model.req_manager.req_to_token_indexs[req.req_idx, first : first + tokens].copy_(slots, non_blocking=True)
         return slots.clone()  # LightLLM hands out views of a buffer that it goes on using
 
     # -- saves -------------------------------------------------------------------------------
