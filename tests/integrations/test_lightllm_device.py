@@ -351,9 +351,9 @@ def test_a_pool_of_another_kind_is_refused(memory_path: Path) -> None:
 
     backend = SimpleNamespace(model=SimpleNamespace(mem_manager=PPLINT8KVMemoryManager(256, **SHAPE)))
     given = {"path": str(memory_path / "store"), "device": True, "weights_id": "0123abcd"}
-    with environment(given, server_of(model_folder(memory_path / "model"))):
-        with pytest.raises(UnsupportedModelError, match="PPLINT8KVMemoryManager.*--llm_kv_type"):
-            device_module.device_path(backend, None, None)
+    server = server_of(model_folder(memory_path / "model"))
+    with environment(given, server), pytest.raises(UnsupportedModelError, match="its pool is a PPLINT8KVMemoryManager"):
+        device_module.device_path(backend, None, None)
     assert not (memory_path / "store").exists()
 
 
