@@ -186,7 +186,7 @@ class Lane:
     def wait(self) -> None:
         """Wait for all that this lane has been given so far. From any thread."""
         for stream in (self.dma, self.kernels):
-            stream.record().synchronize()
+            stream.synchronize()
 
     def close(self) -> None:
         self._free.clear()
