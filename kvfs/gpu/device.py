@@ -40,8 +40,6 @@ class Event(Protocol):
 
     def query(self) -> bool: ...
 
-    def synchronize(self) -> None: ...
-
 
 class Stream(Protocol):
     """Work in order. Host addresses must be pinned or registered; nothing here waits. Launch kernels in ``use``."""
@@ -62,6 +60,9 @@ class Stream(Protocol):
 
     def event(self) -> Event:
         """An event for ``record``, which may be recorded again and again."""
+
+    def synchronize(self) -> None:
+        """Wait for all that it has been given so far; the thread sleeps."""
 
     def record(self, event: Event | None = None) -> Event: ...
 
@@ -208,7 +209,14 @@ class _Stream:
         return self._torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
 
     def event(self) -> Event:
-        return self._torch.cuda.Event(blocking=True)  # type: ignore[no-any-return]
+        """Not a blocking one: the driver takes 56 of those ahead, then a record waits for the GPU.
+
+        Launches of other threads wait with it: a step of vLLM took 220 to 350 ms to launch in place of 30 to 50.
+        """
+        return self._torch.cuda.Event()  # type: ignore[no-any-return]
+
+    def synchronize(self) -> None:
+        self.record(self._torch.cuda.Event(blocking=True)).synchronize()  # type: ignore[attr-defined]
 
     def record(self, event: Any = None) -> Event:
         event = event or self.event()

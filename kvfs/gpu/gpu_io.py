@@ -197,7 +197,7 @@ class GpuIO(HostIO):
         try:
             pinned.view[: len(data)] = data
             stream.copy_in(memory.address, pinned.address, len(data))
-            stream.record().synchronize()
+            stream.synchronize()
         finally:
             pinned.close()
         return memory

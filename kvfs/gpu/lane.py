@@ -21,8 +21,8 @@ ALIGN = 256
 COMMANDS_BYTES_MIN = 1 << 20  # of a command buffer
 BATCHES = 4  # of full size that scratch holds
 PENDING = 4  # launches, and ends of bands, that copies may be ahead of
-#: Batches, and calls of the driver, that are enqueued and have not ended. The driver takes about 1,000 calls ahead;
-#: then a call blocks in it and holds the GIL.
+#: Batches, and calls of the driver, that are enqueued and have not ended. The driver takes 1,021 launches and copies
+#: of a stream ahead (H100, driver 580); then a call blocks in it and holds the GIL.
 QUEUED, CALLS = 24, 512
 #: Of one ``push``: on an H200 up to 24 KiB of pageable memory pass large copies of other streams, in any number of
 #: calls; copies from pinned memory queue up behind these after the first few.
@@ -186,7 +186,7 @@ class Lane:
     def wait(self) -> None:
         """Wait for all that this lane has been given so far. From any thread."""
         for stream in (self.dma, self.kernels):
-            stream.record().synchronize()
+            stream.synchronize()
 
     def close(self) -> None:
         self._free.clear()

@@ -18,7 +18,7 @@ from kvfs.gpu.device import Event
 from kvfs.gpu.page_feed import GroupPages, PageFeed
 from kvfs.gpu.populate import PageCachePrefetch
 from kvfs.gpu.registration_cache import RegionLease
-from kvfs.gpu.resources import GpuTransportContext
+from kvfs.gpu.resources import GpuTransportContext, wait_until
 from kvfs.lookup.prefix_match import Source
 from kvfs.pages.chunk_set import span
 from kvfs.read.assemble import assemble
@@ -205,7 +205,7 @@ class PageSource:
             if lease is not None:
                 return lease if self._transfer.own(lease) else None
             if self._leases:
-                self._leases[0][0].synchronize()
+                wait_until(self._context, self._leases[0][0])
             elif self._reads:  # reading ahead has taken the slots that are needed now
                 self._end_read()
             else:
@@ -351,7 +351,7 @@ class PageSource:
         """Wait for the copies out of slots, and release these."""
         self.end_reads()
         while self._leases:
-            self._leases[0][0].synchronize()
+            wait_until(self._context, self._leases[0][0])
             self._reap()
 
     def end_reads(self) -> None:

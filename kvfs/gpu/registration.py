@@ -308,7 +308,7 @@ def _read_back(device: Device, address: int, nbytes: int) -> bytes:
         memory, stream = device.memory(nbytes), device.stream()
         stream.copy_in(memory.address, address, nbytes)
         stream.copy_out(back.address, memory.address, nbytes)
-        stream.record().synchronize()
+        stream.synchronize()
         return bytes(back.view[:nbytes])
     finally:
         back.close()

@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,9 +38,6 @@ class Happened:
 
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        return None
 
 
 class Pending:
@@ -100,6 +98,11 @@ class SimulatedStream:
 
     def event(self) -> Event:
         return Happened()
+
+    def synchronize(self) -> None:
+        event = self.record()
+        while not event.query():
+            time.sleep(0.0001)
 
     def record(self, event: Event | None = None) -> Event:
         return event or Happened()

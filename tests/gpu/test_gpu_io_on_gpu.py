@@ -19,7 +19,9 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 import torch
 
 import kvfs
+from kvfs.gpu import save as gpu_save
 from kvfs.gpu.load import GpuLoad
+from kvfs.gpu.save import GpuSave
 from kvfs.kernels import cells
 from kvfs.pages.layout import Group, PageLayout
 from kvfs.types import Tier, TransferState
@@ -246,6 +248,30 @@ def test_a_save_waits_for_the_forward_that_writes_the_blocks(store: kvfs.Store) 
     with ns.attach(target.kv) as io, ns.match(list(range(512))) as match:
         io.load(match, range(32), event()).wait(SECONDS)
     assert target.same(late, 32)
+
+
+def test_a_save_is_enqueued_while_the_engine_still_computes(store: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver takes 56 blocking events ahead: enqueueing would wait for the engine, which could launch nothing."""
+    monkeypatch.setattr(gpu_save, "BATCH_BYTES", 1)  # a page each
+    ns = store.namespace("model", LAYOUT, "1")
+    rank, stream, computed = Rank(seed=5), torch.cuda.Stream(), list[bool]()
+    land = GpuSave._land
+
+    def landed(job: GpuSave) -> None:
+        computed.append(job.after.query())
+        land(job)
+
+    monkeypatch.setattr(GpuSave, "_land", landed)
+    with ns.attach(rank.kv) as io:
+        for first in (0, 1024):  # kernels are compiled in the first one
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2_000_000_000)  # about a second
+                written = torch.cuda.Event()
+                written.record(stream)
+            computed.clear()
+            result = io.save(ns.plan_save(list(range(first, first + 512))), range(32), written).wait(SECONDS)
+            assert result is not None and result.pages == 32, result
+    assert len(computed) == 32 and not computed[0]
 
 
 def test_a_flipped_bit_in_the_page_cache_is_refused_before_its_layers_event(store: kvfs.Store, way: Any) -> None:

@@ -38,9 +38,6 @@ class Later:
         self.left -= 1
         return self.left < 0
 
-    def synchronize(self) -> None:
-        self.left = 0
-
 
 class LateStream(SimulatedStream):
     def event(self) -> Event:
@@ -50,6 +47,9 @@ class LateStream(SimulatedStream):
         event = event or Later()
         event.left = self._device.asks  # type: ignore[attr-defined]
         return event  # type: ignore[no-any-return]
+
+    def synchronize(self) -> None:
+        return None
 
 
 class LateDevice(SimulatedDevice):

@@ -153,9 +153,6 @@ class GatedDevice(SimulatedDevice):
         def query(self) -> bool:
             return self.open.is_set()
 
-        def synchronize(self) -> None:
-            assert self.open.wait(SECONDS)
-
     def __init__(self) -> None:
         super().__init__()
         self.link = self.Link()

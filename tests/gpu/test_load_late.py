@@ -39,10 +39,6 @@ class Recorded:
     def query(self) -> bool:
         return self._device.steps(STEPS, lambda: self.happened >= self.recorded)
 
-    def synchronize(self) -> None:
-        while not self._device.steps(1 << 30, lambda: self.happened >= self.recorded):
-            pass
-
 
 class LateStream(SimulatedStream):
     def __init__(self, device: LateDevice) -> None:

@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -487,6 +488,35 @@ def test_a_disk_slower_than_computing_is_not_waited_for(
     disk.cold = set()  # the page cache has them now
     disk.manager._requests[request.request_id].looked_at = float("-inf")
     assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
+
+
+@pytest.mark.parametrize(
+    ("cold", "sources"),
+    [
+        (set(), {CacheHitSource.HOST: HIT}),
+        ({0, 1}, {CacheHitSource.DISK: HIT}),
+        ({1}, {CacheHitSource.HOST: 64, CacheHitSource.DISK: 64}),
+    ],
+)
+def test_hits_are_counted_by_where_they_come_from(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch, cold: set[int], sources: dict[CacheHitSource, int]
+) -> None:
+    publish(connector, arrive(connector, "stored"))
+    request = arrive(connector, "stored")
+    monkeypatch.setattr(
+        PrefixMatch, "pages",
+        property(lambda match: [PageRef("full0", n, Tier.DISK if n in cold else Tier.HOST) for n in range(2)]),
+    )  # fmt: skip
+    asked = []
+    by_chunk = connector._manager.get_load_source
+    monkeypatch.setattr(
+        connector._manager, "get_load_source", lambda key, context: asked.append(key) or by_chunk(key, context)
+    )
+    assert connector.get_num_new_matched_tokens(request, 0) == (HIT, True)
+    allocate(connector, request, FIRST, HIT)
+    assert connector.get_external_cache_hit_sources(request, HIT) == sources
+    assert bool(asked) == (len(sources) > 1), "vLLM's half asks for each chunk, which takes milliseconds"
+    assert connector.get_external_cache_hit_sources(request, 0) == {}
 
 
 def test_what_was_not_worth_a_load_is_not_stored_again(

@@ -29,6 +29,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -198,6 +199,14 @@ class KvfsConnectorScheduler(SchedulerHalf):
         # other requests get them, while a token in flight may still end this one
         self.forget_blocks(scheduler_output.preempted_req_ids or ())
         return super().build_connector_meta(scheduler_output)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        # vLLM's half asks for each chunk, and sorts them, before the load may start
+        source = self.manager.load_source(request.request_id) if num_external_tokens else None
+        if source is not None:
+            return {source: num_external_tokens}
+        sources: dict[CacheHitSource, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return sources
 
     def storable(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         ended = scheduler_output.finished_req_ids or set()
