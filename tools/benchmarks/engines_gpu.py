@@ -590,6 +590,29 @@ def lightllm_adapter(bench: Bench, buffer: Any) -> None:
     path.close()
 
 
+def lightllm(bench: Bench, folder: Path) -> None:
+    buffer = lightllm_buffer(bench, 2 * bench.tokens)
+    bench.fill(list(buffer))
+    with bench.part("lightllm, kvfs device path"):
+        lightllm_adapter(bench, buffer)
+    with bench.part("lightllm, kvfs by hand"):
+        lightllm_by_hand(bench, buffer)
+    with bench.part("lightllm, its CPU cache"):
+        lightllm_cpu_cache(bench, folder, buffer)
+
+
+def sglang(bench: Bench) -> None:
+    stub_sgl_kernel()
+    pool, allocator = sglang_pool(bench)
+    with bench.part("sglang, kvfs linker"):
+        sglang_linker(bench, pool, allocator)
+    with bench.part("sglang, lmcache connector"):
+        sglang_lmcache(bench, pool)
+    for io, layout in (("kernel", "layer_first"), ("kernel", "page_first"), ("direct", "page_first_direct")):
+        with bench.part(f"sglang, hicache {io} {layout}"):
+            sglang_hicache(bench, pool, allocator, io, layout)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=Path, required=True)
@@ -598,6 +621,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ring", default="1GiB")
+    parser.add_argument("--only", choices=("lightllm", "sglang"), help="one engine")
     parser.add_argument("--segment", default="256MiB", help="bytes of a segment of the stores")
     parser.add_argument(
         "--store", type=Path, default=None, help="directory of the stores; default: that of temporaries"
@@ -612,26 +636,12 @@ def main() -> int:
     try:
         with bench.part("link"):
             link(bench)
-        with bench.part("lightllm"):
-            buffer = lightllm_buffer(bench, 2 * bench.tokens)
-            bench.fill(list(buffer))
-            with bench.part("lightllm, kvfs device path"):
-                lightllm_adapter(bench, buffer)
-            with bench.part("lightllm, kvfs by hand"):
-                lightllm_by_hand(bench, buffer)
-            with bench.part("lightllm, its CPU cache"):
-                lightllm_cpu_cache(bench, args.engines / "lightllm", buffer)
-            del buffer
-        with bench.part("sglang"):
-            stub_sgl_kernel()
-            pool, allocator = sglang_pool(bench)
-            with bench.part("sglang, kvfs linker"):
-                sglang_linker(bench, pool, allocator)
-            with bench.part("sglang, lmcache connector"):
-                sglang_lmcache(bench, pool)
-            for io, layout in (("kernel", "layer_first"), ("kernel", "page_first"), ("direct", "page_first_direct")):
-                with bench.part(f"sglang, hicache {io} {layout}"):
-                    sglang_hicache(bench, pool, allocator, io, layout)
+        if args.only != "sglang":
+            with bench.part("lightllm"):
+                lightllm(bench, args.engines / "lightllm")
+        if args.only != "lightllm":
+            with bench.part("sglang"):
+                sglang(bench)
     finally:
         shutil.rmtree(bench.store, ignore_errors=True)
     print("\n" + "\n".join(f"{name:58} {what}" for name, what in bench.rows), flush=True)
