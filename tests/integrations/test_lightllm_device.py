@@ -150,6 +150,18 @@ def test_a_held_back_request_does_not_hold_back_others(memory_path: Path) -> Non
     engine.close()
 
 
+def test_requests_of_one_turn_get_slots_of_their_own(memory_path: Path, device: SimulatedDevice) -> None:
+    engine = loop(memory_path / "store", kind=OnDevice)
+    prompts = [stored(engine, n, 6) for n in (1, 2, 3)]
+    reqs = [engine.request([*tokens, 0], row=n) for n, (tokens, _) in enumerate(prompts)]
+    engine.path.begin_loads(reqs)
+    time.sleep(0.1)  # all of them are found, and take slots in the next turn
+    engine.turn_until(lambda: engine.path.ready(reqs) == reqs)
+    for req, (_, pages) in zip(reqs, prompts, strict=True):
+        assert [engine.page_of(req, n) for n in range(req.cur_kv_len // PAGE)] == pages
+    engine.close()
+
+
 def test_an_aborted_request_gets_its_slots_back_only_when_nothing_writes_them(
     memory_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,19 +200,28 @@ def test_a_load_that_waits_for_the_gpu_ends_when_its_request_is_aborted(
     req = engine.request([*tokens, 0])
     engine.path.begin_loads([req])
     engine.turn_until(lambda: engine.pool.left < SLOTS)
-    req.infer_aborted = True
+    req.infer_aborted, begin = True, time.monotonic()
     engine.turn_until(lambda: engine.path.ready([req]) == [req])
+    assert time.monotonic() - begin < 15, "it is stopped, and does not wait for its deadline of 30 seconds"
     assert req.cur_kv_len == 0 and engine.pool.left == SLOTS
     assert (engine.pool.kv_buffer == 1.5).all(), "slots in use were written"
     engine.close()
 
 
-def test_an_abort_before_the_lookup_ends_takes_no_slots(memory_path: Path) -> None:
+@pytest.mark.parametrize("found", [False, True])
+def test_an_abort_before_slots_are_taken_takes_none(
+    memory_path: Path, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = loop(memory_path / "store")
     tokens, _ = stored(engine, 1, 6)
     req = engine.request([*tokens, 0])
     engine.path.begin_loads([req])
+    end = time.monotonic() + 60
+    while found and engine.path._loading[req.req_id].restore.tokens != 6 * PAGE:
+        assert time.monotonic() < end
+        time.sleep(0.001)
     req.infer_aborted = True
+    monkeypatch.setattr(engine.pool, "alloc", None)
     engine.turn_until(lambda: engine.path.ready([req]) == [req])
     assert req.cur_kv_len == 0 and engine.pool.left == SLOTS
     engine.close()
