@@ -33,6 +33,7 @@ VALUES_BYTES = 1 << 20
 TRIES = 4  # of a call, while other processes commit more than once during each
 _ROW_BYTES = 64  # of a kvfs_row
 _SEGMENT = struct.Struct("<IIQ16s")
+_Heads = ctypes.c_char * KEYS_MAX  # one type: a type of each size would cost more than the call, and leave garbage
 _REASONS = {errno.EAGAIN: "busy", errno.ESTALE: "stale", errno.EIO: "damaged", errno.E2BIG: "large"}
 
 
@@ -98,6 +99,7 @@ class IndexWalker:
         self._memory = ctypes.create_string_buffer(self._held.kvfs_index_bytes())
         self._index = ctypes.addressof(self._memory)
         self._free: list[_Buffers] = []
+        self._heads: list[ctypes.Array[ctypes.c_char]] = []  # likewise, of ``there``
         code = self._held.kvfs_index_open(self._index, Descriptors(current, data), Stamp(*stamp))
         if code:
             raise OSError(-code, os.strerror(-code))
@@ -143,14 +145,16 @@ class IndexWalker:
 
     def there(self, lookup: PreparedLookup, first: int, stride: int, count: int) -> bytes:
         """For chunks first, first + stride, ...: 1 if one has a row of its own, else 0. At most KEYS_MAX / parts."""
-        found = ctypes.create_string_buffer(count)
+        found = self._heads.pop() if self._heads else _Heads()
         for _ in range(TRIES):
             code = self._held.kvfs_there(self._index, lookup.struct, first, stride, count, found)
             if code != MOVED:
                 break
+        there: bytes = found.raw[:count]
+        self._heads.append(found)
         if code:
             raise _error(code)
-        return found.raw
+        return there
 
     def parts(self, digest: bytes, group: int, parts_max: int, known_txn: int) -> list[bytes]:
         """Packed parts that were stored of a group. MovedError unless ``known_txn`` is the last commit."""

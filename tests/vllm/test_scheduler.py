@@ -38,6 +38,7 @@ from kvfs.integrations.vllm import adapters, costs, manager, prefetch
 from kvfs.integrations.vllm.connector import KvfsConnector
 from kvfs.integrations.vllm.prefetch import Prefetcher
 from kvfs.lookup.prefix_match import PageRef, PrefixMatch
+from kvfs.lookup.prompt_pages import PromptPages
 from kvfs.maintenance.warm import Warmed
 from kvfs.types import Tier
 
@@ -691,3 +692,27 @@ def test_an_engine_that_starts_knows_how_fast_the_last_one_computed(connector: K
     assert later.tokens_per_second == 26_500
     later._computed.append(9_000.0)
     assert later.tokens_per_second == 9_000, "its own measurements count, once there are some"
+
+
+def test_the_first_request_finds_an_index_that_has_been_looked_up(
+    connector: KvfsConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first lookup of a process takes five times as long as the others."""
+    looked: list[int] = []
+    monkeypatch.setattr(PromptPages, "look", lambda self, first=0: looked.append(self.chunks))
+    old = connector._manager
+    manager.KvfsManager(old._store, old._ns, old._model, old._settings)
+    assert looked and all(looked)
+
+
+def test_what_a_request_is_told_follows_what_is_stored(connector: KvfsConnector) -> None:
+    request = arrive(connector, "a")
+    publish(connector, request)
+    state = connector._manager._requests["a"]
+    assert state.leading_tokens("full0") == 0
+    state.look(0)
+    assert state.leading_tokens("full0") == HIT
+    state.forget()
+    assert state.leading_tokens("full0") == 0
+    state.use_peers({"full0": 0b101})
+    assert state.leading_tokens("full0") == HIT // 2

@@ -186,6 +186,9 @@ class Scheduler:
     # -- looking -----------------------------------------------------------------------------
 
     def look(self) -> dict[str, dict[str, float]]:
+        from vllm.utils.gc_utils import freeze_gc_heap
+
+        freeze_gc_heap()  # as the engine does when it has started: no collection goes through what was imported
         found: dict[str, dict[str, float]] = {}
         for length, (_, prompts) in self._lengths.items():
             took: dict[str, list[tuple[float, float]]] = {"hit": [], "miss": []}

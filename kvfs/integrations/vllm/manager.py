@@ -114,6 +114,15 @@ class KvfsManager(OffloadingManager):
         self._holds = False  # whether a request waits for the bucket in this step
         self._fetches = Fetches(store, self.costs, settings.bucket_seconds)
         self._peers: PeerLookups | None = None
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Look up a prompt that no engine has: the first lookups of a process take several times as long, which the
+        first requests need not wait for."""
+        for _ in range(2):
+            pages = self._ns.prompt([0] * self._ns.layout.page_tokens, extra={0: b"warm up"})
+            pages.look()
+            pages.restorable()
 
     # -- called by the connector -------------------------------------------------------------
 
@@ -231,8 +240,7 @@ class KvfsManager(OffloadingManager):
         for state in found.values():
             self.metrics.add("loads_shortened", not state.failed)
             state.failed = True
-            state.pages.forget()
-            state.peers = {}
+            state.forget()
         return {req_id: state.blocks for req_id, state in found.items()}
 
     def load_failed(self, req_id: str) -> None:
@@ -242,8 +250,7 @@ class KvfsManager(OffloadingManager):
         if state is not None:
             state.failed = True
             state.release()
-            state.pages.forget()
-            state.peers = {}
+            state.forget()
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -261,6 +268,8 @@ class KvfsManager(OffloadingManager):
             return LookupResult.MISS
         group = self._groups[get_offload_group_idx(key)]
         for stored in group.stored:
+            if stored.kind != "state" and end <= state.leading_tokens(stored.name):
+                continue
             pages = group.pages(stored, end, state.page_tokens)
             whole = (1 << len(pages)) - 1
             if not pages or state.has(stored.name) >> pages.start & whole != whole:
@@ -308,9 +317,9 @@ class KvfsManager(OffloadingManager):
         if first is None and now - state.looked_at <= FRESH_SECONDS:
             return False
         state.grow()
-        state.pages.look(first or 0)
+        state.look(first or 0)
         if first is None and self._peers is not None:
-            state.peers = self._peers.held(state.pages)
+            state.use_peers(self._peers.held(state.pages))
         done = time.monotonic()
         if first is None:
             state.looked_at = done

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.lookup.prompt_pages import TOKENS_MAX, PromptPages
+from kvfs.lookup.search import prefix_length
 from kvfs.namespace import Namespace
 from kvfs.ranks import RankPlan
 from kvfs.remote.bucket_process import Fetch
@@ -40,6 +41,7 @@ class RequestPages:
         self.failed = False  # a load failed: the request is computed, and not looked up again until it is preempted
         self.waiting: Waiting | None = None  # for the bucket
         self.peers: dict[str, int] = {}  # group -> set of chunks that GPUs of other ranks held at the last lookup
+        self._leading: dict[str, int] = {}  # group -> tokens that it has from the first on, until a lookup changes it
         self.match: PrefixMatch | None = None  # held until its load ends
         self.plans: dict[int, RankPlan] = {}  # likewise, by worker, if a part comes from other ranks
         self.blocks: frozenset[int] = frozenset()  # that its load fills; not of hybrids
@@ -52,12 +54,27 @@ class RequestPages:
         """Forget everything: the weights have changed."""
         self.release()
         self.pages = self._pages(namespace, epoch)
-        self.peers = {}
+        self.forget()
         self.storing.clear()
 
     def _pages(self, namespace: Namespace, epoch: int) -> PromptPages:
         extra = extra_keys(self._request, self.page_tokens, epoch, self._adapter)
         return namespace.prompt(self._tokens(0), extra=extra)
+
+    def look(self, first: int) -> None:
+        """Look up the chunks from ``first`` on in the store."""
+        self.pages.look(first)
+        self._leading.clear()
+
+    def use_peers(self, peers: dict[str, int]) -> None:
+        """Chunks that GPUs of other ranks hold, by group, from now on."""
+        self.peers = peers
+        self._leading.clear()
+
+    def forget(self) -> None:
+        """Treat nothing as stored until the next lookup."""
+        self.pages.forget()
+        self.use_peers({})
 
     def grow(self) -> None:
         """Add the tokens that were generated since, once they fill a page."""
@@ -72,6 +89,13 @@ class RequestPages:
     def has(self, group: str) -> int:
         """The chunks of a group, as bits, that the store or another rank holds."""
         return self.pages.stored[group] | self.peers.get(group, 0)
+
+    def leading_tokens(self, group: str) -> int:
+        """Up to where ``has`` has no gap. One number for all keys of a request: vLLM asks key by key."""
+        tokens = self._leading.get(group)
+        if tokens is None:
+            tokens = self._leading[group] = prefix_length(self.has(group)) * self.page_tokens
+        return tokens
 
     def release(self) -> None:
         """Release the segments of its match."""
