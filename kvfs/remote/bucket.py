@@ -102,9 +102,12 @@ class Bucket:
         another program, or as of ``is_ready``."""
         if not self.is_ready():
             self.refuse_foreign()
-            self.stored.put_new(MARKER, self._marked([]))
-            self._asked = None
-            self.is_ready()
+            if self.stored.put_new(MARKER, self._marked([])):
+                self._ids = [self.keys.current.id.hex()] if self.keys is not None else []
+                self._asked = time.monotonic(), True
+            else:  # another host was faster, perhaps with other keys
+                self._asked = None
+                self.is_ready()
         ids = self._ids
         if self.keys is not None and ids and self.keys.current.id.hex() not in ids:
             self.stored.replace(MARKER, self._marked(ids))  # of two hosts at once, the next push adds the other's key
@@ -138,18 +141,20 @@ class Bucket:
 
     # -- namespaces --------------------------------------------------------------------------
 
-    def announce(self, shape: Shape, descriptor: bytes) -> None:
-        """Store the descriptor and the shape, unless they are there. A descriptor that does not verify is replaced, and
-        while keys rotate each one is: else it would be lost with the old key."""
-        described = shape.described
-        for name, data in ((f"{folder_of(described)}namespace", descriptor), (shape.marker, b"")):
-            if name not in self._said:
-                if not self.objects.put_new(name, data) and data:
-                    self._described.pop((described.salt or OPEN, described.digest), None)
-                    rotates = self.keys is not None and len(self.keys.all) > 1
-                    if rotates or self.described(described.salt or OPEN, described.digest) is None:
-                        self.objects.replace(name, data)
-                self._said.add(name)
+    def announcements(self, shape: Shape, descriptor: bytes) -> list[tuple[str, bytes]]:
+        """The small objects by which readers find the pages of a shape; those that this object has not seen there."""
+        wanted = ((f"{folder_of(shape.described)}namespace", descriptor), (shape.marker, b""))
+        return [(name, data) for name, data in wanted if name not in self._said]
+
+    def announce(self, described: Described, name: str, data: bytes) -> None:
+        """Store an announcement, unless it is there. A descriptor that does not verify is replaced, and while keys
+        rotate each one is: else it would be lost with the old key."""
+        if not self.objects.put_new(name, data) and data:
+            self._described.pop((described.salt or OPEN, described.digest), None)
+            rotates = self.keys is not None and len(self.keys.all) > 1
+            if rotates or self.described(described.salt or OPEN, described.digest) is None:
+                self.objects.replace(name, data)
+        self._said.add(name)
 
     def described(self, tenant: str, digest: bytes) -> Described | None:
         """A namespace; None if its descriptor is missing or does not have this digest and tenant."""

@@ -7,8 +7,9 @@ says how far it agrees, and what it lacks becomes an object of its own, named by
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from kvfs.index.session import Session
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.identity import Described
 from kvfs.remote.bucket import Bucket
-from kvfs.remote.names import Shape, at_once
+from kvfs.remote.names import MEMORY_BYTES, Shape
 from kvfs.remote.object_store import RemoteError
 from kvfs.remote.page_object import HEAD_BYTES, covered, encode
 from kvfs.segments.writer import Record
@@ -73,12 +74,20 @@ class Piece(NamedTuple):
         return self.shape.name(self.sources[0].chunk_hash)
 
 
-class _TooManyFailures(Exception):
-    """The object store is away."""
+class _Put(NamedTuple):
+    """An object that is sent, and the memory that it is in."""
+
+    piece: Piece
+    buffer: bytearray
+    nbytes: int
 
 
 class Pusher:
-    """One push: ``requests`` of it are under way at once, and as many objects in memory."""
+    """One push: ``requests`` of it are under way at once, and as many objects in memory.
+
+    The caller's thread reads, verifies and encodes the next object while others are sent, and asks ahead which ones
+    are there, so that the link does not rest.
+    """
 
     def __init__(self, context: Context, bucket: Bucket, requests: int) -> None:
         self._c = context
@@ -87,7 +96,8 @@ class Pusher:
         self._codec = CODECS[context.settings.remote.codec]
         self._failures = 0
         self._raced: set[str] = set()  # names that were taken between the question and the upload
-        self._buffers: list[bytearray] = []  # one for each object of a batch; fresh memory costs more than the rest
+        self._idle: list[bytearray] = []  # memory of objects that were sent; fresh memory costs more than the rest
+        self._announced: dict[str, Future[None]] = {}  # by name
         self._payloads = bytearray()  # of the object that is made
         self.done = Pushed()
         self.unsent: list[Source] = []  # what the object store did not take, and what may be among it
@@ -99,37 +109,123 @@ class Pusher:
     ) -> Pushed:  # fmt: skip
         """Push namespaces and matches. ``progress``: (pages done, all pages). ConfigError, FormatError for the bucket;
         RemoteError if it does not answer at all."""
-        self._bucket.prepare()
         described = {d.digest: d for d in Catalog(self._c).described()}
         pieces = list(self._of_namespaces(namespaces)) if namespaces else []
         pieces += [p for m in matches if m.namespace in described for p in _of_match(m, described[m.namespace])]
         return self._run(pieces, lambda nbytes: progress(self._pages_done, self.done.pages))
 
     def run_pieces(self, pieces: list[Piece], pace: Callable[[int], None]) -> Pushed:
-        """Push pieces. ``pace`` is called with the bytes that were sent, after each few objects; an error of it ends
-        the push. Errors as of ``run``."""
-        self._bucket.prepare()
+        """Push pieces. ``pace`` is called with the bytes of each object that was sent; an error of it ends the push.
+        Errors as of ``run``."""
         return self._run(pieces, pace)
 
     def _run(self, pieces: list[Piece], after: Callable[[int], object]) -> Pushed:
-        """Push pieces; ``after`` is called with the bytes of each few of them."""
+        """Push pieces; ``after`` is called with the bytes of each of them that was sent."""
         descriptors = dict(self._c.index.slices(Session.namespaces, 2.0))
         self.done.pages = sum(len(p.sources) for p in pieces)
+        rest, asked = deque(pieces), deque[tuple[Piece, Future[int]]]()
+        puts: dict[Future[bool], _Put] = {}
         with ThreadPoolExecutor(self._requests, "kvfs-push") as pool, Records(self._c) as records:
             try:
-                while pieces:
-                    sent = self.done.nbytes
-                    count = min(self._requests, at_once([p.shape for p in pieces[: self._requests]]))
-                    batch, pieces = pieces[:count], pieces[count:]
-                    pieces = self._push(batch, descriptors, pool, records) + pieces
-                    after(self.done.nbytes - sent)
-            except _TooManyFailures:
-                self.unsent += [source for piece in batch + pieces for source in piece.sources]
+                self._ask(rest, asked, pool)
+                self._bucket.prepare()  # what is asked meanwhile changes nothing there
+                while (asked or puts) and not self._is_away:
+                    while asked and (buffer := self._memory(asked[0][0].shape, puts.values())) is not None:
+                        piece, answer = asked.popleft()
+                        left = self._begin(piece, answer, buffer, descriptors, records, pool, puts)
+                        rest.extendleft(reversed(left))
+                        self._ask(rest, asked, pool)  # behind the object in the queue of the pool
+                    self._finish(puts, rest, after)
+                    self._ask(rest, asked, pool)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+        pending = [*(put.piece for put in puts.values()), *(piece for piece, _ in asked), *rest]
+        self.unsent += [source for piece in pending for source in piece.sources]
         self.done.failed = self.done.pages - self._pages_done
         self._c.counters.add("pages_pushed", self.done.stored)
         return self.done
+
+    def _ask(self, rest: deque[Piece], asked: deque[tuple[Piece, Future[int]]], pool: ThreadPoolExecutor) -> None:
+        """Ask of the next pieces whether they are there."""
+        while rest and len(asked) < self._requests:
+            piece = rest.popleft()
+            asked.append((piece, pool.submit(self._there, piece)))
+
+    def _memory(self, shape: Shape, puts: Collection[_Put]) -> bytearray | None:
+        """Memory for an object; None while those that are sent take all there is, or if no other one is begun."""
+        need = shape.object_bytes_max
+        fitting = min((b for b in self._idle if len(b) >= need), key=len, default=None)
+        used = sum(len(put.buffer) for put in puts)
+        size = need if fitting is None else len(fitting)
+        if self._is_away or (puts and (len(puts) >= self._requests or used + size > MEMORY_BYTES)):
+            return None
+        if fitting is None:
+            self._idle.clear()  # too small
+            return bytearray(need)
+        self._idle.remove(fitting)
+        return fitting
+
+    def _begin(
+        self, piece: Piece, answer: Future[int], buffer: bytearray, descriptors: dict[bytes, bytes], records: Records,
+        pool: ThreadPoolExecutor, puts: dict[Future[bool], _Put],
+    ) -> list[Piece]:  # fmt: skip
+        """Send a piece, unless it is there; what is left of it under other names. ``puts``: gains what is sent."""
+        there, left = self._result(answer), list[Piece]()
+        if there is None:
+            self.unsent += piece.sources
+        elif there > 0:
+            self.done.present += there
+            self.found.append(piece._replace(sources=piece.sources[:there]))
+            if piece.sources[there:]:
+                left.append(piece._replace(sources=piece.sources[there:]))
+        else:
+            descriptor = descriptors.get(piece.shape.described.digest)
+            said = self._announcing(piece.shape, descriptor, pool) if descriptor is not None else []
+            data, count, rest = self._encoded(piece, descriptor, records, memoryview(buffer))
+            if rest:
+                left.append(piece._replace(sources=rest))
+            if count:
+                mine = piece._replace(sources=piece.sources[:count])
+                self.done.nbytes += len(data)
+                puts[pool.submit(self._put, mine, said, data, there < 0)] = _Put(mine, buffer, len(data))
+                return left
+        self._idle.append(buffer)
+        return left
+
+    def _announcing(self, shape: Shape, descriptor: bytes, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """What must be there before pages of a shape are: one request for each, whatever number of objects waits."""
+        wanted = self._bucket.announcements(shape, descriptor)
+        for name, data in wanted:
+            known = self._announced.get(name)
+            if known is None or (known.done() and known.exception() is not None):
+                self._announced[name] = pool.submit(self._bucket.announce, shape.described, name, data)
+        return [self._announced[name] for name, _ in wanted]
+
+    def _finish(
+        self, puts: dict[Future[bool], _Put], rest: deque[Piece], after: Callable[[int], object]
+    ) -> None:  # fmt: skip
+        """Wait until an object is sent, and count those that are. ``rest``: gains what has to be asked again."""
+        for future in wait(puts, return_when=FIRST_COMPLETED).done:
+            piece, buffer, nbytes = puts.pop(future)
+            self._idle.append(buffer)
+            stored = self._result(future)
+            if stored:
+                self.done.stored += len(piece.sources)
+                self.done.objects += 1
+            elif stored is not None and piece.name not in self._raced:  # another host was faster: look again
+                self._raced.add(piece.name)
+                rest.appendleft(piece)
+            elif stored is None:
+                self.unsent += piece.sources
+            else:
+                self.unsent += piece.sources
+                self._note(f"{piece.name}: the object store says that it is there, and does not show it")
+            after(nbytes)
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether so many requests have failed that no other one is begun."""
+        return self._failures >= FAILURES_MAX
 
     @property
     def _pages_done(self) -> int:
@@ -139,46 +235,6 @@ class Pusher:
         described = {d.digest: d for d in wanted}
         numbers = {c.segment for c in Catalog(self._c).contents() if c.digest in described}
         return of_rows(described, Walk(self._c).stretches(numbers.__contains__))
-
-    def _push(
-        self, batch: list[Piece], descriptors: dict[bytes, bytes], pool: ThreadPoolExecutor, records: Records
-    ) -> list[Piece]:
-        """Push some pieces; what is left of those whose names are taken."""
-        left: list[Piece] = []
-        puts: list[tuple[Piece, Future[bool]]] = []
-        asked = [(piece, pool.submit(self._there, piece)) for piece in batch]
-        for piece, answer in asked:
-            if (there := self._result(answer)) is None:
-                self.unsent += piece.sources
-                continue
-            if there > 0:
-                self.done.present += there
-                self.found.append(piece._replace(sources=piece.sources[:there]))
-                if piece.sources[there:]:
-                    left.append(piece._replace(sources=piece.sources[there:]))
-                continue
-            data, count, rest = self._encoded(piece, descriptors, records, self._buffer(len(puts), piece.shape))
-            if rest:
-                left.append(piece._replace(sources=rest))
-            if count:
-                descriptor = descriptors[piece.shape.described.digest]
-                mine = piece._replace(sources=piece.sources[:count])
-                self.done.nbytes += len(data)
-                puts.append((mine, pool.submit(self._put, mine, descriptor, data, there < 0)))
-        for piece, put in puts:
-            stored = self._result(put)
-            if stored:
-                self.done.stored += len(piece.sources)
-                self.done.objects += 1
-            elif stored is not None and piece.name not in self._raced:  # another host was faster: look again
-                self._raced.add(piece.name)
-                left.append(piece)
-            elif stored is None:
-                self.unsent += piece.sources
-            else:
-                self.unsent += piece.sources
-                self._note(f"{piece.name}: the object store says that it is there, and does not show it")
-        return left
 
     def _there(self, piece: Piece) -> int:
         """How many pages of a piece are in the object of its name; 0 if there is none, -1 if it is not valid."""
@@ -195,15 +251,8 @@ class Pusher:
             agree += 1
         return agree
 
-    def _buffer(self, number: int, shape: Shape) -> memoryview:
-        """Memory for an object, which no request of this batch uses."""
-        self._buffers += [bytearray() for _ in range(number + 1 - len(self._buffers))]
-        if len(self._buffers[number]) < shape.object_bytes_max:
-            self._buffers[number] = bytearray(shape.object_bytes_max)
-        return memoryview(self._buffers[number])
-
     def _encoded(
-        self, piece: Piece, descriptors: dict[bytes, bytes], records: Records, buffer: memoryview
+        self, piece: Piece, descriptor: bytes | None, records: Records, buffer: memoryview
     ) -> tuple[memoryview, int, tuple[Source, ...]]:
         """(an object of the leading pages that verify and have no lifetime, how many, the sources behind the gap)."""
         good: list[Record] = []
@@ -218,7 +267,6 @@ class Pusher:
             room = room[align(len(record.payload)) :]
             good.append(record._replace(run_hash=piece.head or record.chunk_hash))
         rest = piece.sources[len(good) + 1 :]
-        descriptor = descriptors.get(piece.shape.described.digest)
         if not good or descriptor is None:
             self.done.left_out += len(good)
             return memoryview(b""), 0, rest
@@ -231,8 +279,9 @@ class Pusher:
         made = iter(encode_records(raw, self._codec, piece.shape.group.cell.element_bytes, Counters()))
         return [next(made) if record.codec == CODEC_RAW else record for record in records]
 
-    def _put(self, piece: Piece, descriptor: bytes, data: memoryview, in_place: bool) -> bool:
-        self._bucket.announce(piece.shape, descriptor)
+    def _put(self, piece: Piece, announced: list[Future[None]], data: memoryview, in_place: bool) -> bool:
+        for one in announced:  # before this in the queue of the pool, so it runs or has run
+            one.result()
         if in_place:
             self._bucket.objects.replace(piece.name, data)
             return True
@@ -247,13 +296,11 @@ class Pusher:
             return None
 
     def _note(self, problem: str) -> None:
-        """Count a failure. _TooManyFailures at the last one that is accepted."""
+        """Count a failure."""
         self._failures += 1
         self._c.counters.add("remote_errors")
         if len(self.done.problems) < PROBLEMS_MAX:
             self.done.problems.append(problem)
-        if self._failures >= FAILURES_MAX:
-            raise _TooManyFailures
 
 
 def of_rows(described: Mapping[bytes, Described], stretches: Iterable[Stretch]) -> Iterator[Piece]:

@@ -13,7 +13,9 @@ import pytest
 import kvfs
 from kvfs.directory import config_file
 from kvfs.remote.bucket import Bucket
+from kvfs.remote.object_store import ObjectStore
 from kvfs.remote.page_object import encode
+from kvfs.remote.push import Piece, Pusher
 from kvfs.system.files import Files
 from tests.remote.conftest import store_at
 from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
@@ -60,6 +62,65 @@ def test_a_pull_asks_for_the_marker_and_the_shapes_at_once(
     monkeypatch.setattr(Bucket, "check", meet_and_check)
     monkeypatch.setattr(Bucket, "shapes", meet_and_list)
     assert there.pull(there.namespace("chat", tiny(), "1a"), tokens_of(0, 3)).stored == 3
+
+
+def test_a_push_asks_what_is_there_while_it_waits_for_the_marker(
+    here: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(0, 3), seeded(0, 3 * TINY_BYTES))
+    asked, prepare, there = threading.Event(), Bucket.prepare, Pusher._there
+    met = []
+
+    def wait_and_prepare(bucket: Bucket) -> None:
+        met.append(asked.wait(10.0))
+        prepare(bucket)
+
+    def tell_and_ask(pusher: Pusher, piece: Piece) -> int:
+        asked.set()
+        return there(pusher, piece)
+
+    monkeypatch.setattr(Bucket, "prepare", wait_and_prepare)
+    monkeypatch.setattr(Pusher, "_there", tell_and_ask)
+    assert here.push(["chat"]).stored == 3
+    assert met == [True]
+
+
+def test_the_next_object_is_sent_while_another_one_is_still_on_its_way(
+    here: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = here.settings.remote.requests
+    here.namespace("chat", tiny(), "1a").put(tokens_of(0, (most + 1) * 32), seeded(0, (most + 1) * 32 * TINY_BYTES))
+    begun, put, met = [], Pusher._put, []
+    one_more = threading.Event()
+
+    def slow_if_second(pusher: Pusher, *args: Any) -> bool:
+        begun.append(args[0].name)
+        if len(begun) == most + 1:
+            one_more.set()
+        elif args[0].name in begun[1:2]:
+            met.append(one_more.wait(10.0))
+        return put(pusher, *args)
+
+    monkeypatch.setattr(Pusher, "_put", slow_if_second)
+    assert here.push(["chat"]).objects == most + 1
+    assert met == [True]
+
+
+def test_what_announces_a_namespace_is_stored_once_by_a_push_of_many_objects(
+    here: kvfs.Store, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(0, 8 * 32), seeded(0, 8 * 32 * TINY_BYTES))
+    said, kind = [], type(objects)
+    put_new = kind.put_new
+
+    def note(objects: Any, name: str, data: Any) -> bool:
+        if "/pages/" not in name:
+            said.append(name)
+        return bool(put_new(objects, name, data))
+
+    monkeypatch.setattr(kind, "put_new", note)
+    assert here.push(["chat"]).objects == 8
+    assert len(said) == len(set(said)) == 3, "the marker, the descriptor and the shape"
 
 
 def test_a_namespace_is_pulled_as_a_whole(here: kvfs.Store, there: kvfs.Store) -> None:
