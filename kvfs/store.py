@@ -21,7 +21,7 @@ from kvfs.directory.liveness import ProcessInfo, processes
 from kvfs.directory.pin_files import Pin, list_pins
 from kvfs.directory.shared_counters import NamespaceSums
 from kvfs.directory.sizes import size
-from kvfs.errors import ConfigError, IndexUnavailableError, StoreLockedError, StoreReadOnlyError
+from kvfs.errors import ConfigError, IndexUnavailableError, KvfsError, StoreLockedError, StoreReadOnlyError
 from kvfs.format.codec import parse as parse_codec
 from kvfs.index.deadlines import COMMIT_SECONDS
 from kvfs.index.session import Session
@@ -595,17 +595,25 @@ class Store:
                 process.start()
 
     @contextlib.contextmanager
-    def bucket(self, **how: Any) -> Iterator[Bucket]:
-        """The bucket of the settings, for ``kvfs.remote``. ConfigError if there is none. ``how``: as in
+    def bucket(self, *, keyless: bool = False) -> Iterator[Bucket]:
+        """The bucket of the settings, for ``kvfs.remote``. ConfigError if there is none. ``keyless``: as in
         ``kvfs.remote.urls.open_bucket``."""
         from kvfs.remote.urls import open_bucket
 
         self._check_open()
-        bucket = open_bucket(self.settings.remote, **how)
+        if keyless:
+            bucket = open_bucket(self.settings.remote, keyless=True)
+            try:
+                yield bucket
+            finally:
+                bucket.objects.close()
+            return
+        kept = self._shared.kept_bucket()
         try:
-            yield bucket
-        finally:
-            bucket.objects.close()
+            yield kept.of(self.settings.remote).again()
+        except KvfsError:
+            kept.forget()
+            raise
 
     @property
     def catalog(self) -> Catalog:

@@ -49,6 +49,12 @@ class Bucket:
         self._said: set[str] = set()  # markers of shapes, descriptors: written or seen
         self._ids: list[str] = []  # of the keys in the marker
 
+    def again(self) -> Bucket:
+        """The same bucket for another call: nothing that was answered or written before is taken for granted."""
+        bucket = Bucket(self.stored, self.url, keys=self.keys)
+        bucket._listed = self._listed
+        return bucket
+
     def is_ready(self) -> bool:
         """Whether the marker is there; False for a bucket without it. FormatError if it is of another format;
         ConfigError if its objects are encrypted with other keys, or plain although there are keys."""
@@ -184,6 +190,10 @@ class Bucket:
             self._listed.clear()
         self._listed[described.digest] = now, found
         return found
+
+    def shapes_before(self, described: Described) -> list[Shape]:
+        """What ``shapes`` said last, of this bucket or of one that it is again: a guess, without a request."""
+        return self._listed.get(described.digest, (0.0, []))[1]
 
     def namespaces(self) -> Iterator[Described]:
         """All namespaces of the bucket whose descriptors are right: a request for each, and some for the listing."""

@@ -108,6 +108,7 @@ class Puller:
         self._tiers = tiers
         self._bucket = bucket
         self._requests = context.settings.remote.requests
+        self._begun: dict[str, Future[_Came]] = {}  # requests for objects that may be wanted, by name
         self.done = Pulled()
         self._appender = PageAppender(context, active, self.done, SPACE_SECONDS)
 
@@ -161,8 +162,14 @@ class Puller:
         reach = end if reach is None else reach
         with ThreadPoolExecutor(self._requests, "kvfs-pull") as pool:
             listed = pool.submit(self._bucket.shapes, described)  # one round trip with the marker, in place of two
-            self._bucket.check()
-            shapes = sorted(listed.result(), key=lambda s: (s.group.need.kind != "all", s.number))
+            checked = pool.submit(self._bucket.check)  # before the objects, whose bytes would hold its answer up
+            try:
+                self._begin(described, prompt, matcher, pool)
+                checked.result()
+                shapes = _ordered(listed.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
             work = [s.group.part_bytes(s.part) * (min(reach, end - _first(s, prompt, end)) + 1) for s in shapes]
             for number, mine in groupby(range(len(shapes)), key=lambda i: shapes[i].number):
                 reached = []
@@ -174,20 +181,20 @@ class Puller:
         self._c.counters.add("pages_pulled", self.done.stored)
         return self.done
 
+    def _begin(self, described: Described, prompt: Prompt, matcher: Matcher, pool: ThreadPoolExecutor) -> None:
+        """Fetch the first objects of the shape that came first in an earlier pull, before the bucket says that it is
+        still there: a round trip less, and no request more."""
+        for shape in _ordered(self._bucket.shapes_before(described))[:1]:
+            missing = self._missing(shape, prompt, matcher, len(prompt.hashes))
+            for wanted in [_Wanted(shape, prompt.hashes[c], c) for c in missing[: self._most([shape] * len(missing))]]:
+                self._begun[shape.name(wanted.chunk_hash)] = pool.submit(self._fetch, wanted)
+
     def _shape(
         self, shape: Shape, prompt: Prompt, matcher: Matcher, end: int, reach: int, pool: ThreadPoolExecutor
     ) -> int:
         """Pull the chunks of one shape before ``end`` that are of use; up to which chunk it got, without a gap."""
-        first = _first(shape, prompt, end)
-        whole = shape.group.need.kind != "all" or prompt.keyed
-        present = matcher.present(
-            prompt, shape.number, shape.group, shape.part, 0, len(prompt.hashes), whole=whole
-        ).found.present  # fmt: skip
-        pages = shape.run_pages
-        missing = [
-            c for c in range(first // pages * pages, end, pages)
-            if ~present >> c & (1 << min(pages, end - c)) - 1
-        ]  # fmt: skip
+        whole, pages = _is_whole(shape, prompt), shape.run_pages
+        missing = self._missing(shape, prompt, matcher, end)
         begin = missing[0] if missing else end
         used: list[bytes] = []
         for wanted, came in self._ahead([_Wanted(shape, prompt.hashes[c], c) for c in missing], pool):
@@ -209,6 +216,17 @@ class Puller:
                 return at
         self._note(shape, prompt, used, 0 if whole else end)
         return end
+
+    def _missing(self, shape: Shape, prompt: Prompt, matcher: Matcher, end: int) -> list[int]:
+        """The first chunks of the objects before ``end`` that are of use and not all stored here."""
+        present = matcher.present(
+            prompt, shape.number, shape.group, shape.part, 0, len(prompt.hashes), whole=_is_whole(shape, prompt)
+        ).found.present  # fmt: skip
+        pages, first = shape.run_pages, _first(shape, prompt, end)
+        return [
+            c for c in range(first // pages * pages, end, pages)
+            if ~present >> c & (1 << min(pages, end - c)) - 1
+        ]  # fmt: skip
 
     def _note(self, shape: Shape, prompt: Prompt, used: list[bytes], end: int) -> None:
         """A prompt came from the bucket. Another host needs also the objects before ``end`` that are stored here."""
@@ -291,11 +309,12 @@ class Puller:
         """
         coming: deque[tuple[_Wanted, Future[_Came]]] = deque()
         rest = iter(wanted)
-        most = min(self._requests, at_once([w.shape for w in wanted[: self._requests]]))
+        most = self._most([w.shape for w in wanted])
         try:
             while self.done.failed < FAILURES_MAX:
                 while len(coming) < most and (one := next(rest, None)) is not None:
-                    coming.append((one, pool.submit(self._fetch, one)))
+                    begun = self._begun.pop(one.shape.name(one.chunk_hash), None)
+                    coming.append((one, begun or pool.submit(self._fetch, one)))
                 if not coming:
                     return
                 one, future = coming.popleft()
@@ -303,6 +322,10 @@ class Puller:
         finally:
             for _, future in coming:
                 future.cancel()
+
+    def _most(self, shapes: Sequence[Shape]) -> int:
+        """How many leading objects of these shapes may be on their way or in memory."""
+        return min(self._requests, at_once(shapes[: self._requests]))
 
     def _fetch(self, wanted: _Wanted) -> _Came:
         """In any thread: changes nothing. Verifying here uses several cores, and the caller's thread only stores."""
@@ -363,6 +386,16 @@ def names_of(sparse_hashes: bytes, first: int, end: int) -> dict[int, bytes]:
     begin = first // RUN * RUN
     numbers = [*range(begin, min(begin + RUN, end)), *range(begin + RUN, end, RUN)]
     return dict(zip(numbers, ChunkHashes(sparse_hashes), strict=True))
+
+
+def _ordered(shapes: Sequence[Shape]) -> list[Shape]:
+    """In the order in which they are pulled: how far the others are of use depends on those that need all pages."""
+    return sorted(shapes, key=lambda s: (s.group.need.kind != "all", s.number))
+
+
+def _is_whole(shape: Shape, prompt: Prompt) -> bool:
+    """Whether a page of this shape may be of use although one before it is missing."""
+    return shape.group.need.kind != "all" or prompt.keyed
 
 
 def _last(sorted_numbers: Sequence[int], most: int) -> int:

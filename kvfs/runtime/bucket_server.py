@@ -22,9 +22,9 @@ from kvfs.pages.chunk_hash import ChunkHashes
 from kvfs.pages.identity import Described, parse_descriptor
 from kvfs.remote.bucket import Bucket
 from kvfs.remote.bucket_process import CANCELLED
+from kvfs.remote.kept_bucket import KeptBucket
 from kvfs.remote.pull import Puller, names_of
 from kvfs.remote.uploads import Uploader
-from kvfs.remote.urls import open_bucket
 from kvfs.remote.uses import Uses
 from kvfs.runtime import child_program
 from kvfs.runtime.open_store import OpenStore
@@ -58,7 +58,7 @@ class BucketServer:
         self._cancelled: set[int] = set()
         self._pulling: set[int] = set()
         self._closing = threading.Event()
-        self._opened: tuple[Remote, tuple[int, ...], Bucket] | None = None
+        self._kept = KeptBucket(fresh_seconds=FRESH_SECONDS)
         self._uses, self._unnoted = Uses(), False  # what is to be told the bucket; whether that has failed
 
     def serve(self) -> None:
@@ -90,8 +90,7 @@ class BucketServer:
             for pool in (asks, pulls):
                 pool.shutdown(wait=True, cancel_futures=True)
             uploads.join()
-            if self._opened is not None:
-                self._opened[2].objects.close()
+            self._kept.forget()
 
     def _answer(self, number: int, task: Callable[[dict[str, Any], bytes], str], *what: Any) -> None:
         """Run a task. It returns why it has ended early, or ""."""
@@ -157,13 +156,7 @@ class BucketServer:
 
     def _bucket(self) -> Bucket:
         """The bucket of the present settings and keys."""
-        remote = self._store.settings.remote
-        keys = _version(remote.key_file)
-        with self._lock:
-            if self._opened is None or self._opened[:2] != (remote, keys):
-                bucket = open_bucket(remote, fresh_seconds=FRESH_SECONDS)
-                self._opened = remote, keys, bucket  # pulls that use another one go on with it
-            return self._opened[2]
+        return self._kept.of(self._store.settings.remote)
 
     def _tell(self, number: int, **what: Any) -> None:
         try:
@@ -189,8 +182,7 @@ class BucketServer:
             try:
                 if not uploader.has_turn():
                     continue
-                known = self._bucket()
-                bucket = Bucket(known.stored, known.url, keys=known.keys)  # what was removed there is written again
+                bucket = self._bucket().again()  # what was removed there is written again
                 if not nice:
                     bucket.is_ready()  # the client makes its threads with its first request: fetches need them, too
                     with contextlib.suppress(OSError):  # engines come first; threads that are made here inherit it
@@ -224,15 +216,6 @@ class BucketServer:
                 raise _CancelledError
             if left <= 0:
                 return
-
-
-def _version(path: str) -> tuple[int, ...]:
-    """Changes when a file of keys is replaced or rewritten; () for none."""
-    try:
-        st = os.stat(path)
-    except OSError:  # opening the bucket says what is wrong with it
-        return ()
-    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
 
 
 def _described(said: dict[str, Any]) -> Described:

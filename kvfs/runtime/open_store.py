@@ -38,6 +38,7 @@ from kvfs.types import Verify
 if TYPE_CHECKING:
     from kvfs.maintenance.rebuild import Report
     from kvfs.remote.bucket_process import BucketProcess
+    from kvfs.remote.kept_bucket import KeptBucket
     from kvfs.runtime.services import StoreServices
 
 log = logging.getLogger("kvfs")
@@ -82,6 +83,7 @@ class OpenStore:
         self.on_forgotten: Callable[[], None] = lambda: None  # called by the background thread in every tick
         self.rebuilt: Report | None = None
         self._bucket_process: BucketProcess | None = None
+        self._kept_bucket: KeptBucket | None = None
         self._options = options
         self._files = options.files
         self._closing = False
@@ -186,6 +188,15 @@ class OpenStore:
                 except (OSError, RuntimeError):
                     self.c.counters.add("bucket_processes_lost")
             return self._bucket_process
+
+    def kept_bucket(self) -> KeptBucket:
+        """What asks the bucket in this process: pushes and pulls of the callers."""
+        with self._making:
+            if self._kept_bucket is None:
+                from kvfs.remote.kept_bucket import KeptBucket
+
+                self._kept_bucket = KeptBucket()
+            return self._kept_bucket
 
     @property
     def background(self) -> BackgroundScheduler:
@@ -331,9 +342,11 @@ class OpenStore:
         if self._services is not None:
             self._services.drops.cancel()
         with self._making:
-            bucket_process = self._bucket_process
+            bucket_process, kept_bucket = self._bucket_process, self._kept_bucket
         if bucket_process is not None:
             bucket_process.close(BUCKET_SECONDS)
+        if kept_bucket is not None:
+            kept_bucket.forget()
         self.end_transfers()
         self.c.calls.join(CLOSE_SECONDS)
         self.background.stop()
@@ -369,6 +382,7 @@ class OpenStore:
         self.c.index.abandon()
         self._rebuilder = None
         self._bucket_process = None
+        self._kept_bucket = None
         return self.directory
 
     def restart_in_child(self) -> None:

@@ -13,9 +13,12 @@ import pytest
 import kvfs
 from kvfs.directory import config_file
 from kvfs.remote.bucket import Bucket
+from kvfs.remote.names import MARKER
 from kvfs.remote.object_store import ObjectStore
 from kvfs.remote.page_object import encode
+from kvfs.remote.pull import Puller
 from kvfs.remote.push import Piece, Pusher
+from kvfs.remote.urls import open_bucket
 from kvfs.system.files import Files
 from tests.remote.conftest import store_at
 from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
@@ -62,6 +65,66 @@ def test_a_pull_asks_for_the_marker_and_the_shapes_at_once(
     monkeypatch.setattr(Bucket, "check", meet_and_check)
     monkeypatch.setattr(Bucket, "shapes", meet_and_list)
     assert there.pull(there.namespace("chat", tiny(), "1a"), tokens_of(0, 3)).stored == 3
+
+
+def test_a_second_pull_fetches_while_it_waits_for_the_marker(
+    here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ns, other = (store.namespace("chat", tiny(), "1a") for store in (here, there))
+    for seed in range(2):
+        ns.put(tokens_of(seed, 3), seeded(seed, 3 * TINY_BYTES))
+    here.push(["chat"])
+    assert there.pull(other, tokens_of(0, 3)).stored == 3
+    begun, check, fetch = threading.Event(), Bucket.check, Puller._fetch
+    fetched, met = [], []
+
+    def wait_and_check(bucket: Bucket) -> None:
+        met.append(begun.wait(10.0))
+        check(bucket)
+
+    def tell_and_fetch(puller: Puller, wanted: Any) -> Any:
+        fetched.append(wanted)
+        begun.set()
+        return fetch(puller, wanted)
+
+    monkeypatch.setattr(Bucket, "check", wait_and_check)
+    monkeypatch.setattr(Puller, "_fetch", tell_and_fetch)
+    assert there.pull(other, tokens_of(1, 3)).stored == 3
+    assert restored(other, tokens_of(1, 3)) == seeded(1, 3 * TINY_BYTES)
+    assert met == [True]
+    assert len(fetched) == 1, "no object is fetched twice"
+
+
+def test_a_second_pull_stores_nothing_of_a_bucket_that_lost_its_marker(
+    here: kvfs.Store, there: kvfs.Store, objects: ObjectStore
+) -> None:
+    ns, other = (store.namespace("chat", tiny(), "1a") for store in (here, there))
+    for seed in range(2):
+        ns.put(tokens_of(seed, 3), seeded(seed, 3 * TINY_BYTES))
+    here.push(["chat"])
+    there.pull(other, tokens_of(0, 3))
+    objects.delete(MARKER)
+    with pytest.raises(kvfs.ConfigError, match="holds no pages of kvfs"):
+        there.pull(other, tokens_of(1, 3))
+    assert other.match(tokens_of(1, 3)).tokens == 0
+
+
+def test_one_client_serves_the_pushes_and_pulls_of_a_store(here: kvfs.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ns = here.namespace("chat", tiny(), "1a")
+    ns.put(tokens_of(0, 3), seeded(0, 3 * TINY_BYTES))
+    opened = []
+    monkeypatch.setattr("kvfs.remote.kept_bucket.open_bucket", lambda *a, **k: opened.append(1) or open_bucket(*a, **k))
+    here.push(["chat"])
+    here.pull(ns, tokens_of(0, 3))
+    here.pull("chat")
+    assert len(opened) == 1
+    monkeypatch.setenv("AWS_PROFILE", "another")  # it may name other credentials
+    here.pull("chat")
+    assert len(opened) == 2
+    with pytest.raises(kvfs.KvfsError, match="no such namespace"):
+        here.pull("no such namespace")
+    here.pull("chat")
+    assert len(opened) == 3, "after a failure"
 
 
 def test_a_push_asks_what_is_there_while_it_waits_for_the_marker(
