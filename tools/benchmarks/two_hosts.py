@@ -5,7 +5,8 @@
 Host A stores prompts and pushes them; host B, with an empty store, restores them: every byte is compared. Baselines are
 bare puts and bare range reads of as many bytes in the same objects, by as many threads, which verify and store nothing,
 or only write a file per object. At the end of each round both hosts push the same prompts at once: each object must be
-stored once. Needs root, iproute2 and what ``python -m tools.ceph install .ceph`` has made.
+stored once. "with this": of the cores that were busy, those with the hosts, Ceph and the relay of a delay. Needs root,
+iproute2 and what ``python -m tools.ceph install .ceph`` has made.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import kvfs
 from kvfs.directory.config import REMOTE_SECONDS, Remote
 from kvfs.remote.urls import open_object_store
 from tools.benchmarks.case import MIB, Case, Payload, Size, out_buffer, size_text
+from tools.benchmarks.cores import CoreWatch, Run
 from tools.benchmarks.crew import Crew
-from tools.benchmarks.measure import BenchError, Sample, Stopwatch, back_memory, rate_ratio
+from tools.benchmarks.measure import BenchError, Spread, back_memory, rate_ratio
 from tools.benchmarks.network import GATEWAY, Network, Relay, enter
 from tools.benchmarks.remote import case_name, new_key, store_at
 from tools.benchmarks.report import Report, Table, Value, rates
@@ -95,20 +97,20 @@ class Host:
             for prompt in range(self._case.prompts):
                 self._case.namespace(store).put(self._case.tokens(prompt), self._payload.of(prompt))
 
-    def push(self, url: str) -> tuple[Sample, int, int]:
+    def push(self, url: str) -> tuple[Run, int, int]:
         """The run, and how many pages and objects were new."""
-        watch = Stopwatch()
+        watch = CoreWatch(os.getppid())
         with self._store(url, "own") as store:
             name = case_name(store)
             with watch:
                 done = store.push([name])
         if done.failed or done.left_out or done.stored + done.present != done.pages:
             raise BenchError(f"the push stored {done.stored} of {done.pages} pages: {done.problems}")
-        return watch.sample(self._case.size_bytes), done.stored, done.objects
+        return watch.run(self._case.size_bytes), done.stored, done.objects
 
-    def restore(self, url: str) -> Sample:
+    def restore(self, url: str) -> Run:
         """Pull all prompts into an empty store. Then compare every byte, without the clock."""
-        watch = Stopwatch()
+        watch = CoreWatch(os.getppid())
         with tempfile.TemporaryDirectory(dir=self._folder) as folder, self._store(url, f"{folder}/empty") as store:
             namespace = self._case.namespace(store)
             with watch:
@@ -121,16 +123,16 @@ class Host:
                         raise BenchError(f"prompt {prompt} came short: {match.tokens} tokens")
                     namespace.get(match, out)
                 self._payload.check(out, prompt)
-        return watch.sample(self._case.size_bytes)
+        return watch.run(self._case.size_bytes)
 
-    def read(self, url: str) -> Sample:
+    def read(self, url: str) -> Run:
         return self._read(url, None)
 
-    def read_and_write(self, url: str) -> Sample:
+    def read_and_write(self, url: str) -> Run:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             return self._read(url, Path(folder))
 
-    def _read(self, url: str, folder: Path | None) -> Sample:
+    def _read(self, url: str, folder: Path | None) -> Run:
         bucket = open_object_store(Remote(url, self._requests, REMOTE_SECONDS))
         names = [(found.name, found.size) for found in bucket.listing("") if "/pages/" in found.name]
 
@@ -143,24 +145,24 @@ class Host:
                 (folder / str(number)).write_bytes(found.data)
             return size
 
-        watch = Stopwatch()
+        watch = CoreWatch(os.getppid())
         with ThreadPoolExecutor(self._requests) as pool, watch:
             total = sum(pool.map(fetch, range(len(names))))
         if total < self._case.size_bytes:
             raise BenchError(f"{total} bytes in the bucket, in place of {self._case.size_bytes}")
-        return watch.sample(total)
+        return watch.run(total)
 
-    def write(self, url: str) -> Sample:
+    def write(self, url: str) -> Run:
         bucket = open_object_store(Remote(url, self._requests, REMOTE_SECONDS))
         data, number = os.urandom(16 * MIB), next(self._round)
         names = [f"bare/{number}/{i}" for i in range(self._case.size_bytes // len(data))]
-        watch = Stopwatch()
+        watch = CoreWatch(os.getppid())
         with ThreadPoolExecutor(self._requests) as pool, watch:
             if not all(pool.map(lambda name: bucket.put_new(name, data), names)):
                 raise BenchError("a bare request failed")
         for name in names:
             bucket.delete(name)
-        return watch.sample(len(names) * len(data))
+        return watch.run(len(names) * len(data))
 
     def objects(self, url: str) -> int:
         bucket = open_object_store(Remote(url, self._requests, REMOTE_SECONDS))
@@ -250,7 +252,7 @@ def main(
         options |= {"prompt": size_text(case.prompt_bytes), "requests": requests, "rounds": rounds, "encrypt": encrypt}
         report = Report("two_hosts", options, json_path)
         both(crews, ("fill", f"s3://{BUCKET}/none"))
-        samples: dict[str, list[Sample]] = {}
+        samples: dict[str, list[Run]] = {}
         once = []
         for number in range(rounds + 1):
             url = f"s3://{BUCKET}/round-{number}"
@@ -276,7 +278,13 @@ def main(
             ("bare puts", "bare puts"), ("push", "bare puts"), ("bare reads", "bare reads"), ("restore", "bare reads"),
             ("bare reads into files", "bare reads"), ("restore", "bare reads into files"),
         ):  # fmt: skip
-            table.add(what=name, **rates(samples[name]), of=base, ratio=rate_ratio(samples[name], samples[base]))
+            runs_of = samples[name]
+            cores = {
+                "cores busy": Spread.of([run.cores for run in runs_of]),
+                "with this": Spread.of([run.cores_of_ours for run in runs_of]),
+            }
+            ratio = rate_ratio(runs_of, samples[base])
+            table.add(what=name, **rates(runs_of), **cores, of=base, ratio=ratio)
         table.notes.append(f"objects that A and B stored when both pushed the same prompts at once: {', '.join(once)}")
         report.show(table)
         report.save()
