@@ -91,8 +91,8 @@ def prompt_of(identity: Identity, hashes: Sequence[bytes]) -> tuple[Described, P
 
 
 class Puller:
-    """One pull: ``requests`` objects are on their way at once. Owns the threads that fetch and verify; the caller's
-    thread stores."""
+    """One pull: ``requests`` objects are on their way at once, and as many wait to be stored. Owns the threads that
+    fetch and verify; the caller's thread stores."""
 
     def __init__(
         self, context: Context, active: ActiveSegments, tiers: Tiers, bucket: Bucket,
@@ -324,8 +324,9 @@ class Puller:
                 future.cancel()
 
     def _most(self, shapes: Sequence[Shape]) -> int:
-        """How many leading objects of these shapes may be on their way or in memory."""
-        return min(self._requests, at_once(shapes[: self._requests]))
+        """How many leading objects of these shapes may be on their way or in memory: as many may wait to be stored as
+        are on their way, so that the link does not rest."""
+        return at_once(shapes[: 2 * self._requests])
 
     def _fetch(self, wanted: _Wanted) -> _Came:
         """In any thread: changes nothing. Verifying here uses several cores, and the caller's thread only stores."""

@@ -169,6 +169,32 @@ def test_the_next_object_is_sent_while_another_one_is_still_on_its_way(
     assert met == [True]
 
 
+def test_the_next_object_is_fetched_while_those_that_came_wait_to_be_stored(
+    here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = there.settings.remote.requests
+    tokens = tokens_of(0, (most + 1) * 32)
+    here.namespace("chat", tiny(), "1a").put(tokens, seeded(0, (most + 1) * 32 * TINY_BYTES))
+    here.push(["chat"])
+    begun, fetch, store, met = [], Puller._fetch, Puller._store, []
+    one_more = threading.Event()
+
+    def tell_and_fetch(puller: Puller, wanted: Any) -> Any:
+        begun.append(wanted)
+        if len(begun) == most + 1:
+            one_more.set()
+        return fetch(puller, wanted)
+
+    def wait_and_store(puller: Puller, *args: Any) -> bool:
+        met.append(one_more.wait(10.0))
+        return store(puller, *args)
+
+    monkeypatch.setattr(Puller, "_fetch", tell_and_fetch)
+    monkeypatch.setattr(Puller, "_store", wait_and_store)
+    assert there.pull(there.namespace("chat", tiny(), "1a"), tokens).objects == most + 1
+    assert met == [True] * (most + 1)
+
+
 def test_what_announces_a_namespace_is_stored_once_by_a_push_of_many_objects(
     here: kvfs.Store, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
