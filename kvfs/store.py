@@ -531,7 +531,7 @@ class Store:
         """
         from kvfs.namespace import Namespace
         from kvfs.remote.object_store import RemoteError
-        from kvfs.remote.pull import Puller, prompt_of
+        from kvfs.remote.pull import Puller, described_of, prompt_of
         from kvfs.remote.uses import Uses
 
         self._check_open()
@@ -548,8 +548,8 @@ class Store:
             if isinstance(namespace, Namespace) and token_ids is not None:
                 done = puller.prompt(*prompt_of(namespace.identity, namespace.chunk_hashes(token_ids, extra=extra)))
             else:
-                ref = namespace.identity.digest.hex() if isinstance(namespace, Namespace) else namespace
-                done = puller.namespace(ref, progress)
+                known = described_of(namespace.identity) if isinstance(namespace, Namespace) else namespace
+                done = puller.namespace(known, progress)
             if uses is not None:
                 try:
                     uses.flush(bucket, self.settings.remote.requests)

@@ -29,7 +29,7 @@ from kvfs.lookup.search import Prompt
 from kvfs.pages.chunk_hash import HASH_BYTES, ChunkHashes
 from kvfs.pages.identity import Described, Identity, parse_descriptor
 from kvfs.remote.bucket import Bucket
-from kvfs.remote.names import Shape, at_once
+from kvfs.remote.names import Shape, at_once, folder_of
 from kvfs.remote.object_store import RemoteError
 from kvfs.remote.page_object import HEAD_BYTES, covered, decode
 from kvfs.remote.uses import Uses
@@ -83,11 +83,16 @@ class _Came(NamedTuple):
 Tiers: TypeAlias = Callable[[PrefixMatch], list[PageRef]]
 
 
-def prompt_of(identity: Identity, hashes: Sequence[bytes]) -> tuple[Described, Prompt]:
-    """What ``Puller`` needs of a namespace and of the chunk hashes of a prompt."""
+def described_of(identity: Identity) -> Described:
+    """What ``Puller`` needs of a namespace."""
     described = parse_descriptor(identity.descriptor_bytes())
     assert described is not None, "an identity has a valid descriptor"
-    return described, prompt_of_hashes(identity, hashes)
+    return described
+
+
+def prompt_of(identity: Identity, hashes: Sequence[bytes]) -> tuple[Described, Prompt]:
+    """What ``Puller`` needs of a namespace and of the chunk hashes of a prompt."""
+    return described_of(identity), prompt_of_hashes(identity, hashes)
 
 
 class Puller:
@@ -243,19 +248,20 @@ class Puller:
 
     # -- a namespace -------------------------------------------------------------------------
 
-    def namespace(self, ref: str, progress: Callable[[int, int], None]) -> Pulled:
-        """Pull all pages of the namespace that ``ref`` names. ``progress``: (bytes done, all bytes).
+    def namespace(self, chosen: Described | str, progress: Callable[[int, int], None]) -> Pulled:
+        """Pull all pages of a namespace, or of the one that a ref names. ``progress``: (bytes done, all bytes).
 
-        NoSpaceError, before anything is stored, if they are more than this store holds.
+        NoSpaceError, before anything is stored, if they are more than this store holds. NotFoundError.
         """
-        self._bucket.check()
-        described = self._bucket.find(ref)
-        names = [
-            _Wanted(shape, name.chunk, size=listed.size)
-            for shape in self._bucket.shapes(described)
-            for listed, name in self._bucket.listing(shape.folder)
-            if name is not None and name.has_pages and not name.sealed and listed.size <= shape.object_bytes_max
-        ]
+        names: list[_Wanted] = []
+        with ThreadPoolExecutor(1, "kvfs-pull") as pool:
+            checked = pool.submit(self._bucket.check)  # while the listing comes
+            if isinstance(chosen, Described):
+                described, names = chosen, self._listed(chosen)
+            checked.result()
+        if not names:
+            described = self._bucket.find(chosen if isinstance(chosen, str) else chosen.digest.hex())
+            names = self._listed(described)
         total, limit = sum(w.size for w in names), self._c.settings.segments_bytes_max
         if total > limit:
             raise NoSpaceError(
@@ -277,6 +283,18 @@ class Puller:
                 progress(done, total)
         self._c.counters.add("pages_pulled", self.done.stored)
         return self.done
+
+    def _listed(self, described: Described) -> list[_Wanted]:
+        """All objects of a namespace."""
+        found, shapes = list[_Wanted](), dict[tuple[int, bytes], Shape | None]()
+        for listed, name in self._bucket.listing(f"{folder_of(described)}pages/"):
+            if name is None or name.sealed:
+                continue
+            key = name.group, name.part
+            shape = shapes[key] if key in shapes else shapes.setdefault(key, Shape.of(described, *key))
+            if shape is not None and listed.size <= shape.object_bytes_max:
+                found.append(_Wanted(shape, name.chunk, size=listed.size))
+        return found
 
     def _here(self, described: Described) -> set[tuple[int, bytes, bytes]]:
         """(group, part, chunk hash) of the pages that are stored here."""

@@ -225,6 +225,37 @@ def test_a_namespace_is_pulled_as_a_whole(here: kvfs.Store, there: kvfs.Store) -
     assert there.pull("chat").stored == 0
 
 
+def test_a_known_namespace_is_listed_while_the_marker_is_asked_for(
+    here: kvfs.Store, there: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ns, other = (store.namespace("chat", tiny(), "1a") for store in (here, there))
+    ns.put(tokens_of(0, 40), seeded(0, 40 * TINY_BYTES))
+    here.push(["chat"])
+    both, check, listing = threading.Barrier(2, timeout=10.0), Bucket.check, Bucket.listing
+
+    def meet_and_check(bucket: Bucket) -> None:
+        both.wait()  # it breaks if one of the two waits for the other
+        check(bucket)
+
+    def meet_and_list(bucket: Bucket, prefix: str) -> Any:
+        both.wait()
+        return listing(bucket, prefix)
+
+    monkeypatch.setattr(Bucket, "check", meet_and_check)
+    monkeypatch.setattr(Bucket, "listing", meet_and_list)
+    monkeypatch.delattr(Bucket, "namespaces")  # it is not searched for
+    assert there.pull(other).stored == 40
+    assert restored(other, tokens_of(0, 40)) == seeded(0, 40 * TINY_BYTES)
+
+
+def test_a_namespace_that_the_bucket_lacks_is_not_found(here: kvfs.Store, there: kvfs.Store) -> None:
+    here.namespace("chat", tiny(), "1a").put(tokens_of(0, 3), seeded(0, 3 * TINY_BYTES))
+    here.push(["chat"])
+    for ref in (there.namespace("chat", tiny(), "2b"), "chit"):
+        with pytest.raises(kvfs.KvfsError, match="in "):
+            there.pull(ref)
+
+
 def test_a_second_push_sends_no_page(here: kvfs.Store) -> None:
     ns = here.namespace("chat", tiny(), "1a")
     ns.put(tokens_of(0, 40), seeded(0, 40 * TINY_BYTES))

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -109,13 +109,21 @@ class Host:
         return watch.run(self._case.size_bytes), done.stored, done.objects
 
     def restore(self, url: str) -> Run:
-        """Pull all prompts into an empty store. Then compare every byte, without the clock."""
+        """Pull all prompts into an empty store, one after the other."""
+        prompts = [self._case.tokens(i) for i in range(self._case.prompts)]
+        return self._restore(url, lambda store, namespace: [store.pull(namespace, one) for one in prompts])
+
+    def restore_all(self, url: str) -> Run:
+        """Pull the namespace into an empty store."""
+        return self._restore(url, lambda store, namespace: store.pull(namespace))
+
+    def _restore(self, url: str, pull: Callable[[kvfs.Store, kvfs.Namespace], object]) -> Run:
+        """Pull, by the clock. Then compare every byte, without it."""
         watch = CoreWatch(os.getppid())
         with tempfile.TemporaryDirectory(dir=self._folder) as folder, self._store(url, f"{folder}/empty") as store:
             namespace = self._case.namespace(store)
             with watch:
-                for prompt in range(self._case.prompts):
-                    store.pull(namespace, self._case.tokens(prompt))
+                pull(store, namespace)
             out = out_buffer(self._case.prompt_bytes)
             for prompt in range(self._case.prompts):
                 with namespace.match(self._case.tokens(prompt)) as match:
@@ -259,7 +267,10 @@ def main(
             (wrote,) = a.run(("write", url))
             ((pushed, _, _),) = a.run(("push", url))
             runs = {"bare puts": wrote, "push": pushed}
-            orders = {"bare reads": "read", "bare reads into files": "read_and_write", "restore": "restore"}
+            orders = {
+                "bare reads": "read", "bare reads into files": "read_and_write", "restore, by prompt": "restore",
+                "restore, as a whole": "restore_all",
+            }  # fmt: skip
             for name, what in list(orders.items())[:: 1 if number % 2 else -1]:
                 runs[name] = b.run((what, url))[0]
             a.run(("clear", url))
@@ -275,8 +286,10 @@ def main(
                     samples.setdefault(name, []).append(sample)
         table = Table("two_hosts: A pushes, B restores into an empty store, every byte compared")
         for name, base in (
-            ("bare puts", "bare puts"), ("push", "bare puts"), ("bare reads", "bare reads"), ("restore", "bare reads"),
-            ("bare reads into files", "bare reads"), ("restore", "bare reads into files"),
+            ("bare puts", "bare puts"), ("push", "bare puts"), ("bare reads", "bare reads"),
+            ("restore, by prompt", "bare reads"), ("restore, as a whole", "bare reads"),
+            ("bare reads into files", "bare reads"), ("restore, by prompt", "bare reads into files"),
+            ("restore, as a whole", "bare reads into files"),
         ):  # fmt: skip
             runs_of = samples[name]
             cores = {
