@@ -115,12 +115,12 @@ class Pusher:
         return self._run(pieces, lambda nbytes: progress(self._pages_done, self.done.pages))
 
     def run_pieces(self, pieces: list[Piece], pace: Callable[[int], None]) -> Pushed:
-        """Push pieces. ``pace`` is called with the bytes of each object that was sent; an error of it ends the push.
-        Errors as of ``run``."""
+        """Push pieces. ``pace`` is called with the bytes that were sent for each object, 0 for one that was there; an
+        error of it ends the push. Errors as of ``run``."""
         return self._run(pieces, pace)
 
     def _run(self, pieces: list[Piece], after: Callable[[int], object]) -> Pushed:
-        """Push pieces; ``after`` is called with the bytes of each of them that was sent."""
+        """Push pieces; ``after`` is called for each of them, see ``run_pieces``."""
         descriptors = dict(self._c.index.slices(Session.namespaces, 2.0))
         self.done.pages = sum(len(p.sources) for p in pieces)
         rest, asked = deque(pieces), deque[tuple[Piece, Future[int]]]()
@@ -131,9 +131,11 @@ class Pusher:
                 self._bucket.prepare()  # what is asked meanwhile changes nothing there
                 while (asked or puts) and not self._is_away:
                     while asked and (buffer := self._memory(asked[0][0].shape, puts.values())) is not None:
-                        piece, answer = asked.popleft()
+                        (piece, answer), sending = asked.popleft(), len(puts)
                         left = self._begin(piece, answer, buffer, descriptors, records, pool, puts)
                         rest.extendleft(reversed(left))
+                        if len(puts) == sending:
+                            after(0)
                         self._ask(rest, asked, pool)  # behind the object in the queue of the pool
                     self._finish(puts, rest, after)
                     self._ask(rest, asked, pool)

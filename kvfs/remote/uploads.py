@@ -76,7 +76,7 @@ class Uploader:
         segments that pins protect, each with what precedes it in its row. A row that has grown since the last pass
         waits for the next one: its neighbours are being saved.
 
-        ``pace`` is called with the bytes that were sent, after each few objects; an error of it ends the pass.
+        ``pace``: as of ``Pusher.run_pieces``; an error of it ends the pass.
         ``uses``: where it is noted which objects of the bucket have pages that were read here within a day. Errors
         as of ``Pusher.run``; OSError for the files of pins.
         """

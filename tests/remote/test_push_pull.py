@@ -260,8 +260,10 @@ def test_a_second_push_sends_no_page(here: kvfs.Store) -> None:
     ns = here.namespace("chat", tiny(), "1a")
     ns.put(tokens_of(0, 40), seeded(0, 40 * TINY_BYTES))
     here.push(["chat"])
-    again = here.push(["chat"])
+    told = []
+    again = here.push(["chat"], progress=lambda done, total: told.append((done, total)))
     assert (again.stored, again.present, again.nbytes) == (0, 40, 0)
+    assert told == [(32, 40), (40, 40)], "it can be ended between two objects that are there"
 
 
 def test_a_prompt_that_grew_is_pushed_from_where_it_grew(here: kvfs.Store, there: kvfs.Store) -> None:
