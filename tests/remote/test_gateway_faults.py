@@ -108,8 +108,9 @@ def test_a_gateway_that_is_killed_during_downloads_gives_shorter_prefixes(
     for seed in range(PROMPTS):
         try:
             failed += there.pull(ns, tokens_of(seed, CHUNKS)).failed
-        except kvfs.KvfsError as exc:
+        except kvfs.KvfsError as exc:  # the marker was asked for with the first objects
             assert "127.0.0.1" in str(exc) or BUCKET in str(exc)
+            failed += 1
             break
     chunks = stored_tokens(there)
     assert failed and 0 < chunks < PAGES
