@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvfs.store import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@+][A-Za-z0-9._:/@+-]*\Z")
 
 # 10 no store, 11 locked, 12 format, 14 no space, 90 corrupt: ``kvfs.errors`` has them.
@@ -102,6 +103,9 @@ class App:
 
     def no_store(self) -> Exception:
         """What to do depends on what the path is: `init` makes a store only where it destroys nothing."""
+        return self.watched(self._no_store)
+
+    def _no_store(self) -> Exception:
         from kvfs.directory.root import check_free
         from kvfs.errors import FormatError, KvfsError, StoreNotFoundError
         from kvfs.system.files import Files
@@ -124,6 +128,12 @@ class App:
         return StoreNotFoundError(
             f"no store at {path}: make one with `kvfs -C {path} init --capacity 200GiB`, or {other}"
         )
+
+    def watched(self, function: Callable[[], T]) -> T:
+        """Result of a step that opens no store but touches its files. StoreLockedError if the disk hangs."""
+        from kvfs.system.worker import WatchedCalls
+
+        return WatchedCalls(self.path).run(function)
 
     def namespace(self, store: Store, ref: str | None) -> Namespace:
         """The namespace that ``ref`` names; without ``ref``, the only namespace of the store."""

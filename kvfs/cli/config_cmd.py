@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import click
 
@@ -60,10 +61,9 @@ def init_command(
     from kvfs.directory import root as directory
     from kvfs.errors import ConfigError
     from kvfs.store import open_store
-    from kvfs.system.files import Files
 
     path = os.path.abspath(app.path)
-    if directory.is_store(path):
+    if app.watched(lambda: directory.is_store(path)):
         raise ConfigError(f"{path} holds a store already: kvfs config shows and changes its settings")
     if app.read_only:
         raise ConfigError("init creates a store, and KVFS_READONLY or --read-only is set: run it without")
@@ -72,12 +72,7 @@ def init_command(
     # first: a mistake must leave no directories, and a directory that is refused must keep its mode
     limit = os.environ["KVFS_CAPACITY"] if capacity is None else capacity
     config.make_settings(limit, segment=segment_bytes, index=index_bytes, sync=sync, mode=mode, codec=codec)
-    with directory.translate_os_errors(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        if group:
-            os.makedirs(path, exist_ok=True)
-            directory.check_free(path, Files())
-            os.chmod(path, 0o2770)
+    app.watched(lambda: _make_folders(path, group=group))
     sizes = {"capacity": capacity, "segment_bytes": segment_bytes, "index_bytes": index_bytes}
     with open_store(path, **sizes, sync=sync, mode=mode, codec=codec) as store:  # type: ignore[arg-type]
         s, store_id = store.settings, store.stats()["store_id"]
@@ -94,6 +89,19 @@ def init_command(
         )
 
     app.out.result(data, lines, [path])
+
+
+def _make_folders(path: str, *, group: bool) -> None:
+    """The parents of a store's directory; the directory itself, if a group shares it."""
+    from kvfs.directory import root as directory
+    from kvfs.system.files import Files
+
+    with directory.translate_os_errors(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if group:
+            os.makedirs(path, exist_ok=True)
+            directory.check_free(path, Files())
+            os.chmod(path, 0o2770)
 
 
 @click.group(
@@ -116,7 +124,7 @@ def _show(app: App) -> None:
     from kvfs.system.files import Files
 
     try:
-        found = config_file.read(app.path, Files())
+        found = app.watched(lambda: config_file.read(app.path, Files()))
     except StoreNotFoundError:
         raise app.no_store() from None
     path = os.path.abspath(app.path)
@@ -177,7 +185,7 @@ def get_command(app: App, key: str) -> None:
     from kvfs.system.files import Files
 
     try:
-        found = config_file.find(app.path, key, Files())
+        found = app.watched(lambda: config_file.find(app.path, key, Files()))
     except StoreNotFoundError:
         raise app.no_store() from None
     data = {"setting": key, "value": found.value, "origin": found.origin}
@@ -218,10 +226,8 @@ def unset_command(app: App, key: str) -> None:
 
 
 def _change(app: App, key: str, value: str | None) -> None:
-    from kvfs.directory import config_file
     from kvfs.errors import StoreNotFoundError, StoreReadOnlyError
     from kvfs.remote.reachable import problem
-    from kvfs.system.files import Files
 
     word = "set" if value is not None else "unset"
     if app.read_only:
@@ -229,13 +235,11 @@ def _change(app: App, key: str, value: str | None) -> None:
             f"config {word} changes the store, and KVFS_READONLY or --read-only is set: run it without"
         )
     try:
-        config_file.change(app.path, key, value, Files())
-        stored = config_file.find(app.path, key, Files()).value
+        stored, remote = app.watched(lambda: _changed(app, key, value))
     except StoreNotFoundError:
         raise app.no_store() from None
     except StoreReadOnlyError:
         raise app.mounted_read_only() from None
-    remote = _note(app, key, value)
     data = {"setting": key, "value": stored}
     later = key in ("mode", "index_bytes")
     whom = "for processes that open the store from now on" if later else "also for processes that have the store open"
@@ -244,18 +248,20 @@ def _change(app: App, key: str, value: str | None) -> None:
         app.out.note(f"warning: {found}; the setting is stored, kvfs doctor checks the bucket again")
 
 
-def _note(app: App, key: str, value: str | None) -> Remote:
-    """Log the change (a value of None: removed). The settings of the bucket, as they are now."""
+def _changed(app: App, key: str, value: str | None) -> tuple[Any, Remote]:
+    """Change a setting (a value of None: remove it), and log that. Its value and the bucket's settings, as they are."""
     from kvfs.directory import config_file
     from kvfs.directory.event_log import EventLog
     from kvfs.directory.root import Directory
     from kvfs.system.files import Files
 
+    config_file.change(app.path, key, value, Files())
+    stored = config_file.find(app.path, key, Files()).value
     word = "set" if value is not None else "unset"
     directory = Directory(app.path, Files(), read_only=False)
     try:
         settings = config_file.load(directory)
         EventLog(directory, settings.event_file_bytes).add(f"config {word}", **{key: value or ""})
-        return settings.remote
+        return stored, settings.remote
     finally:
         directory.close()

@@ -26,24 +26,17 @@ def doctor_command(app: App, bundle: str | None) -> int:
 
     Does not open the index and changes nothing. Exit code 3 if something is bad (warnings do not count).
     """
-    from kvfs.directory.root import translate_os_errors
-    from kvfs.doctor.bucket_check import diagnose_bucket
-    from kvfs.doctor.checks import diagnose
-    from kvfs.doctor.gpu_checks import diagnose_gpu
+    from kvfs.doctor import child, report
     from kvfs.errors import StoreNotFoundError
-    from kvfs.system.files import Files
 
+    if bundle is not None:
+        report.check(bundle)
     try:
-        with translate_os_errors(app.path):
-            findings = diagnose(
-                app.path, Files(), lambda: [*diagnose_bucket(app.path, Files()), diagnose_gpu(app.path, Files())]
-            )
+        findings, texts = child.findings(app.path, with_report=bundle is not None)
     except StoreNotFoundError:
         raise app.no_store() from None
     if bundle is not None:
-        from kvfs.doctor.report import write
-
-        write(bundle, app.path, findings)
+        report.write(bundle, findings, texts)
         app.out.note(f"wrote {bundle}: look at its files before you attach it to a report")
     counts = Counter(f.status for f in findings)
     data = {

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvfs.directory import config
@@ -27,15 +27,19 @@ PACKAGES = (
 SECRETS = frozenset({"KVFS_SALT"})
 
 
-def write(path: str, store: str, findings: Sequence[Finding]) -> None:
-    """Write a gzipped tar of small text files to ``path``, which must not exist. ConfigError names what is wrong."""
+def check(path: str) -> None:
+    """ConfigError names what is wrong with the name of a report: a file that exists, for example."""
     check_output(path)
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists already: choose another name")
+
+
+def write(path: str, findings: Sequence[Finding], texts: Mapping[str, str]) -> None:
+    """Write a gzipped tar of small text files to ``path``: the findings, versions, and ``texts`` of the store."""
     members = {
         "findings.json": json.dumps([f._asdict() for f in findings], indent=1).encode(),
         "versions.json": json.dumps(versions(), indent=1).encode(),
-        **_of_store(store),
+        **{name: text.encode() for name, text in texts.items()},
     }
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
@@ -60,12 +64,14 @@ def versions() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_store(store: str) -> dict[str, bytes]:
+def of_store(store: str) -> dict[str, str]:
+    """Counts and settings of a store, by the name of the file that they become."""
     directory = Directory(store, Files(), read_only=True)
     with contextlib.closing(directory):
-        found = {"totals.json": json.dumps(SharedCounters(directory).total(), indent=1).encode()}
+        found = {"totals.json": json.dumps(SharedCounters(directory).total(), indent=1)}
         with contextlib.suppress(OSError):
-            found["kvfs.toml"] = directory.read_small("kvfs.toml", config.TOML_BYTES_MAX) or b""
+            settings = directory.read_small("kvfs.toml", config.TOML_BYTES_MAX) or b""
+            found["kvfs.toml"] = settings.decode(errors="backslashreplace")
     return found
 
 

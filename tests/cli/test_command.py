@@ -21,7 +21,10 @@ import pytest
 import kvfs
 from kvfs.cli.app import App, complete_namespaces, complete_pins
 from kvfs.cli.output import Output
+from kvfs.directory import root
+from kvfs.directory.root import Directory
 from kvfs.maintenance.recompress import Recompressed
+from kvfs.system import worker
 from tests.cli.commands import called, command, environment, on_a_terminal
 from tests.stores import TINY_BYTES, seeded, tiny, tokens_of
 
@@ -162,6 +165,24 @@ def test_an_interrupt_ends_a_command_that_waits_for_a_disk(number: int, hang: st
     finally:
         child.kill()
     assert child.returncode == 130 and err == "kvfs: interrupted, without a cleanup: the disk does not answer\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("config",), ("config", "get", "capacity"), ("config", "set", "capacity", "1GiB"), ("init",)]
+)
+def test_settings_on_a_disk_that_hangs_are_given_up(
+    store: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(worker, "HUNG_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(root, "is_store", lambda _: answers.wait(2))
+    monkeypatch.setattr(Directory, "__init__", lambda *_, **__: answers.wait(2))
+    try:
+        done = called("-C", str(store), *arguments)
+    finally:
+        answers.set()
+    assert done.returncode == 11 and "the disk has not answered" in done.stderr
 
 
 def test_a_reader_that_closes_its_end_ends_the_command_quietly(store: Path) -> None:
