@@ -42,6 +42,7 @@ class AccessTimes:
         self._requests: OrderedDict[bytes, int] = OrderedDict()
         self._noted: list[tuple[bytes, int, Sequence[int]]] = []  # (segment id, seq of the first record, times)
         self._noted_count = 0
+        self._own: Descriptor | None = None  # of ``run/use``, for the thread that a close may leave
 
     def note_request(self, chunk_hash: bytes, at_us: int) -> None:
         """A lookup, load or save at ``at_us`` ended in ``chunk_hash``: a save that goes on from there has its time."""
@@ -91,8 +92,12 @@ class AccessTimes:
                 self._open.popitem(last=False)
         return file
 
+    def _folder(self) -> int:
+        own = self._own
+        return self._directory.sub("run/use") if own is None else own.fd
+
     def _opened(self, segment_id: bytes) -> Descriptor:
-        run, name, files = self._directory.sub("run/use"), segment_id.hex(), self._files
+        run, name, files = self._folder(), segment_id.hex(), self._files
         try:
             file = Descriptor.open(files, name, os.O_RDWR, dir_fd=run)
             if files.fstat(file.fd).st_nlink > 1:  # of a snapshot, or no file of kvfs
@@ -164,19 +169,34 @@ class AccessTimes:
                         self._files.unlink(name, dir_fd=run)
 
     def close(self) -> None:
+        """Write what was noted. A disk that hangs is left to a thread, whose folder is its own: the directory will be
+        closed, and the number of its descriptor may be another folder's, when the disk answers."""
         if self._noted:
-            writer = threading.Thread(target=self.flush, name="kvfs-stamps", daemon=True)
-            try:
-                writer.start()
-            except RuntimeError:  # Python 3.12 starts no thread while it exits; or the process may have no more
-                self.flush()
-            else:
-                writer.join(CLOSE_SECONDS)
+            with contextlib.suppress(OSError):
+                folder = self._directory.sub("run/use")
+                self._own = Descriptor.reopen(self._files, folder, os.O_RDONLY | os.O_DIRECTORY)
+                self._write_last()
         with self._lock:
             self._open.clear()
+
+    def _write_last(self) -> None:
+        def write() -> None:
+            self.flush()
+            with self._lock:
+                self._open.clear()
+            self._own = None
+
+        writer = threading.Thread(target=write, name="kvfs-stamps", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:  # Python 3.12 starts no thread while it exits; or the process may have no more
+            write()
+        else:
+            writer.join(CLOSE_SECONDS)
 
     def abandon(self) -> None:
         """In a forked child: what was noted is the parent's to write."""
         self._lock = threading.Lock()
         self._noted, self._noted_count = [], 0
+        self._own = None
         self._open.clear()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvfs
 from kvfs.directory import access_times
 from kvfs.directory.access_times import AccessTimes
+from kvfs.directory.root import Directory
 from kvfs.system.files import Files
 from tests.stores import seeded, tokens_of
 
@@ -29,6 +32,18 @@ class Clock(Files):
 
     def advance(self, seconds: float) -> None:
         self.us += int(seconds * 1e6)
+
+
+class HangingAtClose(Files):
+    """Opens of the thread that a close may leave wait for ``answers``."""
+
+    def __init__(self, answers: threading.Event) -> None:
+        self._answers = answers
+
+    def open(self, *args: Any, **more: Any) -> int:
+        if threading.current_thread().name == "kvfs-stamps":
+            self._answers.wait(60)
+        return super().open(*args, **more)
 
 
 @pytest.fixture
@@ -158,6 +173,32 @@ def test_uses_that_wait_for_a_disk_are_bounded_and_a_close_does_not_wait(
     monkeypatch.setattr(Files, "open", lambda *_, **__: answers.wait(60))
     times.close()
     answers.set()
+
+
+def test_what_a_close_has_left_is_written_to_its_own_folder_when_the_disk_answers(
+    ns: kvfs.Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The store's directory is closed by then, and the number of its descriptor may be that of another folder."""
+    monkeypatch.setattr(access_times, "CLOSE_SECONDS", 0.1)
+    answers, path = threading.Event(), Path(ns._c.directory.path)
+    directory = Directory(str(path), HangingAtClose(answers), read_only=False)
+    times, segment = AccessTimes(directory), b"s" * 16
+    number = directory.sub("run/use")
+    times.stamp(segment, 0, [7])
+    times.close()
+    (writer,) = [thread for thread in threading.enumerate() if thread.name == "kvfs-stamps"]
+    directory.close()
+    other = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.dup2(other, number)
+        answers.set()
+        writer.join(60)
+    finally:
+        os.close(other)
+        os.close(number)
+    assert not list(tmp_path.iterdir())
+    assert (path / "run" / "use" / segment.hex()).read_bytes() == (7).to_bytes(8, "little")
+    assert not times._open and times._own is None, "a descriptor is left"
 
 
 def test_a_use_of_a_segment_that_is_gone_makes_no_file(ns: kvfs.Namespace) -> None:
