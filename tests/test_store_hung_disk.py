@@ -16,6 +16,7 @@ import pytest
 import kvfs
 from kvfs.errors import StoreLockedError
 from kvfs.runtime import open_store, registry
+from kvfs.runtime.background_tasks import PeriodicTask
 from kvfs.system import worker
 from kvfs.system.files import Files
 from tests.stores import TINY_BYTES, restored, seeded, tiny, tokens_of
@@ -217,6 +218,30 @@ def test_a_close_that_proceeds_slowly_is_left_too(memory_path: Path, monkeypatch
     assert store._shared.c.counters.snapshot()["closes_left"] == 1
     over.set()
     kvfs.open(memory_path / "store").close()
+
+
+@pytest.mark.parametrize("left", ["a task", "a rebuild", ""])
+def test_the_directory_stays_open_for_a_thread_that_a_close_has_left(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """It used the numbers of closed descriptors when the disk answered: they may be those of other files by then."""
+    monkeypatch.setattr(open_store, "CLOSE_SECONDS", 0.1)
+    opened = kvfs.open(memory_path / "store", capacity="32MiB")
+    store, answers = opened._shared, threading.Event()
+    stop = store.background.stop
+    monkeypatch.setattr(store.background, "stop", lambda: stop(0.1))
+    hanging = threading.Event()
+    if left == "a task":
+        store.background.add([PeriodicTask("hangs", 9.0, lambda: hanging.set() or answers.wait(60) and None)])
+        store.background.wake("hangs")
+        assert hanging.wait(60)
+    elif left == "a rebuild":
+        store._rebuilder = threading.Thread(target=answers.wait, args=(60,), daemon=True)
+        store._rebuilder.start()
+    opened.close()
+    answers.set()
+    assert (store.directory.root >= 0) == bool(left)
+    store.directory.close()
 
 
 @pytest.mark.parametrize("new", [False, True])

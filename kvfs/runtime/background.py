@@ -68,3 +68,7 @@ class BackgroundScheduler:
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    def is_running(self) -> bool:
+        """Whether a task goes on in its thread, behind the deadline of ``stop``."""
+        return self._thread.is_alive() and threading.current_thread() is not self._thread

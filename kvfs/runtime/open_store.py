@@ -369,7 +369,9 @@ class OpenStore:
             return
         if self.c.liveness is not None:
             self.c.liveness.close()
-        self.directory.close()
+        # a thread that the deadlines above have left uses numbers of descriptors, which may be other files' once closed
+        if not (self.background.is_running() or (self._rebuilder is not None and self._rebuilder.is_alive())):
+            self.directory.close()
 
     def release_in_child(self) -> Directory:
         """After a fork: drop what was inherited, without touching the parent's files, except the returned directory."""

@@ -8,13 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import kvfs
+from kvfs.eviction.evictor import RELOCATED
 from kvfs.eviction.victims import Victim
+from kvfs.format import segment as fmt
+from kvfs.index.ledger import NO_QUOTA
 from kvfs.testing import Fault, FaultyFiles
+from kvfs.write.active_segments import Declined, SegmentClass
 from tests.stores import TINY_BYTES, counters, restored, seeded, tiny, tokens_of
 
 CHUNKS = 4
@@ -125,6 +130,26 @@ def test_relocated_pages_are_synced_before_their_source_is_dropped(
         last_write = len(kinds) - 1 - kinds[::-1].index("pwritev")
         assert kinds[last_write : kinds.index("rename")].count("fdatasync") == syncs
         assert put(ns, 1).skipped == CHUNKS and served(ns, 1)
+
+
+def test_a_segment_takes_no_more_copies_after_a_write_to_it_failed(memory_path: Path) -> None:
+    with opened(memory_path, "cache") as (store, ns, files):
+        put(ns, 1)
+        services, index = store._shared.services(), store._shared.c.index
+        services.active.finish_all()
+        [(number, row)] = index.read(lambda s: s.segments(), 2.0)
+        target = SegmentClass(NO_QUOTA + RELOCATED, fmt.FLAG_CARRIED, evictor=True)
+        held = store._shared.c.segments.acquire(number, row.segment_id, index.generation)
+        assert held is not None
+        copy = partial(services.evictor.relocator.copy, target, number, held)
+        assert copy([1]) == 1
+        files.arm(Fault(1, "pwritev", "error", errno.EIO, persistent=True))
+        with pytest.raises(Declined, match="io"):
+            copy([2])
+        files.arm()
+        assert copy([2]) == 1
+        rows = [row for _, row in index.read(lambda s: s.segments(), 2.0)]
+        assert len(rows) == 3 and served(ns, 1), "the second copy went to the segment whose write had failed"
 
 
 @pytest.mark.parametrize(("level", "syncs"), [("cache", 0), ("batch", 1), ("sync", 1)])
