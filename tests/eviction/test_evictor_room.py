@@ -39,6 +39,20 @@ class Clock(FakeClock, Files):
         return super().write_all(*args, **how)
 
 
+def test_a_file_system_that_fails_while_room_is_made_is_counted(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Reclaimer) -> int:
+        raise OSError(errno.EIO, "I/O error")
+
+    with kvfs.open(memory_path / "store", capacity="16MiB") as store:
+        evictor = store._shared.services().evictor
+        store._shared.background.stop()
+        monkeypatch.setattr(Reclaimer, "reclaim_dropped", fails)
+        assert not evictor.make_room(1, store._shared.c.files.monotonic() + 60)
+        assert store.stats()["counters"]["evict_errors"] == 1
+
+
 def test_a_put_on_a_slow_disk_does_not_time_out_in_a_full_store(memory_path: Path) -> None:
     files = Clock()
     with kvfs.open(memory_path / "store", capacity="16MiB", segment_bytes="256KiB", files=files) as store:

@@ -19,7 +19,7 @@ from kvfs.write.active_segments import (
     SegmentClass,
 )
 from kvfs.write.appender import PartShape
-from tests.stores import tiny
+from tests.stores import TINY_BYTES, seeded, segment_files, tiny, tokens_of
 
 
 def test_a_wait_that_timed_out_shortens_later_ones_and_is_forgotten(memory_path: Path) -> None:
@@ -75,3 +75,16 @@ def test_the_smallest_segment_of_a_page_has_room_for_its_leaf_table() -> None:
     assert shape.leaves >= 64
     for pages in (1, 400):
         assert shape.need_fresh(100, pages) >= pages * (shape.page_bytes + 8 * shape.leaves)
+
+
+def test_a_segment_that_a_rebuild_may_have_missed_is_removed(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made while another process rebuilt the index: no row of the new index names it."""
+    with kvfs.open(memory_path / "store", capacity="16MiB") as store:
+        ns, active = store.namespace("m", tiny(), "1"), store._shared.services().active
+        with monkeypatch.context() as patch:
+            patch.setattr(active, "_is_current", lambda generation: False)
+            assert ns.put(tokens_of(1, 1), seeded(1, TINY_BYTES)).reason == "index"
+        assert not segment_files(memory_path / "store")
+        assert ns.put(tokens_of(1, 1), seeded(1, TINY_BYTES)).stored == 1
