@@ -35,6 +35,7 @@ from kvfs.system.memory_limits import cgroup_limit, memory_available
 from kvfs.system.memory_views import address_of
 
 CHECKS_SECONDS, DISK_SECONDS = 1.0, 4.0  # all checks together before the disk is asked; the read of one block
+WRITE_SECONDS = 10.0  # for a new file: a disk that writes much may take seconds
 SEGMENTS_MAX = 8192  # segments whose share in the page cache is read
 HEADROOM_FILES = 256  # descriptors that a process needs in addition to one per segment
 _MIB = 1 << 20
@@ -44,17 +45,28 @@ def diagnose(path: str, files: Files, more: Callable[[], list[Finding]] = list) 
     """The findings of all checks, and those of ``more``. Raises only if there is no store.
 
     The checks run in a thread. While they take long, another one reads a block of the disk; if that read does not end
-    within DISK_SECONDS, the findings are those so far, and that the disk hangs.
+    within DISK_SECONDS, the findings are those so far, and that the disk hangs. A third one makes a file without a
+    name: a file system that is frozen, or whose journal hangs, may answer all reads.
     """
     found: list[Finding] = []
-    checks = _started(lambda: _diagnose(path, files, found, more))
+    checks, write = _started(lambda: _diagnose(path, files, found, more)), _started(lambda: _write_disk(path, files))
+    end = files.monotonic() + WRITE_SECONDS
     while wait([checks], CHECKS_SECONDS).not_done:
         read = _started(lambda: _read_disk(path, files))
         if not wait([checks, read], DISK_SECONDS, FIRST_COMPLETED).done:
             detail = f"it hangs: the read of one block takes more than {DISK_SECONDS:.0f} s; other checks are left out"
             remedy = "look at dmesg and the device; processes that wait for it go on when it answers"
             return [*found, Finding("disk", BAD, detail, remedy)]
-    checks.result()
+        if not write.done() and files.monotonic() >= end:
+            break
+    else:
+        checks.result()
+    if not wait([write], max(0.0, end - files.monotonic())).done:
+        detail = f"it takes no writes: a new file takes more than {WRITE_SECONDS:.0f} s"
+        remedy = (
+            "if it is frozen: fsfreeze -u; else look at dmesg and the device; what waits for it goes on when it writes"
+        )
+        return [*found, Finding("disk", BAD, detail, remedy)]
     return found
 
 
@@ -116,6 +128,17 @@ def _read_disk(path: str, files: Files) -> None:
         try:
             with opened(files, "super", os.O_RDONLY | os.O_DIRECT, dir_fd=root) as fd:
                 files.preadv(fd, [aligned(4096)], 0)
+        finally:
+            files.close(root)
+
+
+def _write_disk(path: str, files: Files) -> None:
+    """Make a file without a name, of which nothing stays. Errors are ignored: they are answers."""
+    with contextlib.suppress(OSError):
+        root = files.open_root(path)
+        try:
+            with opened(files, ".", os.O_TMPFILE | os.O_RDWR, dir_fd=root):
+                pass
         finally:
             files.close(root)
 

@@ -156,6 +156,32 @@ def test_a_disk_that_hangs_is_named_in_time(path: Path, monkeypatch: pytest.Monk
     assert [(f.check, f.status) for f in found] == [("disk", BAD)] and "hangs" in found[0].detail
 
 
+@pytest.mark.parametrize("checks_hang", [False, True])
+def test_a_disk_that_takes_no_writes_is_named_in_time(
+    path: Path, monkeypatch: pytest.MonkeyPatch, checks_hang: bool
+) -> None:
+    """A frozen file system answers all reads: the doctor said that nothing was bad."""
+    monkeypatch.setattr(checks, "CHECKS_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "WRITE_SECONDS", 0.3)
+    thawed = threading.Event()
+
+    class Frozen(Files):
+        def open(self, name: str, flags: int, *args: Any, **how: Any) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                thawed.wait(60)
+            return super().open(name, flags, *args, **how)
+
+    try:
+        found = checks.diagnose(
+            str(path), Frozen(), lambda: [] if not checks_hang else [Finding(str(thawed.wait(60)), OK, "")]
+        )
+    finally:
+        thawed.set()
+    assert [(f.check, f.status) for f in found if f.status == BAD] == [("disk", BAD)]
+    assert "no writes" in found[-1].detail and "fsfreeze" in found[-1].remedy
+    assert {"format", "locks"} <= {f.check for f in found}
+
+
 def test_slow_checks_are_waited_for_while_the_disk_answers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CHECKS_SECONDS", 0.05)
     slow = Finding("slow", OK, "")
