@@ -286,6 +286,18 @@ def test_segments_of_both_modes_are_read_side_by_side(path: Path) -> None:
     assert {scanned(f).entries[-1].epoch for f in segment_files(path)} == {2}
 
 
+@pytest.mark.parametrize("mode", ["cache", "staging"])
+def test_a_segment_that_another_process_began_is_written_past_the_page_cache_only_in_mode_staging(
+    path: Path, mode: str
+) -> None:
+    with opened(path, mode) as store:
+        put(store)
+    with opened(path, mode) as store:
+        put(store, seeds=[2])
+        ((writer, _),) = store._shared.services().active._writers.values()
+        assert writer.epoch == 2 and (writer._direct is not None) == (mode == "staging")
+
+
 def test_the_mode_is_that_of_the_open(path: Path) -> None:
     with opened(path, "cache") as store:
         set_mode(path, "staging")

@@ -290,3 +290,25 @@ def test_another_index_under_the_name_of_the_open_one_is_not_taken_for_it(store:
     assert there(store) == [False] * SEGMENTS and index.generation == generation
     store._shared.rebuild_if_needed()
     assert there(store) == [True] * SEGMENTS and index.generation != generation
+
+
+def test_a_new_generation_waits_for_the_gate_as_long_as_it_may(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes hold it for milliseconds, again and again."""
+    gate = os.open(Path(store.path) / "gate", os.O_RDWR)
+    release = threading.Timer(0.2, os.close, [gate])
+    index = store._shared.c.index
+    refuse = index._refuse_if_current
+    monkeypatch.setattr(index, "_refuse_if_current", lambda: (taken.append(time.monotonic()), refuse()))
+    install, taken = index.install, list[float]()
+
+    def while_another_holds_the_gate(name: str, timeout: float) -> None:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        release.start()
+        install(name, timeout)
+
+    monkeypatch.setattr(index, "install", while_another_holds_the_gate)
+    rebuild(store)
+    release.join()
+    assert taken and all(there(store))

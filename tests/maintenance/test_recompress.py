@@ -355,3 +355,23 @@ def test_tiny_pages_do_not_hold_the_index_for_long(tmp_path: Path, monkeypatch: 
         assert store.pin("prompt", ns, tokens_of(0, 600)) == 9600
         assert sum(moved) == 600 and max(moved) <= 256
         assert restored(ns, tokens_of(0, 600)) == pages
+
+
+def test_copies_are_made_in_batches_of_a_quarter_of_a_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch needs room for all of its records in one segment."""
+    moved: list[int] = []
+    relocate = Appender.relocate
+
+    def spied(appender: Appender, job: Any) -> int:
+        moved.append(len(job.moves))
+        return relocate(appender, job)
+
+    monkeypatch.setattr(Appender, "relocate", spied)
+    layout = PageLayout.kv(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", page_tokens=16)
+    assert layout.page_bytes == 4096
+    with kvfs.open(tmp_path / "store", capacity="16MiB", segment_bytes="256KiB") as store:
+        ns = store.namespace("model", layout, "1")
+        assert ns.put(tokens_of(0, 40), seeded(1, 40 * 4096)).stored == 40
+        store._shared.services().active.finish_all()
+        assert store.pin("prompt", ns, tokens_of(0, 40)) == 640
+    assert moved == [16, 16, 8]

@@ -599,6 +599,13 @@ def test_too_many_unfinished_transfers_are_declined_at_once(ns: kvfs.Namespace, 
         assert io.save(ns.plan_save(prompt(1, 500)), blocks(1)).wait(SECONDS).pages == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("name", "most"), [("queue_max", 1 << 20), ("threads", 64)])
+def test_numbers_of_threads_and_of_waiting_transfers_have_a_limit(ns: kvfs.Namespace, name: str, most: int) -> None:
+    how: dict[str, Any] = {name: most + 1}
+    with pytest.raises(kvfs.ConfigError, match=f"{name} is {most + 1}: pass 1 to {most}"):
+        ns.attach(Engine().kv, **how)
+
+
 @pytest.mark.parametrize("where", ["queued", "writing"])
 def test_cancelled_transfers_do_not_pile_up_behind_one_that_hangs(
     ns: kvfs.Namespace, files: GatedFiles, where: str
