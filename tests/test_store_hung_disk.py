@@ -231,8 +231,13 @@ def test_the_directory_stays_open_for_a_thread_that_a_close_has_left(
     stop = store.background.stop
     monkeypatch.setattr(store.background, "stop", lambda: stop(0.1))
     hanging = threading.Event()
+
+    def hangs() -> None:
+        hanging.set()
+        answers.wait(60)
+
     if left == "a task":
-        store.background.add([PeriodicTask("hangs", 9.0, lambda: hanging.set() or (answers.wait(60) and None))])
+        store.background.add([PeriodicTask("hangs", 9.0, hangs)])
         store.background.wake("hangs")
         assert hanging.wait(60)
     elif left == "a rebuild":

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,7 +61,12 @@ def test_errors_of_the_child_are_raised(tmp_path: Path) -> None:
 
 def test_the_command_itself_touches_no_file_of_the_store(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kvfs.open(store_path, capacity="64MiB").close()
-    touched: list[Any] = []
-    monkeypatch.setattr(Files, "open_root", lambda _, path: touched.append(path) or os.open(path, os.O_PATH))
+    touched: list[str] = []
+
+    def open_root(_: Files, path: str) -> int:
+        touched.append(path)
+        return os.open(path, os.O_PATH)
+
+    monkeypatch.setattr(Files, "open_root", open_root)
     done = called("-C", str(store_path), "doctor", "--bundle", str(store_path.parent / "report.tar.gz"))
     assert done.returncode == 0 and "0 bad" in done.stdout and not touched

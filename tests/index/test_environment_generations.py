@@ -299,15 +299,18 @@ def test_a_new_generation_waits_for_the_gate_as_long_as_it_may(
     gate = os.open(Path(store.path) / "gate", os.O_RDWR)
     release = threading.Timer(0.2, os.close, [gate])
     index = store._shared.c.index
-    refuse = index._refuse_if_current
-    monkeypatch.setattr(index, "_refuse_if_current", lambda: (taken.append(time.monotonic()), refuse()))
-    install, taken = index.install, list[float]()
+    install, refuse, taken = index.install, index._refuse_if_current, list[bool]()
+
+    def with_the_gate() -> None:
+        taken.append(True)
+        refuse()
 
     def while_another_holds_the_gate(name: str, timeout: float) -> None:
         fcntl.flock(gate, fcntl.LOCK_EX)
         release.start()
         install(name, timeout)
 
+    monkeypatch.setattr(index, "_refuse_if_current", with_the_gate)
     monkeypatch.setattr(index, "install", while_another_holds_the_gate)
     rebuild(store)
     release.join()
