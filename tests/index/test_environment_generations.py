@@ -315,3 +315,17 @@ def test_a_new_generation_waits_for_the_gate_as_long_as_it_may(
     rebuild(store)
     release.join()
     assert taken and all(there(store))
+
+
+def test_blocks_are_kept_ahead_of_the_end_of_an_index_that_this_process_writes(
+    store: kvfs.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of one that is private to a reader: nothing commits there on a full disk."""
+    kept: list[str] = []
+    index = store._shared.c.index
+    monkeypatch.setattr(environment, "keep_slack", lambda directory, generation, map_size: kept.append(generation))
+    index.keep_slack()
+    assert kept == [index.generation]
+    monkeypatch.setattr(index, "_private", True)
+    index.keep_slack()
+    assert len(kept) == 1
