@@ -142,6 +142,7 @@ class Chunks:
             if len(batches) == 1:
                 self._load_batch(batches[0], manifest.size)
             else:  # reads from a disk next to each other, and next to the writes of others
+                self._clock.fallocate(file.fd, 0, manifest.size)  # once, in place of at each block that is written
                 waiting = [self._loaders.submit(self._load_batch, batch, manifest.size) for batch in batches]
                 try:
                     for future in waiting:
