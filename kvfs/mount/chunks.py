@@ -26,9 +26,11 @@ from kvfs.system.files import Files
 
 FILES = "files"  # name of the namespaces
 REVISION = "format-1"
-BATCH_PAGES = 128  # of one put or get: 8 MiB
+BATCH_PAGES = 128  # of one put: 8 MiB
 BATCH_BYTES = BATCH_PAGES * PAGE_BYTES
-LOADERS = 3  # batches that are copied at once, of all files; each reads with two threads
+LOAD_PAGES = 256  # of one lookup, and of one copy or get: 16 MiB
+LOAD_BYTES = LOAD_PAGES * PAGE_BYTES
+LOADERS = 2  # batches that are copied at once, of all files; each reads with several threads
 LOADED_AHEAD = LOADERS + 1  # batches of one file that are looked up and not copied yet
 SAVE_TRIES = 2  # a page that was there may be evicted while the rest is stored
 SAVE_SECONDS = 30.0  # longest wait for an index that does not answer, or for pages that another process is writing
@@ -141,6 +143,7 @@ class Chunks:
             self._spool.truncate(file, manifest.size)
             if manifest.size > BATCH_BYTES:
                 self._clock.fallocate(file.fd, 0, manifest.size)  # once, in place of at each block that is written
+            if manifest.size > LOAD_BYTES:
                 self._load_all([_Batch(file, spots, *run) for run in _runs(manifest)])
             else:
                 for run in _runs(manifest):
@@ -186,7 +189,7 @@ class Chunks:
         """Memory for a batch, of the calling thread. Aligned to pages, as reads past the page cache need it."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None:
-            buffer = self._local.buffer = memoryview(mmap.mmap(-1, BATCH_BYTES))
+            buffer = self._local.buffer = memoryview(mmap.mmap(-1, LOAD_BYTES))
         return buffer
 
     def find(self, manifest: Manifest, *, touch: bool = False) -> frozenset[bytes] | None:
@@ -229,8 +232,8 @@ class Chunks:
 def _runs(manifest: Manifest) -> Iterator[tuple[int, int, tuple[bytes, ...]]]:
     """(place in the stream, size of a page, keys) of each batch, in stream order."""
     whole = manifest.whole_pages
-    for first in range(0, whole, BATCH_PAGES):
-        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first : min(whole, first + BATCH_PAGES)]
+    for first in range(0, whole, LOAD_PAGES):
+        yield first * PAGE_BYTES, PAGE_BYTES, manifest.keys[first : min(whole, first + LOAD_PAGES)]
     if manifest.last_page:
         yield whole * PAGE_BYTES, manifest.last_page, manifest.keys[whole:]
 

@@ -17,7 +17,7 @@ from kvfs.errors import IndexUnavailableError
 from kvfs.format import segment as fmt
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.mount import cells
-from kvfs.mount.chunks import BATCH_BYTES, FIND_SECONDS, LOADED_AHEAD, SAVE_SECONDS, Chunks
+from kvfs.mount.chunks import FIND_SECONDS, LOAD_BYTES, LOADED_AHEAD, SAVE_SECONDS, Chunks
 from kvfs.mount.manifest import PAGE_BYTES, Piece
 from kvfs.mount.spool import Spool
 from kvfs.namespace import Namespace
@@ -33,7 +33,7 @@ Hang = Callable[[int], None]
 def test_a_batch_is_loaded_where_reads_past_the_page_cache_may_go(store: kvfs.Store, tmp_path: Path) -> None:
     chunks = Chunks(store, Spool(str(tmp_path), 1 << 20))
     buffer = chunks._buffer()
-    assert len(buffer) == BATCH_BYTES
+    assert len(buffer) == LOAD_BYTES
     assert address_of(buffer) % fmt.BLOCK == 0
     chunks.close()
 
@@ -176,8 +176,8 @@ def test_a_file_in_pieces_is_loaded_with_and_without_the_native_library(
 
 @pytest.fixture
 def batches_of_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfs.mount.chunks.BATCH_PAGES", 1)
-    monkeypatch.setattr("kvfs.mount.chunks.BATCH_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("kvfs.mount.chunks.LOAD_PAGES", 1)
+    monkeypatch.setattr("kvfs.mount.chunks.LOAD_BYTES", PAGE_BYTES)
 
 
 @pytest.fixture
