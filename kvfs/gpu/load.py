@@ -34,7 +34,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from kvfs.gpu.batches import BATCH_CALLS, FLAG, Batches, LayerBand, Window, commands_bytes
+from kvfs.format import segment as fmt
+from kvfs.gpu.batches import (
+    BATCH_CALLS,
+    FLAG,
+    Batches,
+    FirstBatch,
+    LayerBand,
+    Window,
+    commands_bytes,
+    copy_first,
+    cut_in_batches,
+)
 from kvfs.gpu.device import Device
 from kvfs.gpu.lane import LaunchQueue
 from kvfs.gpu.page_feed import GroupPages, MatchFeed, PageFeed, RestoreFeed
@@ -100,6 +111,8 @@ class GpuLoad:
         self._room = 0  # bytes of its first command buffer
         self._batches = 0  # about, where nothing is under way
         self._begun = False  # in the caller's thread
+        self._starting = False  # there: copies may be under way, though it has not begun
+        self._ahead: FirstBatch | None = None  # of the first group, in the caller's thread
         self._groups: list[GroupLoad] = []
         #: (group, band) in order of arrival, from when its end is enqueued until one of the threads sees it
         self._coming: deque[tuple[GroupLoad, LayerBand]] = deque()
@@ -149,8 +162,23 @@ class GpuLoad:
                     self._end_enqueuing()
         finally:
             if not self._begun:
+                self._drop_first()
                 gpu.turns.over(self)
         return True
+
+    def _drop_first(self) -> None:
+        """Nothing reads the scratch of the first copies, if they were enqueued: give it back while the lane is ours."""
+        if not self._starting:
+            return
+        ahead, self._ahead, self._starting = self._ahead, None, False
+        try:
+            with self._gpu.device.current():
+                if ahead is not None:
+                    self._gpu.loads.finished(ahead.scratch, self._gpu.loads.dma)
+                else:  # an interrupt or an error struck among them
+                    self._gpu.loads.quiet()
+        except Exception:  # the load thread meets it again
+            log.debug("copies that were enqueued ahead cannot be waited for", exc_info=True)
 
     def _is_short(self) -> bool:
         """Whether it is short, and the lane takes all of it without waiting for a batch, if it is empty."""
@@ -173,25 +201,29 @@ class GpuLoad:
             if query is None or not query() or not gpu.loads.has_commands(self._commands_bytes()):
                 return False
             self._feed.hold()
-            copies = sum(
-                self._plan_at_once(a, chunks) * self._bands_of(a, len(chunks)) for a, chunks in request.pages if chunks
-            )
+            groups = [(a, chunks) for a, chunks in request.pages if chunks]
+            copies = sum(self._plan_at_once(a, chunks) * self._bands_of(a, len(chunks)) for a, chunks in groups)
+            if not gpu.loads.takes(self._batches, copies + BATCH_CALLS * self._batches):
+                return False
+            self._feed.at_once = True
+            self._copy_first(groups)  # the rest is done while these copies are under way
+            for a, _ in groups:
+                self._read_tables(a)
         except _NotReadyError:
-            return False
+            self._feed.at_once = False
         except Exception:  # the load thread meets it again, and accounts for it
             log.debug("a load cannot be planned in its caller's thread", exc_info=True)
-            return False
-        self._feed.at_once = gpu.loads.takes(self._batches, copies + BATCH_CALLS * self._batches)
+            self._feed.at_once = False
         return self._feed.at_once
 
     def _plan_at_once(self, a: Attached, chunks: list[int]) -> int:
-        """Plan one group, and read its leaf tables; how many copies it takes. Raises _NotReadyError."""
-        gpu, regions, files = self._gpu, self._gpu.regions, self._gpu.store.files
+        """Plan one group; how many copies it takes. Raises _NotReadyError."""
+        gpu, regions = self._gpu, self._gpu.regions
         assert regions is not None
         gm = self._request.match.group(a.group.name).for_part(a.part, a.page_bytes)
         runs, covered = plan_runs(gm.cut(chunks[0], chunks[-1] - chunks[0] + 1), self._feed.held)
-        shape, copies = gpu.shapes[a.number], 0
-        if not shape.sums or bits_of(chunks) & ~covered:  # the CPU has to make some pages
+        shape, copies, wanted = gpu.shapes[a.number], 0, bits_of(chunks)
+        if not shape.sums or wanted & ~covered:  # the CPU has to make some pages
             raise _NotReadyError
         for run in runs:
             ranges = regions.ranges(run.held, run.offset, run.span, 0, self._regions, register=False)
@@ -199,13 +231,29 @@ class GpuLoad:
                 raise _NotReadyError
             run.ranges = ranges
             copies += 1 + run.span // REGION_BYTES
+        self._planned[a.number] = list(_cut(runs, wanted)), covered
+        return copies
+
+    def _copy_first(self, groups: Sequence[tuple[Attached, list[int]]]) -> None:
+        """Enqueue the first copies, unless they come in bands. They fill scratch, so nothing else has to be known."""
+        (a, chunks), gpu = groups[0], self._gpu
+        runs, page = self._planned[a.number][0], fmt.align(a.page_bytes)
+        if self._bands_of(a, len(chunks)) > 1 or not runs:
+            return
+        behind = sum(len(more) * later.page_bytes for later, more in groups[1:]) // page
+        batches = cut_in_batches(runs, page, gpu.batch_bytes, behind)
+        self._starting, self._since = True, gpu.store.files.monotonic()
+        self._ahead = copy_first(gpu.loads, batches)
+
+    def _read_tables(self, a: Attached) -> None:
+        """The leaf tables of a planned group. Raises _NotReadyError if they are not in the page cache."""
+        files = self._gpu.store.files
+        for run in self._planned[a.number][0]:
             if run.leaf:
                 tables = bytearray(run.leaf_bytes * run.count)
                 if not files.read_cached(run.held.fd, memoryview(tables), run.leaf):
                     raise _NotReadyError
                 run.tables = bytes(tables)
-        self._planned[a.number] = runs, covered
-        return copies
 
     def _move(self) -> None:
         self._transfer.enter(TransferState.LOADING)
@@ -215,6 +263,7 @@ class GpuLoad:
                 self._enqueue()
 
     def _end_enqueuing(self) -> None:
+        self._drop_first()  # of a load that was stopped before its first group
         self._bands.put(None)
         self._hand_over()
         self._gpu.turns.enqueued(self)
@@ -227,7 +276,7 @@ class GpuLoad:
 
     def _enqueue(self) -> None:
         launches = self._launches = LaunchQueue(self._gpu.loads, self._commands_bytes)
-        self._since = self._gpu.store.files.monotonic()
+        self._since = self._since or self._gpu.store.files.monotonic()
         try:
             for pages in self._feed.groups():
                 self._send_group(launches, pages)
@@ -248,6 +297,9 @@ class GpuLoad:
         """Without a pause behind the last group, unless that one holds slots of the ring."""
         group = self._begin(launches, pages)
         self._groups.append(group)
+        if self._ahead is not None:
+            group.batches.continue_with(self._ahead)
+            self._ahead, self._starting = None, False
         self._send(group, sum(len(chunks) * a.page_bytes for a, chunks in pages.later))
         if pages.later and group.source.has_slots:  # which the next group may want
             launches.all()

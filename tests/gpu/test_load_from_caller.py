@@ -399,3 +399,63 @@ def test_registered_memory_of_a_short_load_is_looked_up_once(
         )
     assert ended(load(io, ns, layerwise=layerwise)) == CHUNKS * PAGE and same(source, target)
     assert asked == ["ranges"]
+
+
+def test_the_first_copies_are_enqueued_before_the_tables_are_read(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = list[int]()
+    read = Files.read_cached
+    monkeypatch.setattr(Files, "read_cached", lambda *a: (copied.append(device.copied), read(*a))[1])
+    device.copied = 0
+    assert ended(load(io, ns)) == CHUNKS * PAGE and same(source, target)
+    assert copied and copied[0] > 0
+    assert device.copied == CHUNKS * ns.layout.page_bytes, "a page was copied twice"
+
+
+@pytest.mark.parametrize("when", ["among the copies", "behind them"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CudaError("memcpy: unknown error")])
+def test_first_copies_that_lead_to_nothing_leave_no_scratch_behind(
+    ns: kvfs.Namespace,
+    io: GpuIO,
+    source: Engine,
+    target: Engine,
+    device: Launching,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    error: Any,
+) -> None:
+    errors = [error]
+
+    def fails_once(plain: Callable[..., Any], *args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return plain(*args)
+
+    owner, name = (Files, "read_cached") if when == "behind them" else (type(io._gpu_context.loads.dma), "copy_in")
+    plain = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: fails_once(plain, *args))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            load(io, ns)
+    else:
+        assert ended(load(io, ns)) == CHUNKS * PAGE and not device.here() and same(source, target)
+    idle(io)
+    assert all(one.enqueued for one in io._gpu_context.loads._slices)
+    assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
+
+
+def test_a_load_stopped_behind_its_first_copies_leaves_no_scratch_behind(
+    ns: kvfs.Namespace, io: GpuIO, source: Engine, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(job: GpuLoad) -> None:
+        job._transfer.stop("cancelled")
+        move(job)
+
+    move = GpuLoad._move
+    monkeypatch.setattr(GpuLoad, "_move", stopped)
+    assert ended(load(io, ns)) == 0 and set(target.tokens(UNITS)) == {0xA5}
+    idle(io)
+    assert all(one.enqueued for one in io._gpu_context.loads._slices)
+    monkeypatch.undo()
+    assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
