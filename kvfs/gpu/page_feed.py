@@ -101,6 +101,12 @@ class MatchFeed:
     def begin(self) -> None:
         pass
 
+    def begin_with(
+        self, opened: AbstractContextManager[Mapping[int, OpenSegment]] | None, held: Mapping[int, OpenSegment]
+    ) -> None:
+        """All pages are planned: hold the segments that were opened for that."""
+        self._opened, self.held, self.at_once = opened, held, True
+
     def hold(self) -> None:
         if self._opened is not None:
             return

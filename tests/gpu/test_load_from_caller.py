@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="the GPU transport needs triton")
 
 import kvfs
 from kvfs import TransferState
-from kvfs.gpu import batches, lane
-from kvfs.gpu import load as gpu_load
+from kvfs.gpu import batches, head_start, lane
 from kvfs.gpu.gpu_io import GpuIO
+from kvfs.gpu.head_start import HeadStart
 from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.resources import LinkPace
 from kvfs.gpu.turns import Turns
@@ -154,7 +154,7 @@ def test_a_load_that_may_have_to_wait_is_left_to_the_load_thread(
         if lacking == "leaf tables":
             monkeypatch.setattr(Files, "read_cached", lambda *_: False)
         if lacking == "shortness":
-            monkeypatch.setattr(gpu_load, "SHORT_BYTES", CHUNKS * ns.layout.page_bytes - 1)
+            monkeypatch.setattr(head_start, "SHORT_BYTES", CHUNKS * ns.layout.page_bytes - 1)
         if lacking == "room":
             monkeypatch.setattr(lane, "QUEUED", 2)
         if lacking == "a command buffer":
@@ -240,7 +240,7 @@ def test_both_threads_load_the_same(
                 mine = io.load(match, units, NOW, LATE, **options).wait(SECONDS)
                 caller = device.here()
                 with monkeypatch.context() as patch:
-                    patch.setattr(GpuLoad, "run_now", lambda job: False)
+                    patch.setattr(HeadStart, "begin", lambda start, after: False)
                     theirs = reference.load(match, units, NOW, LATE, **options).wait(SECONDS)
             assert mine is not None and mine == theirs and (caller or not mine.pages)
             assert (one.memory == other.memory).all()
@@ -340,10 +340,10 @@ def test_an_interrupt_or_an_error_while_a_caller_enqueues_loses_no_turn(
 def test_an_interrupt_before_anything_is_enqueued_cancels_the_load(
     ns: kvfs.Namespace, io: GpuIO, target: Engine, device: Launching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(job: GpuLoad) -> bool:
+    def interrupted(start: HeadStart) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(GpuLoad, "_is_ready", interrupted)
+    monkeypatch.setattr(HeadStart, "read_tables", interrupted)
     for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
             load(io, ns)
@@ -457,5 +457,31 @@ def test_a_load_stopped_behind_its_first_copies_leaves_no_scratch_behind(
     assert ended(load(io, ns)) == 0 and set(target.tokens(UNITS)) == {0xA5}
     idle(io)
     assert all(one.enqueued for one in io._gpu_context.loads._slices)
+    monkeypatch.undo()
+    assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
+
+
+@pytest.mark.parametrize("refused", ["a deadline that is none", "a full queue"])
+def test_a_load_that_is_refused_behind_its_first_copies_gives_everything_back(
+    ns: kvfs.Namespace,
+    io: GpuIO,
+    source: Engine,
+    target: Engine,
+    device: Launching,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+) -> None:
+    device.copied = 0
+    if refused == "a full queue":
+        monkeypatch.setattr(io, "_queue_max", 0)
+        assert ended(load(io, ns)) == 0
+    else:
+        with pytest.raises(kvfs.ConfigError, match="deadline"):
+            load(io, ns, deadline=-1.0)
+    assert device.copied, "it had not begun"
+    context = io._gpu_context
+    assert not context.turns._under_way and all(one.enqueued for one in context.loads._slices)
+    assert context.regions is not None and not any(region.users for region in context.regions._regions.values())
+    assert set(target.tokens(UNITS)) == {0xA5}
     monkeypatch.undo()
     assert ended(load(io, ns)) == CHUNKS * PAGE and device.here() and same(source, target)
