@@ -1,7 +1,8 @@
-"""The beginning of a short load, in its caller's thread: its plan, and its first copies.
+"""The beginning of a load, in its caller's thread: its plan, or that of its first window, and its first copies.
 
-They fill scratch, so nothing of the transfer has to exist for them: to make it takes a twentieth of the time that the
-copies of a short load take. If it turns out that something has to be waited for, the load thread begins the load again.
+They fill scratch, so nothing of the transfer has to exist for them. To make it takes a twentieth of the time that the
+copies of a short load take; the load thread begins to run as much later. It goes on where a load is long, or where
+something has to be waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from kvfs.format import segment as fmt
 from kvfs.gpu.batches import BATCH_CALLS, FirstBatch, copy_first, cut_in_batches
+from kvfs.gpu.page_feed import WINDOW_PAGES
 from kvfs.gpu.page_source import streaks
 from kvfs.gpu.registration_cache import REGION_BYTES, RegionLease
 from kvfs.gpu.resources import GpuTransportContext
@@ -26,9 +28,7 @@ from kvfs.transfer.workers import Attached
 log = logging.getLogger("kvfs")
 BANDS = 8  # of a layer-wise load, at most
 SMALL_BATCHES = 4  # of a group, about: those towards its end
-#: All of a load in its caller's thread is planned before its first copy. For more than these bytes that takes longer
-#: than the load thread needs for its first window.
-SHORT_BYTES = 128 << 20
+SHORT_BYTES = 128 << 20  # a load of at most so many is enqueued in its caller's thread, which that takes about 1 ms
 #: Of a band, and of a page's share in it: what smaller ones cost the host exceeds the time of their copies.
 BAND_BYTES_MIN, SHARE_BYTES_MIN = 32 << 20, 128 << 10
 
@@ -47,13 +47,16 @@ def bands_of(attached: Attached, pages: int, *, layerwise: bool) -> int:
 
 class HeadStart:
     """Owns the turn of its load, the regions and segments that it needs, and the scratch of the first copies, until the
-    load takes them."""
+    load takes them, or the load thread gives the turn to another load."""
 
     def __init__(self, context: GpuTransportContext, match: PrefixMatch, pages: Pages, *, layerwise: bool) -> None:
         self._gpu, self._match, self._layerwise = context, match, layerwise
         self._groups = [(a, chunks) for a, chunks in pages if chunks]
         self._opened: AbstractContextManager[Mapping[int, OpenSegment]] | None = None
         self._turn = self._copies = self._taken = False  # whether it may have a turn, and copies may be under way
+        self._handed_over = False
+        self.whole = False  # all of it is planned
+        self.fits = False  # and the lane takes it at once
         self.planned: dict[int, tuple[list[Run], int]] = {}  # by group number: runs, and the chunks that are in them
         self.held: Mapping[int, OpenSegment] = {}
         self.regions = RegionLease()
@@ -61,11 +64,10 @@ class HeadStart:
         self.since = 0.0  # when the first copy was enqueued
 
     def begin(self, after: Any) -> bool:
-        """Whether it has begun: nothing is under way, the engine's event has come, all pages are registered, and the
-        lane takes the whole load at once. Otherwise it is to be dropped."""
+        """Whether it has begun: nothing is under way, the engine's event has come, and the pages that are planned are
+        registered. Otherwise it is to be dropped."""
         gpu, query = self._gpu, getattr(after, "query", None)
-        batches = self._batches()
-        if query is None or not batches or gpu.device.is_capturing():
+        if query is None or gpu.regions is None or not self._groups or gpu.device.is_capturing():
             return False
         self._turn = True
         try:
@@ -76,9 +78,7 @@ class HeadStart:
                     return False
                 self._opened = gpu.reader.open_segments(self._match)
                 self.held = self._opened.__enter__()
-                copies = sum(self._plan(a, chunks) * self._bands(a, chunks) for a, chunks in self._groups)
-                if not gpu.loads.takes(batches, copies + BATCH_CALLS * batches):
-                    return False
+                self._plan_first()
                 self._copy_first()
         except _NotReadyError:
             return False
@@ -87,16 +87,21 @@ class HeadStart:
             return False
         return True
 
-    def _batches(self) -> int:
-        """How many there will be, about; 0 if it is not short, or the lane would not take them at once."""
-        gpu = self._gpu
-        if gpu.regions is None or sum(len(chunks) * a.page_bytes for a, chunks in self._groups) > SHORT_BYTES:
-            return 0
-        batches = sum(
-            2 * self._bands(a, chunks) + SMALL_BATCHES + len(chunks) * a.page_bytes // gpu.batch_bytes
-            for a, chunks in self._groups
-        )
-        return batches if gpu.loads.takes(batches, BATCH_CALLS * batches) else 0
+    def _plan_first(self) -> None:
+        """Plan the whole load if it is short, else its first window. Raises _NotReadyError."""
+        gpu, groups = self._gpu, self._groups
+        if sum(len(chunks) * a.page_bytes for a, chunks in groups) <= SHORT_BYTES:
+            batches = sum(
+                2 * self._bands(a, chunks) + SMALL_BATCHES + len(chunks) * a.page_bytes // gpu.batch_bytes
+                for a, chunks in groups
+            )
+            copies = sum(self._plan(a, chunks) * self._bands(a, chunks) for a, chunks in groups)
+            self.whole, self.fits = True, gpu.loads.takes(batches, copies + BATCH_CALLS * batches)
+        else:
+            a, chunks = groups[0]
+            if self._bands(a, chunks) > 1:  # each band needs all pages
+                raise _NotReadyError
+            self._plan(a, chunks[:WINDOW_PAGES])
 
     def _bands(self, a: Attached, chunks: Sequence[int]) -> int:
         return bands_of(a, len(chunks), layerwise=self._layerwise)
@@ -124,7 +129,8 @@ class HeadStart:
         runs, page = self.planned[a.number][0], fmt.align(a.page_bytes)
         if not runs or self._bands(a, chunks) > 1:
             return
-        behind = sum(len(more) * later.page_bytes for later, more in self._groups[1:]) // page
+        left = 0 if self.whole else len(chunks[WINDOW_PAGES:])
+        behind = left + sum(len(more) * later.page_bytes for later, more in self._groups[1:]) // page
         batches = cut_in_batches(runs, page, gpu.batch_bytes, behind)
         self._copies, self.since = True, gpu.store.files.monotonic()
         self.first = copy_first(gpu.loads, batches)
@@ -148,6 +154,20 @@ class HeadStart:
         self._taken = True
         return self._opened
 
+    def hand_over(self) -> None:
+        """The load thread goes on: it calls ``resume``."""
+        self._gpu.turns.hand_over(self)
+        self._taken = self._handed_over = True
+
+    def resume(self) -> bool:
+        """On the load thread: whether the load may take what was handed over. If another one had its turn meanwhile,
+        nothing is left of it; the copies have ended then."""
+        kept = self._gpu.turns.resume(self)
+        if not kept and self._handed_over:
+            self._handed_over = self._turn = self._copies = self._taken = False
+            self.drop()
+        return kept
+
     def drop(self) -> None:
         """Undo it, unless a load has taken it: wait for the copies, whose scratch nothing reads. Harmless again."""
         if self._taken:
@@ -165,8 +185,9 @@ class HeadStart:
         finally:
             if self._turn:
                 gpu.turns.over(self)
-            if self._opened is not None:
-                self._opened.__exit__(None, None, None)
+            opened, self._opened = self._opened, None
+            if opened is not None:
+                opened.__exit__(None, None, None)
 
 
 def cut_runs(runs: Sequence[Run], wanted: int) -> Iterator[Run]:

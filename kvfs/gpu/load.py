@@ -85,7 +85,7 @@ class GpuLoad:
         ahead = request.lookahead
         self._feed: PageFeed = MatchFeed(request, {}) if ahead is None else RestoreFeed(request, ahead)
         self._room = 0  # bytes of its first command buffer
-        self._begun: HeadStart | None = None  # in the caller's thread
+        self._begun: HeadStart | None = None  # in the caller's thread, and taken by this load
         self._groups: list[GroupLoad] = []
         #: (group, band) in order of arrival, from when its end is enqueued until one of the threads sees it
         self._coming: deque[tuple[GroupLoad, LayerBand]] = deque()
@@ -100,13 +100,18 @@ class GpuLoad:
         self._afterwards: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """On the load thread: enqueue all of it, unless ``run_now`` has begun to and was interrupted."""
-        gpu = self._gpu
+        """On the load thread: enqueue all of it, or go on, unless ``run_now`` has begun to and was interrupted."""
+        gpu, begun, overtaken = self._gpu, self._request.begun, False
         if self._begun is not None:
             return
-        gpu.turns.begin(self)
+        if isinstance(begun, HeadStart) and begun.resume():
+            self._take(begun)
+        else:
+            overtaken = gpu.turns.begin(self)
         try:
             gpu.device.enter()
+            if overtaken:  # its first copies: nothing reads their scratch
+                gpu.loads.quiet()
             self._feed.begin()
             if wait_for_event(gpu, self._transfer, self._request.after):
                 self._move()
@@ -117,16 +122,15 @@ class GpuLoad:
 
     def run_now(self) -> bool:
         """In the caller's thread: enqueue the rest, if it has begun there and nothing has to be waited for."""
-        gpu, begun, feed = self._gpu, self._request.begun, self._feed
-        if begun is None:
+        gpu, begun = self._gpu, self._request.begun
+        if not isinstance(begun, HeadStart):
             return False
-        assert isinstance(begun, HeadStart) and isinstance(feed, MatchFeed)
         with gpu.device.current():
-            if not gpu.loads.has_commands(self._commands_bytes()) or not begun.read_tables():
+            if not begun.fits or not gpu.loads.has_commands(self._commands_bytes()) or not begun.read_tables():
+                begun.hand_over()
                 return False
             try:
-                self._begun, self._since = begun, begun.since
-                feed.begin_with(begun.take(), begun.held)
+                self._take(begun)
                 self._move()
             except Exception as exc:
                 fail(self._transfer, exc)
@@ -134,16 +138,26 @@ class GpuLoad:
                 self._end_enqueuing()
         return True
 
+    def _take(self, begun: HeadStart) -> None:
+        assert isinstance(self._feed, MatchFeed)
+        self._begun, self._since = begun, begun.since
+        self._feed.begin_with(begun.take(), begun.held, at_once=begun.whole)
+
     def _move(self) -> None:
         self._transfer.enter(TransferState.LOADING)
         self._feed.hold()
         if self._moving.enter_context(self._transfer.step(tell=False)):
             with self._gpu.loads.kernels.use():
                 self._enqueue()
-        elif self._begun is not None:  # the first copies
-            self._gpu.loads.quiet()
 
     def _end_enqueuing(self) -> None:
+        if (
+            self._begun is not None and self._launches is None
+        ):  # it was stopped; nothing reads its first copies' scratch
+            try:
+                self._gpu.loads.quiet()
+            except Exception as exc:
+                fail(self._transfer, exc)
         self._bands.put(None)
         self._hand_over()
         self._gpu.turns.enqueued(self._begun or self)
@@ -250,7 +264,7 @@ class GpuLoad:
         """Where these pages of a group are stored."""
         chunks = bits_of(now)
         planned = self._begun.planned.get(group.number) if self._begun is not None else None
-        if planned is None:
+        if planned is None or chunks & ~planned[1]:
             planned = plan_runs(group.pages.gm.cut(now[0], now[-1] - now[0] + 1), self._feed.held)
         runs, covered = planned
         runs = list(cut_runs(runs, chunks))
