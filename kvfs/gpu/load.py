@@ -6,7 +6,8 @@ arrived against the tables, and leaves out pages that differ.
 How loads overlap, so that the link does not run dry between two of them:
 
 - The load thread runs ``run``: it enqueues all copies, kernels and ends of bands of one load, then begins the next one.
-  A load needs one of UNDER_WAY permits from its first copy to its end.
+  A load needs one of UNDER_WAY permits from its first copy to its end. Where no other is under way, the caller's thread
+  has enqueued the first copies (``kvfs.gpu.head_start``).
 - The end thread runs ``finish`` of one load after the other: it waits for the bands, settles the pages and ends the
   transfer. A load is handed over to it when the end of its first band is enqueued, at the latest when ``run`` returns.
   What a load has to wait for while it is enqueued, such as a disk, delays the end of no earlier load.
