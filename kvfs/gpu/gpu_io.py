@@ -25,6 +25,7 @@ from kvfs.context import Counters
 from kvfs.directory.config import parse_size
 from kvfs.errors import ConfigError
 from kvfs.gpu.device import Device, Memory, Pinned
+from kvfs.gpu.head_start import HeadStart
 from kvfs.gpu.lane import BATCHES, DmaLane, aligned
 from kvfs.gpu.load import GpuLoad
 from kvfs.gpu.preregister import register_hottest, register_match
@@ -45,6 +46,7 @@ from kvfs.system.thread_pool import Pool
 from kvfs.transfer import append_process
 from kvfs.transfer.control import TransferControl
 from kvfs.transfer.host_io import CLOSE_SECONDS, WARM_SECONDS, HostIO
+from kvfs.transfer.load import Pages
 from kvfs.transfer.workers import Attached, JobThreads, Writes, make_ring
 from kvfs.write.active_segments import LANES
 from kvfs.write.appender import Appender
@@ -241,6 +243,18 @@ class GpuIO(HostIO):
     def _load_threads(self, threads: int) -> JobThreads:
         context = self._gpu_context
         return JobThreads("read", threads, partial(_last_load, context.turns, context.ends))
+
+    def _begin_load(self, match: PrefixMatch, pages: Pages, after: Any, *, layerwise: bool) -> HeadStart | None:
+        if self._closed or self._reads.waiting:
+            return None
+        begun = HeadStart(self._gpu_context, match, pages, layerwise=layerwise)
+        kept = False
+        try:
+            kept = begun.begin(after)
+        finally:
+            if not kept:
+                begun.drop()
+        return begun if kept else None
 
     # -- for callers -------------------------------------------------------------------------
 

@@ -97,8 +97,9 @@ class PageSource:
 
     def expect(self, runs: Sequence[Run]) -> None:
         """Announce the runs that will be sent, before any of them is."""
-        if self._summed:
-            self._prefetch.expect(run for run in runs if not run.ranges)
+        unknown = [run for run in runs if not run.ranges]
+        if self._summed and unknown:
+            self._prefetch.expect(unknown)
 
     def prepare(self, run: Run) -> None:
         """Begin the reads that a later ``send`` of this run would wait for."""
@@ -148,6 +149,10 @@ class PageSource:
             yield from (part.cut(first, count) for first, count in streaks(good))
             self._refuse([(part.chunk + i, part.seqs[i]) for i, fine in enumerate(good) if not fine], part.segment)
             done += part.count
+
+    def note_in_place(self, run: Run) -> None:
+        """The copies of a registered run are enqueued, by another."""
+        self._note(run, Tier.HOST)
 
     def _await_prefetch(self, run: Run) -> bool:
         if self._prefetch.has(run):

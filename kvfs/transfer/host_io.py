@@ -28,7 +28,7 @@ from kvfs.pages.layout import Part
 from kvfs.read.reader import Reader
 from kvfs.transfer.control import OnDone, OnPage, Summary, TransferControl, TransferTask
 from kvfs.transfer.handle import Transfer
-from kvfs.transfer.load import HostLoad, LoadJob, LoadRequest
+from kvfs.transfer.load import BegunLoad, HostLoad, LoadJob, LoadRequest, Pages
 from kvfs.transfer.outcome import TierAccounting, restored
 from kvfs.transfer.save import Save, stored
 from kvfs.transfer.staging import StagingRing
@@ -203,17 +203,28 @@ class HostIO:
         ids = checked_units(self._attached, units, first_unit)
         order = sorted(self._attached.values(), key=lambda a: a.group.need.kind == "all")
         pages = [(a, self._wanted(match, a, ids.get(a.number, UnitIds("q")), first_token)) for a in order]
-        tiers, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
-        task = self._task(
-            "load", pages, deadline, after, on_page, on_done,
-            lambda done: restored(match, names, done, tiers, first_token),
-        )  # fmt: skip
-        hold = match.hold if match.hold is not None and match.hold.acquire() else None
-        transfer = TransferControl(task, partial(self._forget_load, hold))
-        handle = Transfer(transfer)
-        request = LoadRequest(self._context, transfer, match, pages, ids, after, first_token, tiers, layerwise)
-        job = self._load(request)
-        return self._submit(handle, transfer, self._reads, job.run, job.run_now)
+        begun = self._begin_load(match, pages, after, layerwise=layerwise)
+        try:
+            tiers, names = TierAccounting(), {a.number: a.group.name for a in self._attached.values()}
+            task = self._task(
+                "load", pages, deadline, after, on_page, on_done,
+                lambda done: restored(match, names, done, tiers, first_token),
+            )  # fmt: skip
+            hold = match.hold if match.hold is not None and match.hold.acquire() else None
+            transfer = TransferControl(task, partial(self._forget_load, hold))
+            handle = Transfer(transfer)
+            request = LoadRequest(
+                self._context, transfer, match, pages, ids, after, first_token, tiers, layerwise, begun=begun
+            )
+            job = self._load(request)
+            return self._submit(handle, transfer, self._reads, job.run, job.run_now)
+        finally:
+            if begun is not None:
+                begun.drop()
+
+    def _begin_load(self, match: PrefixMatch, pages: Pages, after: Any, *, layerwise: bool) -> BegunLoad | None:
+        """Begin what needs no transfer; None if there is nothing of that kind."""
+        return None
 
     def restore(
         self, token_ids: TokensLike, units: Units, after: Any = None, deadline: float = LOAD_SECONDS,
