@@ -219,13 +219,18 @@ class PeerTable:
 
     def alive(self) -> bool:
         """Whether the process of the rank lives: it holds the lock of its table. False once this is closed."""
-        if self._file.fd < 0:
+        if not self.is_open:
             return False
         free = self._files.flock(self._file.fd, fcntl.LOCK_SH)
         if free:
             with contextlib.suppress(OSError):
                 self._files.flock(self._file.fd, fcntl.LOCK_UN)
         return not free
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank still counts on it."""
+        return self._file.fd >= 0
 
     def reached(self) -> int:
         """The ranks that this one can pull from, as bits."""
@@ -240,8 +245,6 @@ class PeerTable:
         """The entries of a group that the table has."""
         return self._tables[group]
 
-    def unchanged(self, group: str, found: Found) -> bytearray:
-        return self._tables[group].unchanged(found)
 
     def lease(self, found: Mapping[str, Found], seconds: float) -> tuple[int, int] | None:
         """Take a lease on these entries; None if SLOTS others are in force."""

@@ -51,7 +51,7 @@ class Latch:
     between, the others notice within _SLICE_SECONDS.
     """
 
-    __slots__ = ("_held", "_is_set", "_lock", "_pid", "_query")
+    __slots__ = ("_help", "_held", "_is_set", "_lock", "_pid", "_query")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,6 +60,7 @@ class Latch:
         self._is_set = False
         self._pid = os.getpid()
         self._query: Callable[[], bool] | None = None
+        self._help: Callable[[float | None], object] | None = None
 
     def is_set(self) -> bool:
         query = self._query
@@ -76,10 +77,17 @@ class Latch:
         """From now on it is also set once ``query`` is true, which callers of ``is_set`` and ``wait`` find out."""
         self._query = query
 
+    def help_with(self, help: Callable[[float | None], object]) -> None:
+        """A waiter calls it first, with the end of its wait (``time.monotonic``, or None): it may do what sets this."""
+        self._help = help
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds; whether it is set. ConfigError in a forked child."""
         self.check_process()
         end = None if timeout is None else time.monotonic() + timeout
+        help = self._help
+        if help is not None and not self._is_set:
+            help(end)
         while not self.is_set():
             slice_seconds = _SLICE_SECONDS if self._query is None else _QUERY_SECONDS
             left = slice_seconds if end is None else min(slice_seconds, end - time.monotonic())
@@ -95,7 +103,7 @@ class Latch:
             raise ConfigError("this transfer belongs to the parent process: attach again and start a new one here")
 
     def _set(self) -> None:
-        self._is_set, self._query = True, None
+        self._is_set, self._query, self._help = True, None, None
         if self._held:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 self._held.pop().release()
@@ -329,8 +337,13 @@ class TransferControl:
                 return
             assert not self._moving, "a transfer ends while its bytes move"
             self._ended = self._stopped = True
-            leases = list(self._leases)
-        for lease in leases:
+        self.finish_end()
+
+    def finish_end(self) -> None:
+        """The rest of ``end``; again, by another thread, if an interrupt has broken it off."""
+        if self.done.is_set():
+            return
+        for lease in list(self._leases):
             lease.release()
         self.free_source()
         rest = PageOutcome.CANCELLED if self._reason == "cancelled" else PageOutcome.DECLINED

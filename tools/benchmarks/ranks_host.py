@@ -181,7 +181,7 @@ def main(shapes: Sequence[str], sizes: Sequence[int], rounds: int) -> None:
     """The host's part of pulls between GPUs."""
     for shape in shapes:
         with tempfile.TemporaryDirectory(prefix="kvfs-ranks-") as folder, contextlib.ExitStack() as stack:
-            store = stack.enter_context(kvfs.open(f"{folder}/store", capacity="64MiB"))
+            store = stack.enter_context(kvfs.open(f"{folder}/store", capacity="1GiB"))
             layout = SHAPES[shape]()
             ns = store.namespace("ranks", layout, "1")
             source, reader = (Rank(ns, rank, Path(folder), layout, max(sizes)) for rank in (0, 1))
