@@ -245,7 +245,6 @@ class PeerTable:
         """The entries of a group that the table has."""
         return self._tables[group]
 
-
     def lease(self, found: Mapping[str, Found], seconds: float) -> tuple[int, int] | None:
         """Take a lease on these entries; None if SLOTS others are in force."""
         entries = [(self.sections[group].first, some.entries) for group, some in found.items()]

@@ -51,7 +51,7 @@ class Latch:
     between, the others notice within _SLICE_SECONDS.
     """
 
-    __slots__ = ("_help", "_held", "_is_set", "_lock", "_pid", "_query")
+    __slots__ = ("_held", "_help", "_is_set", "_lock", "_pid", "_query")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

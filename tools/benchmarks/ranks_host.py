@@ -1,8 +1,8 @@
 """What a pull costs on the processor: ``python -m tools.benchmarks.ranks_host``. Needs no GPU.
 
-Two ranks in one process pull from each other over devices that move no byte: a launch, or a copy, only takes the time on
-its stream that an H100 would take. Shown, in us, medians [least, most]: from the call to the first launch of a copy, to
-the last one, until ``load`` returns; and what the waiter loses behind the last event on the GPU.
+Two ranks in one process pull from each other over devices that move no byte: a launch, or a copy, only takes the time
+on its stream that an H100 would take. Shown, in us, medians [least, most]: from the call to the first launch of a copy,
+to the last one, until ``load`` returns; and what the waiter loses behind the last event on the GPU.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def one(reader: Rank, tokens: Sequence[int], count: int) -> dict[str, float]:
     whole = plan.chunks * reader.io.pools.attached["full"].page_bytes if hasattr(reader.io, "pools") else 0
     return {
         "plan": begin - planning, "first launch": device.marks[0] - begin, "last launch": device.marks[-1] - begin,
-        "returned": returned - begin, "behind the last event": done - max(device.ends), "launches": len(device.marks) / 1e6,
-        "whole": done - begin, "of a copy": whole / 390e9 / (done - begin) / 1e6,
+        "returned": returned - begin, "behind the last event": done - max(device.ends),
+        "launches": len(device.marks) / 1e6, "whole": done - begin, "of a copy": whole / 390e9 / (done - begin) / 1e6,
     }  # fmt: skip
 
 
