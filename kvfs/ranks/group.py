@@ -175,9 +175,9 @@ class RankGroup:
         ids = checked_units(self._pools.attached, units, first_unit)
         wanted = {}
         for name, a in self._pools.attached.items():
-            mine = ids.get(a.number, UnitIds("q"))
-            check_enough(a, mine, plan.needed(name))
-            wanted[name] = bits_of(to_load(a, mine, plan.needed(name)))
+            mine, chunks = ids.get(a.number, UnitIds("q")), plan.needed(name)
+            check_enough(a, mine, chunks)
+            wanted[name] = bits_of(chunks if mine.complete else to_load(a, mine, chunks))
         job = _Load(self, plan, ids, wanted, after, first_token)
         begun = job.begin()  # first: the GPU copies while the rest of this is done
         numbers = {name: a.number for name, a in self._pools.attached.items()}
@@ -561,10 +561,14 @@ class _Load:
             with group._pools.device.current():
                 patient = clock() + pull.nbytes / LINK_BYTES
                 hasty = patient + SPIN_SECONDS
+                warm = False
                 while not self._ended(pull):
                     now = clock()
                     if not self._claims or (end is not None and now >= end):
                         return
+                    if now >= patient and not warm:
+                        warm = True
+                        pull.look()
                     time.sleep(0.0 if patient <= now < hasty else POLL_SECONDS)
                 ended = True
                 if self._claim():

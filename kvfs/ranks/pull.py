@@ -284,6 +284,11 @@ class Pull:
             self._settled = True
         self.release()
 
+    def look(self) -> None:
+        """At the entries that ``settle`` will look at, which are in the caches of the processor then."""
+        for sent in self._sent:
+            sent.source.table.pages(sent.attached.group.name).unchanged(sent.found, sent.enqueued)
+
     def outcomes(self) -> dict[PageOutcome, dict[int, int]]:
         """What ``settle`` will most likely record."""
         found: dict[int, int] = {}
