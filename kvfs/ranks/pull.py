@@ -28,8 +28,9 @@ from kvfs.transfer.units import UnitIds
 from kvfs.transfer.workers import Attached
 from kvfs.types import PageOutcome
 
-#: Of a batch, at most: its sums take less time than the copies of the next one.
-BATCH_BYTES = 256 << 20
+#: Of a batch: three quarters of what is left, but not less and not more. Its sums take less time than the copies of the
+#: next one, and nothing hides those of the last one.
+LAST_BYTES, BATCH_BYTES = 64 << 20, 256 << 20
 FLAG = 4  # bytes
 POLL_SECONDS = 20e-6
 LEASE_SECONDS = 5.0  # at most: a pull of 32k tokens takes 12 ms
@@ -170,7 +171,7 @@ class Pull:
         """Room in the command buffer, at most."""
         a, n, page = sent.attached, len(sent.chunks), sent.peer.page
         each = page.units * WORD + page.leaves * WORD + 2 * GRANULE_WORDS * a.group.granules * WORD + FLAG
-        batches = 4 + n * a.page_bytes // BATCH_BYTES
+        batches = 8 + n * a.page_bytes // LAST_BYTES
         return n * each + batches * 2 * (HEAD_WORDS * WORD + 2 * ALIGN) + len(self.units[a.number]) * WORD + 8 * ALIGN
 
     def _prepare(self, sent: _Sent, *, only_first: bool = False) -> None:
@@ -284,11 +285,6 @@ class Pull:
             self._settled = True
         self.release()
 
-    def look(self) -> None:
-        """At the entries that ``settle`` will look at, which are in the caches of the processor then."""
-        for sent in self._sent:
-            sent.source.table.pages(sent.attached.group.name).unchanged(sent.found, sent.enqueued)
-
     def outcomes(self) -> dict[PageOutcome, dict[int, int]]:
         """What ``settle`` will most likely record."""
         found: dict[int, int] = {}
@@ -330,8 +326,11 @@ class Pull:
 
 def _batches(pages: int, page_bytes: int) -> array[int]:
     """Pages of each batch."""
-    most = max(1, BATCH_BYTES // page_bytes)
-    return array("I", [most] * (pages // most) + ([pages % most] if pages % most else []))
+    least, most, sizes = max(1, LAST_BYTES // page_bytes), max(1, BATCH_BYTES // page_bytes), array("I")
+    while pages:
+        sizes.append(min(pages, max(least, min(most, pages * 3 // 4))))
+        pages -= sizes[-1]
+    return sizes
 
 
 def _as_array(chunks: Sequence[int]) -> array[int]:

@@ -76,52 +76,44 @@ def ratios(pairs: Sequence[tuple[float, float]]) -> Spread:
     return Spread.of([base / ours for base, ours in pairs])
 
 
-def pulls(
-    source: Rank, reader: Rank, shape: str, sizes: Sequence[int], rounds: int, label: str = "",
-    sums: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Must-show: GB/s of pulls against one copy of as many bytes. ``sums``: take turns, each with a copy of its own."""
+def pulls(source: Rank, reader: Rank, shape: str, sizes: Sequence[int], rounds: int, label: str = "") -> None:
+    """Must-show: GB/s of pulls against one copy of as many bytes."""
     for number, count in enumerate(sizes):
         prompt = 100 + number
         seconds = source.call("publish", prompt, count)
-        found: dict[str, list[Any]] = {name: [] for name in sums or ("",)}
-        bases: dict[str, list[float]] = {name: [] for name in found}
-        for turn in range(rounds + 1):
-            for name, mine in found.items():
-                if name:
-                    reader.call("sums", name)
-                if turn:
-                    bases[name].append(reader.call("memcpy", mine[0]["nbytes"]))
-                mine.append(reader.call("pull", prompt, count))
-        for name, mine in found.items():
-            nbytes, times = mine[0]["nbytes"], [one["seconds"] for one in mine[1:]]
-            good = all(one["same"] and one["tokens"] == one["peer"] == count for one in mine)
-            spread = ratios(list(zip(bases[name], times, strict=True)))
-            say(
-                row="pull", shape=shape + label + (name and f", {name}"), tokens=count, mib=nbytes >> 20,
-                gb_s=nbytes / statistics.median(times) / 1e9, of_memcpy=[round(x, 3) for x in spread],
-                memcpy_gb_s=nbytes / statistics.median(bases[name]) / 1e9, us=1e6 * statistics.median(times),
-                plan_ms=1000 * statistics.median([one["plan"] for one in mine]), publish_ms=1000 * seconds, exact=good,
-            )  # fmt: skip
-            if not good:
-                say(row="WRONG", found=[{k: v for k, v in one.items() if k != "seconds"} for one in mine][:3])
+        found = [reader.call("pull", prompt, count)]
+        nbytes = found[0]["nbytes"]
+        pairs, best = [], []
+        for _ in range(rounds):
+            base = reader.call("memcpy", nbytes)
+            one = reader.call("pull", prompt, count)
+            found.append(one)
+            pairs.append((base, one["seconds"]))
+            best.append(nbytes / one["seconds"] / 1e9)
+        good = all(one["same"] and one["tokens"] == one["peer"] == count for one in found)
+        spread = ratios(pairs)
+        say(
+            row="pull", shape=shape + label, tokens=count, mib=nbytes >> 20, us=nbytes / statistics.median(best) / 1000,
+            gb_s=statistics.median(best), of_memcpy=[round(x, 3) for x in spread],
+            memcpy_gb_s=nbytes / statistics.median([base for base, _ in pairs]) / 1e9,
+            plan_ms=1000 * statistics.median([one["plan"] for one in found]), publish_ms=1000 * seconds, exact=good,
+        )  # fmt: skip
+        if not good:
+            say(row="WRONG", found=[{k: v for k, v in one.items() if k != "seconds"} for one in found][:3])
 
 
 def spoiled(source: Rank, reader: Rank, shape: str, count: int, page_tokens: int) -> None:
-    """A byte that differs from what was published ends the prefix, with each kernel that sums."""
+    """A byte that differs from what was published ends the prefix."""
     source.call("publish", 99, count)
-    for name in ("tiles", "blocks"):
-        reader.call("sums", name)
-        for page in (0, count // page_tokens - 1):
-            source.call("spoil", page)
-            one = reader.call("pull", 99, count, False)
-            source.call("spoil", page)
-            whole = reader.call("pull", 99, count, False)
-            say(
-                row="spoiled", shape=shape, sums=name, page=page, ends_there=one["tokens"] == page * page_tokens,
-                whole_again=whole["tokens"] == count,
-            )  # fmt: skip
-    reader.call("sums", "mixed")
+    for page in (0, count // page_tokens - 1):
+        source.call("spoil", page)
+        one = reader.call("pull", 99, count, False)
+        source.call("spoil", page)
+        whole = reader.call("pull", 99, count, False)
+        say(
+            row="spoiled", shape=shape, page=page, ends_there=one["tokens"] == page * page_tokens,
+            whole_again=whole["tokens"] == count,
+        )  # fmt: skip
 
 
 def cache(source: Rank, reader: Rank, shape: str, count: int, rounds: int) -> None:
@@ -163,12 +155,11 @@ def killed(source: Rank, reader: Rank, count: int) -> None:
 @click.option("--rounds", type=int, default=9)
 @click.option("--pulls", "number", type=int, default=10_000, help="Of the run with evictions.")
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS)
-@click.option("--sums", multiple=True, type=click.Choice(["mixed", "blocks", "tiles"]), help="Take turns.")
 @click.option("--unreachable", is_flag=True, help="Conversations only, without access between the GPUs.")
 @click.option("--path", type=click.Path(path_type=Path), default=None)
 def main(
-    shapes: Sequence[str], sizes: Sequence[int], rounds: int, number: int, parts: Sequence[str], sums: Sequence[str],
-    unreachable: bool, path: Path | None,
+    shapes: Sequence[str], sizes: Sequence[int], rounds: int, number: int, parts: Sequence[str], unreachable: bool,
+    path: Path | None,
 ) -> None:  # fmt: skip
     """Pulls between two GPUs against one copy of as many bytes."""
     folder = tempfile.mkdtemp(prefix="kvfs-ranks-", dir=path)
@@ -192,7 +183,7 @@ def main(
             nbytes = 1 << 33
             reader.call("take", *source.call("offer", nbytes), nbytes)
             if "pulls" in parts:
-                pulls(source, reader, shape, sizes, rounds, sums=sums)
+                pulls(source, reader, shape, sizes, rounds)
             if "spoiled" in parts:
                 spoiled(source, reader, shape, min(4096, most), SHAPES[shape]().page_tokens)
             if "trace" in parts:

@@ -175,13 +175,6 @@ class Worker:
         for stream in (self.group._lane.dma, self.group._lane.kernels):
             stream._launches.clear()  # type: ignore[attr-defined]
 
-    def sums(self, name: str) -> None:
-        """Which kernel sums what, from now on: "mixed", a program for each leaf ("blocks") or for 16 ("tiles")."""
-        from kvfs.ranks import pull as pulls
-
-        settings = {"mixed": (256, 16), "blocks": (1 << 20, 16), "tiles": (0, 256)}
-        pulls.TILED_BYTES, pulls.LAST_BYTES = (mib << 20 for mib in settings[name])
-
     def spoil(self, page: int) -> None:
         """Flip bits of a page's last layer, behind the back of what was published; or flip them back."""
         block = page * self.layout.page_tokens // BLOCK
