@@ -374,7 +374,7 @@ class _Load:
         self._parts = 1  # that have not ended: the pull, and the load from the store
         self._pull: Pull | None = None
         self._error: Exception | None = None  # of enqueuing it
-        self._claims = [True]  # the thread that pops it finishes
+        self._finishing = threading.Lock()
         self._helpers = 0  # waiters that look for the end
         self._moving = contextlib.ExitStack()
 
@@ -531,26 +531,15 @@ class _Load:
 
     def _finish(self) -> None:
         """On the thread of pulls: wait for the copies, settle, and end with the store's part; unless a waiter does."""
-        files, pull = self._group._pools.files, self._pull
+        files, pull, done = self._group._pools.files, self._pull, self.transfer.done
         try:
             self._group._pools.device.enter()
-            while pull is not None and not pull.ended() and self._claims:
+            while pull is not None and not pull.ended() and not done.is_set():
                 files.sleep(HELPED_SECONDS if self._helpers else POLL_SECONDS)
         except Exception as exc:
-            if self._claim():
-                fail(self.transfer, exc)
-                if pull is not None:
-                    pull.abandon()
-                self._end_part()
-        if self._claim():
+            self._settle_and_end(exc)
+        else:
             self._settle_and_end()
-
-    def _claim(self) -> bool:
-        """Whether the calling thread finishes it: one does."""
-        try:
-            return bool(self._claims.pop())
-        except IndexError:
-            return False
 
     def _help(self, end: float | None) -> None:
         """On the thread of a waiter: ask for the end of the copies and finish, with no other thread to wake up.
@@ -568,12 +557,11 @@ class _Load:
                 hasty = patient + SPIN_SECONDS
                 while not self._ended(pull):
                     now = clock()
-                    if not self._claims or (end is not None and now >= end):
+                    if self.transfer.done.is_set() or (end is not None and now >= end):
                         return
                     time.sleep(0.0 if patient <= now < hasty else POLL_SECONDS)
                 ended = True
-                if self._claim():
-                    self._settle_and_end()
+                self._settle_and_end()
         except BaseException:
             if ended:
                 group._pulls.put(self._settle_and_end)
@@ -588,17 +576,22 @@ class _Load:
         except Exception:  # of a GPU that has failed: the thread of pulls meets it too
             return False
 
-    def _settle_and_end(self) -> None:
-        """Once, but again after an interrupt."""
+    def _settle_and_end(self, error: Exception | None = None) -> None:
+        """Once, but again after an interrupt. ``error``: of the GPU; it is not known what has been copied."""
         transfer = self.transfer
-        try:
-            if self._pull is not None:
-                self._pull.settle(transfer)
-        except Exception as exc:
-            fail(transfer, exc)
-            if self._pull is not None:
-                self._pull.abandon()
-        self._end_part()
+        with self._finishing:
+            if transfer.done.is_set():
+                return
+            try:
+                if error is not None:
+                    raise error
+                if self._pull is not None:
+                    self._pull.settle(transfer)
+            except Exception as exc:
+                fail(transfer, exc)
+                if self._pull is not None:
+                    self._pull.abandon()
+            self._end_part()
 
     def _end_part(self) -> None:
         """The pull has ended, or the load from the store: the last one ends the transfer."""

@@ -140,7 +140,7 @@ class Pull:
 
     def _leased(self, source: Source, pages: PeerPages) -> list[_Sent]:
         """What this rank may read of a peer, under a lease."""
-        if source.table.instance != pages.instance or not source.table.is_open:
+        if source.table.instance != pages.instance or not source.table.alive():
             self.pools.counters.add("pulls_without_peer")
             return []
         lease = source.table.lease({g: found for g, (_, found) in pages.groups.items()}, LEASE_SECONDS)
@@ -263,7 +263,8 @@ class Pull:
 
     def ended(self) -> bool:
         """Whether all that was enqueued has been done."""
-        return self._settled or self._end is None or self._end.query()
+        end = self._end  # another thread may settle
+        return end is None or end.query()
 
     def settle(self, transfer: TransferControl) -> None:
         """Count the pages that are right; release the leases and the command buffer. When it has ended.

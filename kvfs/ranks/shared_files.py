@@ -221,18 +221,13 @@ class PeerTable:
 
     def alive(self) -> bool:
         """Whether the process of the rank lives: it holds the lock of its table. False once this is closed."""
-        if not self.is_open:
+        if self._file.fd < 0:
             return False
         free = self._files.flock(self._file.fd, fcntl.LOCK_SH)
         if free:
             with contextlib.suppress(OSError):
                 self._files.flock(self._file.fd, fcntl.LOCK_UN)
         return not free
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this rank still counts on it."""
-        return self._file.fd >= 0
 
     def reached(self) -> int:
         """The ranks that this one can pull from, as bits."""
