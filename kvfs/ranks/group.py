@@ -179,13 +179,13 @@ class RankGroup:
             check_enough(a, mine, chunks)
             wanted[name] = bits_of(chunks if mine.complete else to_load(a, mine, chunks))
         job = _Load(self, plan, ids, wanted, after, first_token)
-        begun = job.begin()  # first: the GPU copies while the rest of this is done
         numbers = {name: a.number for name, a in self._pools.attached.items()}
         groups = {a.number: (a.group.name, a.group.layers, a.page_bytes) for a in self._pools.attached.values()}
         task = TransferTask(
             "load", {numbers[name]: bits for name, bits in wanted.items()}, groups,
             self._pools.files.monotonic() + deadline, job.summary, None, on_done,
         )  # fmt: skip
+        begun = job.begin()  # before the rest, which is done while the GPU copies
         transfer = job.transfer = TransferControl(task, self._forget)
         handle = Transfer(transfer)
         with self._lock:
@@ -374,7 +374,7 @@ class _Load:
         self._parts = 1  # that have not ended: the pull, and the load from the store
         self._pull: Pull | None = None
         self._error: Exception | None = None  # of enqueuing it
-        self._finishing = threading.Lock()
+        self._finishing, self._settling = threading.Lock(), False
         self._helpers = 0  # waiters that look for the end
         self._moving = contextlib.ExitStack()
 
@@ -544,12 +544,11 @@ class _Load:
     def _help(self, end: float | None) -> None:
         """On the thread of a waiter: ask for the end of the copies and finish, with no other thread to wake up.
 
-        If an interrupt breaks that off, the thread of pulls does it again.
+        If an interrupt breaks that off, the thread of pulls, which comes to it in any case, does it again.
         """
         group, pull, clock = self._group, self._pull, time.monotonic
         if pull is None or group._pools.device.is_capturing():
             return
-        ended = False
         self._helpers += 1  # one may be lost, or stay: then the thread of pulls looks more often, or more seldom
         try:
             with group._pools.device.current():
@@ -560,12 +559,7 @@ class _Load:
                     if self.transfer.done.is_set() or (end is not None and now >= end):
                         return
                     time.sleep(0.0 if patient <= now < hasty else POLL_SECONDS)
-                ended = True
                 self._settle_and_end()
-        except BaseException:
-            if ended:
-                group._pulls.put(self._settle_and_end)
-            raise
         finally:
             self._helpers -= 1
 
@@ -580,7 +574,9 @@ class _Load:
         """Once, but again after an interrupt. ``error``: of the GPU; it is not known what has been copied."""
         transfer = self.transfer
         with self._finishing:
+            again, self._settling = self._settling, True
             if transfer.done.is_set():
+                transfer.finish_end()
                 return
             try:
                 if error is not None:
@@ -591,9 +587,9 @@ class _Load:
                 fail(transfer, exc)
                 if self._pull is not None:
                     self._pull.abandon()
-            self._end_part()
+            self._end_part(again=again)
 
-    def _end_part(self) -> None:
+    def _end_part(self, *, again: bool = False) -> None:
         """The pull has ended, or the load from the store: the last one ends the transfer."""
         if self._inner is not None:
             with self._group._lock:
@@ -604,9 +600,10 @@ class _Load:
             for group, chunk, outcome in self._inner_pages:
                 self.transfer.settle(numbers[group], 1 << chunk, outcome)
         self._moving.close()
-        self.transfer.end()
-        if not self.transfer.done.is_set():
-            self.transfer.finish_end()
+        if again:
+            self.transfer.end_again()
+        else:
+            self.transfer.end()
 
     def summary(self, done: Outcomes) -> tuple[int, dict[Tier, int]]:
         """Tokens restored, and by tier."""

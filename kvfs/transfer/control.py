@@ -195,9 +195,9 @@ class TransferControl:
     def _finish(self) -> None:
         with self._lock:
             self.done._set()
-            waiting, self._waiting = self._waiting, ()
-        for call in waiting:
+        for call in self._waiting:
             call()
+        self._waiting = ()
 
     def layer_ready(self, layer: int) -> Latch:
         """See ``Transfer.layer_ready``."""
@@ -257,8 +257,9 @@ class TransferControl:
             yield allowed
         finally:
             with self._lock:
-                self._moving -= allowed
-                self._touching -= allowed and engine
+                if not self._ended:  # else an interrupt has broken this off, and ``end_again`` has done it
+                    self._moving -= allowed
+                    self._touching -= allowed and engine
                 self._cond.notify_all()
             if tell:
                 self._dispatch()
@@ -305,9 +306,9 @@ class TransferControl:
             fresh = self._open.get(group, 0) & chunks
             if not fresh:
                 return
-            self._open[group] ^= fresh
             ended = self._outcomes.setdefault(outcome, {})
             ended[group] = ended.get(group, 0) | fresh
+            self._open[group] ^= fresh  # last: an interrupt before it has these pages recorded again
             if self.task.on_page is not None:
                 name = self.task.groups[group][0]
                 self._events += [partial(self.task.on_page, PageDone(name, chunk, outcome)) for chunk in members(fresh)]
@@ -339,9 +340,18 @@ class TransferControl:
             self._ended = self._stopped = True
         self.finish_end()
 
+    def end_again(self) -> None:
+        """``end``, by another thread, after an interrupt has broken it off; no byte moves any more."""
+        with self._lock:
+            self._moving = self._touching = 0  # the interrupt may have struck in the end of a step
+            self._cond.notify_all()
+            self._ended = self._stopped = True
+        self.finish_end()
+
     def finish_end(self) -> None:
-        """The rest of ``end``; again, by another thread, if an interrupt has broken it off."""
+        """The rest of ``end``."""
         if self.done.is_set():
+            self._finish()
             return
         for lease in list(self._leases):
             lease.release()
@@ -382,19 +392,20 @@ class TransferControl:
         """Call what is due. One thread at a time keeps the order; others leave their events to it."""
         interrupt: KeyboardInterrupt | None = None
         while True:
-            with self._lock:
-                if self._dispatching or not self._events:
-                    break
-                self._dispatching = True
-                event = self._events.popleft()
+            mine = False
             try:
+                with self._lock:
+                    if self._dispatching or not self._events:
+                        break
+                    self._dispatching = mine = True
+                    event = self._events.popleft()
                 event()
             except KeyboardInterrupt as exc:
                 interrupt = exc  # raised once those that wait for the end are told
             except BaseException:  # an engine's callback must not end a worker
                 log.exception("a callback of a transfer failed")
-            finally:
-                with self._lock:
+            finally:  # no call in it, where an interrupt would leave this to nobody
+                if mine:
                     self._dispatching = False
         if interrupt is not None:
             raise interrupt
