@@ -17,9 +17,8 @@ pytest.importorskip("triton", reason="ranks need the GPU transport")
 import kvfs
 from kvfs.errors import ConfigError
 from kvfs.kernels.driver import CudaError
-from kvfs.ranks import RankGroup, RankTables
+from kvfs.ranks import RankGroup, RankTables, pull
 from kvfs.ranks import group as rank_group
-from kvfs.ranks import pull
 from kvfs.types import Tier, TransferState
 from tests.gpu.simulated import Pending, SimulatedDevice
 from tests.ranks.simulated import LAYOUT, NOW, PAGE, SECONDS, Rank, closing, prompt, wait_until
@@ -364,6 +363,25 @@ def test_a_pull_whose_source_was_killed_does_not_begin(
     result = reader.begin(plan, OTHERS).wait(SECONDS)
     assert result is not None and result.pages == 0 and kept(reader, [])
     assert reader.counters()["pulls_without_peer"] == 1
+
+
+def test_a_table_is_not_closed_while_a_pull_asks_whether_its_rank_is_alive(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its file may be that of another one then."""
+    table = pair[1].group.tables.table(0)
+    assert table is not None
+    closing, flock = threading.Thread(target=table.close), table._files.flock
+
+    def slow(fd: int, operation: int) -> bool:
+        closing.start()
+        closing.join(0.02)
+        return flock(fd, operation)
+
+    monkeypatch.setattr(table._files, "flock", slow)
+    assert table.alive()
+    closing.join(SECONDS)
+    assert not table.alive()
 
 
 def test_a_pull_under_way_when_its_source_closes_does_not_count(pair: tuple[Rank, Rank]) -> None:
