@@ -372,7 +372,8 @@ typedef struct {
  * each page its units and its leaves; and one work list behind the other, of as many pages as batches says, which add
  * up to n, each at an even word: the head, with its number of granules and the address of its own leaves, and of each
  * granule the words of kvfs/kernels/pull.py: its first token in units, its first token in the prompt, and the page's
- * number from first on. Returns how many pages; of the work lists those that begin with one of them are written, the last one in part. */
+ * number from first on. Returns how many pages; of the work lists those that begin with one of them are written, the
+ * last one in part. */
 KVFS_PUBLIC uint64_t kvfs_pull_list(
     const kvfs_prefixes *prefixes, const kvfs_pull *pull, const uint32_t *entries, const uint64_t *seqs,
     const uint32_t *chunks, uint64_t n, uint64_t first, const uint32_t *batches, int64_t *units, uint64_t *leaves,
