@@ -25,6 +25,7 @@ from kvfs.kernels.work_list import Shape, Work
 
 #: Programs per kernel. A few would keep up with the link; many, for a shorter time, cost other work on the GPU less.
 COPY_PROGRAMS, SUM_PROGRAMS = 128, 64
+OUT_PROGRAMS = 4  # write to the host at 51 GB/s
 UNIT_SUM_PROGRAMS = 132  # one for each multiprocessor of an H100: pulls wait for them
 QUICK_PROGRAMS = 264  # two for each multiprocessor of an H100: sums at 2,240 GB/s in place of 860
 COPY_TILE_BYTES = 32 << 10  # tiles of at least this size are faster with fewer warps
@@ -54,6 +55,9 @@ class Stream(Protocol):
     ) -> None: ...
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None: ...
+
+    def copy_out_by_kernel(self, work: Work) -> None:
+        """Copy the pieces of a list (``work_list.pack_pieces``); copies of other streams to the host do not wait."""
 
     def use(self) -> AbstractContextManager[object]:
         """Inside, this thread launches kernels on it."""
@@ -245,6 +249,14 @@ class _Stream:
             kernel, lambda: cells.move(work.words, shape, to_page=to_page, programs=programs, warps=warps),
             programs, work.address,
         )  # fmt: skip
+
+    def copy_out_by_kernel(self, work: Work) -> None:
+        from kvfs.kernels import copy_out
+
+        programs = OUT_PROGRAMS
+        self._launch(
+            ("out", programs), lambda: copy_out.copy_out(work.words, programs=programs), programs, work.address
+        )
 
     def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
         from kvfs.kernels import pull

@@ -35,7 +35,7 @@ from kvfs.gpu.resources import UNDER_WAY, GpuTransportContext, LinkPace
 from kvfs.gpu.save import BATCH_BYTES, GpuSave
 from kvfs.gpu.turns import Turns
 from kvfs.kernels.driver import CudaError
-from kvfs.kernels.work_list import Shape, pack, shape_of
+from kvfs.kernels.work_list import Shape, pack, pack_pieces, shape_of
 from kvfs.lookup.prefix_match import PrefixMatch
 from kvfs.pages.layout import PageLayout
 from kvfs.read.reader import Reader
@@ -433,8 +433,10 @@ def _warm_up(lane: DmaLane, shape: Shape, table: Memory) -> None:
     work = commands.put(pack(
         shape, array("q"), scratch=0, unit_ids=0, units=0, flags=0, leaves=0, buffers=table.address
     ))  # fmt: skip
+    out = commands.put(pack_pieces([]))
     commands.send(lane.kernels, work)
     with lane.kernels.use():
+        lane.kernels.copy_out_by_kernel(commands.work(out, commands.words(out, 0)))
         launch = commands.work(work, commands.words(0, 0))
         lane.kernels.gather(launch, shape)
         for check in {False, shape.sums}:

@@ -117,6 +117,10 @@ class CommandBuffer:
         """Copy bytes at ``offset`` on the device back, to ``into``."""
         stream.copy_out(self._back.address + into, self._device.address + offset, nbytes)
 
+    def back_address(self, offset: int) -> int:
+        """Where the host finds what is fetched into ``offset``."""
+        return self._back.address + offset
+
     def back(self, offset: int, nbytes: int) -> memoryview:
         """What was fetched into ``offset``."""
         return self._back.view[offset : offset + nbytes]

@@ -25,10 +25,10 @@ import torch
 import xxhash
 
 from kvfs.gpu.device import Event, Pinned, Stream
-from kvfs.kernels import cells, pull, torch_fallback, unit_sums, xxh3
+from kvfs.kernels import cells, copy_out, pull, torch_fallback, unit_sums, xxh3
 from kvfs.kernels.driver import IPC_BYTES, CudaError
 from kvfs.kernels.moves import MOVE_WORDS, Tiles
-from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, Shape, Work
+from kvfs.kernels.work_list import BUFFER_WORDS, GRANULE_WORDS, HEAD_WORDS, PIECE_WORDS, WORD, Shape, Work
 
 _INTERPRETER = threading.Lock()  # Triton's interpreter replaces functions of its language while a kernel runs
 
@@ -121,6 +121,19 @@ class SimulatedStream:
             assert shape.sums
             self._sum(work, shape, check=True)
         self._move(work, shape, to_page=False)
+
+    def copy_out_by_kernel(self, work: Work) -> None:
+        words = work.host[1 : 1 + work.host[0] * PIECE_WORDS].tolist()
+        pieces = [words[i : i + PIECE_WORDS] for i in range(0, len(words), PIECE_WORDS)]
+        for source, target, count in pieces:
+            self._device.check_host(target, count * WORD)
+            self._device.check_own(source, count * WORD)
+        if self._device.interpreted:
+            with _INTERPRETER:
+                copy_out.copy_out(work.words, programs=2)
+        else:
+            for source, target, count in pieces:
+                ctypes.memmove(target, source, count * WORD)
 
     def pull(self, work: Work, tiles: Sequence[Tiles]) -> None:
         self._launched()
